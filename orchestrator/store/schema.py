@@ -1,0 +1,291 @@
+"""Tables of the orchestrator's store (SQLite and PostgreSQL alike).
+
+The store owns leases, verdicts, credits and batches, and keeps a read copy of chain facts that only
+the indexer writes. Digests and addresses are text as in protocol.core.ids; amounts of wei are
+decimal text; times are Unix seconds by the orchestrator's clock.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData()
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("address", Text, primary_key=True),
+    Column("provider", Text),
+    Column("status", Text, nullable=False),  # NodeStatus
+    Column("speed_class", Integer, nullable=False),
+    Column("hardware", Text, nullable=False),  # JSON of Hardware
+    Column("runtime", Text, nullable=False),
+    Column("last_heartbeat", Float, nullable=False),
+    Column("policy_version", BigInteger),
+    Column("tokens_per_second", Integer, nullable=False, default=0),
+    Column("created_at", Float, nullable=False),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("key_id", Text, primary_key=True),  # Ed25519 public key, as a Digest
+    Column("account", Text, nullable=False),
+    Column("scope", Text, nullable=False),
+    Column("issued_at", BigInteger, nullable=False),
+    Column("expiry", BigInteger, nullable=False),
+    Column("revoked", Boolean, nullable=False, default=False),
+    Index("sessions_account", "account"),
+)
+
+nonces = Table(
+    "nonces",
+    metadata,
+    Column("key_id", Text, nullable=False),
+    Column("nonce", Text, nullable=False),
+    Column("expires", BigInteger, nullable=False),
+    PrimaryKeyConstraint("key_id", "nonce"),
+    Index("nonces_expires", "expires"),
+)
+
+challenges = Table(
+    "challenges",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("seed", Text, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("rounds", Integer, nullable=False),
+    Column("issued_at", Float, nullable=False),
+    Column("deadline", BigInteger, nullable=False),
+    Column("hardware", Text, nullable=False),
+    Column("runtime", Text, nullable=False),
+    Column("used", Boolean, nullable=False, default=False),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("digest", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("lease_index", BigInteger, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("status", Text, nullable=False),  # LeaseStatus
+    Column("deadline", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("upload_sha256", Text),
+    Column("upload_size", BigInteger),
+    Column("body", Text, nullable=False),  # JSON of SignedLease
+    UniqueConstraint("step", "lease_index"),
+    Index("leases_node_status", "node", "status"),
+    Index("leases_status_deadline", "status", "deadline"),
+)
+
+submissions = Table(
+    "submissions",
+    metadata,
+    Column("digest", Text, primary_key=True),
+    Column("lease_digest", Text, nullable=False, unique=True),
+    Column("node", Text, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("sha256", Text, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedSubmission
+    Column("receipt", Text, nullable=False),  # JSON of ReceiptAnswer
+    Column("received_at", Float, nullable=False),
+    Column("status", Text, nullable=False),  # LeaseStatus: submitted, accepted, rejected, void
+    Column("reason", Integer, nullable=False, default=0),
+    Column("units", BigInteger, nullable=False, default=0),
+    Column("verdict", Text),  # SHA-256 of the SignedVerdict object
+    Column("verdict_table", Text),
+    Column("evidence", Text),
+    Column("validator", Text),
+    Column("judged_at", Float),
+    Column("root_id", Integer),  # roots.id once taken into a root
+    Column("leaf_index", Integer),
+    Index("submissions_status", "status"),
+    Index("submissions_root", "root_id"),
+    Index("submissions_node", "node", "received_at"),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("status", Text, nullable=False),  # ready, claimed, done, quarantined
+    Column("claimed_by", Text),
+    Column("claimed_until", Float),
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("created_at", Float, nullable=False),
+    Column("not_before", Float, nullable=False, default=0),
+    Index("jobs_ready", "status", "created_at"),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("submission_digest", Text, nullable=False),
+    Column("group_no", Integer, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("rows", Integer, nullable=False),
+    Column("informative", Boolean, nullable=False),  # rewards not all equal
+    Column("reward_micro_sum", BigInteger, nullable=False),
+    Column("accepted_at", Float, nullable=False),
+    Column("batch_step", BigInteger),
+    PrimaryKeyConstraint("submission_digest", "group_no"),
+    Index("groups_free", "batch_step", "informative", "policy_version"),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("step", BigInteger, primary_key=True, autoincrement=False),
+    Column("digest", Text, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedBatch
+    Column("rows", Integer, nullable=False),
+    Column("mean_reward_micro", BigInteger, nullable=False),
+    Column("staleness_max", Integer, nullable=False),
+    Column("sealed_at", Float, nullable=False),
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("version", BigInteger, primary_key=True, autoincrement=False),
+    Column("digest", Text, nullable=False, unique=True),
+    Column("step", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedManifest
+    Column("published_at", Float, nullable=False),
+)
+
+relays = Table(
+    "relays",
+    metadata,
+    Column("url", Text, primary_key=True),
+    Column("account", Text, nullable=False),
+    Column("versions", Text, nullable=False),
+    Column("last_seen", Float, nullable=False),
+)
+
+roots = Table(
+    "roots",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("root", Text, nullable=False, unique=True),
+    Column("leaves_object", Text, nullable=False),  # SHA-256 of the published leaves object
+    Column("count", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("chain_seq", BigInteger),  # Work's number of the root, once confirmed
+    Column("epoch", BigInteger),  # by the block's time
+    Column("posted_at", BigInteger),  # block time
+    Column("block", BigInteger),
+)
+
+credits = Table(
+    "credits",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("units", BigInteger, nullable=False),
+    Column("amount", Text, nullable=False),
+    Column("earned_at", BigInteger, nullable=False),  # the submission's received_at
+    Column("status", Text, nullable=False),  # earned, held, forfeited
+    Index("credits_node", "node"),
+)
+
+reward_roots = Table(
+    "reward_roots",
+    metadata,
+    Column("epoch", BigInteger, primary_key=True, autoincrement=False),
+    Column("root", Text, nullable=False),
+    Column("cumulative_total", Text, nullable=False),
+    Column("object", Text, nullable=False),  # SHA-256 of the published settlement object
+    Column("created_at", Float, nullable=False),
+    Column("claimable_at", BigInteger),  # set by the indexer from the confirmed event
+)
+
+slashes = Table(
+    "slashes",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("validator", Text, nullable=False),
+    Column("evidence", Text, nullable=False),
+    Column("reason", Integer, nullable=False),
+    Column("amount", Text, nullable=False),
+    Column("status", Text, nullable=False),  # queued, proposed, executed, cancelled
+    Column("proposal_id", BigInteger),
+    Column("executable_at", BigInteger),
+    Column("created_at", Float, nullable=False),
+    Column("propose_tx", Text),
+    Column("execute_tx", Text),
+)
+
+intents = Table(
+    "intents",
+    metadata,
+    Column("id", Text, primary_key=True),  # the same fact gives the same id: done twice harmlessly
+    Column("lane", Text, nullable=False),  # the account that sends
+    Column("kind", Text, nullable=False),  # join, root, reject, policy, reward_root, propose, …
+    Column("payload", Text, nullable=False),  # JSON arguments
+    Column("status", Text, nullable=False),  # queued, sent, confirmed, failed
+    Column("error", Text),
+    Column("tx_hash", Text),
+    Column("block", BigInteger),
+    Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),
+    Index("intents_lane_status", "lane", "status", "created_at"),
+)
+
+chain_events = Table(
+    "chain_events",
+    metadata,
+    Column("block_hash", Text, nullable=False),
+    Column("log_index", Integer, nullable=False),
+    Column("block", BigInteger, nullable=False),
+    Column("block_time", BigInteger, nullable=False),
+    Column("tx_hash", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("args", Text, nullable=False),  # JSON
+    PrimaryKeyConstraint("block_hash", "log_index"),
+    Index("chain_events_block", "block"),
+    Index("chain_events_name", "name"),
+)
+
+cursors = Table(
+    "cursors",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("block", BigInteger, nullable=False),
+    Column("block_hash", Text, nullable=False),
+)
+
+draw_secrets = Table(
+    "draw_secrets",
+    metadata,
+    Column("validator", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("secret", Text, nullable=False),
+    PrimaryKeyConstraint("validator", "epoch"),
+)
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)

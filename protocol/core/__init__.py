@@ -1,0 +1,1 @@
+"""The words the three programs share: no I/O, no clock, no randomness, no torch, no web3."""

@@ -1,0 +1,247 @@
+"""HTTP bodies, shared by client and server. JSON in, JSON out; errors are RFC 9457 problems.
+
+| method and path | who | body → answer |
+|---|---|---|
+| GET  /v1/pool | anyone | → PoolInfo |
+| GET  /v1/run | anyone | → canonical RunDefinition bytes |
+| POST /v1/sessions | grant's account | SessionRequest → SessionAnswer |
+| POST /v1/sessions/revoke | the account | RevokeRequest → {} |
+| POST /v1/admission/challenge | node* | AdmissionRequest → Challenge |
+| POST /v1/admission/solution/{id} | node* | raw int64 little-endian products → AdmissionAnswer |
+| POST /v1/heartbeat | node* | Heartbeat → HeartbeatAnswer |
+| POST /v1/leases | node* | LeaseRequest → LeaseAnswer |
+| POST /v1/leases/{digest}/abandon | node* | {} → {} |
+| POST /v1/leases/{digest}/upload | node* | UploadRequest → UploadAnswer |
+| PUT/GET /v1/store/{key} | holder of a signed URL | bytes |
+| POST /v1/submissions | anyone carrying it | SignedSubmission → ReceiptAnswer |
+| GET  /v1/submissions/{digest} | anyone | → SubmissionInfo |
+| GET  /v1/objects/{digest} | anyone | → 307 to a signed URL (verdicts, evidence, tables, roots) |
+| GET  /v1/policies | anyone | → PolicyList |
+| POST /v1/policies | trainer* | SignedManifest → {} (queues publishPolicy) |
+| GET  /v1/relays | anyone | → list[RelayInfo] ; POST by relay* RelayInfo → {} |
+| GET  /v1/batches/{step} | trainer* | → BatchAnswer, or 404 problem until it is sealed |
+| GET  /v1/batches/{step}/manifest | anyone | → SignedBatch |
+| GET  /v1/nodes | anyone | → list[NodeInfo] |
+| GET  /v1/rewards/{node} | anyone | → RewardInfo |
+| GET  /v1/status | anyone | → Status (what the dashboard and the live table draw) |
+| GET  /v1/events | anyone | → server-sent events, each a Status |
+| GET  /healthz /metrics /docs / | anyone | health, Prometheus, OpenAPI, dashboard |
+
+* signed by a session (RFC 9421 + RFC 9530): see protocol/transport.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from protocol.core.batch import SignedBatch
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.node import Hardware, Invite, NodeStatus, SessionGrant, SessionRevocation
+from protocol.core.rollout import Receipt
+from protocol.core.signing import AddressField, DigestField, SignatureField, Strict
+from protocol.core.task import LeaseStatus, SignedLease
+
+
+class ContractAddresses(Strict):
+    """Where the deployment lives."""
+
+    token: AddressField
+    registry: AddressField
+    vault: AddressField
+    pools: AddressField
+    work: AddressField
+    rewards: AddressField
+    slasher: AddressField
+
+
+class PoolInfo(Strict):
+    chain_id: int
+    contracts: ContractAddresses
+    pool: int
+    manager: AddressField
+    trainer: AddressField
+    run_digest: DigestField
+    name: str
+    orchestrator: str
+    """The audience that session grants must name."""
+    latest_version: int | None
+    stake_per_class: str
+    """Wei as decimal text."""
+
+
+class SessionRequest(Strict):
+    grant: SessionGrant
+    signature: SignatureField
+
+
+class SessionAnswer(Strict):
+    key_id: str
+    """The session key's digest text; goes into the signatures' `keyid`."""
+    expiry: int
+    server_time: int
+
+
+class RevokeRequest(Strict):
+    revocation: SessionRevocation
+    signature: SignatureField
+
+
+class AdmissionRequest(Strict):
+    hardware: Hardware
+    task_runtime: Literal["docker", "process"]
+
+
+class Challenge(Strict):
+    """Multiply `rounds` pairs of size×size int matrices drawn from `seed` (protocol/proofs/
+    hardware.py). Time runs from the answer's sending to the solution's arrival."""
+
+    id: str = Field(max_length=64)
+    seed: DigestField
+    size: int
+    rounds: int
+    deadline: int
+
+
+class AdmissionAnswer(Strict):
+    speed_class: int
+    mmacs_per_second: int
+    invite: Invite
+    signature: SignatureField
+
+
+class Heartbeat(Strict):
+    """`policy_version` the newest verified on disk; `leases` the open ones being worked on."""
+
+    policy_version: int | None
+    leases: tuple[DigestField, ...] = Field(default=(), max_length=64)
+    tokens_per_second: int = Field(default=0, ge=0)
+    runtime: Literal["docker", "process"] = "process"
+    version: str = Field(default="", max_length=64)
+
+
+Directive = Literal["join", "work", "wait", "stop"]
+
+
+class HeartbeatAnswer(Strict):
+    """What to do next. join: membership not yet seen · work: ask for leases · wait: quarantined or
+    paused · stop: ejected or the pool has ended; the agent exits and says why (`reason`)."""
+
+    directive: Directive
+    reason: str
+    status: NodeStatus
+    latest_version: int | None
+    relays: tuple[str, ...]
+    server_time: int
+
+
+class LeaseRequest(Strict):
+    """`policy_version` is the newest the worker can load."""
+
+    policy_version: int = Field(ge=0)
+
+
+class LeaseAnswer(Strict):
+    """Either a lease or how many milliseconds to wait."""
+
+    lease: SignedLease | None
+    retry_after_ms: int = 0
+    reason: str = ""
+
+
+class UploadRequest(Strict):
+    sha256: DigestField
+    size: int = Field(ge=1)
+
+
+class UploadAnswer(Strict):
+    """PUT the bytes to `url` with exactly these headers before `expiry`. `exists`: already here."""
+
+    url: str
+    headers: dict[str, str]
+    expiry: int
+    exists: bool = False
+
+
+class ReceiptAnswer(Strict):
+    receipt: Receipt
+    signature: SignatureField
+
+
+class SubmissionInfo(Strict):
+    submission_digest: DigestField
+    node: AddressField
+    lease_digest: DigestField
+    step: int
+    sha256: DigestField
+    status: LeaseStatus
+    reason: int
+    units: int
+    root: DigestField | None
+    """The confirmed work root that holds this leaf."""
+    verdict: DigestField | None
+    evidence: DigestField | None
+
+
+class PolicyList(Strict):
+    """Newest first; the origin keeps all that are still liable."""
+
+    policies: tuple[SignedManifest, ...]
+
+
+class RelayInfo(Strict):
+    url: str = Field(max_length=512)
+    versions: tuple[int, ...] = ()
+
+
+class BatchAnswer(Strict):
+    """A sealed batch and a signed URL for each file and verdict table, by SHA-256."""
+
+    batch: SignedBatch
+    urls: dict[str, str]
+
+
+class NodeInfo(Strict):
+    node: AddressField
+    provider: AddressField | None
+    status: NodeStatus
+    speed_class: int
+    last_heartbeat: int
+    policy_version: int | None
+    accepted: int
+    rejected: int
+    void: int
+    units: int
+
+
+class RewardInfo(Strict):
+    """The newest posted reward root's entry of one node. Amounts in wei as decimal text."""
+
+    node: AddressField
+    epoch: int | None
+    cumulative: str
+    proof: tuple[DigestField, ...]
+    claimable_at: int | None
+    pending_units: int
+    forfeited: str
+
+
+class Status(Strict):
+    """One picture of the pool, for tables and pages."""
+
+    pool: int
+    name: str
+    time: int
+    step: int
+    latest_version: int | None
+    published: tuple[int, ...]
+    nodes: tuple[NodeInfo, ...]
+    files: dict[str, int]
+    """Count of submissions by status, all time."""
+    batches: tuple[dict[str, int | str], ...]
+    """Newest last, at most 200: step, rows, mean_reward_micro, staleness_max, sealed_at."""
+    transactions: tuple[dict[str, int | str], ...]
+    """Newest last, at most 20: kind, hash, status, at."""
+    slashes: tuple[dict[str, int | str], ...]
+    chain_reachable: bool

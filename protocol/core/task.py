@@ -1,0 +1,62 @@
+"""Tasks (container specs) and leases (the right and duty to make one rollout file)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from protocol.core.signing import (
+    U8,
+    U64,
+    U256,
+    AddressField,
+    ContractName,
+    DigestField,
+    SignatureField,
+    Statement,
+    Strict,
+)
+
+
+class Task(Strict):
+    """A container spec. `image` is a reference by digest (or a bare image id without a registry).
+
+    Memory in MiB, `cpus` in thousandths of a core.
+    """
+
+    image: str = Field(max_length=512)
+    command: tuple[str, ...] = Field(default=(), max_length=64)
+    memory_mb: int = Field(default=4096, ge=64)
+    cpus_milli: int = Field(default=1000, ge=100)
+    pids: int = Field(default=256, ge=8)
+    gpus: bool = False
+
+
+class Lease(Statement):
+    """Signed by the manager. `seed = keccak256("prime/lease/v1" ‖ digest)` fixes all that pays."""
+
+    CONTRACT: ClassVar[ContractName] = "work"
+    pool: U256
+    step: U64
+    node: AddressField
+    index: U64
+    policy_digest: DigestField
+    run_digest: DigestField
+    speed_class: U8
+    salt: DigestField
+    deadline: U64
+
+
+class SignedLease(Strict):
+    """A lease with the manager's signature and what the worker must know to fulfil it.
+
+    `policy_version` names the policy whose manifest digest is `lease.policy_digest`.
+    """
+
+    lease: Lease
+    signature: SignatureField
+    policy_version: int = Field(ge=0)
+
+
+LeaseStatus = Literal["open", "submitted", "accepted", "rejected", "void", "expired"]

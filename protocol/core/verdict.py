@@ -1,0 +1,141 @@
+"""What a validator found: outcome, reason, evidence, and the table of recomputed rows."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import ClassVar
+
+from pydantic import Field
+
+from protocol.core.rollout import SignedSubmission
+from protocol.core.signing import (
+    U8,
+    U64,
+    U256,
+    AddressField,
+    ContractName,
+    DigestField,
+    SignatureField,
+    Statement,
+    Strict,
+)
+from protocol.core.task import SignedLease
+
+
+class Outcome(IntEnum):
+    """The four endings, never mixed."""
+
+    ACCEPTED = 1
+    REJECTED = 2
+    VOID = 3
+    ABSTAINED = 4
+
+
+class Reason(IntEnum):
+    """Why. 1–49 reject (slashable), 50–79 void (no pay, no penalty), 80+ abstain."""
+
+    NONE = 0
+    # rejected: a lie that the evidence shows
+    WRONG_PROMPTS = 1
+    WRONG_TARGETS = 2
+    WRONG_SAMPLING = 3
+    WRONG_ACTIVATIONS = 4
+    WRONG_SKETCH = 5
+    FORGED_PROOF = 6
+    EARLY_END = 7
+    TAMPERED_REWARD = 8
+    TAMPERED_LOGPROBS = 9
+    COPIED_ROWS = 10
+    TWO_HUMPED = 11
+    WRONG_POLICY = 12
+    # void: late, unreachable, malformed
+    MALFORMED = 50
+    WRONG_SCHEMA = 51
+    OVERSIZED = 52
+    WRONG_SIZE_OR_DIGEST = 53
+    WRONG_LEASE = 54
+    WRONG_ROWS = 55
+    UNAVAILABLE = 56
+    LATE = 57
+    POLICY_TOO_OLD = 58
+    # abstained: the validator's own trouble
+    VALIDATOR_CRASHED = 80
+    POLICY_MISSING = 81
+    UNKNOWN_SETUP = 82
+    OUT_OF_RESOURCES = 83
+
+    @property
+    def outcome(self) -> Outcome:
+        if self is Reason.NONE:
+            return Outcome.ACCEPTED
+        if self < 50:
+            return Outcome.REJECTED
+        return Outcome.VOID if self < 80 else Outcome.ABSTAINED
+
+
+class Verdict(Statement):
+    """Signed by the validator. `table` is the SHA-256 of the VerdictTable object (zero unless
+    accepted), `evidence` that of the Evidence object (zero unless rejected). `units` = generated
+    tokens of accepted rows, as the validator counted them."""
+
+    CONTRACT: ClassVar[ContractName] = "slasher"
+    pool: U256
+    submission_digest: DigestField
+    outcome: U8
+    reason: U8
+    units: U64
+    table: DigestField
+    evidence: DigestField
+    judged_at: U64
+
+
+class VerdictRow(Strict):
+    """One row as the validator recomputed it. Reward in millionths, so that the object is exact."""
+
+    problem_id: str = Field(max_length=256)
+    group: int = Field(ge=0)
+    sample: int = Field(ge=0)
+    reward_micro: int
+    prompt_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+
+
+class VerdictTable(Strict):
+    """Object named by its SHA-256: every row of one accepted file."""
+
+    submission_digest: DigestField
+    sha256: DigestField
+    policy_version: int
+    step: int
+    rows: tuple[VerdictRow, ...]
+
+
+class SignedVerdict(Strict):
+    """A verdict with its validator's signature, as published."""
+
+    verdict: Verdict
+    validator: AddressField
+    signature: SignatureField
+
+
+class Evidence(Strict):
+    """Object named by its SHA-256: all that an auditor needs to reach the same verdict.
+
+    `statistics` maps names to decimal text (floats are no part of canonical JSON).
+    `rows_drawn` are the file's row numbers that were replayed; `draw_secret` the validator's epoch
+    secret from which PRF(secret, submission digest) drew them.
+    """
+
+    version: int = 1
+    chain_id: int
+    submission: SignedSubmission
+    lease: SignedLease
+    reason: int
+    detail: str = Field(max_length=2048)
+    run_digest: DigestField
+    validator: AddressField
+    validator_version: str = Field(max_length=64)
+    draw_secret: DigestField
+    rows_drawn: tuple[int, ...]
+    statistics: dict[str, str]
+    thresholds: dict[str, str]
