@@ -1,0 +1,77 @@
+"""RFC 9457 problem documents, to and from the error tree."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from protocol.core.errors import (
+    ConflictError,
+    FatalError,
+    MalformedError,
+    PolicyError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
+
+CONTENT_TYPE = "application/problem+json"
+
+
+class NotFoundError(PrimeError):
+    """There is no such thing (yet)."""
+
+    exit_code = 66  # EX_NOINPUT
+
+
+_KINDS: dict[str, tuple[type[PrimeError], int]] = {
+    "malformed": (MalformedError, 400),
+    "untrusted": (UntrustedError, 401),
+    "refused": (PolicyError, 403),
+    "not-found": (NotFoundError, 404),
+    "conflict": (ConflictError, 409),
+    "unavailable": (UnavailableError, 503),
+    "user": (UserError, 400),
+    "fatal": (FatalError, 500),
+}
+
+
+def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
+    """HTTP status and problem document of an expected error."""
+    for kind, (error_type, status) in _KINDS.items():
+        if isinstance(error, error_type):
+            document: dict[str, Any] = {
+                "type": f"urn:prime:problem:{kind}",
+                "title": kind,
+                "status": status,
+                "detail": str(error),
+            }
+            if hint := getattr(error, "hint", ""):
+                document["hint"] = hint
+            return status, document
+    return 500, {
+        "type": "urn:prime:problem:fatal",
+        "title": "fatal",
+        "status": 500,
+        "detail": str(error),
+    }
+
+
+def from_problem(status: int, body: bytes) -> PrimeError:
+    """The error that a peer's problem document stands for; judged by status if it has none."""
+    kind, detail = "", ""
+    try:
+        document = json.loads(body[:65_536])
+        kind = str(document.get("type", "")).removeprefix("urn:prime:problem:")
+        detail = str(document.get("detail", ""))[:2048]
+    except (ValueError, AttributeError):
+        pass
+    if kind in _KINDS:
+        return _KINDS[kind][0](detail)
+    detail = detail or f"the server answered {status}"
+    if status == 404:
+        return NotFoundError(detail)
+    if status >= 500 or status == 429:
+        return UnavailableError(detail)
+    return MalformedError(detail)
