@@ -1,0 +1,70 @@
+"""Lifecycles: downtime never burns stake, an ending is an ending, events may come twice."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.core.lifecycle import LeaseState, NodeState, step_lease, step_node
+
+NODE_EVENTS = st.sampled_from(
+    ["joined", "heartbeat", "tick", "rejected", "slash_confirmed", "slash_cancelled", "left"]
+)
+LEASE_EVENTS = st.sampled_from(["submitted", "accepted", "rejected", "void", "abandoned", "tick"])
+
+
+def _run(events: list[str], up_since: float = 0.0) -> NodeState:
+    state = NodeState("admitted", 0.0)
+    for now, event in enumerate(events):
+        state, _ = step_node(
+            state,
+            event,  # type: ignore[arg-type]
+            float(now * 20),
+            death_seconds=60,
+            orchestrator_up_since=up_since,
+        )
+    return state
+
+
+@given(st.lists(NODE_EVENTS.filter(lambda e: e not in ("slash_confirmed", "left"))))
+def test_only_a_confirmed_slash_ejects(events: list[str]) -> None:
+    assert _run(events).status not in ("ejected", "left")
+
+
+@given(st.lists(NODE_EVENTS), st.lists(NODE_EVENTS))
+def test_an_ejected_node_stays_ejected(before: list[str], after: list[str]) -> None:
+    events = [e for e in before if e != "left"]
+    assert _run([*events, "slash_confirmed", *after]).status == "ejected"
+
+
+@given(st.lists(st.sampled_from(["joined", "heartbeat", "tick"])))
+def test_silence_alone_never_quarantines(events: list[str]) -> None:
+    assert _run(events).status in ("admitted", "active", "silent")
+
+
+def test_the_orchestrators_own_downtime_counts_against_nobody() -> None:
+    state = NodeState("active", 0.0)
+    kept, _ = step_node(state, "tick", 1000.0, death_seconds=60, orchestrator_up_since=990.0)
+    dead, effects = step_node(state, "tick", 1000.0, death_seconds=60, orchestrator_up_since=0.0)
+    assert kept.status == "active"
+    assert (dead.status, effects) == ("silent", ("release_leases",))
+
+
+@given(st.lists(LEASE_EVENTS), LEASE_EVENTS)
+def test_a_lease_ends_once(events: list[str], last: str) -> None:
+    state, credits = LeaseState("open", 50.0), 0
+    for now, event in enumerate([*events, last, last]):
+        state, effects = step_lease(state, event, float(now))  # type: ignore[arg-type]
+        credits += effects.count("credit")
+    assert credits <= 1
+    assert credits == (state.status == "accepted")
+
+
+def test_a_late_submission_is_not_taken() -> None:
+    state, _ = step_lease(LeaseState("open", 50.0), "submitted", 51.0)
+    assert state.status == "open"
+
+
+def test_an_abandoned_lease_comes_back_unchanged() -> None:
+    state = LeaseState("open", 50.0)
+    assert step_lease(state, "abandoned", 1.0) == (state, ("offer_again",))
