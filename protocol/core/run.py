@@ -42,12 +42,18 @@ class Objective(Strict):
     advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
 
 
+LengthForm = Literal["exact", "max", "clip"]
+
+
 class LengthBudgets(Strict):
-    """Target lengths a speed class may be asked for, and the reward's penalty per token off."""
+    """Target lengths a speed class may be asked for, and the reward's penalty per token off.
+
+    `form`: how length enters the reward (protocol/environments/lengths.py)."""
 
     by_class: dict[str, tuple[int, ...]]
     """Class number as text ("1", "2", …) to its allowed targets, in generated tokens."""
     penalty_micro: int = Field(ge=0)
+    form: LengthForm = "exact"
 
     def allowed(self, speed_class: int) -> tuple[int, ...]:
         """Targets of the highest listed class not above `speed_class`."""

@@ -1,0 +1,157 @@
+"""The environment port: a numbered list of problems, their prompts, and the grading of answers.
+
+Everything here is a pure function of the run definition, so a validator that grades a row again
+gets the very same reward: scores are whole millionths, combined in integer arithmetic.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from protocol.core import encoding
+from protocol.core.errors import MalformedError
+from protocol.core.ids import Digest
+from protocol.core.run import MICRO, LengthBudgets
+from protocol.environments.lengths import length_reward
+
+MAX_OUTPUT_CHARACTERS = 1 << 20
+"""A longer answer is cut here before any grader sees it."""
+
+
+class Tokenizer(Protocol):
+    """What an environment needs of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task. `prompt` is without the length instruction; `answer` the gold solution."""
+
+    problem_id: str
+    index: int
+    prompt: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """What a grader found: correctness in millionths, and the length that the budget speaks of
+    (None: all generated tokens)."""
+
+    task_micro: int
+    reason: str
+    actual_length: int | None = None
+    uncertain: bool = False
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The run's reward of one row, in millionths, with its parts and one sentence why.
+
+    `uncertain`: a limit of time or memory decided, not the answer; no validator may call it a lie.
+    """
+
+    reward_micro: int
+    parts: Mapping[str, int]
+    reason: str
+    uncertain: bool = False
+
+    @property
+    def score(self) -> float:
+        """The reward as a float; compare `reward_micro`, never this."""
+        return self.reward_micro / MICRO
+
+
+class Environment(ABC):
+    """A task family with pinned data. Subclasses give problems, prompt text and `check`."""
+
+    name: str
+    version: int
+    """Raised by hand with every change that can alter a problem, a prompt or a score."""
+
+    def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
+        self.arguments = dict(arguments)
+        self.budgets = budgets
+
+    @abstractmethod
+    def data_digest(self) -> Digest:
+        """SHA-256 that pins everything outside this code that problems or scores depend on."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of problems, training and held-out together."""
+
+    @abstractmethod
+    def problem(self, index: int) -> Problem:
+        """Problem number `index`. Raises MalformedError outside [0, len)."""
+
+    @abstractmethod
+    def prompt_text(self, problem: Problem, target_length: int) -> str:
+        """The whole prompt, length instruction included."""
+
+    @abstractmethod
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        """Correctness of one answer. Bounded in time, deterministic unless `uncertain`."""
+
+    def digest(self) -> Digest:
+        """SHA-256 over name, code version, arguments and data: what a run definition pins."""
+        return encoding.sha256(
+            encoding.canonical_json(
+                {
+                    "name": self.name,
+                    "version": self.version,
+                    "arguments": self.arguments,
+                    "data": self.data_digest(),
+                }
+            )
+        )
+
+    def prompt_tokens(
+        self, problem: Problem, target_length: int, tokenizer: Tokenizer
+    ) -> list[int]:
+        """Token ids of the prompt, without any special token added."""
+        text = self.prompt_text(problem, target_length)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def grade(
+        self, problem: Problem, target_length: int, output_text: str, output_tokens: int
+    ) -> Grade:
+        """The run's reward: correctness and length together (see lengths.py).
+
+        `output_text` as `decode_output` gives it; `output_tokens` counts the end token.
+        """
+        score = self.check(problem, output_text[:MAX_OUTPUT_CHARACTERS], output_tokens)
+        actual = output_tokens if score.actual_length is None else score.actual_length
+        reward = length_reward(
+            score.task_micro,
+            target=target_length,
+            actual=actual,
+            penalty_micro=self.budgets.penalty_micro,
+            form=self.budgets.form,
+        )
+        parts = {"task_micro": score.task_micro, "length": actual, "target": target_length}
+        return Grade(reward, parts, score.reason, score.uncertain)
+
+    def _require_index(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise MalformedError(f"problem {index} is not among the {len(self)} of {self.name!r}")
+
+
+def decode_output(tokenizer: Tokenizer, output_tokens: Sequence[int]) -> str:
+    """The text that is graded: node, validator and trainer all decode by this one line."""
+    return tokenizer.decode(
+        list(output_tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )

@@ -1,0 +1,110 @@
+"""reasoning-gym's procedural families (Apache-2.0) as environments.
+
+Problem i is the family's entry i under the run's dataset seed; the family's own scorer runs in a
+killable child, because some of them parse or evaluate what the model wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import version as installed_version
+from typing import Any
+
+from protocol.core import encoding
+from protocol.core.errors import UserError
+from protocol.core.ids import Digest
+from protocol.core.run import MICRO, LengthBudgets
+from protocol.environments.base import Environment, Problem, TaskScore
+from protocol.environments.subprocess_grader import (
+    GradingCrashError,
+    GradingTimeoutError,
+    SubprocessGrader,
+)
+
+SIZE = 1_000_000
+"""Entries are made on demand, so a family is as large as we say."""
+MAX_ANSWER_CHARACTERS = 8192
+
+
+@lru_cache(maxsize=16)
+def _dataset(family: str, seed: int) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(family, seed=seed, size=SIZE)
+
+
+def score_answer(request: dict[str, Any]) -> int:
+    """Runs in the child: {family, seed, index, answer} → score in millionths."""
+    dataset = _dataset(request["family"], request["seed"])
+    score = float(dataset.score_answer(request["answer"], dataset[request["index"]]))
+    return round(min(1.0, max(0.0, score)) * MICRO)
+
+
+class ReasoningGym(Environment):
+    """Arguments: `family` (a reasoning-gym dataset name), `seed`.
+
+    The answer is what follows the last `Answer:`; without one, the last line that is not empty.
+    """
+
+    name = "reasoning_gym"
+    version = 1
+
+    def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
+        super().__init__(arguments, budgets)
+        family, seed = arguments.get("family"), arguments.get("seed", 0)
+        if not isinstance(family, str) or not isinstance(seed, int) or len(arguments) > 2:
+            raise UserError("The reasoning_gym environment takes `family` (text) and `seed`.")
+        self._family, self._seed = family, seed
+        try:
+            self._data = _dataset(family, seed)
+        except ValueError as error:
+            raise UserError(f"reasoning-gym has no family {family!r}: {error}.") from error
+        self._grader = SubprocessGrader("protocol.environments.procedural:score_answer")
+
+    def close(self) -> None:
+        """Ends the grading child."""
+        self._grader.close()
+
+    def data_digest(self) -> Digest:
+        """The library's version and the text of the first problems."""
+        sample = [[self._data[i]["question"], str(self._data[i]["answer"])] for i in range(8)]
+        version = installed_version("reasoning_gym")
+        return encoding.sha256(encoding.canonical_json({"library": version, "sample": sample}))
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def problem(self, index: int) -> Problem:
+        self._require_index(index)
+        entry = self._data[index]
+        name = f"{self._family}-{self._seed}-{index}"
+        return Problem(name, index, entry["question"], str(entry["answer"]))
+
+    def prompt_text(self, problem: Problem, target_length: int) -> str:
+        return (
+            f"{problem.prompt}\n\nThink for {target_length} tokens before giving a response. "
+            "End with a line `Answer:` and your answer.\n"
+        )
+
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        _head, found, tail = output_text.rpartition("Answer:")
+        lines = [line.strip() for line in output_text.splitlines() if line.strip()]
+        answer = tail.strip() if found else (lines[-1] if lines else "")
+        if not answer:
+            return TaskScore(0, "no answer")
+        if len(answer) > MAX_ANSWER_CHARACTERS:
+            return TaskScore(0, f"an answer of {len(answer)} characters")
+        request = {
+            "family": self._family,
+            "seed": self._seed,
+            "index": problem.index,
+            "answer": answer,
+        }
+        try:
+            micro = self._grader.call(request)
+        except GradingTimeoutError:
+            return TaskScore(0, "the grader ran out of time", uncertain=True)
+        except GradingCrashError:
+            return TaskScore(0, "the grader crashed on this answer", uncertain=True)
+        return TaskScore(int(micro), f"scored {micro / MICRO:g} by {self._family}")
