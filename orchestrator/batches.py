@@ -1,0 +1,239 @@
+"""Accepted groups → sealed batches, one for each optimizer step.
+
+What leaves out a group whose rewards are all equal is this file alone; the trainer asserts it.
+Steps are sealed in order, and step s only while s ≤ newest published policy + allowed staleness, so
+that every row of a batch is at most that many policies old when it is trained.
+
+`choose` decides, `make_manifest` writes down, `seal_ready_batches` performs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import and_, func, insert, select, update
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import IntegrityError
+
+from orchestrator.context import Objects, PoolContext, Transactions, publish
+from orchestrator.store.schema import batches, groups, policies, submissions
+from protocol.core import encoding
+from protocol.core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
+from protocol.core.errors import FatalError
+from protocol.core.ids import Digest, to_bytes
+from protocol.core.signing import Signer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FreeGroup:
+    """An accepted group that no batch has taken. `reward_micro_sum` in millionths; `accepted_at`
+    in Unix seconds; `sha256`, `size` (bytes) and `table` are its file's."""
+
+    submission_digest: Digest
+    group_no: int
+    policy_version: int
+    rows: int
+    informative: bool
+    reward_micro_sum: int
+    accepted_at: float
+    sha256: Digest
+    size: int
+    table: Digest
+
+
+def choose(
+    free: Iterable[FreeGroup], *, step: int, groups_per_batch: int, max_staleness: int
+) -> tuple[FreeGroup, ...] | None:
+    """The groups of batch `step`, or None while there are too few.
+
+    Informative and fresh (0 ≤ step − policy version ≤ max_staleness) ones, those of the oldest
+    policy first, then by acceptance; ties by name, so the input's order plays no part.
+    """
+    fit = [g for g in free if g.informative and 0 <= step - g.policy_version <= max_staleness]
+    if len(fit) < groups_per_batch:
+        return None
+    fit.sort(key=lambda g: (g.policy_version, g.accepted_at, g.submission_digest, g.group_no))
+    return tuple(fit[:groups_per_batch])
+
+
+def may_seal(step: int, latest_version: int | None, max_staleness: int) -> bool:
+    """True while step `step` will be trained by a policy near enough to the rows it would take."""
+    return latest_version is not None and step <= latest_version + max_staleness
+
+
+def batch_seed(run_digest: Digest, step: int) -> Digest:
+    """SHA-256("prime/batch/v1" ‖ run digest ‖ step as 8 bytes): the trainer's shuffling seed."""
+    return encoding.sha256(b"prime/batch/v1" + to_bytes(run_digest) + step.to_bytes(8, "big"))
+
+
+def make_manifest(
+    chosen: Sequence[FreeGroup], *, pool: int, step: int, run_digest: Digest
+) -> BatchManifest:
+    """The immutable list of what step `step` trains on; files sorted by SHA-256, groups by number.
+
+    Raises FatalError if a group occurs twice or one file has two faces: our own state is broken.
+    """
+    by_file: dict[Digest, list[FreeGroup]] = defaultdict(list)
+    for group in chosen:
+        by_file[group.submission_digest].append(group)
+    files = []
+    for submission_digest, members in by_file.items():
+        first = members[0]
+        numbers = sorted(g.group_no for g in members)
+        faces = {(g.sha256, g.size, g.table, g.policy_version) for g in members}
+        if len(set(numbers)) != len(numbers) or len(faces) != 1:
+            raise FatalError(f"the groups of submission {submission_digest} contradict each other")
+        files.append(
+            BatchFile(
+                sha256=first.sha256,
+                size=first.size,
+                table=first.table,
+                submission_digest=submission_digest,
+                policy_version=first.policy_version,
+                groups=tuple(numbers),
+            )
+        )
+    return BatchManifest(
+        pool=pool,
+        step=step,
+        run_digest=run_digest,
+        files=tuple(sorted(files, key=lambda f: (f.sha256, f.submission_digest))),
+        rows=sum(g.rows for g in chosen),
+        policy_versions=tuple(sorted({g.policy_version for g in chosen})),
+        seed=batch_seed(run_digest, step),
+    )
+
+
+def seal_ready_batches(
+    store: Transactions,
+    objects: Objects,
+    signer: Signer,
+    context: PoolContext,
+    now: Callable[[], float],
+) -> list[int]:
+    """Seals every batch that is full and may be sealed; returns their steps, oldest first.
+
+    For each: the manifest's object is written (it is named by its digest, so a crash leaves at most
+    an object that nothing names), then one transaction writes the batch and marks its groups. The
+    step is the primary key and a group is taken only while free, so two sealers or a restart seal
+    nothing twice.
+    """
+    sealed: list[int] = []
+    while (step := _seal_next(store, objects, signer, context, now())) is not None:
+        sealed.append(step)
+    return sealed
+
+
+def _seal_next(
+    store: Transactions, objects: Objects, signer: Signer, context: PoolContext, now: float
+) -> int | None:
+    run = context.run
+    with store.begin() as connection:
+        step = next_step(connection)
+        latest = connection.execute(select(func.max(policies.c.version))).scalar()
+        if not may_seal(step, latest, run.max_staleness):
+            return None
+        free = free_groups(connection, step=step, max_staleness=run.max_staleness)
+    chosen = choose(
+        free,
+        step=step,
+        groups_per_batch=run.groups_per_batch,
+        max_staleness=run.max_staleness,
+    )
+    if chosen is None:
+        return None
+    manifest = make_manifest(chosen, pool=context.pool, step=step, run_digest=run.digest())
+    digest = publish(objects, manifest.canonical())
+    statement = BatchStatement(pool=context.pool, step=step, manifest_digest=digest)
+    batch = SignedBatch(
+        manifest=manifest, signature=signer.sign(statement, context.domain(BatchStatement))
+    )
+    try:
+        with store.begin() as connection:
+            _write(connection, batch, digest, chosen, now)
+    except IntegrityError:
+        log.warning("step %d was sealed by another process", step)
+        return None
+    log.info("sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions)
+    return step
+
+
+def next_step(connection: Connection) -> int:
+    """The step whose batch is to be sealed next: one past the newest, from 0."""
+    newest = connection.execute(select(func.max(batches.c.step))).scalar()
+    return 0 if newest is None else int(newest) + 1
+
+
+def free_groups(connection: Connection, *, step: int, max_staleness: int) -> list[FreeGroup]:
+    """Informative groups of accepted files that no batch has taken and that are fresh at `step`."""
+    rows = connection.execute(
+        select(groups, submissions.c.sha256, submissions.c.size, submissions.c.verdict_table)
+        .join(submissions, submissions.c.digest == groups.c.submission_digest)
+        .where(
+            and_(
+                groups.c.batch_step.is_(None),
+                groups.c.informative.is_(True),
+                groups.c.policy_version >= step - max_staleness,
+                groups.c.policy_version <= step,
+                submissions.c.status == "accepted",
+            )
+        )
+    ).mappings()
+    return [
+        FreeGroup(
+            submission_digest=row["submission_digest"],
+            group_no=row["group_no"],
+            policy_version=row["policy_version"],
+            rows=row["rows"],
+            informative=row["informative"],
+            reward_micro_sum=row["reward_micro_sum"],
+            accepted_at=row["accepted_at"],
+            sha256=row["sha256"],
+            size=row["size"],
+            table=row["verdict_table"],
+        )
+        for row in rows
+    ]
+
+
+def _write(
+    connection: Connection,
+    batch: SignedBatch,
+    digest: Digest,
+    chosen: Sequence[FreeGroup],
+    now: float,
+) -> None:
+    manifest = batch.manifest
+    connection.execute(
+        insert(batches).values(
+            step=manifest.step,
+            digest=digest,
+            body=batch.model_dump_json(),
+            rows=manifest.rows,
+            mean_reward_micro=sum(g.reward_micro_sum for g in chosen) // manifest.rows,
+            staleness_max=manifest.step - min(manifest.policy_versions),
+            sealed_at=now,
+        )
+    )
+    for group in chosen:
+        taken = connection.execute(
+            update(groups)
+            .where(
+                and_(
+                    groups.c.submission_digest == group.submission_digest,
+                    groups.c.group_no == group.group_no,
+                    groups.c.batch_step.is_(None),
+                )
+            )
+            .values(batch_step=manifest.step)
+        )
+        if taken.rowcount != 1:
+            raise FatalError(
+                f"group {group.group_no} of {group.submission_digest} was taken while step "
+                f"{manifest.step} was being sealed"
+            )
