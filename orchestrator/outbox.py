@@ -1,0 +1,77 @@
+"""Intents: what an account means to do on chain, written down before it is done.
+
+A row of `intents` is queued in the transaction that gives rise to it; its id is derived from the
+fact itself, so that the same fact queues one intent however often it is stated. `run_outbox_tick`
+turns queued intents of one lane (the account that sends) into calls, hands them to the lane's
+Sender, and copies back what became of them. With the RPC down, rows stay queued.
+
+    queued ──► sent ──► confirmed
+       └─────────┴────► failed (with the decoded error)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.engine import Connection
+
+from orchestrator.store.schema import intents
+from protocol.core.ids import Address
+
+IntentKind = Literal[
+    "join", "root", "policy", "reward_root", "eject", "set_validator", "propose", "execute"
+]
+"""Payloads (JSON; digests, addresses and signatures as text, wei as decimal text):
+
+join           {"invite": Invite, "signature"}                        id join:<node>:<deadline>
+policy         {"statement": PolicyStatement, "signature"}            id policy:<version>
+root           {"root", "count", "leaves_object"}                     id root:<root>
+reward_root    {"epoch", "root", "cumulative_total", "object"}        id reward_root:<epoch>
+eject          {"node"}                                               id eject:<node>:<why>
+set_validator  {"validator", "on"}                                    id set_validator:<v>:<on>
+propose        {"submission_digest"}                                  id propose:<digest>
+execute        {"proposal_id"}                                        id execute:<proposal id>
+"""
+
+
+def queue_intent(
+    connection: Connection,
+    *,
+    lane: Address,
+    kind: IntentKind,
+    key: str,
+    payload: Mapping[str, Any],
+    now: float,
+) -> str:
+    """Queues the intent "<kind>:<key>" on `lane` unless it is there already; returns its id.
+
+    Call it inside the transaction that decides the fact.
+    """
+    intent = f"{kind}:{key}"
+    known = connection.execute(select(intents.c.id).where(intents.c.id == intent)).first()
+    if known is None:
+        connection.execute(
+            insert(intents).values(
+                id=intent,
+                lane=lane,
+                kind=kind,
+                payload=json.dumps(payload, sort_keys=True),
+                status="queued",
+                created_at=now,
+                updated_at=now,
+            )
+        )
+    return intent
+
+
+def requeue_failed(connection: Connection, intent: str, now: float) -> bool:
+    """Puts a failed intent back in the queue (its cause may have gone); True if it was failed."""
+    done = connection.execute(
+        update(intents)
+        .where(intents.c.id == intent, intents.c.status == "failed")
+        .values(status="queued", error=None, tx_hash=None, updated_at=now)
+    )
+    return bool(done.rowcount)
