@@ -1,0 +1,130 @@
+"""Where the contracts live on one chain, and their periods: the deployment file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, ValidationError
+
+from protocol.core.errors import UserError
+from protocol.core.ids import Address
+from protocol.core.messages import ContractAddresses
+from protocol.core.signing import (
+    CONTRACT_NAMES,
+    ContractName,
+    DigestField,
+    Domain,
+    Statement,
+    Strict,
+)
+
+_MAX_BYTES = 1 << 20
+
+SOLIDITY_NAMES: dict[ContractName, str] = {
+    "token": "PrimeToken",
+    "registry": "Registry",
+    "vault": "StakeVault",
+    "pools": "Pools",
+    "work": "Work",
+    "rewards": "Rewards",
+    "slasher": "Slasher",
+}
+"""The Solidity contract behind each name; also the name of its file in `abi/`."""
+
+
+class Periods(Strict):
+    """Seconds, fixed at deployment. Unbonding exceeds validity + slash + dispute window."""
+
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "epoch_length", "validity", "slash_window", "dispute_window", "reward_delay", "unbonding",
+    )  # fmt: skip
+
+    epoch_length: int = Field(default=3600, ge=1)
+    validity: int = Field(default=86_400, ge=1)
+    slash_window: int = Field(default=3 * 86_400, ge=1)
+    dispute_window: int = Field(default=7 * 86_400, ge=0)
+    reward_delay: int = Field(default=86_400, ge=1)
+    unbonding: int = Field(default=14 * 86_400, ge=1)
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """In the order of the contracts' `Periods` struct."""
+        return tuple(getattr(self, name) for name in self.FIELDS)
+
+    def problem(self) -> str:
+        """Why the contracts would refuse these periods; empty if they would not."""
+        liability = self.validity + self.slash_window + self.dispute_window
+        if self.unbonding <= liability:
+            return (
+                f"unbonding of {self.unbonding} s must exceed validity + slash window + dispute "
+                f"window = {liability} s"
+            )
+        return ""
+
+
+DEMO_PERIODS = Periods(
+    epoch_length=30, validity=90, slash_window=20, dispute_window=20, reward_delay=20, unbonding=180
+)
+"""What the local demo runs with."""
+
+
+class Deployment(Strict):
+    """One deployment. `block` is the first that can hold one of its events; `abi` the SHA-256 of
+    each committed artifact it was deployed from; `arguments` the constructor arguments as text."""
+
+    chain_id: int
+    contracts: ContractAddresses
+    block: int = Field(ge=0)
+    periods: Periods
+    deployer: str = ""
+    arguments: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    transactions: dict[str, str] = Field(default_factory=dict)
+    abi: dict[str, DigestField] = Field(default_factory=dict)
+
+    def address(self, name: ContractName) -> Address:
+        """The contract's address."""
+        found: Address = getattr(self.contracts, name)
+        return found
+
+    def addresses(self) -> dict[Address, ContractName]:
+        """Every contract's name by its address."""
+        return {self.address(name): name for name in CONTRACT_NAMES}
+
+    def domain(self, name: ContractName) -> Domain:
+        """The EIP-712 domain of statements that contract `name` checks."""
+        return Domain(chain_id=self.chain_id, contract=self.address(name))
+
+    def domain_of(self, statement: Statement | type[Statement]) -> Domain:
+        """The domain that a statement is signed under."""
+        return self.domain(statement.CONTRACT)
+
+    @classmethod
+    def load(cls, path: Path) -> Deployment:
+        """Reads a deployment file. Raises UserError if it is missing or malformed."""
+        try:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_BYTES + 1)
+        except OSError as error:
+            raise UserError(
+                f"the deployment file {path} cannot be read: {error.strerror}",
+                hint="give --deployment FILE; the operator publishes it, or "
+                "make one with: orchestrator deployment deploy",
+            ) from error
+        if len(raw) > _MAX_BYTES:
+            raise UserError(f"the deployment file {path} exceeds {_MAX_BYTES} bytes")
+        try:
+            return cls.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise UserError(
+                f"{path} is no deployment file: {where or 'it'}: {first['msg']}",
+                hint="fetch it again from where you got it",
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Writes the file whole or not at all, replacing an older one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.write_text(self.model_dump_json(indent=2) + "\n")
+        temporary.replace(path)
