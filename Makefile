@@ -1,0 +1,50 @@
+# The two commands of a newcomer are `make demo` and `make test`; each sets up what it needs.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+# One thread a process: several processes that each take all cores slow one another down.
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+ARGS ?=
+
+.PHONY: help setup demo demo-stop test test-all check format contracts bench clean
+
+help: ## What can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: ## Virtual environment, packages, local chain (10 minutes the first time at most)
+	@scripts/setup.sh
+
+demo: setup ## The whole network on this machine, then its six findings (≤ 12 minutes)
+	@$(PY) -m devnet up $(ARGS)
+
+demo-stop: ## Ends a demo left running
+	@$(PY) -m devnet stop
+
+test: setup ## The tests (≤ 15 minutes); what lacks its engine is skipped by name
+	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: setup ## Every test but those that need a GPU (≤ 45 minutes)
+	@$(PY) -m pytest -m "not gpu" $(ARGS)
+
+check: setup ## Lint, types, floors, formats
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@.venv/bin/lint-imports
+	@$(PY) -m mypy
+	@scripts/forge fmt --check
+
+format: setup ## Rewrites files in the project's format
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@scripts/forge fmt
+
+contracts: setup ## Compiles the contracts and writes protocol/chain/abi
+	@$(PY) scripts/build_contracts.py
+
+bench: setup ## One bench: make bench ARGS="NAME --json"
+	@$(PY) -m bench $(ARGS)
+
+clean: demo-stop ## Removes what was made, but for .venv and node_modules
+	@rm -rf var contracts/out contracts/cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

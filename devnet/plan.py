@@ -1,0 +1,134 @@
+"""What one demo run is: sizes, periods, who lies and how, and the run definition it trains."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from protocol.core.ids import Digest
+from protocol.core.run import LengthBudgets, Objective, RunDefinition, SpeedClasses
+from protocol.core.task import Task
+from protocol.environments.registry import environment_ref
+from protocol.proofs import hardware
+
+TOKEN = 10**18
+HELDOUT = 256
+TARGETS = {"1": (2, 6), "2": (2, 6, 10, 14)}
+PENALTY_MICRO = 150_000
+"""0.15 for each thinking dot off the target."""
+CHALLENGE_SIZE = 384
+CHALLENGE_ROUNDS = 2
+
+LiarKind = Literal["int4", "best_of_4", "copied_proof", "made_up_proof"]
+LIARS: tuple[LiarKind, ...] = ("int4", "best_of_4", "copied_proof", "made_up_proof")
+
+
+@dataclass(frozen=True)
+class Periods:
+    """Contract periods, in seconds."""
+
+    epoch: int = 30
+    validity: int = 90
+    slash_window: int = 20
+    dispute_window: int = 20
+    reward_delay: int = 20
+    unbonding: int = 180
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One node: its name, whether it lies, and how many times slower than this machine it is."""
+
+    name: str
+    liar: LiarKind | None = None
+    throttle: float = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole run. `steps` is where it gives up; with `fixed_steps` it runs just that many and
+    `learned` is not asked of it."""
+
+    root: Path
+    steps: int = 80
+    fixed_steps: bool = False
+    nodes: tuple[NodePlan, ...] = ()
+    periods: Periods = Periods()
+    port: int = 0
+    runtime: Literal["process", "docker"] = "process"
+    image: str = ""
+    groups_per_batch: int = 32
+    samples_per_group: int = 16
+    groups_per_lease: int = 4
+    evaluate_every: int = 8
+    seed: int = 1
+
+
+def node_plans(nodes: int, liars: int) -> tuple[NodePlan, ...]:
+    """`nodes` in all, `liars` of them lying (4-bit first, then best-of-4, …); the second honest
+    one is slow, so that two speed classes are seen."""
+    honest = nodes - liars
+    plans = [
+        NodePlan(f"honest-{i + 1}", throttle=4.0 if i == 1 and honest > 1 else 1.0)
+        for i in range(honest)
+    ]
+    plans += [
+        NodePlan(f"liar-{i + 1}-{LIARS[i % len(LIARS)]}", liar=LIARS[i % len(LIARS)])
+        for i in range(liars)
+    ]
+    return tuple(plans)
+
+
+def measured_mmacs() -> int:
+    """This machine's rate at the hardware challenge, in million multiply-adds a second."""
+    seed = Digest("0x" + "5e" * 32)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        hardware.solve(seed, CHALLENGE_SIZE, CHALLENGE_ROUNDS)
+        best = min(best, time.perf_counter() - start)
+    return int(hardware.multiply_adds(CHALLENGE_SIZE, CHALLENGE_ROUNDS) / best / 1e6)
+
+
+def run_definition(plan: Plan, base_model: Digest, class_threshold: int) -> RunDefinition:
+    """The demo's run. `class_threshold` (million multiply-adds a second) parts the two classes."""
+    budgets = LengthBudgets(by_class=TARGETS, penalty_micro=PENALTY_MICRO, form="clip")
+    return RunDefinition(
+        name="devnet",
+        base_model=base_model,
+        environment=environment_ref(
+            "reverse", {}, budgets, train_size=reverse_train_size(budgets), heldout_size=HELDOUT
+        ),
+        objective=Objective(name="grpo", advantage="mean_std"),
+        max_output_tokens=40,
+        samples_per_group=plan.samples_per_group,
+        groups_per_lease=plan.groups_per_lease,
+        groups_per_batch=plan.groups_per_batch,
+        max_staleness=2,
+        budgets=budgets,
+        speed=SpeedClasses(
+            thresholds=(class_threshold,),
+            challenge_size=CHALLENGE_SIZE,
+            challenge_rounds=CHALLENGE_ROUNDS,
+        ),
+        task=Task(image=plan.image or "process", memory_mb=2048, cpus_milli=1000, pids=128),
+        price_per_unit=TOKEN // 1000,
+        stake_per_class=100 * TOKEN,
+        slash_amount=50 * TOKEN,
+        epoch_seconds=plan.periods.epoch,
+        validity_seconds=plan.periods.validity,
+        lease_seconds=60,
+        heartbeat_seconds=1,
+        death_seconds=20,
+        root_seconds=4,
+        root_submissions=64,
+    )
+
+
+def reverse_train_size(budgets: LengthBudgets) -> int:
+    """All of the demo's problems but the last HELDOUT are for training."""
+    from protocol.environments.registry import load_environment
+
+    return len(load_environment("reverse", {}, budgets)) - HELDOUT
