@@ -7,6 +7,7 @@ PrimeError
 ├── UnavailableError      a peer, RPC, object or engine is not there now: try again
 ├── ConflictError         the request no longer fits the state (lease taken, already submitted)
 ├── PolicyError           refused by the pool's rules (too old, no stake, wrong class)
+├── NotFoundError         there is no such thing (yet)
 ├── UserError             the person at the keyboard can mend it; says what, why, what to type next
 └── FatalError            our own state is broken; stop and keep the evidence
 """
@@ -52,6 +53,12 @@ class PolicyError(PrimeError):
     """The pool's rules refuse it."""
 
     exit_code = 77  # EX_NOPERM
+
+
+class NotFoundError(PrimeError):
+    """There is no such thing (yet)."""
+
+    exit_code = 66  # EX_NOINPUT
 
 
 class UserError(PrimeError):

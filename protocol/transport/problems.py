@@ -15,15 +15,9 @@ from protocol.core.errors import (
     UntrustedError,
     UserError,
 )
+from protocol.core.errors import NotFoundError as NotFoundError
 
 CONTENT_TYPE = "application/problem+json"
-
-
-class NotFoundError(PrimeError):
-    """There is no such thing (yet)."""
-
-    exit_code = 66  # EX_NOINPUT
-
 
 _KINDS: dict[str, tuple[type[PrimeError], int]] = {
     "malformed": (MalformedError, 400),
