@@ -1,0 +1,89 @@
+"""The orchestrator's routes as the agent calls them: one method a route, typed both ways.
+
+One instance belongs to one thread (its client holds one HTTP session).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from protocol.core.encoding import sha256
+from protocol.core.errors import UntrustedError
+from protocol.core.ids import Digest
+from protocol.core.messages import (
+    AdmissionAnswer,
+    AdmissionRequest,
+    Challenge,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    ReceiptAnswer,
+    UploadAnswer,
+    UploadRequest,
+)
+from protocol.core.rollout import SignedSubmission
+from protocol.core.run import RunDefinition
+from protocol.core.signing import Signer
+from protocol.transport.client import Empty, OrchestratorClient
+
+
+class NodeApi:
+    """What a node asks of its orchestrator. Errors as OrchestratorClient raises them."""
+
+    def __init__(self, base_url: str, signer: Signer | None, *, timeout: float = 30.0) -> None:
+        self.client = OrchestratorClient(base_url, signer, "node", timeout=timeout)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def run(self) -> RunDefinition:
+        """The run definition. Raises UntrustedError unless its digest is the pool's."""
+        raw = self.client.request("GET", "/v1/run", b"", signed=False)
+        expected = self.client.pool().run_digest
+        if sha256(raw) != expected:
+            raise UntrustedError(f"the orchestrator's run definition is not the pool's {expected}")
+        return RunDefinition.model_validate_json(raw)
+
+    def challenge(self, request: AdmissionRequest) -> Challenge:
+        return self.client.post("/v1/admission/challenge", request, Challenge)
+
+    def solution(self, challenge_id: str, products: bytes) -> AdmissionAnswer:
+        return self.client.post(f"/v1/admission/solution/{challenge_id}", products, AdmissionAnswer)
+
+    def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
+        return self.client.post("/v1/heartbeat", body, HeartbeatAnswer)
+
+    def lease(self, policy_version: int) -> LeaseAnswer:
+        """The open lease of this node or a new one; the manager's signature and the addressee are
+        checked. Raises UntrustedError if they do not hold."""
+        answer = self.client.post(
+            "/v1/leases", LeaseRequest(policy_version=policy_version), LeaseAnswer
+        )
+        if answer.lease is not None:
+            pool, lease = self.client.pool(), answer.lease.lease
+            manager = lease.recover(self.client.domain("work"), answer.lease.signature)
+            mine = self.client.signer.address if self.client.signer else None
+            if manager != pool.manager or lease.node != mine or lease.pool != pool.pool:
+                raise UntrustedError("the lease is not the pool manager's for this node")
+        return answer
+
+    def abandon(self, lease_digest: Digest) -> None:
+        self.client.post(f"/v1/leases/{lease_digest}/abandon", b"{}", Empty)
+
+    def upload_target(self, lease_digest: Digest, body: UploadRequest) -> UploadAnswer:
+        return self.client.post(f"/v1/leases/{lease_digest}/upload", body, UploadAnswer)
+
+    def upload(self, target: UploadAnswer, file: Path) -> None:
+        self.client.upload(target, file)
+
+    def submit(self, body: SignedSubmission) -> ReceiptAnswer:
+        """Hands the submission in; the receipt is checked against the manager's key."""
+        answer = self.client.post("/v1/submissions", body, ReceiptAnswer, signed=False)
+        domain, pool = self.client.domain("work"), self.client.pool()
+        if (
+            answer.receipt.submission_digest != body.submission.digest(domain)
+            or answer.receipt.recover(domain, answer.signature) != pool.manager
+        ):
+            raise UntrustedError("the receipt is not the pool manager's for this submission")
+        return answer

@@ -1,0 +1,63 @@
+"""What a worker and its agent say to each other over the bridge's socket.
+
+| method and path | body → answer |
+|---|---|
+| GET  /run | → canonical RunDefinition bytes |
+| POST /lease | LeaseWish → LeaseOffer (held open up to `wait_seconds`) |
+| POST /submit | HandIn → HandInAnswer |
+| POST /abandon | Abandon → {} |
+
+Errors are RFC 9457 problems, as everywhere.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from protocol.core.messages import ReceiptAnswer
+from protocol.core.signing import DigestField, Domain, Strict
+from protocol.core.task import SignedLease
+
+MAX_BODY_BYTES = 16 << 10
+MAX_WAIT_SECONDS = 30
+MAX_ANSWER_BYTES = 4 << 20
+
+
+class LeaseWish(Strict):
+    wait_seconds: int = Field(default=20, ge=0, le=MAX_WAIT_SECONDS)
+
+
+class LeaseOffer(Strict):
+    """A lease under `domain` (that of the Work contract), or none and how long to pause."""
+
+    lease: SignedLease | None
+    domain: Domain | None = None
+    retry_after_ms: int = Field(default=0, ge=0)
+    reason: str = Field(default="", max_length=512)
+
+
+class HandIn(Strict):
+    """`file`: plain name of a finished file in the outbox. `tokens` generated in `milliseconds`
+    (advisory, shown in heartbeats)."""
+
+    lease_digest: DigestField
+    file: str = Field(max_length=255)
+    tokens: int = Field(default=0, ge=0)
+    milliseconds: int = Field(default=0, ge=0)
+
+
+class HandInAnswer(Strict):
+    """`receipt` None: the file is safe in the agent's journal and still on its way."""
+
+    submission_digest: DigestField
+    receipt: ReceiptAnswer | None
+    refused: str = ""
+
+
+class Abandon(Strict):
+    lease_digest: DigestField
+    reason: str = Field(default="", max_length=512)
+
+
+class Done(Strict):
+    """{}."""

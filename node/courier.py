@@ -1,0 +1,115 @@
+"""The courier: delivers journalled files, oldest first, until each has its receipt.
+
+    outbox entry → upload URL → PUT → POST submission → receipt stored → file removed
+
+Unreachable orchestrator or store: tried again with growing pauses, for ever. The orchestrator's
+refusal is final: the reason is stored and the file removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+
+from node.api import NodeApi
+from node.outbox import Entry, Outbox
+from protocol.core.errors import (
+    ConflictError,
+    MalformedError,
+    NotFoundError,
+    PolicyError,
+    PrimeError,
+    UnavailableError,
+)
+from protocol.core.messages import ReceiptAnswer, UploadAnswer, UploadRequest
+
+log = logging.getLogger("prime.node.courier")
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+
+
+class Courier:
+    """One background thread over one Outbox. `make_api` is called in that thread."""
+
+    def __init__(
+        self, outbox: Outbox, make_api: Callable[[], NodeApi], *, rng: random.Random
+    ) -> None:
+        self._outbox = outbox
+        self._make_api = make_api
+        self._rng = rng
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, grace: float) -> int:
+        """Ends after the delivery under way (at most `grace` s); how many files still wait (they
+        are delivered by the next start)."""
+        self._stop.set()
+        with self._outbox.changed:
+            self._outbox.changed.notify_all()
+        self._thread.join(grace)
+        return len(self._outbox.waiting())
+
+    def drain(self, timeout: float, now: Callable[[], float]) -> None:
+        """Waits until nothing waits, at most `timeout` seconds."""
+        end = now() + timeout
+        with self._outbox.changed:
+            while self._outbox.waiting() and (left := end - now()) > 0:
+                self._outbox.changed.wait(left)
+
+    def _run(self) -> None:
+        api = self._make_api()
+        pause = FIRST_PAUSE
+        try:
+            while not self._stop.is_set():
+                waiting = self._outbox.waiting()
+                if not waiting:
+                    with self._outbox.changed:
+                        if not self._outbox.waiting() and not self._stop.is_set():
+                            self._outbox.changed.wait(30.0)
+                    continue
+                try:
+                    deliver(waiting[0], self._outbox, api)
+                    pause = FIRST_PAUSE
+                except PrimeError as error:
+                    log.warning("a finished file waits for the orchestrator: %s", error)
+                    self._stop.wait(pause * (0.5 + self._rng.random()))
+                    pause = min(LONGEST_PAUSE, pause * 2)
+        finally:
+            api.close()
+
+
+def deliver(entry: Entry, outbox: Outbox, api: NodeApi) -> ReceiptAnswer | None:
+    """One delivery, safe to repeat; the receipt, or None if the orchestrator refused for good.
+
+    Raises any other PrimeError (unreachable, store trouble, a session or receipt that does not
+    verify): it is then tried again.
+    """
+    claim = entry.body.submission
+    try:
+        target = api.upload_target(
+            claim.lease_digest, UploadRequest(sha256=claim.sha256, size=claim.size)
+        )
+        if not target.exists:
+            _put(api, target, entry)
+        receipt = api.submit(entry.body)
+    except (ConflictError, PolicyError, MalformedError, NotFoundError) as error:
+        log.error("the file for lease %s was refused: %s", claim.lease_digest[:10], error)
+        outbox.settle(claim.lease_digest, None, str(error))
+        return None
+    outbox.settle(claim.lease_digest, receipt)
+    log.info("file %s (%d bytes) handed in", claim.sha256[:10], claim.size)
+    return receipt
+
+
+def _put(api: NodeApi, target: UploadAnswer, entry: Entry) -> None:
+    if not entry.path.exists():
+        raise ConflictError(f"the file {entry.path} has vanished from the outbox")
+    try:
+        api.upload(target, entry.path)
+    except (PolicyError, MalformedError, NotFoundError) as error:
+        # A refused signed URL is the store's trouble or a clock's, not the end of the file.
+        raise UnavailableError(f"the store did not take the file: {error}") from error

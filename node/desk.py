@@ -1,0 +1,234 @@
+"""The agent's side of a lease: asks the orchestrator for one, hands it to the worker, takes the
+file back. No HTTP here (bridge.py speaks it) and no delivery (courier.py does it).
+
+One lease is open at a time. That is the protocol's rule, not a limit of ours: an unfulfilled lease
+comes back to its node before any other, so that dropping one gains nothing. While a file is on its
+way the worker may already wait here; it gets its next lease as soon as the receipt is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from node.api import NodeApi
+from node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
+from node.outbox import Outbox
+from protocol.core.errors import ConflictError, PrimeError, UnavailableError
+from protocol.core.ids import Digest
+from protocol.core.rollout import SignedSubmission, Submission
+from protocol.core.run import RunDefinition
+from protocol.core.signing import Domain, Signer
+from protocol.core.task import SignedLease
+
+log = logging.getLogger("prime.node.desk")
+SUBMIT_WAIT_SECONDS = 20.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.3, 10.0
+
+
+class Policies(Protocol):
+    """The policies on disk, as the desk sees them."""
+
+    def newest(self) -> int | None:
+        """Newest verified version, or None."""
+        ...
+
+    def digest(self, version: int) -> Digest | None:
+        """Policy digest of a verified version on disk, or None."""
+        ...
+
+    def want(self, version: int) -> None:
+        """Asks for a version to be fetched, and returns at once."""
+        ...
+
+
+class Desk:
+    """Safe to call from several threads; requests to the orchestrator go one at a time."""
+
+    def __init__(
+        self,
+        *,
+        api: NodeApi,
+        signer: Signer,
+        run: RunDefinition,
+        domain: Domain,
+        policies: Policies,
+        outbox: Outbox,
+        handed_in: Path,
+        now: Callable[[], float],
+    ) -> None:
+        self._api = api
+        self._signer = signer
+        self._run = run
+        self._domain = domain
+        self._policies = policies
+        self._outbox = outbox
+        self._handed_in = handed_in
+        self._now = now
+        self._one_wish = threading.Lock()
+        self._api_lock = threading.Lock()
+        self._gate = threading.Condition()
+        self._working = False
+        self._closed = False
+        self._open: SignedLease | None = None
+        self.tokens_per_second = 0
+
+    # -- told by the agent ----------------------------------------------------------------------
+
+    def set_working(self, working: bool) -> None:
+        """Opens or shuts the desk for new leases (the heartbeat's directive)."""
+        with self._gate:
+            self._working = working
+            self._gate.notify_all()
+
+    def nudge(self) -> None:
+        """Something that a waiting worker waits for may have happened (a policy arrived)."""
+        with self._gate:
+            self._gate.notify_all()
+
+    def close(self) -> None:
+        """No more leases; those who wait are answered at once."""
+        with self._gate:
+            self._closed = True
+            self._gate.notify_all()
+
+    def open_leases(self) -> tuple[Digest, ...]:
+        """Digests of the leases being worked on or delivered."""
+        held = {entry.lease_digest for entry in self._outbox.waiting()}
+        if self._open is not None:
+            held.add(self._open.lease.digest(self._domain))
+        return tuple(sorted(held))
+
+    # -- asked by the worker --------------------------------------------------------------------
+
+    def run_definition(self) -> bytes:
+        return self._run.canonical()
+
+    def lease(self, wish: LeaseWish) -> LeaseOffer:
+        """A lease whose policy is on disk, or none once the wish's time is over.
+
+        Raises ConflictError if another wish is being waited for.
+        """
+        if not self._one_wish.acquire(blocking=False):
+            raise ConflictError("another request for a lease is already waiting")
+        try:
+            return self._wait_for_lease(self._now() + wish.wait_seconds)
+        finally:
+            self._one_wish.release()
+
+    def _wait_for_lease(self, end: float) -> LeaseOffer:
+        pause, reason = 0.0, "paused by the orchestrator"
+        while True:
+            newest = self._policies.newest()
+            if self._closed:
+                return LeaseOffer(lease=None, reason="the agent is stopping")
+            if not self._working or newest is None:
+                pause = LONGEST_PAUSE
+                if newest is None:
+                    reason = "no policy has arrived yet"
+            else:
+                offer = self._ask(newest)
+                if offer.lease is not None:
+                    return offer
+                reason = offer.reason
+                pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, offer.retry_after_ms / 1000))
+            left = end - self._now()
+            if left <= 0:
+                return LeaseOffer(lease=None, reason=reason)
+            with self._gate:
+                if not self._closed:
+                    self._gate.wait(min(left, pause))
+
+    def _ask(self, newest: int) -> LeaseOffer:
+        try:
+            with self._api_lock:
+                answer = self._api.lease(newest)
+        except PrimeError as error:
+            log.warning("no lease: %s", error)
+            return LeaseOffer(lease=None, retry_after_ms=5000, reason=str(error)[:512])
+        if answer.lease is None:
+            return LeaseOffer(
+                lease=None,
+                retry_after_ms=min(max(answer.retry_after_ms, 0), 60_000),
+                reason=answer.reason[:512],
+            )
+        if why_not := self._objection(answer.lease):
+            return LeaseOffer(lease=None, retry_after_ms=1000, reason=why_not)
+        self._open = answer.lease
+        return LeaseOffer(lease=answer.lease, domain=self._domain)
+
+    def _objection(self, signed: SignedLease) -> str:
+        """Why this lease cannot be started now; empty if it can."""
+        lease = signed.lease
+        if self._outbox.find(lease.digest(self._domain)) is not None:
+            return "the file for the open lease is on its way"
+        if lease.run_digest != self._run.digest():
+            return "the lease is for another run definition: restart the agent"
+        if lease.deadline <= self._now():
+            return "the open lease has run out; it expires by itself"
+        on_disk = self._policies.digest(signed.policy_version)
+        if on_disk is None:
+            self._policies.want(signed.policy_version)
+            return f"policy {signed.policy_version} is being fetched"
+        if on_disk != lease.policy_digest:
+            return f"policy {signed.policy_version} on disk is not the one that the lease names"
+        return ""
+
+    def submit(self, hand_in: HandIn) -> HandInAnswer:
+        """Takes a finished file into the journal, signs its submission, waits a while for the
+        receipt. Raises MalformedError (bad name, size), ConflictError (not the open lease)."""
+        signed = self._open
+        if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
+            raise ConflictError("this lease is not the one that is open")
+        file = self._outbox.take_in(self._handed_in, hand_in.file)
+        submission = Submission(
+            pool=signed.lease.pool,
+            lease_digest=hand_in.lease_digest,
+            step=signed.lease.step,
+            policy_digest=signed.lease.policy_digest,
+            sha256=file.sha256,
+            size=file.size,
+            rows=self._run.rows_per_lease,
+            valid_until=signed.lease.deadline,
+        )
+        digest = submission.digest(self._domain)
+        body = SignedSubmission(
+            submission=submission,
+            node=self._signer.address,
+            signature=self._signer.sign(submission, self._domain),
+        )
+        self._outbox.add(digest, body)
+        self._open = None
+        (self._handed_in / hand_in.file).unlink(missing_ok=True)
+        if hand_in.milliseconds:
+            self.tokens_per_second = hand_in.tokens * 1000 // hand_in.milliseconds
+        return self._await_receipt(hand_in.lease_digest, digest)
+
+    def _await_receipt(self, lease_digest: Digest, digest: Digest) -> HandInAnswer:
+        end = self._now() + SUBMIT_WAIT_SECONDS
+        with self._outbox.changed:
+            while True:
+                entry = self._outbox.find(lease_digest)
+                assert entry is not None, "it was journalled above"
+                left = end - self._now()
+                if entry.state != "spooled" or left <= 0 or self._closed:
+                    return HandInAnswer(
+                        submission_digest=digest, receipt=entry.receipt, refused=entry.reason
+                    )
+                self._outbox.changed.wait(min(left, 1.0))
+
+    def abandon(self, body: Abandon) -> None:
+        """Gives the open lease back; the orchestrator offers it to this node again."""
+        signed = self._open
+        if signed is None or signed.lease.digest(self._domain) != body.lease_digest:
+            raise ConflictError("this lease is not the one that is open")
+        self._open = None
+        log.warning("lease %s given back: %s", body.lease_digest[:10], body.reason or "no reason")
+        try:
+            with self._api_lock:
+                self._api.abandon(body.lease_digest)
+        except UnavailableError as error:
+            log.warning("the orchestrator was not told (%s); the lease runs out by itself", error)

@@ -1,0 +1,1 @@
+"""Where a task runs: in a Docker container, or (development) as a plain child process."""
