@@ -18,13 +18,15 @@ from sqlalchemy import and_, func, insert, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
-from orchestrator.context import Objects, PoolContext, Transactions, publish
+from orchestrator.context import PoolContext
+from orchestrator.store.engine import Store
 from orchestrator.store.schema import batches, groups, policies, submissions
 from protocol.core import encoding
 from protocol.core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
 from protocol.core.errors import FatalError
 from protocol.core.ids import Digest, to_bytes
 from protocol.core.signing import Signer
+from protocol.storage.base import ObjectStore, put_object
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +112,8 @@ def make_manifest(
 
 
 def seal_ready_batches(
-    store: Transactions,
-    objects: Objects,
+    store: Store,
+    objects: ObjectStore,
     signer: Signer,
     context: PoolContext,
     now: Callable[[], float],
@@ -130,7 +132,7 @@ def seal_ready_batches(
 
 
 def _seal_next(
-    store: Transactions, objects: Objects, signer: Signer, context: PoolContext, now: float
+    store: Store, objects: ObjectStore, signer: Signer, context: PoolContext, now: float
 ) -> int | None:
     run = context.run
     with store.begin() as connection:
@@ -148,7 +150,7 @@ def _seal_next(
     if chosen is None:
         return None
     manifest = make_manifest(chosen, pool=context.pool, step=step, run_digest=run.digest())
-    digest = publish(objects, manifest.canonical())
+    digest = put_object(objects, manifest.canonical())
     statement = BatchStatement(pool=context.pool, step=step, manifest_digest=digest)
     batch = SignedBatch(
         manifest=manifest, signature=signer.sign(statement, context.domain(BatchStatement))

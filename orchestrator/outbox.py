@@ -15,9 +15,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import update
 from sqlalchemy.engine import Connection
 
+from orchestrator.store.rows import insert_new
 from orchestrator.store.schema import intents
 from protocol.core.ids import Address
 
@@ -51,27 +52,32 @@ def queue_intent(
     Call it inside the transaction that decides the fact.
     """
     intent = f"{kind}:{key}"
-    known = connection.execute(select(intents.c.id).where(intents.c.id == intent)).first()
-    if known is None:
-        connection.execute(
-            insert(intents).values(
-                id=intent,
-                lane=lane,
-                kind=kind,
-                payload=json.dumps(payload, sort_keys=True),
-                status="queued",
-                created_at=now,
-                updated_at=now,
-            )
-        )
+    insert_new(
+        connection,
+        intents,
+        {
+            "id": intent,
+            "lane": lane,
+            "kind": kind,
+            "payload": json.dumps(payload, sort_keys=True),
+            "status": "queued",
+            "created_at": now,
+            "updated_at": now,
+        },
+    )
     return intent
 
 
-def requeue_failed(connection: Connection, intent: str, now: float) -> bool:
-    """Puts a failed intent back in the queue (its cause may have gone); True if it was failed."""
+def requeue_failed(connection: Connection, intent: str, now: float, *, not_before: float) -> bool:
+    """Puts a failed intent back in the queue (its cause may have gone) if it failed before
+    `not_before`; True if it did."""
     done = connection.execute(
         update(intents)
-        .where(intents.c.id == intent, intents.c.status == "failed")
+        .where(
+            intents.c.id == intent,
+            intents.c.status == "failed",
+            intents.c.updated_at <= not_before,
+        )
         .values(status="queued", error=None, tx_hash=None, updated_at=now)
     )
     return bool(done.rowcount)

@@ -1,0 +1,146 @@
+"""Work roots: every submission becomes a leaf on chain, every N submissions or T seconds.
+
+The list of leaves is published as an object first, then one transaction writes the root, marks its
+submissions and queues the intent. The chain's answer comes back through the indexer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import and_, insert, select, update
+from sqlalchemy.engine import Connection
+
+from orchestrator.context import PoolContext
+from orchestrator.outbox import queue_intent
+from orchestrator.store.engine import Store
+from orchestrator.store.schema import roots, submissions
+from protocol.core import encoding
+from protocol.core.errors import FatalError, MalformedError
+from protocol.core.ids import Digest
+from protocol.core.rollout import SignedSubmission
+from protocol.storage.base import ObjectStore, put_object
+
+log = logging.getLogger(__name__)
+
+
+def root_is_due(
+    received_at: Sequence[float], now: float, *, root_submissions: int, root_seconds: float
+) -> bool:
+    """True once `root_submissions` leaves wait, or the oldest has waited `root_seconds`."""
+    if not received_at:
+        return False
+    return len(received_at) >= root_submissions or now - min(received_at) >= root_seconds
+
+
+def encode_leaves(leaves: Sequence[SignedSubmission]) -> bytes:
+    """The leaves object: canonical JSON of the signed submissions in leaf order."""
+    return encoding.canonical_json([leaf.model_dump(mode="json") for leaf in leaves])
+
+
+def decode_leaves(data: bytes) -> list[SignedSubmission]:
+    """Reads a leaves object. Raises MalformedError if it is not one, or not canonical."""
+    value = encoding.parse_canonical_json(data)
+    if not isinstance(value, list):
+        raise MalformedError("a leaves object is a list")
+    try:
+        return [
+            SignedSubmission.model_validate_json(encoding.canonical_json(item)) for item in value
+        ]
+    except ValueError as error:
+        raise MalformedError(f"a leaf of the leaves object does not parse: {error}") from error
+
+
+def post_roots(
+    store: Store,
+    objects: ObjectStore,
+    context: PoolContext,
+    now: Callable[[], float],
+) -> list[Digest]:
+    """Takes waiting submissions into roots and queues `postRoot` for each; returns the roots."""
+    posted: list[Digest] = []
+    while (root := _post_next(store, objects, context, now())) is not None:
+        posted.append(root)
+    return posted
+
+
+def _post_next(
+    store: Store, objects: ObjectStore, context: PoolContext, now: float
+) -> Digest | None:
+    run = context.run
+    with store.begin() as connection:
+        waiting = connection.execute(
+            select(submissions.c.digest, submissions.c.body, submissions.c.received_at)
+            .where(submissions.c.root_id.is_(None))
+            .order_by(submissions.c.received_at, submissions.c.digest)
+            .limit(run.root_submissions)
+        ).all()
+    due = root_is_due(
+        [row.received_at for row in waiting],
+        now,
+        root_submissions=run.root_submissions,
+        root_seconds=run.root_seconds,
+    )
+    if not due:
+        return None
+    leaves = [SignedSubmission.model_validate_json(row.body) for row in waiting]
+    digests = [Digest(row.digest) for row in waiting]
+    root = encoding.merkle_root(digests)
+    leaves_object = put_object(objects, encode_leaves(leaves))
+    with store.begin() as connection:
+        _write(connection, context, root, leaves_object, digests, now)
+    log.info("work root %s over %d submissions is queued", root, len(digests))
+    return root
+
+
+def _write(
+    connection: Connection,
+    context: PoolContext,
+    root: Digest,
+    leaves_object: Digest,
+    digests: Sequence[Digest],
+    now: float,
+) -> None:
+    inserted = connection.execute(
+        insert(roots).values(
+            root=root, leaves_object=leaves_object, count=len(digests), created_at=now
+        )
+    )
+    key = inserted.inserted_primary_key
+    assert key is not None
+    for index, digest in enumerate(digests):
+        taken = connection.execute(
+            update(submissions)
+            .where(and_(submissions.c.digest == digest, submissions.c.root_id.is_(None)))
+            .values(root_id=key[0], leaf_index=index)
+        )
+        if taken.rowcount != 1:
+            raise FatalError(f"submission {digest} was taken into another root meanwhile")
+    queue_intent(
+        connection,
+        lane=context.manager,
+        kind="root",
+        key=root,
+        payload={"root": root, "count": len(digests), "leaves_object": leaves_object},
+        now=now,
+    )
+
+
+def proof_of(connection: Connection, submission: Digest) -> tuple[int, list[Digest]] | None:
+    """Sequence number of the confirmed root that holds `submission`, and its Merkle proof; None
+    while no such root is confirmed."""
+    row = connection.execute(
+        select(roots.c.id, roots.c.chain_seq, submissions.c.leaf_index)
+        .join(submissions, submissions.c.root_id == roots.c.id)
+        .where(submissions.c.digest == submission, roots.c.chain_seq.is_not(None))
+    ).first()
+    if row is None:
+        return None
+    leaves = connection.execute(
+        select(submissions.c.digest)
+        .where(submissions.c.root_id == row.id)
+        .order_by(submissions.c.leaf_index)
+    ).scalars()
+    proof = encoding.merkle_proof([Digest(leaf) for leaf in leaves], row.leaf_index)
+    return int(row.chain_seq), proof

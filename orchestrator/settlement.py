@@ -1,0 +1,305 @@
+"""Credits → cumulative reward roots, once an epoch's leaves can no longer be refused.
+
+`protocol.core.settlement` decides who is owed what; this file gathers the facts from the store,
+publishes the settlement object, and queues the reward root. One reward root is under way at a time:
+the next waits until the chain has confirmed the last, and takes up whatever gathered meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
+from sqlalchemy.engine import Connection
+
+from orchestrator.context import PoolContext, read_object
+from orchestrator.outbox import queue_intent, requeue_failed
+from orchestrator.store.engine import Store
+from orchestrator.store.rows import upsert
+from orchestrator.store.schema import (
+    chain_events,
+    credits,
+    jobs,
+    leases,
+    meta,
+    reward_roots,
+    roots,
+    slashes,
+    submissions,
+)
+from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature
+from protocol.core.lifecycle import LeaseState, step_lease
+from protocol.core.messages import ReceiptAnswer
+from protocol.core.settlement import (
+    JudgedFact,
+    LeafFact,
+    Settlement,
+    SlashFact,
+    SlashState,
+    settle,
+    standing,
+)
+from protocol.core.verdict import Reason
+from protocol.storage.base import ObjectStore, put_object
+
+log = logging.getLogger(__name__)
+
+_OPEN = ("queued", "proposed")
+_LOOKED = "settlement_looked_to"
+
+
+@dataclass(frozen=True)
+class ChainClock:
+    """The newest block that the indexer has taken in: number and time (Unix seconds)."""
+
+    block: int
+    time: int
+
+
+def chain_clock(connection: Connection) -> ChainClock | None:
+    """Where the indexer stands, or None before its first block."""
+    values = dict(
+        connection.execute(
+            select(meta.c.key, meta.c.value).where(meta.c.key.in_(("chain_block", "chain_time")))
+        ).all()
+    )
+    if len(values) < 2:
+        return None
+    return ChainClock(int(values["chain_block"]), int(values["chain_time"]))
+
+
+def due_epoch(chain_time: int, *, epoch_seconds: int, validity_seconds: int) -> int:
+    """The newest epoch whose leaves are all past their validity at `chain_time`; −1 if none.
+
+    Rewards.postRewardRoot(epoch) reverts until (epoch + 1) · epoch_seconds + validity_seconds.
+    """
+    return (chain_time - validity_seconds) // epoch_seconds - 1
+
+
+def settle_epochs(
+    store: Store,
+    objects: ObjectStore,
+    context: PoolContext,
+    now: Callable[[], float],
+) -> Settlement | None:
+    """Posts the next reward root if one is due and changes what anyone is owed; returns it.
+
+    The settlement object is written first, then one transaction writes the row and queues the
+    intent. A reward root that failed (say, for want of funds) is queued again.
+    """
+    run = context.run
+    with store.begin() as connection:
+        clock = chain_clock(connection)
+        last = connection.execute(
+            select(reward_roots).order_by(reward_roots.c.epoch.desc()).limit(1)
+        ).first()
+        if last is not None and last.claimable_at is None:
+            requeue_failed(
+                connection, f"reward_root:{last.epoch}", now(), not_before=now() - run.epoch_seconds
+            )
+            return None
+        if clock is None:
+            return None
+        epoch = due_epoch(
+            clock.time, epoch_seconds=run.epoch_seconds, validity_seconds=run.validity_seconds
+        )
+        settled_to = -1 if last is None else int(last.epoch)
+        looked_to = connection.execute(select(meta.c.value).where(meta.c.key == _LOOKED)).scalar()
+        if epoch <= max(settled_to, int(looked_to or -1)):
+            return None
+        upsert(connection, meta, {"key": _LOOKED, "value": str(epoch)})
+    previous = None if last is None else _load(objects, Digest(last.object))
+    held = [f.submission_digest for f in previous.files if f.state == "held"] if previous else []
+    with store.read() as connection:
+        clock = chain_clock(connection) or clock  # of the same moment as the facts
+        leaves = _leaves(
+            connection,
+            or_(
+                roots.c.epoch.between(settled_to + 1, epoch),
+                submissions.c.digest.in_(held),
+            ),
+            run.validity_seconds,
+        )
+        slash_facts = _slash_facts(connection)
+    settlement = settle(
+        chain_id=context.chain_id,
+        pool=context.pool,
+        epoch=epoch,
+        as_of_block=clock.block,
+        previous=previous,
+        leaves=leaves,
+        slashes=slash_facts,
+        price_per_unit=run.price_per_unit,
+    )
+    if settlement.entries == (previous.entries if previous else ()):
+        return None  # nobody is owed more; these leaves are taken up by a later settlement
+    digest = put_object(objects, settlement.canonical())
+    root = settlement.root()
+    with store.begin() as connection:
+        connection.execute(
+            insert(reward_roots).values(
+                epoch=epoch,
+                root=root,
+                cumulative_total=settlement.cumulative_total,
+                object=digest,
+                created_at=now(),
+            )
+        )
+        queue_intent(
+            connection,
+            lane=context.manager,
+            kind="reward_root",
+            key=str(epoch),
+            payload={
+                "epoch": epoch,
+                "root": root,
+                "cumulative_total": settlement.cumulative_total,
+                "object": digest,
+            },
+            now=now(),
+        )
+    log.info("reward root of epoch %d over %s wei is queued", epoch, settlement.cumulative_total)
+    return settlement
+
+
+def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
+    """The newest reward root that the chain has confirmed, as its settlement object."""
+    found = connection.execute(
+        select(reward_roots.c.object)
+        .where(reward_roots.c.claimable_at.is_not(None))
+        .order_by(reward_roots.c.epoch.desc())
+        .limit(1)
+    ).scalar()
+    return None if found is None else _load(objects, Digest(found))
+
+
+def _load(objects: ObjectStore, digest: Digest) -> Settlement:
+    return Settlement.model_validate_json(read_object(objects, digest))
+
+
+def _leaves(
+    connection: Connection, condition: ColumnElement[bool], validity: int
+) -> list[LeafFact]:
+    """Facts of the leaves of confirmed roots that meet `condition`."""
+    refused = {
+        json.loads(args)["leaf"]
+        for args in connection.execute(
+            select(chain_events.c.args).where(chain_events.c.name == "LeafRejected")
+        ).scalars()
+    }
+    rows = connection.execute(
+        select(submissions, roots.c.chain_seq, roots.c.posted_at)
+        .join(roots, roots.c.id == submissions.c.root_id)
+        .where(and_(roots.c.chain_seq.is_not(None), condition))
+    )
+    facts = []
+    for row in rows:
+        receipt = ReceiptAnswer.model_validate_json(row.receipt)
+        judged = None
+        if row.verdict is not None:
+            judged = JudgedFact(
+                verdict=Digest(row.verdict),
+                table=Digest(row.verdict_table or ZERO_DIGEST),
+                outcome=Reason(row.reason).outcome,
+                units=row.units,
+                judged_at=int(row.judged_at),
+            )
+        facts.append(
+            LeafFact(
+                submission_digest=Digest(row.digest),
+                node=Address(row.node),
+                root_seq=row.chain_seq,
+                expires=row.posted_at + validity,
+                received_at=receipt.receipt.received_at,
+                receipt=Signature(receipt.signature),
+                judged=judged,
+                refused=row.digest in refused,
+            )
+        )
+    return facts
+
+
+def _slash_facts(connection: Connection, node: Address | None = None) -> list[SlashFact]:
+    query = select(
+        slashes.c.submission_digest, slashes.c.node, slashes.c.status, submissions.c.receipt
+    ).join(submissions, submissions.c.digest == slashes.c.submission_digest)
+    if node is not None:
+        query = query.where(slashes.c.node == node)
+    facts = []
+    for row in connection.execute(query):
+        state: SlashState = "open" if row.status in _OPEN else row.status
+        receipt = ReceiptAnswer.model_validate_json(row.receipt).receipt
+        facts.append(
+            SlashFact(Digest(row.submission_digest), Address(row.node), receipt.received_at, state)
+        )
+    return facts
+
+
+def refresh_credits(connection: Connection, node: Address) -> None:
+    """Sets each credit of `node` to earned, held or forfeited, from its slashes as they stand.
+
+    A pure function of `slashes` and `credits`, so it may run after any change of either.
+    """
+    facts = _slash_facts(connection, node)
+    rows = connection.execute(
+        select(credits.c.submission_digest, credits.c.earned_at, credits.c.status).where(
+            credits.c.node == node
+        )
+    ).all()
+    names = {"free": "earned", "held": "held", "forfeited": "forfeited"}
+    for row in rows:
+        state, _ = standing(facts, node, row.earned_at)
+        if names[state] != row.status:
+            connection.execute(
+                update(credits)
+                .where(credits.c.submission_digest == row.submission_digest)
+                .values(status=names[state])
+            )
+
+
+def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
+    """Voids submissions that nobody judged within their root's validity; returns how many.
+
+    Our fault: unpaid, unpunished, counted. Their jobs end.
+    """
+    with store.begin() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return 0
+        late = connection.execute(
+            select(submissions.c.digest, submissions.c.lease_digest)
+            .join(roots, roots.c.id == submissions.c.root_id)
+            .where(
+                submissions.c.status == "submitted",
+                roots.c.posted_at < clock.time - context.run.validity_seconds,
+            )
+        ).all()
+        for row in late:
+            _void(connection, row.digest, row.lease_digest, now())
+        return len(late)
+
+
+def _void(connection: Connection, submission: Digest, lease: Digest, now: float) -> None:
+    state, _ = step_lease(LeaseState("submitted", 0.0), "void", now)
+    connection.execute(
+        update(submissions)
+        .where(submissions.c.digest == submission, submissions.c.status == "submitted")
+        .values(status=state.status, reason=int(Reason.UNAVAILABLE))
+    )
+    connection.execute(update(leases).where(leases.c.digest == lease).values(status=state.status))
+    connection.execute(
+        update(jobs).where(jobs.c.submission_digest == submission).values(status="done")
+    )
+
+
+def counted_units(connection: Connection, node: Address) -> int:
+    """Units of `node`'s credits that stand (earned or held)."""
+    total = connection.execute(
+        select(func.sum(credits.c.units)).where(
+            credits.c.node == node, credits.c.status != "forfeited"
+        )
+    ).scalar()
+    return int(total or 0)

@@ -1,0 +1,235 @@
+"""Who is owed what, as a pure function of confirmed roots, verdicts and slashes.
+
+A settlement covers every leaf of the roots of its epochs, so that none can be left out unseen:
+
+    paid       accepted, judged within its root's validity, and no slash stands over it
+    held       as paid, but a slash of its node is open; decided by a later settlement
+    forfeited  as paid, but its node was slashed for a file handed in up to 24 h later
+    rejected   the verdict, or the contract, refused it
+    void       the verdict found no fault and no work (late, malformed, unreachable)
+    unjudged   no verdict within the validity: our fault, unpaid, unpunished, counted
+
+Amounts are cumulative per node and never shrink: what a settlement has paid stays paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from protocol.core import encoding
+from protocol.core.errors import MalformedError
+from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature
+from protocol.core.signing import AddressField, DigestField, SignatureField, Strict
+from protocol.core.verdict import Outcome
+
+FORFEIT_SECONDS = 86_400
+"""A final rejection forfeits credits handed in this long before the bad file, and with it."""
+
+FileState = Literal["paid", "held", "forfeited", "rejected", "void", "unjudged"]
+SlashState = Literal["open", "executed", "cancelled"]
+
+
+class SettledFile(Strict):
+    """One leaf: where it stands on chain, what was found, what came of it.
+
+    `receipt` is the manager's signature over Receipt(submission_digest, received_at). `verdict` and
+    `table` are SHA-256s of objects, zero where there is none; `because` is the bad submission for
+    held and forfeited, else zero.
+    """
+
+    submission_digest: DigestField
+    node: AddressField
+    root_seq: int = Field(ge=0)
+    received_at: int = Field(ge=0)
+    receipt: SignatureField
+    verdict: DigestField
+    table: DigestField
+    units: int = Field(ge=0)
+    state: FileState
+    because: DigestField
+
+
+class RewardEntry(Strict):
+    """One leaf of the reward tree; `cumulative` in wei as decimal text."""
+
+    node: AddressField
+    cumulative: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+
+
+class Settlement(Strict):
+    """The object behind a reward root. `previous` is the digest of the settlement before (zero for
+    the first); `files` are the leaves of the epochs since then and those it held; chain facts are
+    those up to `as_of_block`."""
+
+    version: Literal[1] = 1
+    chain_id: int
+    pool: int
+    epoch: int = Field(ge=0)
+    previous: DigestField
+    as_of_block: int = Field(ge=0)
+    files: tuple[SettledFile, ...]
+    entries: tuple[RewardEntry, ...]
+    cumulative_total: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> Digest:
+        """SHA-256 of the canonical bytes: the `object` of RewardRootPosted."""
+        return encoding.sha256(self.canonical())
+
+    def amounts(self) -> dict[Address, int]:
+        """Cumulative wei of each node."""
+        return {entry.node: int(entry.cumulative) for entry in self.entries}
+
+    def leaves(self) -> list[Digest]:
+        """Merkle leaves in the order of `entries`."""
+        return [encoding.reward_leaf(e.node, int(e.cumulative)) for e in self.entries]
+
+    def root(self) -> Digest:
+        """The reward root. Raises MalformedError if nobody is owed anything."""
+        return encoding.merkle_root(self.leaves())
+
+    def proof(self, node: Address) -> tuple[int, list[Digest]]:
+        """Cumulative wei and Merkle proof of `node`. Raises MalformedError if it has no entry."""
+        for index, entry in enumerate(self.entries):
+            if entry.node == node:
+                return int(entry.cumulative), encoding.merkle_proof(self.leaves(), index)
+        raise MalformedError(f"{node} has no entry in the settlement of epoch {self.epoch}")
+
+
+@dataclass(frozen=True)
+class JudgedFact:
+    """A verdict on a leaf. `judged_at` in Unix seconds; `verdict`, `table` name objects."""
+
+    verdict: Digest
+    table: Digest
+    outcome: Outcome
+    units: int
+    judged_at: int
+
+
+@dataclass(frozen=True)
+class LeafFact:
+    """A leaf of a confirmed root. `expires` is the end of its validity (root's block time +
+    validity); `refused` whether the contract marks it rejected."""
+
+    submission_digest: Digest
+    node: Address
+    root_seq: int
+    expires: int
+    received_at: int
+    receipt: Signature
+    judged: JudgedFact | None
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class SlashFact:
+    """A slash over `node` for the file `bad`, handed in at `received_at`."""
+
+    bad: Digest
+    node: Address
+    received_at: int
+    state: SlashState
+
+
+def covers(slash: SlashFact, node: Address, received_at: int) -> bool:
+    """Whether a credit of `node` handed in at `received_at` stands or falls with `slash`."""
+    return slash.node == node and 0 <= slash.received_at - received_at <= FORFEIT_SECONDS
+
+
+def standing(
+    slashes: Iterable[SlashFact], node: Address, received_at: int
+) -> tuple[Literal["free", "held", "forfeited"], Digest]:
+    """What slashes do to a credit, and the bad submission that does it (zero if free).
+
+    An executed slash outweighs an open one; of equals the smallest digest is named, so that the
+    order of `slashes` plays no part.
+    """
+    over = [s for s in slashes if s.state != "cancelled" and covers(s, node, received_at)]
+    executed = [s.bad for s in over if s.state == "executed"]
+    if executed:
+        return "forfeited", min(executed)
+    if over:
+        return "held", min(s.bad for s in over)
+    return "free", ZERO_DIGEST
+
+
+def judge_leaf(leaf: LeafFact, slashes: Sequence[SlashFact]) -> tuple[FileState, Digest]:
+    """The state of one leaf and the bad submission that explains held or forfeited."""
+    judged = leaf.judged
+    if leaf.refused or (judged is not None and judged.outcome is Outcome.REJECTED):
+        return "rejected", ZERO_DIGEST
+    if judged is None or judged.judged_at > leaf.expires or judged.outcome is Outcome.ABSTAINED:
+        return "unjudged", ZERO_DIGEST
+    if judged.outcome is Outcome.VOID:
+        return "void", ZERO_DIGEST
+    state, because = standing(slashes, leaf.node, leaf.received_at)
+    return ("paid" if state == "free" else state), because
+
+
+def settle(
+    *,
+    chain_id: int,
+    pool: int,
+    epoch: int,
+    as_of_block: int,
+    previous: Settlement | None,
+    leaves: Iterable[LeafFact],
+    slashes: Sequence[SlashFact],
+    price_per_unit: int,
+) -> Settlement:
+    """The settlement of `epoch`: `leaves` are those of the roots since the previous settlement and
+    those that it held. `price_per_unit` in wei.
+
+    Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice,
+    or was finally settled by `previous` already.
+    """
+    final = (
+        {f.submission_digest for f in previous.files if f.state != "held"} if previous else set()
+    )
+    amounts = previous.amounts() if previous else {}
+    files: dict[Digest, SettledFile] = {}
+    for leaf in leaves:
+        if leaf.submission_digest in files or leaf.submission_digest in final:
+            raise MalformedError(f"submission {leaf.submission_digest} would be settled twice")
+        state, because = judge_leaf(leaf, slashes)
+        judged = leaf.judged
+        files[leaf.submission_digest] = SettledFile(
+            submission_digest=leaf.submission_digest,
+            node=leaf.node,
+            root_seq=leaf.root_seq,
+            received_at=leaf.received_at,
+            receipt=leaf.receipt,
+            verdict=judged.verdict if judged else ZERO_DIGEST,
+            table=judged.table if judged else ZERO_DIGEST,
+            units=judged.units if judged else 0,
+            state=state,
+            because=because,
+        )
+        if state == "paid" and judged is not None:
+            amounts[leaf.node] = amounts.get(leaf.node, 0) + judged.units * price_per_unit
+    return Settlement(
+        chain_id=chain_id,
+        pool=pool,
+        epoch=epoch,
+        previous=previous.digest() if previous else ZERO_DIGEST,
+        as_of_block=as_of_block,
+        files=tuple(files[name] for name in sorted(files)),
+        entries=entries_of(amounts),
+        cumulative_total=str(sum(amounts.values())),
+    )
+
+
+def entries_of(amounts: Mapping[Address, int]) -> tuple[RewardEntry, ...]:
+    """Reward entries of all nodes that are owed anything, sorted by address."""
+    return tuple(
+        RewardEntry(node=node, cumulative=str(amount))
+        for node, amount in sorted(amounts.items(), key=lambda item: item[0].lower())
+        if amount > 0
+    )
