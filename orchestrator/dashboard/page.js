@@ -1,0 +1,97 @@
+// Draws each Status that /v1/events sends. Text only ever enters through textContent.
+"use strict";
+
+const at = (id) => document.getElementById(id);
+const short = (hex) => (hex && hex.length > 14 ? hex.slice(0, 8) + "…" + hex.slice(-4) : hex || "–");
+const tone = { active: "good", confirmed: "good", executed: "bad", ejected: "bad",
+               quarantined: "warn", failed: "bad", silent: "warn" };
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function drawCurve(batches) {
+  const svg = at("curve");
+  svg.replaceChildren();
+  const add = (tag, attributes) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    svg.append(made);
+  };
+  for (const level of [0.25, 0.5, 0.75]) {
+    const y = 220 - level * 220;
+    add("line", { x1: 0, x2: 800, y1: y, y2: y });
+  }
+  const points = batches.map((batch, i) => {
+    const x = batches.length > 1 ? (i * 800) / (batches.length - 1) : 0;
+    const reward = Math.max(0, Math.min(1, batch.mean_reward_micro / 1e6));
+    return `${x.toFixed(1)},${(220 - reward * 220).toFixed(1)}`;
+  });
+  if (points.length) add("polyline", { points: points.join(" ") });
+  at("axis-from").textContent = batches.length ? `step ${batches[0].step}` : "no batch yet";
+  at("axis-to").textContent = batches.length ? `step ${batches.at(-1).step}` : "";
+}
+
+function drawNodes(status) {
+  at("nodes").replaceChildren(...status.nodes.map((node) => {
+    const row = document.createElement("tr");
+    const address = document.createElement("td");
+    address.append(element("code", short(node.node)));
+    address.title = node.node;
+    const heard = Math.max(0, status.time - node.last_heartbeat);
+    row.append(
+      address,
+      element("td", node.status, tone[node.status]),
+      element("td", node.speed_class),
+      element("td", node.policy_version ?? "–"),
+      element("td", node.last_heartbeat ? `${heard} s ago` : "–"),
+      element("td", node.accepted),
+      element("td", node.rejected, node.rejected ? "bad" : ""),
+      element("td", node.void),
+      element("td", node.units.toLocaleString()),
+    );
+    return row;
+  }));
+}
+
+function drawList(id, items, words) {
+  at(id).replaceChildren(...(items.length
+    ? items.slice().reverse().map((item) => {
+        const line = document.createElement("li");
+        line.append(element("span", item.status, tone[item.status]), element("span", " " + words(item) + " "),
+                    element("code", short(item.hash || item.transaction || "")));
+        return line;
+      })
+    : [element("li", "none")]));
+}
+
+function draw(status) {
+  document.title = `${status.name} · step ${status.step}`;
+  at("name").textContent = status.name;
+  at("step").textContent = status.step;
+  at("version").textContent = status.latest_version ?? "–";
+  const last = status.batches.at(-1);
+  at("reward").textContent = last ? (last.mean_reward_micro / 1e6).toFixed(3) : "–";
+  at("staleness").textContent = last ? last.staleness_max : "–";
+  for (const kind of ["accepted", "rejected", "void"]) at(kind).textContent = status.files[kind] ?? 0;
+  at("chain").textContent = status.chain_reachable ? "reachable" : "silent";
+  at("chain").className = status.chain_reachable ? "good" : "warn";
+  drawCurve(status.batches);
+  drawNodes(status);
+  drawList("slashes", status.slashes, (item) => `${short(item.node)} for ${item.reason}`);
+  drawList("transactions", status.transactions, (item) => item.kind);
+}
+
+const events = new EventSource("/v1/events");
+events.onmessage = (event) => {
+  at("link").textContent = "live";
+  at("link").className = "good";
+  draw(JSON.parse(event.data));
+};
+events.onerror = () => {
+  at("link").textContent = "connection lost, trying again…";
+  at("link").className = "warn";
+};
