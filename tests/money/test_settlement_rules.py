@@ -1,0 +1,207 @@
+"""Settlement as a pure function: cumulative never decreases, sums agree, forfeits hold, order is
+irrelevant, every leaf ends in exactly one final state."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.core.encoding import merkle_verify, reward_leaf, sha256
+from protocol.core.errors import MalformedError
+from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature, address
+from protocol.core.settlement import (
+    FORFEIT_SECONDS,
+    JudgedFact,
+    LeafFact,
+    Settlement,
+    SlashFact,
+    settle,
+)
+from protocol.core.verdict import Outcome
+
+NODES: list[Address] = [address("0x" + f"{i + 1:040x}") for i in range(3)]
+RECEIPT = Signature("0x" + "11" * 65)
+DAY = FORFEIT_SECONDS
+
+
+def name(index: int) -> Digest:
+    return sha256(f"submission {index}".encode())
+
+
+def leaf(index: int, node: int = 0, received_at: int = 1000, **changes: object) -> LeafFact:
+    judged = JudgedFact(name(1000 + index), name(2000 + index), Outcome.ACCEPTED, 10, 1005)
+    fact = LeafFact(name(index), NODES[node], 0, 2000, received_at, RECEIPT, judged)
+    return replace(fact, **changes)  # type: ignore[arg-type]
+
+
+def run(
+    leaves: list[LeafFact],
+    slashes: list[SlashFact] | None = None,
+    previous: Settlement | None = None,
+    epoch: int = 0,
+) -> Settlement:
+    return settle(
+        chain_id=31337,
+        pool=1,
+        epoch=epoch,
+        as_of_block=5,
+        previous=previous,
+        leaves=leaves,
+        slashes=slashes or [],
+        price_per_unit=7,
+    )
+
+
+def state_of(settlement: Settlement, index: int) -> str:
+    return next(f.state for f in settlement.files if f.submission_digest == name(index))
+
+
+outcomes = st.sampled_from([Outcome.ACCEPTED, Outcome.ACCEPTED, Outcome.REJECTED, Outcome.VOID])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[list[LeafFact]], list[SlashFact]]:
+    """Three epochs of leaves, and slashes over some of their nodes."""
+    epochs = []
+    index = 0
+    for _ in range(3):
+        leaves = []
+        for _ in range(draw(st.integers(0, 6))):
+            judged = (
+                JudgedFact(
+                    name(1000 + index),
+                    name(2000 + index),
+                    draw(outcomes),
+                    draw(st.integers(0, 500)),
+                    draw(st.integers(0, 4000)),
+                )
+                if draw(st.booleans())
+                else None
+            )
+            received = draw(st.integers(0, 3 * DAY))
+            leaves.append(leaf(index, draw(st.integers(0, 2)), received, judged=judged))
+            index += 1
+        epochs.append(leaves)
+    slashes = [
+        SlashFact(
+            name(5000 + i),
+            NODES[draw(st.integers(0, 2))],
+            draw(st.integers(0, 3 * DAY)),
+            draw(st.sampled_from(["open", "executed", "cancelled"])),
+        )
+        for i in range(draw(st.integers(0, 4)))
+    ]
+    return epochs, slashes
+
+
+@given(histories(), st.randoms())
+def test_amounts_never_shrink_and_equal_what_the_paid_files_earned(
+    history: tuple[list[list[LeafFact]], list[SlashFact]], shuffle: random.Random
+) -> None:
+    epochs, slashes = history
+    previous: Settlement | None = None
+    paid: dict[Address, int] = {}
+    final: list[Digest] = []
+    held: list[LeafFact] = []
+    for epoch, fresh in enumerate(epochs):
+        # what was open is decided one epoch later: executed or cancelled, by name
+        now = [
+            replace(s, state="executed" if int(s.bad, 16) % 2 else "cancelled")
+            if s.state == "open" and epoch == 2
+            else s
+            for s in slashes
+        ]
+        leaves = [*held, *fresh]
+        settlement = run(leaves, now, previous, epoch)
+        shuffle.shuffle(leaves)
+        shuffle.shuffle(now)
+        assert run(leaves, now, previous, epoch).digest() == settlement.digest()
+
+        for file in settlement.files:
+            over = [
+                s
+                for s in now
+                if s.node == file.node and 0 <= s.received_at - file.received_at <= DAY
+            ]
+            if file.state == "paid":
+                paid[file.node] = paid.get(file.node, 0) + 7 * file.units
+                assert not [s for s in over if s.state != "cancelled"]
+            if file.state == "forfeited":
+                assert any(s.state == "executed" and s.bad == file.because for s in over)
+            if file.state == "held":
+                assert any(s.state == "open" and s.bad == file.because for s in over)
+        assert settlement.amounts() == {n: a for n, a in paid.items() if a}
+        assert int(settlement.cumulative_total) == sum(paid.values())
+        if previous:
+            before = previous.amounts()
+            assert all(settlement.amounts()[n] >= amount for n, amount in before.items())
+            assert settlement.previous == previous.digest()
+        held = [
+            fact
+            for fact in leaves
+            for file in settlement.files
+            if file.submission_digest == fact.submission_digest and file.state == "held"
+        ]
+        final += [f.submission_digest for f in settlement.files if f.state != "held"]
+        previous = settlement
+    assert not held
+    assert sorted(final) == sorted(x.submission_digest for e in epochs for x in e)
+
+
+def test_an_open_slash_holds_and_its_end_pays_or_forfeits() -> None:
+    open_ = SlashFact(name(9), NODES[0], 1500, "open")
+    first = run([leaf(1), leaf(2, 1)], [open_])
+    assert state_of(first, 1) == "held"
+    assert first.amounts() == {NODES[1]: 70}
+
+    restored = run([leaf(1)], [replace(open_, state="cancelled")], first, 1)
+    assert restored.amounts() == {NODES[0]: 70, NODES[1]: 70}
+    burned = run([leaf(1)], [replace(open_, state="executed")], first, 1)
+    assert burned.amounts() == {NODES[1]: 70}
+    assert state_of(burned, 1) == "forfeited"
+
+
+@pytest.mark.parametrize(
+    ("earned", "bad", "state"),
+    [
+        (1000, 1000, "forfeited"),
+        (1000, 1000 + DAY, "forfeited"),
+        (1000, 1001 + DAY, "paid"),
+        (1001, 1000, "paid"),
+    ],
+)
+def test_a_slash_forfeits_the_day_up_to_the_bad_file_and_nothing_else(
+    earned: int, bad: int, state: str
+) -> None:
+    slash = SlashFact(name(9), NODES[0], bad, "executed")
+    assert state_of(run([leaf(1, received_at=earned)], [slash]), 1) == state
+
+
+def test_a_verdict_after_the_validity_is_neither_paid_nor_punished() -> None:
+    late = JudgedFact(name(1001), name(2001), Outcome.ACCEPTED, 10, 2001)
+    assert state_of(run([leaf(1, judged=late)]), 1) == "unjudged"
+    assert run([leaf(1, judged=late)]).amounts() == {}
+
+
+def test_a_leaf_refused_on_chain_is_not_paid() -> None:
+    assert state_of(run([leaf(1, refused=True)]), 1) == "rejected"
+
+
+def test_nothing_is_settled_twice() -> None:
+    with pytest.raises(MalformedError, match="twice"):
+        run([leaf(1), leaf(1)])
+    with pytest.raises(MalformedError, match="twice"):
+        run([leaf(1)], previous=run([leaf(1)]), epoch=1)
+
+
+def test_proofs_lead_to_the_root() -> None:
+    settlement = run([leaf(i, i) for i in range(3)])
+    for node in NODES:
+        amount, proof = settlement.proof(node)
+        assert merkle_verify(settlement.root(), reward_leaf(node, amount), proof)
+    assert Settlement.model_validate_json(settlement.canonical()) == settlement
+    assert run([]).previous == ZERO_DIGEST
