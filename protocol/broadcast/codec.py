@@ -1,0 +1,167 @@
+"""One block of a delta: how the bit patterns of a run of numbers changed. Pure; numpy and zstd.
+
+A block is a run of little-endian words of 1, 2, 4 or 8 bytes (the bit patterns of fp8, bf16/fp16,
+fp32, fp64). After one optimizer step most words of a published bf16 policy are the same and the
+others differ by one or two units in the last place, so a block is written as
+
+SPARSE  gaps between changed positions, one byte each (255 means "255 and go on"), and the zigzag
+        differences (new − old, wrapping) of the changed words, low byte plane first
+DENSE   the zigzag differences of all words, by byte plane: cheaper once half of them changed
+RAW     the new bytes
+COPY    nothing: the bytes of the base
+
+each compressed with zstd level 1, whose entropy stage does the work (measured on N(0, 0.02) weights
+in bf16: within 15 % of the entropy of positions and differences; higher levels give no more).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from protocol.core.errors import MalformedError
+
+WIDTHS = (1, 2, 4, 8)
+MAX_BLOCK = 16 << 20
+DENSE_FROM = 0.5
+"""Share of changed words from which the dense form is smaller."""
+LEVEL = 1
+
+_UNSIGNED = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+
+
+class Kind(IntEnum):
+    """How a block is written."""
+
+    COPY = 0
+    SPARSE = 1
+    DENSE = 2
+    RAW = 3
+
+
+@dataclass(frozen=True)
+class Block:
+    """`first` and `second` are zstd frames: gaps and values (SPARSE), values (DENSE), bytes (RAW);
+    unused ones are empty."""
+
+    kind: Kind
+    first: bytes = b""
+    second: bytes = b""
+
+
+def encode_block(old: bytes | None, new: bytes, width: int) -> Block:
+    """The block that turns `old` into `new` (equal lengths, a multiple of `width` bytes); without
+    `old`, the bytes themselves."""
+    if old is None:
+        return Block(Kind.RAW, _compress(new))
+    before = np.frombuffer(old, _UNSIGNED[width])
+    after = np.frombuffer(new, _UNSIGNED[width])
+    changed = before != after
+    count = int(np.count_nonzero(changed))
+    if count == 0:
+        return Block(Kind.COPY)
+    if count >= DENSE_FROM * after.size:
+        block = Block(Kind.DENSE, _compress(_planes(_zigzag(after - before, width), width)))
+    else:
+        positions = np.flatnonzero(changed)
+        values = _zigzag(after[positions] - before[positions], width)
+        block = Block(
+            Kind.SPARSE, _compress(_pack_gaps(positions)), _compress(_planes(values, width))
+        )
+    if len(block.first) + len(block.second) >= len(new):
+        raw = Block(Kind.RAW, _compress(new))
+        return min(raw, block, key=lambda b: len(b.first) + len(b.second))
+    return block
+
+
+def decode_block(block: Block, old: bytes, length: int, width: int) -> bytes | memoryview:
+    """The new bytes. `old` are the base's (`length` of them; ignored by RAW). Raises MalformedError
+    if the block is not what `encode_block` makes; allocates at most a few times `length`."""
+    if block.kind is Kind.COPY:
+        return old
+    if block.kind is Kind.RAW:
+        return _decompress(block.first, length, length)
+    count = length // width
+    before = np.frombuffer(old, _UNSIGNED[width])
+    if before.size != count or count * width != length:
+        raise MalformedError("the delta's block does not fit its base")
+    if block.kind is Kind.DENSE:
+        raw = _decompress(block.first, length, length)
+        after = _unzigzag(_unplanes(raw, width), width) + before
+        return memoryview(after).cast("B")
+    positions = _unpack_gaps(_decompress(block.first, 1, 2 * count + 1), count)
+    size = positions.size * width
+    values = _unzigzag(_unplanes(_decompress(block.second, size, size), width), width)
+    after = before.copy()
+    after[positions] += values
+    return memoryview(after).cast("B")
+
+
+def _zigzag(difference: NDArray[np.unsignedinteger], width: int) -> NDArray[np.unsignedinteger]:
+    """Signed n-bit differences (wrapping) as unsigned: 0, −1, 1, −2, … → 0, 1, 2, 3, …"""
+    signed = difference.view(f"<i{width}")
+    zigzag: NDArray[np.unsignedinteger] = ((signed << 1) ^ (signed >> (8 * width - 1))).view(
+        _UNSIGNED[width]
+    )
+    return zigzag
+
+
+def _unzigzag(values: NDArray[np.unsignedinteger], width: int) -> NDArray[np.unsignedinteger]:
+    one = values.dtype.type(1)
+    return (values >> one) ^ (~(values & one) + one)
+
+
+def _planes(values: NDArray[np.unsignedinteger], width: int) -> bytes:
+    """(n,) words → width byte planes of n bytes each, lowest first."""
+    if width == 1:
+        return values.tobytes()
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, width).T).tobytes()
+
+
+def _unplanes(raw: bytes, width: int) -> NDArray[np.unsignedinteger]:
+    planes = np.frombuffer(raw, np.uint8).reshape(width, -1)
+    return np.ascontiguousarray(planes.T).view(_UNSIGNED[width]).reshape(-1)
+
+
+def _pack_gaps(positions: NDArray[np.int64]) -> bytes:
+    """Ascending positions (n,) → one byte a gap (unchanged words between), 255 = go on."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    ends = np.cumsum(gaps // 255 + 1)
+    packed = np.full(int(ends[-1]), 255, np.uint8)
+    packed[ends - 1] = gaps % 255
+    return packed.tobytes()
+
+
+def _unpack_gaps(raw: bytes, count: int) -> NDArray[np.int64]:
+    """The positions, ascending and below `count`. Raises MalformedError otherwise."""
+    packed = np.frombuffer(raw, np.uint8)
+    ends = np.flatnonzero(packed != 255)
+    if ends.size == 0 or ends[-1] != packed.size - 1:
+        raise MalformedError("the delta's gaps end in the middle")
+    positions: NDArray[np.int64] = np.cumsum(packed, dtype=np.int64)[ends] + np.arange(ends.size)
+    if positions[-1] >= count:
+        raise MalformedError("the delta's gaps leave their block")
+    return positions
+
+
+def _compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
+
+
+def _decompress(frame: bytes, at_least: int, at_most: int) -> bytes:
+    """One zstd frame whose header states a size within the bounds, so that a crafted one cannot
+    fill the memory. Raises MalformedError."""
+    try:
+        size = zstandard.frame_content_size(frame)
+        if not at_least <= size <= at_most:
+            raise MalformedError(f"a delta's block states {size} bytes, expected {at_most}")
+        data: bytes = zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise MalformedError(f"a delta's block does not decompress: {error}") from error
+    if len(data) != size:
+        raise MalformedError("a delta's block is shorter than it states")
+    return data

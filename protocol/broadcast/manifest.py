@@ -1,0 +1,307 @@
+"""Manifests: build one for a folder, judge one from outside, verify a folder against one.
+
+A policy is the set of its files, bit for bit. Every file carries the BLAKE3 of the whole and of
+each chunk, so that a chunk is judged alone on arrival; `result_digest` is BLAKE3 over the sorted
+(name, 0, file digest) and so the same however the files came.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+from pydantic import ValidationError
+
+from protocol.broadcast.files import open_regular, read_at
+from protocol.core import encoding, ids
+from protocol.core.checkpoint import DeltaEntry, FileEntry, Manifest, SignedManifest
+from protocol.core.errors import MalformedError, UntrustedError, UserError
+from protocol.core.ids import Address, Digest
+from protocol.core.signing import Domain
+
+MANIFEST_NAME = "manifest.json"
+DELTA_PREFIX = "delta-"
+
+MIN_CHUNK = 1 << 20
+MAX_CHUNK = 16 << 20
+"""Chunks that this side makes; a receiver holds one chunk a connection in memory."""
+CHUNKS_AIM = 256
+MAX_POLICY_BYTES = 1 << 42
+"""4 TiB: nothing larger is believed."""
+READ_SIZE = 1 << 20
+
+
+def choose_chunk_size(total: int) -> int:
+    """A power of two from 1 to 16 MiB that cuts `total` bytes into about 256 chunks: small enough
+    for cut-through relays, large enough for the requests not to matter."""
+    size = MIN_CHUNK
+    while size < MAX_CHUNK and size * CHUNKS_AIM < total:
+        size *= 2
+    return size
+
+
+def chunk_count(size: int, chunk_size: int) -> int:
+    """Number of chunks of a file of `size` bytes; an empty file has none."""
+    return -(-size // chunk_size)
+
+
+def result_digest(files: Iterable[FileEntry]) -> Digest:
+    """BLAKE3 over the sorted (name ‖ 0 ‖ file digest)."""
+    hasher = blake3()
+    for entry in sorted(files, key=lambda entry: entry.name):
+        hasher.update(entry.name.encode() + b"\0" + ids.to_bytes(entry.digest))
+    return ids.digest(hasher.digest())
+
+
+def hash_file(path: Path, chunk_size: int) -> tuple[int, Digest, tuple[Digest, ...]]:
+    """(size, BLAKE3 of the whole, BLAKE3 of each chunk) of a plain file, in bounded memory."""
+    with open_regular(path) as fd:
+        whole = blake3()
+        chunks: list[Digest] = []
+        size = 0
+        while True:
+            chunk = blake3()
+            filled = 0
+            while filled < chunk_size:
+                part = os.pread(fd, min(READ_SIZE, chunk_size - filled), size)
+                if not part:
+                    break
+                chunk.update(part)
+                whole.update(part)
+                filled += len(part)
+                size += len(part)
+            if filled:
+                chunks.append(ids.digest(chunk.digest()))
+            if filled < chunk_size:
+                return size, ids.digest(whole.digest()), tuple(chunks)
+
+
+def file_digest(path: Path) -> Digest:
+    """BLAKE3 of a plain file."""
+    with open_regular(path) as fd:
+        hasher = blake3()
+        offset = 0
+        while part := os.pread(fd, READ_SIZE, offset):
+            hasher.update(part)
+            offset += len(part)
+        return ids.digest(hasher.digest())
+
+
+def policy_files(folder: Path) -> list[Path]:
+    """The files of a policy folder in name order, without its `manifest.json`. Raises UserError
+    for anything that is not a plain file with a plain name."""
+    found: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.name == MANIFEST_NAME:
+            continue
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise UserError(
+                f"{path} is not a regular file; a policy is a flat folder of plain files",
+                hint="move links, folders and devices out of it",
+            )
+        found.append(path)
+    if not found:
+        raise UserError(f"{folder} holds no file to publish")
+    return found
+
+
+def build_manifest(
+    folder: Path,
+    *,
+    pool: int,
+    version: int,
+    step: int,
+    chunk_size: int | None = None,
+    deltas: Sequence[DeltaEntry] = (),
+) -> Manifest:
+    """The manifest of every file in `folder` (but `manifest.json`). Raises UserError if the folder
+    holds anything that cannot be published."""
+    paths = policy_files(folder)
+    if chunk_size is None:
+        chunk_size = choose_chunk_size(sum(path.stat().st_size for path in paths))
+    entries: list[FileEntry] = []
+    for path in paths:
+        size, digest, chunks = hash_file(path, chunk_size)
+        try:
+            entries.append(FileEntry(name=path.name, size=size, digest=digest, chunks=chunks))
+        except ValidationError as error:
+            raise UserError(
+                f"{path.name!r} cannot be a policy's file: names are letters, digits, '.', '_' "
+                "and '-', beginning with a letter or digit",
+                hint="rename or remove it",
+            ) from error
+    manifest = Manifest(
+        pool=pool,
+        version=version,
+        step=step,
+        chunk_size=chunk_size,
+        files=tuple(entries),
+        result_digest=result_digest(entries),
+        deltas=tuple(deltas),
+    )
+    check_manifest(manifest)
+    return manifest
+
+
+def check_manifest(manifest: Manifest, *, max_bytes: int = MAX_POLICY_BYTES) -> Manifest:
+    """Returns `manifest` if it is consistent in itself. Raises MalformedError for two files of one
+    name (letter case aside), a reserved name, a count of chunks that does not fit its size, more
+    than `max_bytes` in all, a delta from itself or from a later version, or a wrong result
+    digest."""
+    names: set[str] = set()
+    for entry in manifest.files:
+        name = entry.name.lower()
+        if name in names:
+            raise MalformedError(f"the manifest has two files named {entry.name!r}")
+        if name == MANIFEST_NAME or name.startswith(DELTA_PREFIX):
+            raise MalformedError(f"the manifest uses the reserved name {entry.name!r}")
+        names.add(name)
+        _check_chunks(entry.name, entry.size, entry.chunks, manifest.chunk_size)
+    bases: set[int] = set()
+    for delta in manifest.deltas:
+        if delta.base >= manifest.version or delta.base in bases:
+            raise MalformedError(f"the manifest's delta from version {delta.base} cannot be")
+        bases.add(delta.base)
+        _check_chunks(f"delta-{delta.base}", delta.size, delta.chunks, manifest.chunk_size)
+    total = total_size(manifest) + sum(delta.size for delta in manifest.deltas)
+    if total > max_bytes:
+        raise MalformedError(f"the manifest names {total} bytes; the limit is {max_bytes}")
+    if result_digest(manifest.files) != manifest.result_digest:
+        raise MalformedError("the manifest's result digest is not that of its files")
+    return manifest
+
+
+def total_size(manifest: Manifest) -> int:
+    """Bytes of all files."""
+    return sum(entry.size for entry in manifest.files)
+
+
+def parse_signed(raw: bytes, *, limit: int = encoding.MAX_JSON_BYTES) -> SignedManifest:
+    """A signed manifest from outside: bounded, strict, consistent; its signature is not yet
+    checked. Raises MalformedError."""
+    if len(raw) > limit:
+        raise MalformedError(f"a manifest of {len(raw)} bytes exceeds the limit of {limit}")
+    try:
+        signed = SignedManifest.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise MalformedError(f"not a signed manifest: {place}: {first['msg']}") from error
+    check_manifest(signed.manifest)
+    return signed
+
+
+def signed_bytes(signed: SignedManifest) -> bytes:
+    """Canonical JSON of a signed manifest, as `manifest.json` holds it."""
+    return encoding.canonical_json(signed.model_dump(mode="json"))
+
+
+def read_signed(path: Path) -> SignedManifest:
+    """`parse_signed` of a file on disk."""
+    with open_regular(path) as fd:
+        raw = read_at(fd, 0, min(os.fstat(fd).st_size, encoding.MAX_JSON_BYTES + 1))
+    return parse_signed(raw)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose policies we take: the pool's trainer, under the Pools contract's EIP-712 domain."""
+
+    trainer: Address
+    domain: Domain
+    pool: int
+
+    def check(self, signed: SignedManifest) -> Manifest:
+        """The manifest, once it is consistent and signed by the trainer for this pool. Raises
+        MalformedError or UntrustedError."""
+        manifest = check_manifest(signed.manifest)
+        if manifest.pool != self.pool:
+            raise UntrustedError(
+                f"the manifest is for pool {manifest.pool}, not for pool {self.pool}"
+            )
+        signer = signed.statement().recover(self.domain, signed.signature)
+        if signer != self.trainer:
+            raise UntrustedError(
+                f"policy {manifest.version} is signed by {signer}, not by the trainer "
+                f"{self.trainer}"
+            )
+        return manifest
+
+
+class History:
+    """What was taken so far, so that nothing old or contradictory passes for new.
+
+    A version has one manifest for ever, and steps never run backwards over versions.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Digest, int]] = {}
+
+    @property
+    def newest(self) -> int | None:
+        """The highest version taken."""
+        return max(self._known, default=None)
+
+    def admit(self, manifest: Manifest) -> bool:
+        """Takes note of a trusted manifest; True if its version is new here. Raises UntrustedError
+        if the version is already known with another digest, or its step contradicts a
+        neighbour's."""
+        digest = manifest.digest()
+        known = self._known.get(manifest.version)
+        if known is not None:
+            if known[0] != digest:
+                raise UntrustedError(
+                    f"there are two signed manifests for policy {manifest.version}: "
+                    f"{known[0]} and {digest}"
+                )
+            return False
+        for version, (_, step) in self._known.items():
+            if (version < manifest.version) != (step <= manifest.step) and step != manifest.step:
+                raise UntrustedError(
+                    f"policy {manifest.version} claims step {manifest.step}, but policy {version} "
+                    f"is of step {step}: replayed from an older run"
+                )
+        self._known[manifest.version] = (digest, manifest.step)
+        return True
+
+    def require_newest(self, offered: int) -> None:
+        """Raises UntrustedError if a server's newest version is older than what we have seen."""
+        newest = self.newest
+        if newest is not None and offered < newest:
+            raise UntrustedError(
+                f"the server offers policy {offered} as its newest, but {newest} is known: "
+                "it is behind or replays old ones"
+            )
+
+
+def verify_folder(folder: Path, manifest: Manifest) -> None:
+    """Every file of the manifest is there, plain and bit-identical, and nothing else is. Raises
+    UntrustedError naming the file and the first wrong chunk, or MalformedError for a link."""
+    check_manifest(manifest)
+    expected = {entry.name for entry in manifest.files}
+    extra = {path.name for path in folder.iterdir()} - expected - {MANIFEST_NAME}
+    if extra:
+        raise UntrustedError(f"{folder} holds files that the manifest lacks: {sorted(extra)[:5]}")
+    for entry in manifest.files:
+        path = folder / entry.name
+        if not path.is_symlink() and not path.exists():
+            raise UntrustedError(f"{entry.name} is missing from {folder}")
+        size, digest, chunks = hash_file(path, manifest.chunk_size)
+        if size != entry.size:
+            raise UntrustedError(f"{entry.name} has {size} bytes, the manifest says {entry.size}")
+        if digest != entry.digest or chunks != entry.chunks:
+            pairs = zip(chunks, entry.chunks, strict=False)
+            bad = [index for index, (ours, theirs) in enumerate(pairs) if ours != theirs]
+            where = f"chunk {bad[0]} of {len(chunks)}" if bad else "its digest"
+            raise UntrustedError(f"{entry.name} is not what the manifest says: {where} differs")
+
+
+def _check_chunks(name: str, size: int, chunks: Sequence[Digest], chunk_size: int) -> None:
+    if len(chunks) != chunk_count(size, chunk_size):
+        raise MalformedError(
+            f"the manifest lists {len(chunks)} chunks for {name}, which has {size} bytes"
+        )
