@@ -88,6 +88,7 @@ leases = Table(
     Column("created_at", Float, nullable=False),
     Column("upload_sha256", Text),
     Column("upload_size", BigInteger),
+    Column("uploads", Integer, nullable=False, default=0),  # distinct files announced so far
     Column("body", Text, nullable=False),  # JSON of SignedLease
     UniqueConstraint("step", "lease_index"),
     Index("leases_node_status", "node", "status"),

@@ -1,0 +1,135 @@
+"""Judging jobs: each submission is claimed by one validator at a time, for a limited time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from orchestrator.store import schema
+from orchestrator.store.rows import insert_new, record
+from protocol.core.ids import Digest
+
+_jobs = schema.jobs.c
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """Status: ready, claimed, done, quarantined (tried too often). Times in Unix seconds."""
+
+    submission_digest: Digest
+    status: str
+    claimed_by: str | None
+    claimed_until: float | None
+    attempts: int
+    created_at: float
+    not_before: float
+
+
+def add(connection: Connection, submission: Digest, *, now: float) -> bool:
+    """Queues the judging of a submission; False if it is queued already."""
+    values = {
+        "submission_digest": submission,
+        "status": "ready",
+        "attempts": 0,
+        "created_at": now,
+        "not_before": 0.0,
+    }
+    return insert_new(connection, schema.jobs, values)
+
+
+def get(connection: Connection, submission: Digest) -> JobRow | None:
+    """The job of a submission, or None."""
+    query = sa.select(schema.jobs).where(_jobs.submission_digest == submission)
+    return record(JobRow, connection.execute(query).mappings().first())
+
+
+def claim(connection: Connection, worker: str, *, now: float, seconds: float) -> JobRow | None:
+    """Takes the oldest job that is ready, or whose claim has run out, for `seconds`.
+
+    PostgreSQL skips rows that others are just taking (FOR UPDATE SKIP LOCKED); on SQLite the write
+    transaction itself keeps others out. Every claim counts as one attempt.
+    """
+    free = sa.or_(
+        sa.and_(_jobs.status == "ready", _jobs.not_before <= now),
+        sa.and_(_jobs.status == "claimed", _jobs.claimed_until < now),
+    )
+    oldest = (
+        sa.select(_jobs.submission_digest)
+        .where(free)
+        .order_by(_jobs.created_at, _jobs.submission_digest)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    submission = connection.execute(oldest).scalar()
+    if submission is None:
+        return None
+    taken = connection.execute(
+        sa.update(schema.jobs)
+        .where(_jobs.submission_digest == submission, free)
+        .values(
+            status="claimed",
+            claimed_by=worker,
+            claimed_until=now + seconds,
+            attempts=_jobs.attempts + 1,
+        )
+    )
+    return get(connection, Digest(submission)) if taken.rowcount == 1 else None
+
+
+def extend(
+    connection: Connection, submission: Digest, worker: str, *, now: float, seconds: float
+) -> bool:
+    """Keeps a claim for `seconds` more. False if `worker` holds it no longer."""
+    done = connection.execute(
+        sa.update(schema.jobs).where(_held(submission, worker)).values(claimed_until=now + seconds)
+    )
+    return done.rowcount == 1
+
+
+def finish(connection: Connection, submission: Digest, worker: str) -> bool:
+    """Marks a claimed job done. False if `worker` holds it no longer: drop the verdict then."""
+    done = connection.execute(
+        sa.update(schema.jobs)
+        .where(_held(submission, worker))
+        .values(status="done", claimed_by=None, claimed_until=None)
+    )
+    return done.rowcount == 1
+
+
+def give_back(
+    connection: Connection,
+    submission: Digest,
+    worker: str,
+    *,
+    not_before: float,
+    max_attempts: int,
+) -> bool:
+    """Returns a job after an abstention: ready again from `not_before`, or quarantined once it
+    has been tried `max_attempts` times. False if `worker` holds it no longer."""
+    done = connection.execute(
+        sa.update(schema.jobs)
+        .where(_held(submission, worker))
+        .values(
+            status=sa.case((_jobs.attempts >= max_attempts, "quarantined"), else_="ready"),
+            claimed_by=None,
+            claimed_until=None,
+            not_before=not_before,
+        )
+    )
+    return done.rowcount == 1
+
+
+def counts(connection: Connection) -> dict[str, int]:
+    """Number of jobs by status."""
+    query = sa.select(_jobs.status, sa.func.count()).group_by(_jobs.status)
+    return {status: int(n) for status, n in connection.execute(query)}
+
+
+def _held(submission: Digest, worker: str) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        _jobs.submission_digest == submission,
+        _jobs.status == "claimed",
+        _jobs.claimed_by == worker,
+    )

@@ -1,0 +1,134 @@
+"""Leases: given out, returned, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from orchestrator.store import schema
+from orchestrator.store.rows import record, records
+from protocol.core.ids import Address, Digest
+from protocol.core.task import LeaseStatus, SignedLease
+
+_leases = schema.leases.c
+
+
+@dataclass(frozen=True)
+class LeaseRow:
+    """One row of `leases`; `body` is JSON of SignedLease, `deadline` in Unix seconds."""
+
+    digest: Digest
+    node: Address
+    step: int
+    lease_index: int
+    policy_version: int
+    status: LeaseStatus
+    deadline: int
+    created_at: float
+    upload_sha256: Digest | None
+    upload_size: int | None
+    uploads: int
+    body: str
+
+    def signed(self) -> SignedLease:
+        """The lease as it was given out."""
+        return SignedLease.model_validate_json(self.body)
+
+
+def add(connection: Connection, digest: Digest, signed: SignedLease, *, now: float) -> None:
+    """Writes a new open lease before it is handed out."""
+    lease = signed.lease
+    connection.execute(
+        sa.insert(schema.leases).values(
+            digest=digest,
+            node=lease.node,
+            step=lease.step,
+            lease_index=lease.index,
+            policy_version=signed.policy_version,
+            status="open",
+            deadline=lease.deadline,
+            created_at=now,
+            body=signed.model_dump_json(),
+        )
+    )
+
+
+def get(connection: Connection, digest: Digest) -> LeaseRow | None:
+    """The lease, or None."""
+    query = sa.select(schema.leases).where(_leases.digest == digest)
+    return record(LeaseRow, connection.execute(query).mappings().first())
+
+
+def lock_row(connection: Connection, digest: Digest) -> LeaseRow | None:
+    """Like `get`; the row cannot change until the transaction ends."""
+    query = sa.select(schema.leases).where(_leases.digest == digest).with_for_update()
+    return record(LeaseRow, connection.execute(query).mappings().first())
+
+
+def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
+    """Open leases of `node`, oldest first."""
+    query = (
+        sa.select(schema.leases)
+        .where(_leases.node == node, _leases.status == "open")
+        .order_by(_leases.created_at, _leases.lease_index)
+    )
+    return records(LeaseRow, connection.execute(query).mappings().all())
+
+
+def overdue(connection: Connection, now: float) -> list[LeaseRow]:
+    """Open leases whose deadline has passed."""
+    query = sa.select(schema.leases).where(_leases.status == "open", _leases.deadline < now)
+    return records(LeaseRow, connection.execute(query).mappings().all())
+
+
+def set_status(connection: Connection, digest: Digest, status: LeaseStatus) -> None:
+    """Writes the outcome of `lifecycle.step_lease`."""
+    connection.execute(
+        sa.update(schema.leases).where(_leases.digest == digest).values(status=status)
+    )
+
+
+def announce_upload(connection: Connection, digest: Digest, *, sha256: Digest, size: int) -> None:
+    """Notes which file the node is about to upload, and counts it."""
+    connection.execute(
+        sa.update(schema.leases)
+        .where(_leases.digest == digest)
+        .values(upload_sha256=sha256, upload_size=size, uploads=_leases.uploads + 1)
+    )
+
+
+def next_index(connection: Connection, step: int) -> int:
+    """The first index of `step` never given out."""
+    query = sa.select(sa.func.max(_leases.lease_index)).where(_leases.step == step)
+    highest = connection.execute(query).scalar()
+    return 0 if highest is None else int(highest) + 1
+
+
+def in_flight(connection: Connection, now: float) -> list[tuple[int, int]]:
+    """(policy version, number of leases) that may still bring groups.
+
+    Counted are open leases before their deadline held by active nodes, and submitted ones that a
+    validator may yet judge.
+    """
+    nodes, jobs, submissions = schema.nodes.c, schema.jobs.c, schema.submissions.c
+    held = (
+        sa.select(_leases.policy_version, sa.func.count().label("n"))
+        .join(schema.nodes, nodes.address == _leases.node)
+        .where(_leases.status == "open", _leases.deadline >= now, nodes.status == "active")
+        .group_by(_leases.policy_version)
+    )
+    judged_soon = (
+        sa.select(submissions.policy_version, sa.func.count().label("n"))
+        .join(schema.jobs, jobs.submission_digest == submissions.digest)
+        .where(submissions.status == "submitted", jobs.status.in_(("ready", "claimed")))
+        .group_by(submissions.policy_version)
+    )
+    rows: Iterable[tuple[int, int]] = (
+        (int(version), int(n))
+        for query in (held, judged_soon)
+        for version, n in connection.execute(query)
+    )
+    return sorted(rows)

@@ -1,0 +1,166 @@
+"""Submissions: what nodes handed in, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from orchestrator.store import schema
+from orchestrator.store.rows import record, records
+from protocol.core.ids import Address, Digest
+from protocol.core.messages import ReceiptAnswer
+from protocol.core.rollout import SignedSubmission
+from protocol.core.task import LeaseStatus
+
+_submissions = schema.submissions.c
+
+
+@dataclass(frozen=True)
+class SubmissionRow:
+    """One row of `submissions`; `body` is JSON of SignedSubmission, `receipt` of ReceiptAnswer."""
+
+    digest: Digest
+    lease_digest: Digest
+    node: Address
+    step: int
+    policy_version: int
+    sha256: Digest
+    size: int
+    body: str
+    receipt: str
+    received_at: float
+    status: LeaseStatus
+    reason: int
+    units: int
+    verdict: Digest | None
+    verdict_table: Digest | None
+    evidence: Digest | None
+    validator: Address | None
+    judged_at: float | None
+    root_id: int | None
+    leaf_index: int | None
+
+    def signed(self) -> SignedSubmission:
+        """The submission as the node signed it."""
+        return SignedSubmission.model_validate_json(self.body)
+
+    def receipt_answer(self) -> ReceiptAnswer:
+        """The receipt as it was given."""
+        return ReceiptAnswer.model_validate_json(self.receipt)
+
+
+def add(
+    connection: Connection,
+    digest: Digest,
+    signed: SignedSubmission,
+    *,
+    policy_version: int,
+    receipt: ReceiptAnswer,
+    received_at: float,
+) -> None:
+    """Writes an arrived submission."""
+    body = signed.submission
+    connection.execute(
+        sa.insert(schema.submissions).values(
+            digest=digest,
+            lease_digest=body.lease_digest,
+            node=signed.node,
+            step=body.step,
+            policy_version=policy_version,
+            sha256=body.sha256,
+            size=body.size,
+            body=signed.model_dump_json(),
+            receipt=receipt.model_dump_json(),
+            received_at=received_at,
+            status="submitted",
+        )
+    )
+
+
+def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
+    """The submission, or None."""
+    query = sa.select(schema.submissions).where(_submissions.digest == digest)
+    return record(SubmissionRow, connection.execute(query).mappings().first())
+
+
+def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | None:
+    """The one submission of a lease, or None."""
+    query = sa.select(schema.submissions).where(_submissions.lease_digest == lease_digest)
+    return record(SubmissionRow, connection.execute(query).mappings().first())
+
+
+def of_node(connection: Connection, node: Address, *, since: float = 0) -> list[SubmissionRow]:
+    """Submissions of `node` received at or after `since`, oldest first."""
+    query = (
+        sa.select(schema.submissions)
+        .where(_submissions.node == node, _submissions.received_at >= since)
+        .order_by(_submissions.received_at, _submissions.digest)
+    )
+    return records(SubmissionRow, connection.execute(query).mappings().all())
+
+
+def without_root(connection: Connection, limit: int) -> list[SubmissionRow]:
+    """Submissions not yet taken into a root, oldest first."""
+    query = (
+        sa.select(schema.submissions)
+        .where(_submissions.root_id.is_(None))
+        .order_by(_submissions.received_at, _submissions.digest)
+        .limit(limit)
+    )
+    return records(SubmissionRow, connection.execute(query).mappings().all())
+
+
+def judge(
+    connection: Connection,
+    digest: Digest,
+    status: LeaseStatus,
+    *,
+    reason: int,
+    units: int = 0,
+    verdict: Digest | None = None,
+    verdict_table: Digest | None = None,
+    evidence: Digest | None = None,
+    validator: Address | None = None,
+    judged_at: float,
+) -> bool:
+    """Writes a verdict on a submission that has none. False if it was already judged."""
+    done = connection.execute(
+        sa.update(schema.submissions)
+        .where(_submissions.digest == digest, _submissions.status == "submitted")
+        .values(
+            status=status,
+            reason=reason,
+            units=units,
+            verdict=verdict,
+            verdict_table=verdict_table,
+            evidence=evidence,
+            validator=validator,
+            judged_at=judged_at,
+        )
+    )
+    return done.rowcount == 1
+
+
+def counts(connection: Connection) -> dict[str, int]:
+    """Number of submissions by status."""
+    query = sa.select(_submissions.status, sa.func.count()).group_by(_submissions.status)
+    return {status: int(n) for status, n in connection.execute(query)}
+
+
+def counts_by_node(connection: Connection) -> dict[Address, dict[str, int]]:
+    """Per node: number of submissions by status, and under "units" the units accepted."""
+    query = sa.select(
+        _submissions.node,
+        _submissions.status,
+        sa.func.count(),
+        sa.func.coalesce(sa.func.sum(_submissions.units), 0),
+    ).group_by(_submissions.node, _submissions.status)
+    found: dict[Address, dict[str, int]] = {}
+    for node, status, n, units in connection.execute(query):
+        entry = found.setdefault(Address(node), {"units": 0})
+        entry[status] = int(n)
+        if status == "accepted":
+            entry["units"] += int(units)
+    return found
