@@ -1,0 +1,204 @@
+"""Activation proofs in TOPLOC's bytes (arXiv 2501.16007), batched over all windows of a file.
+
+A window is up to 32 generated tokens; its final-norm hidden states, bf16 [t, H], are flattened to
+N = t·H elements. The 128 largest magnitudes (ties to the lowest index; all if N < 128) at positions
+`idx` with bf16 bit patterns y become the polynomial p of degree < k over GF(65497) with
+p(idx mod m) = y, where m ≤ 65497 is the largest modulus that keeps them distinct:
+
+    big-endian u16 m ‖ u16 c_0 … c_{k−1}            258 bytes for k = 128
+
+The verifier takes its own largest elements and compares p there with its own bits: exponents, signs
+and mantissas. States travel as uint16 arrays of bf16 bit patterns, so that no engine matters here.
+
+What it does not show: which token was drawn (sampling.py does), and, because p and m are the
+prover's choice, that the prover ran the model at all: see sketch.py. Strict decoding refuses small
+moduli, with which one magnitude per hidden dimension would pass.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.core.errors import MalformedError
+from protocol.core.rollout import PROOF_TOPK, PROOF_WINDOW
+from protocol.proofs import field
+
+MAX_MODULUS = field.PRIME
+MIN_MODULUS = 1 << 15
+"""Moduli at or below are refused. Honest ones stay within a few hundred of MAX_MODULUS."""
+PROOF_BYTES = 2 + 2 * PROOF_TOPK
+_INFINITE = np.uint16(0x7F80)
+
+States = NDArray[np.uint16]
+"""bf16 bit patterns [T, H]: one row a generated token, of the position that predicts it."""
+
+
+def windows_of(tokens: int) -> int:
+    """Number of proof windows of a row with that many generated tokens."""
+    return -(-tokens // PROOF_WINDOW)
+
+
+def split_windows(states: States) -> list[NDArray[np.uint16]]:
+    """The flattened windows of one row, each uint16 [t·H]."""
+    return [
+        states[start : start + PROOF_WINDOW].reshape(-1)
+        for start in range(0, len(states), PROOF_WINDOW)
+    ]
+
+
+def largest(window: NDArray[np.uint16]) -> NDArray[np.int64]:
+    """Ascending positions of the min(128, N) largest magnitudes, ties to the lowest index.
+
+    Raises MalformedError if an element is infinite or NaN.
+    """
+    magnitudes = window & np.uint16(0x7FFF)
+    if magnitudes.size and magnitudes.max() >= _INFINITE:
+        raise MalformedError("hidden states are not finite")
+    count = len(magnitudes)
+    if count <= PROOF_TOPK:
+        return np.arange(count, dtype=np.int64)
+    candidates = np.arange(count, dtype=np.int64)
+    if count >= 8 * PROOF_TOPK:
+        # The 128th largest of 512 column maxima is no larger than the 128th largest element, so
+        # everything below it can be dropped by one pass of comparisons.
+        columns = 4 * PROOF_TOPK
+        whole = count // columns * columns
+        maxima = magnitudes[:whole].reshape(-1, columns).max(axis=0)
+        bound = np.partition(maxima, columns - PROOF_TOPK)[columns - PROOF_TOPK]
+        candidates = np.flatnonzero(magnitudes >= bound)
+        magnitudes = magnitudes[candidates]
+    threshold = np.partition(magnitudes, len(magnitudes) - PROOF_TOPK)[-PROOF_TOPK]
+    above = np.flatnonzero(magnitudes > threshold)
+    equal = np.flatnonzero(magnitudes == threshold)[: PROOF_TOPK - len(above)]
+    return np.sort(candidates[np.concatenate([above, equal])])
+
+
+def modulus_of(positions: NDArray[np.int64]) -> int:
+    """Largest m ≤ 65497 for which all `positions` mod m are distinct."""
+    if not len(positions) or positions[-1] < MAX_MODULUS:
+        return MAX_MODULUS
+    for m in range(MAX_MODULUS, MIN_MODULUS, -1):
+        residues = np.sort(positions % m)
+        if (residues[1:] != residues[:-1]).all():
+            return m
+    raise MalformedError("no modulus parts the positions")  # needs some 30,000 collisions
+
+
+def build(windows: Sequence[NDArray[np.uint16]]) -> list[bytes]:
+    """One proof for each flattened window (uint16 bf16 bits, [t·H], t ≥ 1).
+
+    Windows of one size are interpolated as one batch. Raises MalformedError on states that are not
+    finite.
+    """
+    picked = [largest(window) for window in windows]
+    proofs: list[bytes] = [b""] * len(windows)
+    for members in _by_size([len(p) for p in picked]):
+        moduli = [modulus_of(picked[i]) for i in members]
+        x = np.stack([picked[i] % m for i, m in zip(members, moduli, strict=True)])
+        y = np.stack([windows[i][picked[i]] for i in members])
+        coefficients = field.interpolate(x.astype(np.float64), y.astype(np.float64))
+        table = np.concatenate([np.array(moduli)[:, None], coefficients], axis=1).astype(">u2")
+        for row, i in enumerate(members):
+            proofs[i] = table[row].tobytes()
+    return proofs
+
+
+def _by_size(sizes: Sequence[int]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for i, size in enumerate(sizes):
+        groups.setdefault(size, []).append(i)
+    return [members for size, members in groups.items() if size]
+
+
+def pack(proofs: Sequence[bytes]) -> bytes:
+    """A row's proofs as one value: big-endian u16 length ‖ bytes, for each window in order."""
+    return b"".join(struct.pack(">H", len(proof)) + proof for proof in proofs)
+
+
+def unpack(data: bytes, windows: int) -> list[bytes]:
+    """The reverse of `pack`. Raises MalformedError unless there are exactly `windows` proofs."""
+    proofs: list[bytes] = []
+    at = 0
+    while at < len(data) and len(proofs) < windows:
+        if at + 2 > len(data):
+            raise MalformedError("a proof's length is cut off")
+        (length,) = struct.unpack_from(">H", data, at)
+        if length > PROOF_BYTES or at + 2 + length > len(data):
+            raise MalformedError(f"a proof claims {length} bytes")
+        proofs.append(data[at + 2 : at + 2 + length])
+        at += 2 + length
+    if at != len(data) or len(proofs) != windows:
+        raise MalformedError(f"expected {windows} proofs and nothing after them")
+    return proofs
+
+
+@dataclass(frozen=True)
+class DecodedProof:
+    """A proof that passed strict decoding."""
+
+    modulus: int
+    coefficients: NDArray[np.uint16]
+
+
+def decode(proof: bytes, elements: int) -> DecodedProof:
+    """Strictly decodes the proof of a window of `elements` values.
+
+    Raises MalformedError unless the length is 2 + 2·min(128, elements), m is in (2¹⁵, 65497] and
+    every coefficient is below 65497.
+    """
+    count = min(PROOF_TOPK, elements)
+    if len(proof) != 2 + 2 * count:
+        raise MalformedError(f"a proof of {len(proof)} bytes where {2 + 2 * count} are due")
+    words = np.frombuffer(proof, dtype=">u2")
+    modulus = int(words[0])
+    if not MIN_MODULUS < modulus <= MAX_MODULUS:
+        raise MalformedError(f"modulus {modulus} is not in ({MIN_MODULUS}, {MAX_MODULUS}]")
+    coefficients = words[1:].astype(np.uint16)
+    if (coefficients >= field.PRIME).any():
+        raise MalformedError(f"a coefficient is not below {field.PRIME}")
+    return DecodedProof(modulus, coefficients)
+
+
+@dataclass(frozen=True)
+class WindowMatches:
+    """Comparison of W windows, arrays of length W.
+
+    `exponent` share of the verifier's largest elements whose exponent differs; `sign` share whose
+    sign differs; `mantissa` mean |Δ mantissa| (0 … 127) over those with equal exponent, 127 if none
+    has; `mantissa_median` their median.
+    """
+
+    exponent: NDArray[np.float64]
+    sign: NDArray[np.float64]
+    mantissa: NDArray[np.float64]
+    mantissa_median: NDArray[np.float64]
+
+
+def verify(proofs: Sequence[DecodedProof], windows: Sequence[NDArray[np.uint16]]) -> WindowMatches:
+    """Compares decoded proofs with the verifier's own flattened windows, in order.
+
+    Raises MalformedError on states that are not finite, and if the counts differ.
+    """
+    if len(proofs) != len(windows):
+        raise MalformedError(f"{len(proofs)} proofs for {len(windows)} windows")
+    result = WindowMatches(*(np.zeros(len(windows)) for _ in range(4)))
+    picked = [largest(window) for window in windows]
+    for members in _by_size([len(p) for p in picked]):
+        x = np.stack([picked[i] % proofs[i].modulus for i in members]).astype(np.float64)
+        c = np.stack([proofs[i].coefficients for i in members]).astype(np.float64)
+        claimed = field.evaluate(c, x).astype(np.int64)
+        own = np.stack([windows[i][picked[i]] for i in members]).astype(np.int64)
+        same = (claimed >> 7) & 0xFF == (own >> 7) & 0xFF
+        error = np.where(same, np.abs((claimed & 0x7F) - (own & 0x7F)), np.nan)
+        none = ~same.any(axis=1)
+        error[none] = 127.0
+        result.exponent[members] = 1.0 - same.mean(axis=1)
+        result.sign[members] = (claimed >> 15 != own >> 15).mean(axis=1)
+        result.mantissa[members] = np.nanmean(error, axis=1)
+        result.mantissa_median[members] = np.nanmedian(error, axis=1)
+    return result
