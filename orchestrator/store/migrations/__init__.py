@@ -1,0 +1,1 @@
+"""Alembic's folder; see orchestrator/store/migrate.py."""

@@ -1,0 +1,261 @@
+"""The first schema."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "batches",
+        sa.Column("step", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("digest", sa.Text(), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("rows", sa.Integer(), nullable=False),
+        sa.Column("mean_reward_micro", sa.BigInteger(), nullable=False),
+        sa.Column("staleness_max", sa.Integer(), nullable=False),
+        sa.Column("sealed_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("step"),
+    )
+    op.create_table(
+        "chain_events",
+        sa.Column("block_hash", sa.Text(), nullable=False),
+        sa.Column("log_index", sa.Integer(), nullable=False),
+        sa.Column("block", sa.BigInteger(), nullable=False),
+        sa.Column("block_time", sa.BigInteger(), nullable=False),
+        sa.Column("tx_hash", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("args", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("block_hash", "log_index"),
+    )
+    op.create_index("chain_events_block", "chain_events", ["block"], unique=False)
+    op.create_index("chain_events_name", "chain_events", ["name"], unique=False)
+    op.create_table(
+        "challenges",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("seed", sa.Text(), nullable=False),
+        sa.Column("size", sa.Integer(), nullable=False),
+        sa.Column("rounds", sa.Integer(), nullable=False),
+        sa.Column("issued_at", sa.Float(), nullable=False),
+        sa.Column("deadline", sa.BigInteger(), nullable=False),
+        sa.Column("hardware", sa.Text(), nullable=False),
+        sa.Column("runtime", sa.Text(), nullable=False),
+        sa.Column("used", sa.Boolean(), nullable=False),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.create_table(
+        "credits",
+        sa.Column("submission_digest", sa.Text(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("units", sa.BigInteger(), nullable=False),
+        sa.Column("amount", sa.Text(), nullable=False),
+        sa.Column("earned_at", sa.BigInteger(), nullable=False),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("submission_digest"),
+    )
+    op.create_index("credits_node", "credits", ["node"], unique=False)
+    op.create_table(
+        "cursors",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("block", sa.BigInteger(), nullable=False),
+        sa.Column("block_hash", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("name"),
+    )
+    op.create_table(
+        "draw_secrets",
+        sa.Column("validator", sa.Text(), nullable=False),
+        sa.Column("epoch", sa.BigInteger(), nullable=False),
+        sa.Column("secret", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("validator", "epoch"),
+    )
+    op.create_table(
+        "groups",
+        sa.Column("submission_digest", sa.Text(), nullable=False),
+        sa.Column("group_no", sa.Integer(), nullable=False),
+        sa.Column("policy_version", sa.BigInteger(), nullable=False),
+        sa.Column("rows", sa.Integer(), nullable=False),
+        sa.Column("informative", sa.Boolean(), nullable=False),
+        sa.Column("reward_micro_sum", sa.BigInteger(), nullable=False),
+        sa.Column("accepted_at", sa.Float(), nullable=False),
+        sa.Column("batch_step", sa.BigInteger(), nullable=True),
+        sa.PrimaryKeyConstraint("submission_digest", "group_no"),
+    )
+    op.create_index(
+        "groups_free", "groups", ["batch_step", "informative", "policy_version"], unique=False
+    )
+    op.create_table(
+        "intents",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("lane", sa.Text(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("payload", sa.Text(), nullable=False),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("error", sa.Text(), nullable=True),
+        sa.Column("tx_hash", sa.Text(), nullable=True),
+        sa.Column("block", sa.BigInteger(), nullable=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("updated_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.create_index(
+        "intents_lane_status", "intents", ["lane", "status", "created_at"], unique=False
+    )
+    op.create_table(
+        "jobs",
+        sa.Column("submission_digest", sa.Text(), nullable=False),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("claimed_by", sa.Text(), nullable=True),
+        sa.Column("claimed_until", sa.Float(), nullable=True),
+        sa.Column("attempts", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("not_before", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("submission_digest"),
+    )
+    op.create_index("jobs_ready", "jobs", ["status", "created_at"], unique=False)
+    op.create_table(
+        "leases",
+        sa.Column("digest", sa.Text(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("step", sa.BigInteger(), nullable=False),
+        sa.Column("lease_index", sa.BigInteger(), nullable=False),
+        sa.Column("policy_version", sa.BigInteger(), nullable=False),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("deadline", sa.BigInteger(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("upload_sha256", sa.Text(), nullable=True),
+        sa.Column("upload_size", sa.BigInteger(), nullable=True),
+        sa.Column("uploads", sa.Integer(), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("digest"),
+        sa.UniqueConstraint("step", "lease_index"),
+    )
+    op.create_index("leases_node_status", "leases", ["node", "status"], unique=False)
+    op.create_index("leases_status_deadline", "leases", ["status", "deadline"], unique=False)
+    op.create_table(
+        "meta",
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("value", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("key"),
+    )
+    op.create_table(
+        "nodes",
+        sa.Column("address", sa.Text(), nullable=False),
+        sa.Column("provider", sa.Text(), nullable=True),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("speed_class", sa.Integer(), nullable=False),
+        sa.Column("hardware", sa.Text(), nullable=False),
+        sa.Column("runtime", sa.Text(), nullable=False),
+        sa.Column("last_heartbeat", sa.Float(), nullable=False),
+        sa.Column("policy_version", sa.BigInteger(), nullable=True),
+        sa.Column("tokens_per_second", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("address"),
+    )
+    op.create_table(
+        "nonces",
+        sa.Column("key_id", sa.Text(), nullable=False),
+        sa.Column("nonce", sa.Text(), nullable=False),
+        sa.Column("expires", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("key_id", "nonce"),
+    )
+    op.create_index("nonces_expires", "nonces", ["expires"], unique=False)
+    op.create_table(
+        "policies",
+        sa.Column("version", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("digest", sa.Text(), nullable=False),
+        sa.Column("step", sa.BigInteger(), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("published_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("version"),
+        sa.UniqueConstraint("digest"),
+    )
+    op.create_table(
+        "relays",
+        sa.Column("url", sa.Text(), nullable=False),
+        sa.Column("account", sa.Text(), nullable=False),
+        sa.Column("versions", sa.Text(), nullable=False),
+        sa.Column("last_seen", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("url"),
+    )
+    op.create_table(
+        "reward_roots",
+        sa.Column("epoch", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("root", sa.Text(), nullable=False),
+        sa.Column("cumulative_total", sa.Text(), nullable=False),
+        sa.Column("object", sa.Text(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("claimable_at", sa.BigInteger(), nullable=True),
+        sa.PrimaryKeyConstraint("epoch"),
+    )
+    op.create_table(
+        "roots",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("root", sa.Text(), nullable=False),
+        sa.Column("leaves_object", sa.Text(), nullable=False),
+        sa.Column("count", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("chain_seq", sa.BigInteger(), nullable=True),
+        sa.Column("epoch", sa.BigInteger(), nullable=True),
+        sa.Column("posted_at", sa.BigInteger(), nullable=True),
+        sa.Column("block", sa.BigInteger(), nullable=True),
+        sa.PrimaryKeyConstraint("id"),
+        sa.UniqueConstraint("root"),
+    )
+    op.create_table(
+        "sessions",
+        sa.Column("key_id", sa.Text(), nullable=False),
+        sa.Column("account", sa.Text(), nullable=False),
+        sa.Column("scope", sa.Text(), nullable=False),
+        sa.Column("issued_at", sa.BigInteger(), nullable=False),
+        sa.Column("expiry", sa.BigInteger(), nullable=False),
+        sa.Column("revoked", sa.Boolean(), nullable=False),
+        sa.PrimaryKeyConstraint("key_id"),
+    )
+    op.create_index("sessions_account", "sessions", ["account"], unique=False)
+    op.create_table(
+        "slashes",
+        sa.Column("submission_digest", sa.Text(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("validator", sa.Text(), nullable=False),
+        sa.Column("evidence", sa.Text(), nullable=False),
+        sa.Column("reason", sa.Integer(), nullable=False),
+        sa.Column("amount", sa.Text(), nullable=False),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("proposal_id", sa.BigInteger(), nullable=True),
+        sa.Column("executable_at", sa.BigInteger(), nullable=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("propose_tx", sa.Text(), nullable=True),
+        sa.Column("execute_tx", sa.Text(), nullable=True),
+        sa.PrimaryKeyConstraint("submission_digest"),
+    )
+    op.create_table(
+        "submissions",
+        sa.Column("digest", sa.Text(), nullable=False),
+        sa.Column("lease_digest", sa.Text(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("step", sa.BigInteger(), nullable=False),
+        sa.Column("policy_version", sa.BigInteger(), nullable=False),
+        sa.Column("sha256", sa.Text(), nullable=False),
+        sa.Column("size", sa.BigInteger(), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("receipt", sa.Text(), nullable=False),
+        sa.Column("received_at", sa.Float(), nullable=False),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("reason", sa.Integer(), nullable=False),
+        sa.Column("units", sa.BigInteger(), nullable=False),
+        sa.Column("verdict", sa.Text(), nullable=True),
+        sa.Column("verdict_table", sa.Text(), nullable=True),
+        sa.Column("evidence", sa.Text(), nullable=True),
+        sa.Column("validator", sa.Text(), nullable=True),
+        sa.Column("judged_at", sa.Float(), nullable=True),
+        sa.Column("root_id", sa.Integer(), nullable=True),
+        sa.Column("leaf_index", sa.Integer(), nullable=True),
+        sa.PrimaryKeyConstraint("digest"),
+        sa.UniqueConstraint("lease_digest"),
+    )
+    op.create_index("submissions_node", "submissions", ["node", "received_at"], unique=False)
+    op.create_index("submissions_root", "submissions", ["root_id"], unique=False)
+    op.create_index("submissions_status", "submissions", ["status"], unique=False)
