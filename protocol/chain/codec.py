@@ -1,0 +1,221 @@
+"""ABI encoding and decoding of the committed contracts, in the project's own words.
+
+Digests and addresses are text on our side (protocol.core.ids), bytes on the wire; a struct may be
+given as the Statement that carries the same member names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from eth_abi.abi import decode as abi_decode
+from eth_abi.abi import encode as abi_encode
+from eth_abi.exceptions import DecodingError, EncodingError
+from eth_utils.abi import collapse_if_tuple
+from eth_utils.crypto import keccak
+
+from protocol.chain.errors import ChainRevertedError
+from protocol.core import ids
+from protocol.core.encoding import sha256
+from protocol.core.errors import FatalError, MalformedError
+from protocol.core.ids import Digest
+from protocol.core.signing import Statement
+
+Field = Mapping[str, Any]
+"""One entry of an ABI's inputs or outputs: name, type, components."""
+
+_ERROR = bytes.fromhex("08c379a0")  # Error(string)
+_PANIC = bytes.fromhex("4e487b71")  # Panic(uint256)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A function, event or error of an ABI. `selector`: 4 bytes (32 for an event)."""
+
+    name: str
+    inputs: tuple[Field, ...]
+    outputs: tuple[Field, ...]
+    selector: bytes
+
+    @property
+    def signature(self) -> str:
+        return f"{self.name}({','.join(_type(item) for item in self.inputs)})"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A committed contract: its ABI by name, its creation bytecode, the SHA-256 of its file."""
+
+    name: str
+    functions: dict[str, Item]
+    events: dict[bytes, Item]
+    errors: dict[bytes, Item]
+    constructor: tuple[Field, ...]
+    bytecode: bytes = field(repr=False)
+    digest: Digest
+
+    def function(self, name: str) -> Item:
+        """Raises FatalError if the committed ABI lacks it: ABI and program do not fit."""
+        try:
+            return self.functions[name]
+        except KeyError:
+            raise FatalError(f"the ABI of {self.name} has no function {name}") from None
+
+
+def _type(item: Field) -> str:
+    return str(collapse_if_tuple(item))  # type: ignore[arg-type]
+
+
+def parse_artifact(name: str, raw: bytes) -> Artifact:
+    """An artifact file {"abi": […], "bytecode": "0x…"} as solc and forge write it."""
+    body = json.loads(raw)
+    functions: dict[str, Item] = {}
+    events: dict[bytes, Item] = {}
+    errors: dict[bytes, Item] = {}
+    constructor: tuple[Field, ...] = ()
+    for entry in body["abi"]:
+        inputs, outputs = tuple(entry.get("inputs", ())), tuple(entry.get("outputs", ()))
+        kind = entry["type"]
+        if kind == "constructor":
+            constructor = inputs
+        elif kind in ("function", "event", "error"):
+            types = ",".join(_type(item) for item in inputs)
+            full = keccak(f"{entry['name']}({types})".encode())
+            item = Item(entry["name"], inputs, outputs, full if kind == "event" else full[:4])
+            if kind == "function":
+                functions.setdefault(item.name, item)
+            else:
+                (events if kind == "event" else errors)[item.selector] = item
+    code = body["bytecode"]
+    code = code["object"] if isinstance(code, dict) else code
+    return Artifact(
+        name,
+        functions,
+        events,
+        errors,
+        constructor,
+        bytes.fromhex(code.removeprefix("0x")),
+        sha256(raw),
+    )
+
+
+@lru_cache(maxsize=32)
+def artifact(name: str) -> Artifact:
+    """The committed artifact of Solidity contract `name`. Raises FatalError if it is missing."""
+    file = resources.files("protocol.chain").joinpath("abi", f"{name}.json")
+    try:
+        return parse_artifact(name, file.read_bytes())
+    except FileNotFoundError as error:
+        raise FatalError(f"the committed ABI {name}.json is missing from protocol/chain") from error
+
+
+def encode_call(item: Item, values: Sequence[Any]) -> bytes:
+    """Selector and encoded arguments. Raises MalformedError if a value does not fit its type."""
+    return item.selector + encode(item.inputs, values)
+
+
+def encode(fields: Sequence[Field], values: Sequence[Any]) -> bytes:
+    """ABI encoding of `values`. Raises MalformedError if one does not fit its type."""
+    if len(fields) != len(values):
+        raise MalformedError(f"{len(values)} values for {len(fields)} ABI fields")
+    try:
+        wire = [_to_wire(item, value) for item, value in zip(fields, values, strict=True)]
+        return bytes(abi_encode([_type(item) for item in fields], wire))
+    except (EncodingError, ValueError, TypeError, AttributeError) as error:
+        raise MalformedError(f"a value does not fit its ABI type: {error}") from error
+
+
+def decode(fields: Sequence[Field], data: bytes) -> tuple[Any, ...]:
+    """Decoded values in our words. Raises MalformedError if `data` does not decode."""
+    try:
+        wire = abi_decode([_type(item) for item in fields], data)
+    except (DecodingError, OverflowError, ValueError) as error:
+        raise MalformedError(f"the chain's answer does not decode: {error}") from error
+    return tuple(_from_wire(item, value) for item, value in zip(fields, wire, strict=True))
+
+
+def decode_log(item: Item, topics: Sequence[bytes], data: bytes) -> dict[str, Any]:
+    """An event's arguments by Solidity name. Raises MalformedError if the log does not fit."""
+    indexed = [entry for entry in item.inputs if entry.get("indexed")]
+    plain = [entry for entry in item.inputs if not entry.get("indexed")]
+    if len(topics) != len(indexed) + 1:
+        raise MalformedError(f"a log of {item.name} with {len(topics)} topics")
+    values = {
+        str(entry["name"]): decode([entry], topic)[0]
+        for entry, topic in zip(indexed, topics[1:], strict=True)
+    }
+    for entry, value in zip(plain, decode(plain, data), strict=True):
+        values[str(entry["name"])] = value
+    return {str(entry["name"]): values[str(entry["name"])] for entry in item.inputs}
+
+
+def decode_revert(
+    data: bytes, artifacts: Sequence[Artifact], doing: str = "", message: str = ""
+) -> ChainRevertedError:
+    """The error that revert data stands for, by the first artifact that knows it."""
+    selector, body = data[:4], data[4:]
+    try:
+        if selector == _ERROR:
+            text = decode([{"name": "message", "type": "string"}], body)[0]
+            return ChainRevertedError("Error", {"message": text}, doing)
+        if selector == _PANIC:
+            code = decode([{"name": "code", "type": "uint256"}], body)[0]
+            return ChainRevertedError("Panic", {"code": hex(code)}, doing)
+        for known in artifacts:
+            item = known.errors.get(selector)
+            if item is not None:
+                names = [str(e["name"]) or f"_{i}" for i, e in enumerate(item.inputs)]
+                values = decode(item.inputs, body)
+                return ChainRevertedError(item.name, dict(zip(names, values, strict=True)), doing)
+    except MalformedError:
+        pass  # data that only looks like one of ours: show it as it is
+    shown: dict[str, Any] = {"data": "0x" + data.hex()} if data else {}
+    if message:
+        shown["message"] = message[:300]
+    return ChainRevertedError("Unknown", shown, doing)
+
+
+def _element(item: Field) -> tuple[Field, bool]:
+    kind = str(item["type"])
+    if kind.endswith("]"):
+        return {**item, "type": kind[: kind.rindex("[")]}, True
+    return item, False
+
+
+def _to_wire(item: Field, value: Any) -> Any:
+    element, is_array = _element(item)
+    kind = str(item["type"])
+    if is_array:
+        return [_to_wire(element, one) for one in value]
+    if kind == "tuple":
+        parts = item["components"]
+        if isinstance(value, Statement):
+            names = [member["name"] for member in next(iter(value.eip712_types().values()))]
+            fields = dict(zip(names, value.__class__.model_fields, strict=True))
+            return tuple(_to_wire(p, getattr(value, fields[p["name"]])) for p in parts)
+        return tuple(_to_wire(p, one) for p, one in zip(parts, value, strict=True))
+    if kind.startswith("bytes") and isinstance(value, str):
+        return bytes.fromhex(value.removeprefix("0x"))
+    return value
+
+
+def _from_wire(item: Field, value: Any) -> Any:
+    element, is_array = _element(item)
+    kind = str(item["type"])
+    if is_array:
+        return tuple(_from_wire(element, one) for one in value)
+    if kind == "tuple":
+        parts = item["components"]
+        return tuple(_from_wire(p, one) for p, one in zip(parts, value, strict=True))
+    if kind == "address":
+        return ids.address(value)
+    if kind == "bytes32":
+        return ids.digest(bytes(value))
+    if kind.startswith("bytes"):
+        return "0x" + bytes(value).hex()
+    return value

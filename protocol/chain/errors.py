@@ -1,0 +1,49 @@
+"""The chain's own branches of the error tree.
+
+UnavailableError
+├── RpcError               an endpoint answered with an error that is no revert
+└── DisagreementError      endpoints that must agree do not (yet)
+ConflictError
+└── ChainRevertedError     the contract refuses; carries the decoded custom error
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.core.errors import ConflictError, UnavailableError
+
+
+class RpcError(UnavailableError):
+    """A JSON-RPC error that is no revert. `code` and `message` as the endpoint gave them."""
+
+    def __init__(self, method: str, code: int, message: str) -> None:
+        super().__init__(f"the RPC refused {method}: {message} (code {code})")
+        self.method = method
+        self.code = code
+        self.message = message
+
+
+class DisagreementError(UnavailableError):
+    """Endpoints gave different answers to what they must agree on."""
+
+
+class ChainRevertedError(ConflictError):
+    """A call or transaction that a contract reverts.
+
+    `name` is the Solidity error ("InsufficientStake"; "Error" for a text; "Panic" for a code;
+    "Unknown" for data that no committed ABI explains), `arguments` its decoded fields by name.
+    """
+
+    def __init__(self, name: str, arguments: dict[str, Any], doing: str = "") -> None:
+        self.name = name
+        self.arguments = arguments
+        super().__init__(f"{doing or 'the call'} is refused by the contract: {self.reason}")
+
+    @property
+    def reason(self) -> str:
+        """Short text, e.g. `NotManager(caller=0x…)`."""
+        if self.name == "Error":
+            return str(self.arguments.get("message", ""))
+        fields = ", ".join(f"{key}={value}" for key, value in self.arguments.items())
+        return f"{self.name}({fields})"
