@@ -56,7 +56,7 @@ def learned(evaluations: Sequence[Evaluation], *, asked: bool = True) -> Finding
     )
     if not asked:
         return Finding("learned", True, f"not asked of a short run; {words}", details)
-    steady = [e for e in evaluations[1:]][-2:]
+    steady = list(evaluations[1:])[-2:]
     ok = (
         len(steady) == 2
         and all(e.mean_reward >= NEEDED_REWARD for e in steady)
