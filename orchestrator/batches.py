@@ -14,13 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import and_, func, insert, select, update
+from sqlalchemy import and_, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.context import PoolContext
+from orchestrator.store import batches as store_batches
+from orchestrator.store import groups as store_groups
+from orchestrator.store import policies as store_policies
+from orchestrator.store.batches import BatchRow
 from orchestrator.store.engine import Store
-from orchestrator.store.schema import batches, groups, policies, submissions
+from orchestrator.store.schema import groups, submissions
 from protocol.core import encoding
 from protocol.core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
 from protocol.core.errors import FatalError
@@ -135,9 +139,9 @@ def _seal_next(
     store: Store, objects: ObjectStore, signer: Signer, context: PoolContext, now: float
 ) -> int | None:
     run = context.run
-    with store.begin() as connection:
-        step = next_step(connection)
-        latest = connection.execute(select(func.max(policies.c.version))).scalar()
+    with store.read() as connection:
+        step = store_batches.next_step(connection)
+        latest = store_policies.latest_version(connection)
         if not may_seal(step, latest, run.max_staleness):
             return None
         free = free_groups(connection, step=step, max_staleness=run.max_staleness)
@@ -163,12 +167,6 @@ def _seal_next(
         return None
     log.info("sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions)
     return step
-
-
-def next_step(connection: Connection) -> int:
-    """The step whose batch is to be sealed next: one past the newest, from 0."""
-    newest = connection.execute(select(func.max(batches.c.step))).scalar()
-    return 0 if newest is None else int(newest) + 1
 
 
 def free_groups(connection: Connection, *, step: int, max_staleness: int) -> list[FreeGroup]:
@@ -211,8 +209,9 @@ def _write(
     now: float,
 ) -> None:
     manifest = batch.manifest
-    connection.execute(
-        insert(batches).values(
+    store_batches.add(
+        connection,
+        BatchRow(
             step=manifest.step,
             digest=digest,
             body=batch.model_dump_json(),
@@ -220,22 +219,8 @@ def _write(
             mean_reward_micro=sum(g.reward_micro_sum for g in chosen) // manifest.rows,
             staleness_max=manifest.step - min(manifest.policy_versions),
             sealed_at=now,
-        )
+        ),
     )
-    for group in chosen:
-        taken = connection.execute(
-            update(groups)
-            .where(
-                and_(
-                    groups.c.submission_digest == group.submission_digest,
-                    groups.c.group_no == group.group_no,
-                    groups.c.batch_step.is_(None),
-                )
-            )
-            .values(batch_step=manifest.step)
-        )
-        if taken.rowcount != 1:
-            raise FatalError(
-                f"group {group.group_no} of {group.submission_digest} was taken while step "
-                f"{manifest.step} was being sealed"
-            )
+    names = [(g.submission_digest, g.group_no) for g in chosen]
+    if store_groups.take(connection, names, manifest.step) != len(names):
+        raise FatalError(f"a group was taken while step {manifest.step} was being sealed")

@@ -11,14 +11,13 @@ Sender, and copies back what became of them. With the RPC down, rows stay queued
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from sqlalchemy import update
 from sqlalchemy.engine import Connection
 
-from orchestrator.store.rows import insert_new
+from orchestrator.store import intents as store_intents
 from orchestrator.store.schema import intents
 from protocol.core.ids import Address
 
@@ -52,19 +51,7 @@ def queue_intent(
     Call it inside the transaction that decides the fact.
     """
     intent = f"{kind}:{key}"
-    insert_new(
-        connection,
-        intents,
-        {
-            "id": intent,
-            "lane": lane,
-            "kind": kind,
-            "payload": json.dumps(payload, sort_keys=True),
-            "status": "queued",
-            "created_at": now,
-            "updated_at": now,
-        },
-    )
+    store_intents.enqueue(connection, intent, lane=lane, kind=kind, payload=payload, now=now)
     return intent
 
 
