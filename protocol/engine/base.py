@@ -1,0 +1,112 @@
+"""The model behind one port: generate with seeded noise and captured states, replay by prefill.
+
+Importing this needs numpy only. States are the final norm's output at the positions that *predict*
+each output token (prompt_len − 1 … prompt_len + T − 2), as bf16 bit patterns, so that proofs need
+no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.core.rollout import FinishReason
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One row to generate. `noise_key` are the two 32-bit words of core.seeds.noise_key; None
+    takes the most probable token at each position (evaluation, and one of the known lies)."""
+
+    prompt_tokens: tuple[int, ...]
+    max_output_tokens: int
+    noise_key: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """T generated tokens, the end token included; `logprobs` float32 [T] = log softmax(logits / T)
+    of each, before the noise; `states` uint16 [T, H]."""
+
+    output_tokens: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    states: NDArray[np.uint16]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """One row to check: tokens as claimed, the noise as the lease dictates."""
+
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    noise_key: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What this engine finds at each of the T output positions.
+
+    `logprobs` float32 [T] of the claimed tokens; `winners` int64 [T] the seeded choice; `margins`
+    float32 [T] by how much the winner's logits/T + noise exceeds the claimed token's (0 if equal);
+    `tail_mass` float32 [T] probability of all tokens less probable than TAIL_PROBABILITY;
+    `end_probability` of the last token; `states` uint16 [T, H].
+    """
+
+    logprobs: NDArray[np.float32]
+    winners: NDArray[np.int64]
+    margins: NDArray[np.float32]
+    tail_mass: NDArray[np.float32]
+    end_probability: float
+    states: NDArray[np.uint16]
+
+
+TAIL_PROBABILITY = 1e-4
+"""Tokens below this are the tail whose observed and expected numbers are compared."""
+
+
+class Engine(Protocol):
+    """A policy, loaded. One thread at a time."""
+
+    @property
+    def name(self) -> str:
+        """Name and generation of the implementation, as in the file's metadata: "plain/1"."""
+        ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def device(self) -> str:
+        """Device kind: "cpu" or the accelerator's name, as in the file's metadata."""
+        ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def end_tokens(self) -> frozenset[int]: ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy folder's Hugging Face tokenizer."""
+        ...
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], temperature: float
+    ) -> list[Generation]:
+        """Generates every row, in order. Raises MalformedError on a request that cannot be run."""
+        ...
+
+    def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
+        """Prefills every row, in order. Raises MalformedError on a request that cannot be run."""
+        ...

@@ -1,0 +1,330 @@
+"""The plain engine: Hugging Face causal language models on PyTorch, any device.
+
+    generate: left-padded prefill → [logits + noise → token → one decode step]* on the rows alive
+    replay:   right-padded prefill of prompt and output → everything about each claimed token
+
+Rows do not depend on their batch beyond rounding. Offline: nothing is downloaded, no remote code
+runs, weights are safetensors only. Left out: paged caches, fused sampling, tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+from protocol.core.errors import MalformedError, UnavailableError
+from protocol.core.rollout import FinishReason
+from protocol.engine.base import (
+    TAIL_PROBABILITY,
+    Generation,
+    GenerationRequest,
+    Replay,
+    ReplayRequest,
+)
+
+NAME = "plain/1"
+ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Families whose logits are exactly the LM head applied to the final norm's output."""
+Noise = Callable[[Tensor, Tensor, int], Tensor]
+"""(keys int64 (N, 2), positions int64 (N,), vocabulary) → Gumbel noise float32 (N, vocabulary):
+proofs.sampling_torch.gumbel, handed in so that the rooms stay apart."""
+
+
+class PlainEngine:
+    """A causal language model loaded from a policy folder. See protocol.engine.base.Engine.
+
+    `batch_rows` rows are generated together; `replay_tokens` bounds rows × length of one prefill;
+    `logit_elements` bounds the float32 logits held at once. `prepare` may alter the loaded module
+    (quantisation in tests and on the devnet).
+    Raises UnavailableError if the folder does not hold a model that this engine runs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        noise: Noise,
+        dtype: str = "float32",
+        device: str = "cpu",
+        batch_rows: int = 64,
+        replay_tokens: int = 16_384,
+        logit_elements: int = 1 << 25,
+        prepare: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        if dtype not in ("float32", "bfloat16"):
+            raise UnavailableError(f"the plain engine computes in float32 or bfloat16, not {dtype}")
+        self._noise = noise
+        self._torch_device = torch.device(device)
+        self._batch_rows = batch_rows
+        self._replay_tokens = replay_tokens
+        self._logit_elements = logit_elements
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            if config.model_type not in ARCHITECTURES:
+                raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
+            disable_progress_bar()  # a worker's log is no terminal
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
+        model.to(self._torch_device).eval().requires_grad_(False)
+        if prepare is not None:
+            prepare(model)
+        self.model = model
+        self._decoder: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
+        self._dtype = dtype
+        self._vocabulary = int(self._head.weight.shape[0])
+        self._hidden = int(config.hidden_size)
+        self._positions = int(config.max_position_embeddings)
+        self._end_tokens = _end_tokens(Path(folder), config)
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def device(self) -> str:
+        if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
+            return torch.cuda.get_device_name(self._torch_device)
+        return self._torch_device.type
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self._end_tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    # generation ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[GenerationRequest], temperature: float
+    ) -> list[Generation]:
+        """See Engine.generate. Deterministic for given requests, batch size and machine."""
+        for request in requests:
+            self._require(request.prompt_tokens, request.max_output_tokens)
+        results: list[Generation] = []
+        for start in range(0, len(requests), self._batch_rows):
+            results += self._generate_batch(requests[start : start + self._batch_rows], temperature)
+        return results
+
+    def _generate_batch(
+        self, requests: Sequence[GenerationRequest], temperature: float
+    ) -> list[Generation]:
+        device = self._torch_device
+        count = len(requests)
+        width = max(len(r.prompt_tokens) for r in requests)
+        ids = torch.zeros((count, width), dtype=torch.int64)
+        mask = torch.zeros((count, width), dtype=torch.int64)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
+            mask[row, width - len(request.prompt_tokens) :] = 1
+        keys = torch.tensor([r.noise_key or (0, 0) for r in requests]).to(device)
+        noisy = torch.tensor([[float(r.noise_key is not None)] for r in requests]).to(device)
+        limits = torch.tensor([r.max_output_tokens for r in requests]).to(device)
+        ends = torch.tensor(sorted(self._end_tokens), dtype=torch.int64, device=device)
+        ids, mask = ids.to(device), mask.to(device)
+        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        alive = torch.arange(count, device=device)
+        steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        cache: Any = DynamicCache(config=self.model.config)
+        step = 0
+        while True:
+            hidden = self._decoder(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+            scaled = self._head(hidden).float().div_(temperature)
+            place = torch.full_like(alive, step)
+            noise = self._noise(keys[alive], place, self._vocabulary) * noisy[alive]
+            tokens = (scaled + noise).argmax(dim=1)
+            chosen = scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)
+            steps.append((alive, tokens, chosen, hidden.to(torch.bfloat16)))
+            step += 1
+            going = (limits[alive] > step) & ~torch.isin(tokens, ends)
+            keep = going.nonzero()[:, 0]
+            if not len(keep):
+                break
+            positions = positions[:, -1:] + 1
+            if len(keep) < len(alive):
+                alive, tokens, mask, positions = (
+                    t.index_select(0, keep) for t in (alive, tokens, mask, positions)
+                )
+                cache.batch_select_indices(keep)
+            ids = tokens[:, None]
+            mask = torch.cat([mask, mask.new_ones((len(alive), 1))], dim=1)
+        return _gather_rows(steps, count, self._hidden, self._end_tokens)
+
+    # replay --------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
+        """See Engine.replay. Rows are packed by length into prefills of bounded size."""
+        for request in requests:
+            if not request.output_tokens:
+                raise MalformedError("a row without output tokens cannot be replayed")
+            self._require(request.prompt_tokens, len(request.output_tokens))
+            if max(request.output_tokens) >= self._vocabulary or min(request.output_tokens) < 0:
+                raise MalformedError("an output token is outside the vocabulary")
+        results: dict[int, Replay] = {}
+        for batch in self._replay_batches(requests):
+            found = self._replay_batch([requests[i] for i in batch], temperature)
+            results.update(zip(batch, found, strict=True))
+        return [results[i] for i in range(len(requests))]
+
+    def _replay_batches(self, requests: Sequence[ReplayRequest]) -> Iterator[list[int]]:
+        def length(i: int) -> int:
+            return len(requests[i].prompt_tokens) + len(requests[i].output_tokens)
+
+        batch: list[int] = []
+        for i in sorted(range(len(requests)), key=length):
+            if batch and (len(batch) + 1) * length(i) > self._replay_tokens:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _replay_batch(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
+        device = self._torch_device
+        # Right padding: under a causal mask no real position sees a padded one. The last output
+        # token predicts nothing that is claimed, so it is left out.
+        rows = [r.prompt_tokens + r.output_tokens[:-1] for r in requests]
+        ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+        hidden = self._decoder(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        counts = [len(r.output_tokens) for r in requests]
+        states = torch.cat(
+            [
+                hidden[i, len(row) - n : len(row)]
+                for i, (row, n) in enumerate(zip(rows, counts, strict=True))
+            ]
+        )
+        claimed = torch.tensor([t for r in requests for t in r.output_tokens], device=device)
+        keys = torch.tensor([r.noise_key for r in requests], device=device)
+        keys = keys.repeat_interleave(torch.tensor(counts, device=device), dim=0)
+        places = torch.cat([torch.arange(n) for n in counts]).to(device)
+        parts = []
+        chunk = max(1, self._logit_elements // self._vocabulary)
+        for start in range(0, len(claimed), chunk):
+            part = slice(start, start + chunk)
+            parts.append(
+                self._judge(states[part], claimed[part], keys[part], places[part], temperature)
+            )
+        logprobs, winners, margins, tails = (
+            torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
+        )
+        bits = _bits(states.to(torch.bfloat16))
+        results = []
+        at = 0
+        for n in counts:
+            span = slice(at, at + n)
+            results.append(
+                Replay(
+                    logprobs=logprobs[span],
+                    winners=winners[span],
+                    margins=margins[span],
+                    tail_mass=tails[span],
+                    end_probability=float(np.exp(logprobs[at + n - 1])),
+                    states=bits[span],
+                )
+            )
+            at += n
+        return results
+
+    def _judge(
+        self, states: Tensor, claimed: Tensor, keys: Tensor, places: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scaled = self._head(states).float().div_(temperature)  # (N, V)
+        logprobs_NV = scaled - scaled.logsumexp(dim=1, keepdim=True)
+        noisy = scaled + self._noise(keys, places, self._vocabulary)
+        best, winners = noisy.max(dim=1)
+        margins = best - noisy.gather(1, claimed[:, None])[:, 0]
+        probabilities = logprobs_NV.exp()
+        tail = (probabilities * (probabilities < TAIL_PROBABILITY)).sum(dim=1)
+        return logprobs_NV.gather(1, claimed[:, None])[:, 0], winners, margins, tail
+
+    def _require(self, prompt: Sequence[int], output: int) -> None:
+        if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:
+            raise MalformedError("a prompt is empty or has a token outside the vocabulary")
+        if output < 1 or len(prompt) + output > self._positions:
+            raise MalformedError(
+                f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
+            )
+
+
+def _end_tokens(folder: Path, config: Any) -> frozenset[int]:
+    """End tokens of generation_config.json, else of config.json."""
+    path = folder / "generation_config.json"
+    value = None
+    if path.exists():
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    if value is None:
+        value = config.eos_token_id
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def _bits(states: Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """bf16 tensor → its bit patterns as uint16, on the CPU."""
+    return states.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def _gather_rows(
+    steps: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    count: int,
+    hidden: int,
+    end_tokens: frozenset[int],
+) -> list[Generation]:
+    """Per-step results of the rows alive → one Generation a row."""
+    rows = torch.cat([alive for alive, *_ in steps])
+    order = rows.argsort(stable=True)
+    tokens = torch.cat([tokens for _, tokens, _, _ in steps])[order].cpu().numpy()
+    logprobs = torch.cat([chosen for _, _, chosen, _ in steps])[order].cpu().numpy()
+    states = _bits(torch.cat([states for *_, states in steps])[order])
+    lengths = torch.bincount(rows, minlength=count).tolist()
+    results = []
+    at = 0
+    for length in lengths:
+        part = tuple(tokens[at : at + length].tolist())
+        reason: FinishReason = "end" if part[-1] in end_tokens else "length"
+        results.append(
+            Generation(part, logprobs[at : at + length], states[at : at + length], reason)
+        )
+        at += length
+    return results

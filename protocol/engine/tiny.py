@@ -1,0 +1,69 @@
+"""A tiny policy folder with random weights, for tests and benches: no download, half a second.
+
+Qwen3-shaped, one token a character. Its logits are scaled so that text is neither flat nor
+one-hot; it says nothing sensible.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = "\n0123456789|>.=abcdefghijklmnopqrstuvwxyz +-*/()?:,"
+END = "\n"
+
+
+def character_tokenizer(characters: str = CHARACTERS, end: str = END) -> PreTrainedTokenizerFast:
+    """One token a character; unknown characters become "?"."""
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end
+    )
+
+
+def write_tiny_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    logit_scale: float = 2.0,
+    positions: int = 512,
+) -> Path:
+    """Writes config, tokenizer and bf16 weights drawn from `seed`; returns `folder`."""
+    tokenizer = character_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(CHARACTERS),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model: Any = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                continue
+            scale = logit_scale if "lm_head" in name else 1.0
+            fan_in = 1.0 if "embed_tokens" in name else weight.shape[1]
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(noise * (scale / fan_in**0.5))
+    model.to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
