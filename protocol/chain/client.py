@@ -74,6 +74,7 @@ class TxReceipt:
     success: bool
     gas_used: int
     contract: Address | None
+    logs: tuple[Log, ...]
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class ChainClient:
                 _number(raw["status"]) == 1,
                 _number(raw["gasUsed"]),
                 ids.address(created) if created else None,
+                tuple(_log(one) for one in raw["logs"]),
             )
         )
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from protocol.chain import codec
-from protocol.chain.client import Log
+from protocol.chain.client import Log, TxReceipt
 from protocol.chain.deployment import SOLIDITY_NAMES, Deployment
 from protocol.core.errors import MalformedError
 from protocol.core.ids import Address, Digest
@@ -285,7 +284,6 @@ def snake(name: str) -> str:
     return _RENAMED.get(plain, plain)
 
 
-@lru_cache(maxsize=64)
 def _own(kind: type[Event]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind) if item.name not in _BASE)
 
@@ -311,6 +309,12 @@ def decode(log: Log, block_time: int, deployment: Deployment) -> Event | None:
         "tx_hash": log.tx_hash,
     }
     return _make(kind, head, values)
+
+
+def of_receipt(receipt: TxReceipt, block_time: int, deployment: Deployment) -> list[Event]:
+    """Our events that one transaction emitted, in order. `block_time` is its block's."""
+    found = (decode(log, block_time, deployment) for log in receipt.logs)
+    return [event for event in found if event is not None]
 
 
 def rebuild(name: str, head: Mapping[str, Any], args: Mapping[str, Any]) -> Event:

@@ -1,0 +1,333 @@
+"""The sender's journal: every intent, and every transaction ever signed for it (SQLite).
+
+Written before anything is sent, so that a process killed at any instant finds here what it may have
+sent. A journal belongs to one account on one chain.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from protocol.chain.client import Call, TxReceipt
+from protocol.chain.errors import ChainRevertedError
+from protocol.core.errors import ConflictError, FatalError, UserError
+from protocol.core.ids import Address, Digest
+
+IntentStatus = Literal["queued", "sent", "confirmed", "failed"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS intents (
+    seq          INTEGER PRIMARY KEY AUTOINCREMENT,
+    id           TEXT NOT NULL UNIQUE,
+    call_to      TEXT,               -- NULL creates a contract
+    data         BLOB NOT NULL,
+    value        TEXT NOT NULL,
+    description  TEXT NOT NULL,
+    status       TEXT NOT NULL,      -- queued, sent, confirmed, failed
+    nonce        INTEGER,
+    gas          INTEGER,
+    note         TEXT NOT NULL DEFAULT '',  -- why it waits, in plain words
+    error        TEXT,               -- JSON {name, arguments} of a failed one
+    tx_hash      TEXT,               -- the one that was mined
+    block        INTEGER,
+    contract     TEXT,               -- the address it created
+    missing_at   INTEGER,            -- head at which its nonce was first seen used, receipt unseen
+    created_at   REAL NOT NULL,
+    updated_at   REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS intents_open ON intents (status, seq);
+CREATE TABLE IF NOT EXISTS attempts (
+    hash          TEXT PRIMARY KEY,
+    intent_id     TEXT NOT NULL,
+    nonce         INTEGER NOT NULL,
+    max_fee       TEXT NOT NULL,     -- wei per gas
+    priority_fee  TEXT NOT NULL,
+    raw           BLOB NOT NULL,
+    signed_at     REAL NOT NULL,
+    sent_at       REAL,              -- last broadcast; NULL: not known to have been sent
+    closed        INTEGER NOT NULL DEFAULT 0  -- its failure was seen and tried again
+);
+CREATE INDEX IF NOT EXISTS attempts_intent ON attempts (intent_id, signed_at);
+"""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One signed transaction of an intent. Fees in wei per gas, times in seconds."""
+
+    hash: Digest
+    nonce: int
+    max_fee: int
+    priority_fee: int
+    raw: bytes = field(repr=False)
+    signed_at: float
+    sent_at: float | None
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What was asked for and how far it is. `hashes`: every transaction tried, oldest first."""
+
+    id: str
+    call: Call
+    status: IntentStatus
+    nonce: int | None
+    gas: int | None
+    note: str
+    error: ChainRevertedError | None
+    tx_hash: Digest | None
+    block: int | None
+    contract: Address | None
+    missing_at: int | None
+    created_at: float
+    updated_at: float
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def hashes(self) -> tuple[Digest, ...]:
+        return tuple(attempt.hash for attempt in self.attempts)
+
+    @property
+    def live(self) -> tuple[Attempt, ...]:
+        """The transactions that may still be mined, or were, since the last retry."""
+        return tuple(attempt for attempt in self.attempts if not attempt.closed)
+
+    @property
+    def done(self) -> bool:
+        return self.status in ("confirmed", "failed")
+
+
+class Journal:
+    """The open journal file. Safe to use from several threads."""
+
+    def __init__(self, path: Path, account: Address, chain_id: int) -> None:
+        self._path = path
+        self._lock = threading.RLock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=10, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"the transaction journal {path} cannot be opened: {error}",
+                hint="name a folder that you may write to",
+            ) from error
+        self._db.row_factory = sqlite3.Row
+        self._db.isolation_level = None
+        with self._transaction():
+            pass  # a file that is no database shows itself here
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.executescript(_SCHEMA)
+        self.bind("account", account)
+        self.bind("chain_id", str(chain_id))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise FatalError(
+                    f"the transaction journal {self._path} cannot be written: {error}"
+                ) from error
+
+    def bind(self, key: str, value: str) -> None:
+        """Remembers a fact the journal belongs to. Raises UserError if it belongs to another."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
+            kept = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
+        if kept != value:
+            raise UserError(
+                f"the transaction journal {self._path} belongs to {key} {kept}, not {value}",
+                hint="use another data folder for this account and chain",
+            )
+
+    def submit(self, intent_id: str, call: Call, now: float) -> None:
+        """Writes an intent down once. Raises ConflictError if the id stands for another call."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT OR IGNORE INTO intents (id, call_to, data, value, description, status,"
+                " created_at, updated_at) VALUES (?, ?, ?, ?, ?, 'queued', ?, ?)",
+                (intent_id, call.to, call.data, str(call.value), call.description, now, now),
+            )
+            row = db.execute(
+                "SELECT call_to, data, value FROM intents WHERE id = ?", (intent_id,)
+            ).fetchone()
+        if (row["call_to"], bytes(row["data"]), int(row["value"])) != (
+            call.to, call.data, call.value,
+        ):  # fmt: skip
+            raise ConflictError(f"the intent {intent_id!r} was written down for another call")
+
+    def get(self, intent_id: str) -> Intent | None:
+        with self._lock:
+            row = self._db.execute("SELECT * FROM intents WHERE id = ?", (intent_id,)).fetchone()
+            return self._intent(row) if row is not None else None
+
+    def with_status(self, *statuses: IntentStatus) -> list[Intent]:
+        """Intents of these states in the order they were asked for."""
+        marks = ",".join("?" * len(statuses))
+        with self._lock:
+            rows = self._db.execute(
+                f"SELECT * FROM intents WHERE status IN ({marks}) ORDER BY seq",  # noqa: S608
+                statuses,
+            ).fetchall()
+            return [self._intent(row) for row in rows]
+
+    def open_count(self) -> int:
+        with self._lock:
+            query = "SELECT count(*) FROM intents WHERE status IN ('queued', 'sent')"
+            return int(self._db.execute(query).fetchone()[0])
+
+    def newest_confirmed(self) -> Intent | None:
+        """The mined intent with the highest nonce."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT * FROM intents WHERE status IN ('confirmed', 'failed')"
+                " AND tx_hash IS NOT NULL ORDER BY nonce DESC LIMIT 1"
+            ).fetchone()
+            return self._intent(row) if row is not None else None
+
+    def record_signed(self, intent_id: str, gas: int, attempt: Attempt, now: float) -> None:
+        """Before the broadcast: the transaction and its nonce, in one step."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT OR IGNORE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, NULL, 0)",
+                (
+                    attempt.hash, intent_id, attempt.nonce, str(attempt.max_fee),
+                    str(attempt.priority_fee), attempt.raw, attempt.signed_at,
+                ),
+            )  # fmt: skip
+            db.execute(
+                "UPDATE intents SET status = 'sent', nonce = ?, gas = ?, note = '',"
+                " missing_at = NULL, updated_at = ? WHERE id = ?",
+                (attempt.nonce, gas, now, intent_id),
+            )
+
+    def record_sent(self, tx_hash: Digest, now: float) -> None:
+        with self._transaction() as db:
+            db.execute("UPDATE attempts SET sent_at = ? WHERE hash = ?", (now, tx_hash))
+
+    def record_mined(
+        self, intent_id: str, receipt: TxReceipt, error: ChainRevertedError | None, now: float
+    ) -> None:
+        """The end: confirmed, or failed with the contract's error."""
+        status = "failed" if error is not None else "confirmed"
+        self._update(
+            intent_id,
+            now,
+            status=status,
+            note="",
+            error=_error_json(error),
+            tx_hash=receipt.tx_hash,
+            block=receipt.block,
+            contract=receipt.contract,
+        )
+
+    def record_refused(self, intent_id: str, error: ChainRevertedError, now: float) -> None:
+        """Failed before it was sent: the contract would revert it."""
+        self._update(intent_id, now, status="failed", note="", error=_error_json(error))
+
+    def requeue(self, intent_id: str, note: str, now: float) -> None:
+        """Back to the start with no nonce; the attempts stay on record."""
+        self._update(
+            intent_id, now, status="queued", nonce=None, note=note, missing_at=None, error=None
+        )
+
+    def retry(self, intent_id: str, now: float) -> None:
+        """A failed intent starts again; what was mined of it is history."""
+        with self._transaction() as db:
+            db.execute("UPDATE attempts SET closed = 1 WHERE intent_id = ?", (intent_id,))
+            db.execute(
+                "UPDATE intents SET status = 'queued', nonce = NULL, note = '', error = NULL,"
+                " tx_hash = NULL, block = NULL, missing_at = NULL, updated_at = ? WHERE id = ?",
+                (now, intent_id),
+            )
+
+    def reopen(self, intent_id: str, note: str, now: float) -> None:
+        """A mined transaction left the chain with its block: it is on its way again."""
+        self._update(
+            intent_id,
+            now,
+            status="sent",
+            note=note,
+            error=None,
+            tx_hash=None,
+            block=None,
+            contract=None,
+            missing_at=None,
+        )
+
+    def note(self, intent_id: str, text: str, now: float, missing_at: int | None = None) -> None:
+        """Why it waits. Writes only what changed."""
+        current = self.get(intent_id)
+        if current is not None and (current.note, current.missing_at) != (text, missing_at):
+            self._update(intent_id, now, note=text, missing_at=missing_at)
+
+    def _update(self, intent_id: str, now: float, **columns: Any) -> None:
+        columns["updated_at"] = now
+        sets = ", ".join(f"{name} = ?" for name in columns)
+        with self._transaction() as db:
+            db.execute(
+                f"UPDATE intents SET {sets} WHERE id = ?",  # noqa: S608 - names are ours
+                (*columns.values(), intent_id),
+            )
+
+    def _intent(self, row: sqlite3.Row) -> Intent:
+        rows = self._db.execute(
+            "SELECT * FROM attempts WHERE intent_id = ? ORDER BY signed_at, rowid", (row["id"],)
+        ).fetchall()
+        error = json.loads(row["error"]) if row["error"] else None
+        doing = row["description"]
+        return Intent(
+            id=row["id"],
+            call=Call(row["call_to"], bytes(row["data"]), int(row["value"]), doing),
+            status=row["status"],
+            nonce=row["nonce"],
+            gas=row["gas"],
+            note=row["note"],
+            error=ChainRevertedError(error["name"], error["arguments"], doing) if error else None,
+            tx_hash=row["tx_hash"],
+            block=row["block"],
+            contract=row["contract"],
+            missing_at=row["missing_at"],
+            created_at=row["created_at"],
+            updated_at=row["updated_at"],
+            attempts=tuple(
+                Attempt(
+                    Digest(a["hash"]),
+                    a["nonce"],
+                    int(a["max_fee"]),
+                    int(a["priority_fee"]),
+                    bytes(a["raw"]),
+                    a["signed_at"],
+                    a["sent_at"],
+                    bool(a["closed"]),
+                )
+                for a in rows
+            ),
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+
+def _error_json(error: ChainRevertedError | None) -> str | None:
+    if error is None:
+        return None
+    return json.dumps({"name": error.name, "arguments": error.arguments})
