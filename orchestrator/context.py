@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.chain.deployment import Deployment
 from protocol.core import encoding
 from protocol.core.errors import UntrustedError
 from protocol.core.ids import Address, Digest
-from protocol.core.messages import ContractAddresses
 from protocol.core.run import RunDefinition
 from protocol.core.signing import Domain, Statement
 from protocol.storage.base import ObjectStore, digest_key
@@ -20,15 +20,14 @@ MAX_OBJECT_BYTES = 32 << 20
 class PoolContext:
     """One pool on one chain. Times of `run` in seconds, prices in wei."""
 
-    chain_id: int
-    contracts: ContractAddresses
+    deployment: Deployment
     pool: int
     manager: Address
     run: RunDefinition
 
     def domain(self, statement: type[Statement] | Statement) -> Domain:
         """EIP-712 domain under which this kind of statement is signed."""
-        return Domain(chain_id=self.chain_id, contract=getattr(self.contracts, statement.CONTRACT))
+        return self.deployment.domain_of(statement)
 
 
 def read_object(objects: ObjectStore, digest: Digest, limit: int = MAX_OBJECT_BYTES) -> bytes:

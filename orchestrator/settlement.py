@@ -125,7 +125,7 @@ def settle_epochs(
         )
         slash_facts = _slash_facts(connection)
     settlement = settle(
-        chain_id=context.chain_id,
+        chain_id=context.deployment.chain_id,
         pool=context.pool,
         epoch=epoch,
         as_of_block=clock.block,

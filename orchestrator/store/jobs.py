@@ -16,13 +16,18 @@ _jobs = schema.jobs.c
 
 @dataclass(frozen=True)
 class JobRow:
-    """Status: ready, claimed, done, quarantined (tried too often). Times in Unix seconds."""
+    """Status: ready, claimed, done, quarantined (tried too often). Times in Unix seconds.
+
+    `attempts`: claims that were not given back by their holder; `abstentions`: those that were.
+    A ready job's `claimed_by` is who abstained from it last.
+    """
 
     submission_digest: Digest
     status: str
     claimed_by: str | None
     claimed_until: float | None
     attempts: int
+    abstentions: int
     created_at: float
     not_before: float
 
@@ -33,6 +38,7 @@ def add(connection: Connection, submission: Digest, *, now: float) -> bool:
         "submission_digest": submission,
         "status": "ready",
         "attempts": 0,
+        "abstentions": 0,
         "created_at": now,
         "not_before": 0.0,
     }
@@ -45,15 +51,28 @@ def get(connection: Connection, submission: Digest) -> JobRow | None:
     return record(JobRow, connection.execute(query).mappings().first())
 
 
-def claim(connection: Connection, worker: str, *, now: float, seconds: float) -> JobRow | None:
+def claim(
+    connection: Connection, worker: str, *, now: float, seconds: float, max_deaths: int = 3
+) -> JobRow | None:
     """Takes the oldest job that is ready, or whose claim has run out, for `seconds`.
 
+    A job from which `worker` itself abstained last waits for its `not_before`; others may take it
+    at once. One whose claims ran out `max_deaths` times (its holders died) is quarantined.
     PostgreSQL skips rows that others are just taking (FOR UPDATE SKIP LOCKED); on SQLite the write
-    transaction itself keeps others out. Every claim counts as one attempt.
+    transaction itself keeps others out. Every claim counts as one attempt until it is given back.
     """
+    ran_out = sa.and_(_jobs.status == "claimed", _jobs.claimed_until < now)
+    connection.execute(
+        sa.update(schema.jobs)
+        .where(ran_out, _jobs.attempts >= max_deaths)
+        .values(status="quarantined", claimed_by=None, claimed_until=None)
+    )
     free = sa.or_(
-        sa.and_(_jobs.status == "ready", _jobs.not_before <= now),
-        sa.and_(_jobs.status == "claimed", _jobs.claimed_until < now),
+        sa.and_(
+            _jobs.status == "ready",
+            sa.or_(_jobs.not_before <= now, _jobs.claimed_by != worker),
+        ),
+        ran_out,
     )
     oldest = (
         sa.select(_jobs.submission_digest)
@@ -104,17 +123,19 @@ def give_back(
     worker: str,
     *,
     not_before: float,
-    max_attempts: int,
+    max_abstentions: int,
 ) -> bool:
-    """Returns a job after an abstention: ready again from `not_before`, or quarantined once it
-    has been tried `max_attempts` times. False if `worker` holds it no longer."""
+    """Returns a job after an abstention: ready again, for `worker` itself from `not_before`, or
+    quarantined after `max_abstentions`. False if `worker` holds it no longer."""
+    spent = _jobs.abstentions + 1 >= max_abstentions
     done = connection.execute(
         sa.update(schema.jobs)
         .where(_held(submission, worker))
         .values(
-            status=sa.case((_jobs.attempts >= max_attempts, "quarantined"), else_="ready"),
-            claimed_by=None,
+            status=sa.case((spent, "quarantined"), else_="ready"),
             claimed_until=None,
+            attempts=_jobs.attempts - 1,
+            abstentions=_jobs.abstentions + 1,
             not_before=not_before,
         )
     )

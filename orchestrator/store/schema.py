@@ -130,7 +130,8 @@ jobs = Table(
     Column("status", Text, nullable=False),  # ready, claimed, done, quarantined
     Column("claimed_by", Text),
     Column("claimed_until", Float),
-    Column("attempts", Integer, nullable=False, default=0),
+    Column("attempts", Integer, nullable=False, default=0),  # claims that ended in silence
+    Column("abstentions", Integer, nullable=False, default=0),
     Column("created_at", Float, nullable=False),
     Column("not_before", Float, nullable=False, default=0),
     Index("jobs_ready", "status", "created_at"),

@@ -110,6 +110,7 @@ def upgrade() -> None:
         sa.Column("claimed_by", sa.Text(), nullable=True),
         sa.Column("claimed_until", sa.Float(), nullable=True),
         sa.Column("attempts", sa.Integer(), nullable=False),
+        sa.Column("abstentions", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("not_before", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("submission_digest"),

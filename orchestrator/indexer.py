@@ -1,0 +1,273 @@
+"""The chain's events → the store's read copy of chain facts.
+
+Every derived column is a function of the events that are stored: when an event about a root, a
+slash, a reward root or a node comes or is retracted, the columns of that subject are derived anew
+from what is left. So a rollback needs no undo, and an event may come twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from orchestrator.context import PoolContext
+from orchestrator.settlement import refresh_credits
+from orchestrator.store import chain, leases, nodes, schema, submissions
+from orchestrator.store.chain import EventRow
+from orchestrator.store.rows import insert_new
+from protocol.core.ids import Address, Digest
+from protocol.core.lifecycle import LeaseState, NodeEventKind, NodeState, step_lease, step_node
+
+log = logging.getLogger(__name__)
+
+MEMBERSHIP_EVENTS = ("NodeJoined", "NodeLeft", "NodeEjected")
+SLASH_EVENTS = ("SlashProposed", "SlashExecuted", "SlashCancelled")
+
+
+def derive(
+    connection: Connection, context: PoolContext, events: Iterable[EventRow], now: float
+) -> None:
+    """Brings up to date the columns of every subject that `events` speak of (come or gone)."""
+    for event in events:
+        args = event.arguments()
+        if event.name == "RootPosted":
+            derive_root(connection, Digest(args["root"]))
+        elif event.name == "RewardRootPosted":
+            derive_reward_root(connection, int(args["epoch"]))
+        elif event.name in MEMBERSHIP_EVENTS:
+            derive_node(connection, context, Address(args["node"]), now)
+        elif event.name in SLASH_EVENTS:
+            leaf = args.get("leaf") or _leaf_of_proposal(connection, int(args["id"]))
+            if leaf is not None:
+                derive_slash(connection, context, Digest(leaf), now)
+            derive_node(connection, context, Address(args["node"]), now)
+
+
+def derive_root(connection: Connection, root: Digest) -> None:
+    """`roots.chain_seq`, `epoch`, `posted_at`, `block` from the first RootPosted of this root."""
+    posted = chain.events(connection, "RootPosted", contains=root)
+    first = next((e for e in posted if e.arguments()["root"] == root), None)
+    args = first.arguments() if first else {}
+    connection.execute(
+        sa.update(schema.roots)
+        .where(schema.roots.c.root == root)
+        .values(
+            chain_seq=args.get("seq"),
+            epoch=args.get("epoch"),
+            posted_at=first.block_time if first else None,
+            block=first.block if first else None,
+        )
+    )
+
+
+def derive_reward_root(connection: Connection, epoch: int) -> None:
+    """`reward_roots.claimable_at` from RewardRootPosted of this epoch and root."""
+    row = connection.execute(
+        sa.select(schema.reward_roots.c.root).where(schema.reward_roots.c.epoch == epoch)
+    ).first()
+    if row is None:
+        return
+    claimable = [
+        int(args["claimable_at"])
+        for event in chain.events(connection, "RewardRootPosted", contains=row.root)
+        if (args := event.arguments())["epoch"] == epoch and args["root"] == row.root
+    ]
+    connection.execute(
+        sa.update(schema.reward_roots)
+        .where(schema.reward_roots.c.epoch == epoch)
+        .values(claimable_at=claimable[0] if claimable else None)
+    )
+
+
+def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now: float) -> None:
+    """The `slashes` row of submission `leaf` from the events of its proposal; then the credits.
+
+    A proposal by another validator gets a row if the submission is ours.
+    """
+    proposed = next(
+        (
+            e
+            for e in chain.events(connection, "SlashProposed", contains=leaf)
+            if e.arguments()["leaf"] == leaf
+        ),
+        None,
+    )
+    table = schema.slashes
+    row = connection.execute(sa.select(table).where(table.c.submission_digest == leaf)).first()
+    if proposed is None:
+        if row is not None and row.proposal_id is not None:  # its proposal was retracted
+            connection.execute(
+                sa.update(table)
+                .where(table.c.submission_digest == leaf)
+                .values(
+                    status="queued",
+                    proposal_id=None,
+                    executable_at=None,
+                    propose_tx=None,
+                    execute_tx=None,
+                )
+            )
+            refresh_credits(connection, Address(row.node))
+        return
+    args = proposed.arguments()
+    submission = submissions.get(connection, leaf)
+    if row is None:
+        if submission is None:
+            log.warning("a slash was proposed for %s, which this store does not know", leaf)
+            return
+        insert_new(
+            connection,
+            table,
+            {
+                "submission_digest": leaf,
+                "node": args["node"],
+                "validator": submission.validator or "",
+                "evidence": args["evidence"],
+                "reason": args["reason"],
+                "amount": str(args["amount"]),
+                "status": "proposed",
+                "created_at": now,
+            },
+        )
+    ended = {
+        name: _event_of_proposal(connection, name, int(args["id"]))
+        for name in ("SlashExecuted", "SlashCancelled")
+    }
+    status = "proposed"
+    if ended["SlashExecuted"] is not None:
+        status = "executed"
+    elif ended["SlashCancelled"] is not None:
+        status = "cancelled"
+    executed = ended["SlashExecuted"]
+    connection.execute(
+        sa.update(table)
+        .where(table.c.submission_digest == leaf)
+        .values(
+            status=status,
+            evidence=args["evidence"],
+            reason=args["reason"],
+            amount=str(executed.arguments()["amount"] if executed else args["amount"]),
+            proposal_id=args["id"],
+            executable_at=args["executable_at"],
+            propose_tx=proposed.tx_hash,
+            execute_tx=executed.tx_hash if executed else None,
+        )
+    )
+    refresh_credits(connection, Address(args["node"]))
+
+
+def derive_node(connection: Connection, context: PoolContext, node: Address, now: float) -> None:
+    """A node's status from its membership on chain and its open slashes.
+
+    What the chain says is carried through `lifecycle.step_node`; only a retraction goes backwards.
+    """
+    row = nodes.lock_row(connection, node)
+    if row is None:
+        return
+    standing, joined = membership(connection, context.pool, node)
+    if joined is not None:
+        args = joined.arguments()
+        nodes.set_member(
+            connection,
+            node,
+            provider=Address(args["provider"]),
+            speed_class=int(args["speed_class"]),
+        )
+    open_slash = has_open_slash(connection, node)
+    if standing == "member" and row.status in ("ejected", "left"):  # came again, or retraction
+        status = "quarantined" if open_slash else "active"
+        nodes.set_status(connection, node, status, last_heartbeat=now)  # type: ignore[arg-type]
+        return
+    if standing == "none":
+        if row.status in ("active", "silent", "ejected", "left"):  # its join was retracted
+            nodes.set_status(connection, node, "admitted", last_heartbeat=row.last_heartbeat)
+        return
+    event: NodeEventKind | None = None
+    if standing == "ejected":
+        event = "slash_confirmed"
+    elif standing == "left" and row.status != "admitted":
+        event = "left"
+    elif standing == "member" and row.status == "admitted":
+        event = "joined"
+    elif standing == "member" and row.status == "quarantined" and not open_slash:
+        event = "slash_cancelled"
+    elif standing == "member" and row.status in ("active", "silent") and open_slash:
+        event = "rejected"
+    if event is not None:
+        apply_node_event(connection, context, node, event, now)
+
+
+def membership(connection: Connection, pool: int, node: Address) -> tuple[str, EventRow | None]:
+    """What the stored events say of `node` in `pool`: "none", "member", "left" or "ejected", and
+    the NodeJoined it rests on (None unless it is a member)."""
+    found = [
+        event
+        for name in MEMBERSHIP_EVENTS
+        for event in chain.events(connection, name, contains=node)
+        if (args := event.arguments())["pool"] == pool and args["node"] == node
+    ]
+    if not found:
+        return "none", None
+    last = max(found, key=lambda e: (e.block, e.log_index))
+    if last.name == "NodeJoined":
+        return "member", last
+    return ("left" if last.name == "NodeLeft" else "ejected"), None
+
+
+def has_open_slash(connection: Connection, node: Address) -> bool:
+    """True while a slash of `node` is queued or proposed."""
+    table = schema.slashes
+    return (
+        connection.execute(
+            sa.select(table.c.submission_digest)
+            .where(table.c.node == node, table.c.status.in_(("queued", "proposed")))
+            .limit(1)
+        ).first()
+        is not None
+    )
+
+
+def apply_node_event(
+    connection: Connection, context: PoolContext, node: Address, event: NodeEventKind, now: float
+) -> None:
+    """One step of the node's lifecycle, with its effects on leases. Unknown nodes are passed over.
+
+    `stop_node` needs nothing here: the answer to the next heartbeat says it.
+    """
+    row = nodes.lock_row(connection, node)
+    if row is None:
+        return
+    state, effects = step_node(
+        NodeState(row.status, row.last_heartbeat),
+        event,
+        now,
+        death_seconds=context.run.death_seconds,
+        orchestrator_up_since=0.0,
+    )
+    if state.status != row.status:
+        log.info("node %s: %s → %s (%s)", node, row.status, state.status, event)
+    nodes.set_status(connection, node, state.status, last_heartbeat=row.last_heartbeat)
+    if "release_leases" in effects:
+        for lease in leases.open_of(connection, node):
+            ended, _ = step_lease(LeaseState("open", lease.deadline), "tick", float("inf"))
+            leases.set_status(connection, lease.digest, ended.status)
+
+
+def _event_of_proposal(connection: Connection, name: str, proposal: int) -> EventRow | None:
+    return next(
+        (e for e in chain.events(connection, name) if int(e.arguments()["id"]) == proposal), None
+    )
+
+
+def _leaf_of_proposal(connection: Connection, proposal: int) -> Digest | None:
+    event = _event_of_proposal(connection, "SlashProposed", proposal)
+    if event is not None:
+        return Digest(event.arguments()["leaf"])
+    table = schema.slashes
+    leaf = connection.execute(
+        sa.select(table.c.submission_digest).where(table.c.proposal_id == proposal)
+    ).scalar()
+    return None if leaf is None else Digest(leaf)

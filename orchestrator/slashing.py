@@ -1,0 +1,161 @@
+"""From a rejected file to its slash: what to propose, and when to execute.
+
+`decide` and `expired` are pure; `queue_slash` writes inside the verdict's transaction; the tick
+queues what has come due. The chain alone says that a slash has happened (see indexer.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from orchestrator.context import PoolContext
+from orchestrator.outbox import queue_intent
+from orchestrator.settlement import ChainClock, chain_clock, refresh_credits
+from orchestrator.store import schema
+from orchestrator.store.engine import Store
+from orchestrator.store.rows import insert_new
+from protocol.core.ids import Address, Digest
+from protocol.core.run import RunDefinition
+from protocol.core.verdict import Outcome, Reason
+
+log = logging.getLogger(__name__)
+
+_slashes = schema.slashes.c
+
+
+@dataclass(frozen=True)
+class SlashOrder:
+    """What is to be proposed. `amount` in wei; the contract caps it by the stake that is there."""
+
+    reason: Reason
+    amount: int
+
+
+def decide(reason: Reason, run: RunDefinition) -> SlashOrder | None:
+    """The slash that a verdict calls for: only a rejection does, and only if the run slashes."""
+    if reason.outcome is not Outcome.REJECTED or run.slash_amount == 0:
+        return None
+    return SlashOrder(reason, run.slash_amount)
+
+
+def expired(posted_at: int, validity_seconds: int, chain_time: int) -> bool:
+    """True once a leaf of a root posted at `posted_at` can no longer be proposed."""
+    return chain_time > posted_at + validity_seconds
+
+
+def queue_slash(
+    connection: Connection,
+    *,
+    submission: Digest,
+    node: Address,
+    validator: Address,
+    evidence: Digest,
+    order: SlashOrder,
+    now: float,
+) -> None:
+    """Writes the slash and its validator's `propose` intent; once a submission.
+
+    The intent waits in the queue until the submission's root is confirmed.
+    """
+    insert_new(
+        connection,
+        schema.slashes,
+        {
+            "submission_digest": submission,
+            "node": node,
+            "validator": validator,
+            "evidence": evidence,
+            "reason": int(order.reason),
+            "amount": str(order.amount),
+            "status": "queued",
+            "created_at": now,
+        },
+    )
+    queue_intent(
+        connection,
+        lane=validator,
+        kind="propose",
+        key=submission,
+        payload={"submission_digest": submission},
+        now=now,
+    )
+
+
+def queue_executions(
+    store: Store, lane: Address, now: Callable[[], float], *, only_mine: bool = False
+) -> list[int]:
+    """Queues `execute` on `lane` for every proposal whose window is over; returns their numbers.
+
+    Anyone may execute; with `only_mine` just the lane's own proposals are taken.
+    """
+    with store.begin() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return []
+        query = sa.select(_slashes.proposal_id).where(
+            _slashes.status == "proposed", _slashes.executable_at <= clock.time
+        )
+        if only_mine:
+            query = query.where(_slashes.validator == lane)
+        due = [int(number) for number in connection.execute(query).scalars()]
+        for number in due:
+            queue_intent(
+                connection,
+                lane=lane,
+                kind="execute",
+                key=str(number),
+                payload={"proposal_id": number},
+                now=now(),
+            )
+        return due
+
+
+def drop_expired(store: Store, context: PoolContext, now: Callable[[], float]) -> list[Digest]:
+    """Gives up slashes that were not proposed within their leaf's validity; returns the files.
+
+    Held credits come back (nothing was proven on chain), and the manager ejects the node without
+    touching its stake: its file is rejected all the same.
+    """
+    with store.begin() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return []
+        late = _unproposed(connection, context, clock)
+        for submission, node in late:
+            log.error("the slash for %s was not proposed in time; ejecting %s", submission, node)
+            connection.execute(
+                sa.update(schema.slashes)
+                .where(_slashes.submission_digest == submission)
+                .values(status="cancelled")
+            )
+            refresh_credits(connection, node)
+            queue_intent(
+                connection,
+                lane=context.manager,
+                kind="eject",
+                key=f"{node}:{submission}",
+                payload={"node": node},
+                now=now(),
+            )
+        return [submission for submission, _ in late]
+
+
+def _unproposed(
+    connection: Connection, context: PoolContext, clock: ChainClock
+) -> list[tuple[Digest, Address]]:
+    found = connection.execute(
+        sa.select(_slashes.submission_digest, _slashes.node, schema.roots.c.posted_at)
+        .join(schema.submissions, schema.submissions.c.digest == schema.slashes.c.submission_digest)
+        .join(schema.roots, schema.roots.c.id == schema.submissions.c.root_id)
+        .where(_slashes.status == "queued", schema.roots.c.posted_at.is_not(None))
+    )
+    return [
+        (Digest(row.submission_digest), Address(row.node))
+        for row in found
+        if expired(row.posted_at, context.run.validity_seconds, clock.time)
+    ]
