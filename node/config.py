@@ -1,4 +1,5 @@
-"""The agent's settings, built once at the edge: flag > PRIME_NODE_* > TOML > default.
+"""The agent's settings, built once at the edge: flag > PRIME_NODE_* > TOML > what the last `join`
+in this data folder was told > default.
 
 Nothing here is read at import and nothing below the CLI reads the environment.
 """
@@ -14,12 +15,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
+from node.state import remembered
 from protocol.core.errors import UserError
 
 RuntimeName = Literal["docker", "process"]
@@ -75,7 +78,12 @@ class Settings(BaseSettings):
     )
     @classmethod
     def _expand(cls, value: Path | None) -> Path | None:
-        return value.expanduser() if value is not None else None
+        return value.expanduser().absolute() if value is not None else None
+
+    def to_remember(self) -> dict[str, Any]:
+        """What later commands in the same data folder may take for granted; no secret."""
+        kept = {"orchestrator", "rpc", "deployment", "pool", "wallet", "password_file", "provider"}
+        return self.model_dump(mode="json", include=kept, exclude_none=True)
 
     def need_orchestrator(self) -> str:
         """The orchestrator's URL. Raises UserError if none was given."""
@@ -110,11 +118,17 @@ class Settings(BaseSettings):
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
-    """Settings from flags (None = not given), environment and TOML file.
+    """Settings from flags (None = not given), environment, TOML file and the data folder's memory.
 
     Raises UserError with the setting's name if a value is wrong or the file is not TOML.
     """
     path = _config_path(config)
+    first = _load(flags, path, {})
+    memory = remembered(first.data)
+    return _load(flags, path, memory) if memory else first
+
+
+def _load(flags: Mapping[str, object], path: Path, memory: dict[str, Any]) -> Settings:
 
     class Loaded(Settings):
         @classmethod
@@ -127,7 +141,8 @@ def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             toml = TomlConfigSettingsSource(settings_cls, toml_file=path)
-            return init_settings, env_settings, toml
+            kept = InitSettingsSource(settings_cls, init_kwargs=memory)
+            return init_settings, env_settings, toml, kept
 
     given: dict[str, Any] = {
         name: value for name, value in flags.items() if value not in (None, ())

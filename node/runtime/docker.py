@@ -135,8 +135,8 @@ class DockerRuntime:
             if task.gpus and "nvidia" not in info.get("Runtimes", {}):
                 raise UserError(
                     "the task asks for GPUs and the Docker engine has no NVIDIA runtime",
-                    hint="install nvidia-container-toolkit, then: sudo nvidia-ctk runtime configure "
-                    "--runtime=docker && sudo systemctl restart docker",
+                    hint="install nvidia-container-toolkit, then: sudo nvidia-ctk runtime "
+                    "configure --runtime=docker && sudo systemctl restart docker",
                 )
         return f"Docker {info.get('ServerVersion', '?')} with {info.get('Driver', '?')}"
 
@@ -197,7 +197,11 @@ class DockerRuntime:
                 security_opt=["no-new-privileges:true"],
                 read_only=True,
                 network_mode="none",
-                tmpfs={"/tmp": f"rw,nosuid,nodev,size={SCRATCH_MB}m,mode=1777"},  # noqa: S108
+                # runc gives a tmpfs the mode of the image's own folder, whatever `mode` says: so
+                # the task's user must own it too.
+                tmpfs={
+                    "/tmp": f"rw,nosuid,nodev,size={SCRATCH_MB}m,mode=1777,uid={uid},gid={gid}"  # noqa: S108
+                },
                 mounts=[
                     Mount(str(INSIDE.policies), str(mounts.policies), "bind", read_only=True),
                     Mount(str(INSIDE.outbox), str(mounts.outbox), "bind"),

@@ -1,0 +1,49 @@
+"""The hardware challenge: what this machine can do is measured, not told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from node.api import NodeApi
+from node.config import RuntimeName
+from protocol.core.messages import AdmissionAnswer, AdmissionRequest, Challenge
+from protocol.core.node import Hardware
+
+log = logging.getLogger("prime.node.admission")
+
+
+def admit(
+    api: NodeApi,
+    hardware: Hardware,
+    runtime: RuntimeName,
+    *,
+    throttle: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> AdmissionAnswer:
+    """Asks for a challenge, solves it, hands the products in. Raises PolicyError if the pool
+    refuses this machine. `throttle` N makes it N times slower (development)."""
+    challenge = api.challenge(AdmissionRequest(hardware=hardware, task_runtime=runtime))
+    started = clock()
+    products = solve(challenge, device="cuda" if hardware.gpus and find_spec("torch") else "cpu")
+    if throttle > 1.0:
+        sleep((clock() - started) * (throttle - 1.0))
+    answer = api.solution(challenge.id, products)
+    log.info(
+        "measured %d million multiply-adds a second: speed class %d",
+        answer.mmacs_per_second,
+        answer.speed_class,
+    )
+    return answer
+
+
+def solve(challenge: Challenge, device: str) -> bytes:
+    """The products as they go over the wire (int64 little-endian)."""
+    from protocol.proofs import hardware as challenges
+
+    return challenges.encode_solution(
+        challenges.solve(challenge.seed, challenge.size, challenge.rounds, device)
+    )

@@ -1,0 +1,143 @@
+"""The agent's data folder: who holds it, what it last did, what it was told to remember.
+
+lock          held (flock) by the one agent that uses this folder; its process id inside
+settings.json what `join` was told, so that `status`, `rewards`, … need no flags
+status.json   the agent's last heartbeat, for `prime-node status`
+policies/     verified policies, one folder a version      (node/weights.py)
+outbox/       finished files with their journal            (node/outbox.py)
+task/outbox/  what the worker writes; task/bridge/ the socket it speaks to
+logs/         the worker's output
+chain/        the sender's journal, where the owner acts from this machine
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from protocol.core.errors import UserError
+from protocol.core.signing import Strict
+
+_MAX_STATE_BYTES = 1 << 20
+
+
+class AgentStatus(Strict):
+    """What `prime-node status` shows of a running agent. Times in Unix seconds."""
+
+    node: str
+    pool: int
+    pid: int
+    started_at: int
+    heard_at: int
+    directive: str
+    reason: str
+    node_status: str
+    policy_version: int | None
+    latest_version: int | None
+    speed_class: int | None
+    files: dict[str, int]
+    tokens_per_second: int
+    task: str
+
+
+class DataFolder:
+    """Paths under the --data folder. Making one creates the folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.expanduser().absolute()
+        self.policies = self.root / "policies"
+        self.outbox = self.root / "outbox"
+        self.task_outbox = self.root / "task" / "outbox"
+        self.bridge = self.root / "task" / "bridge"
+        self.logs = self.root / "logs"
+        self.chain = self.root / "chain"
+        self._lock: int | None = None
+
+    def make(self) -> None:
+        """Creates the folders. Raises UserError if the disk refuses."""
+        try:
+            for folder in (self.root, self.outbox, self.bridge, self.logs, self.chain):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (self.policies, self.task_outbox):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+        except OSError as error:
+            raise UserError(
+                f"the data folder {self.root} cannot be used: {error.strerror}",
+                hint="name another with --data DIR",
+            ) from error
+
+    def lock(self) -> None:
+        """Claims the folder for this process, until it ends. Raises UserError if another has it."""
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
+            os.close(descriptor)
+            raise UserError(
+                f"an agent (process {holder}) already uses {self.root}",
+                hint="stop it first, or give this one its own --data DIR",
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def holder(self) -> int | None:
+        """Process id of the agent that uses this folder, or None."""
+        path = self.root / "lock"
+        if not path.exists():
+            return None
+        with path.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = file.read(32).strip()
+                return int(text) if text.isdigit() else None
+        return None
+
+    def empty_task_outbox(self) -> None:
+        """Removes what an earlier worker left half done."""
+        for left in self.task_outbox.iterdir():
+            if not left.is_dir() or left.is_symlink():
+                left.unlink()
+
+    def write_status(self, status: AgentStatus) -> None:
+        _write(self.root / "status.json", status.model_dump_json())
+
+    def read_status(self) -> AgentStatus | None:
+        """The last status written, or None."""
+        path = self.root / "status.json"
+        if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
+            return None
+        return AgentStatus.model_validate_json(path.read_bytes())
+
+    def remember(self, settings: dict[str, Any]) -> None:
+        """Keeps what `join` was told (never a password), as defaults for the other commands."""
+        _write(self.root / "settings.json", json.dumps(settings, indent=2, sort_keys=True))
+
+
+def remembered(data: Path) -> dict[str, Any]:
+    """What an earlier `join` kept in this data folder; empty if nothing."""
+    path = data.expanduser() / "settings.json"
+    if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}", hint="remove it and join again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.new")
+    partial.write_text(text)
+    partial.replace(path)

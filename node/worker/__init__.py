@@ -1,0 +1,1 @@
+"""What runs inside the container: one lease after another, end to end. No key, no network."""

@@ -1,0 +1,79 @@
+"""The bridge as the worker speaks to it: one HTTP request a connection over a Unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from pathlib import Path
+from typing import TypeVar
+
+from node.bridge_messages import (
+    MAX_ANSWER_BYTES,
+    Abandon,
+    Done,
+    HandIn,
+    HandInAnswer,
+    LeaseOffer,
+    LeaseWish,
+)
+from protocol.core.errors import MalformedError, UnavailableError
+from protocol.core.run import RunDefinition
+from protocol.core.signing import Strict
+from protocol.transport.problems import from_problem
+
+Answer = TypeVar("Answer", bound=Strict)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("bridge", timeout=timeout)
+        self._path = str(path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class BridgeClient:
+    """Raises UnavailableError when the agent does not answer, and the error that its problem
+    document names when it refuses."""
+
+    def __init__(self, socket_path: Path, *, timeout: float = 60.0) -> None:
+        self._socket_path = socket_path
+        self._timeout = timeout
+
+    def run(self) -> RunDefinition:
+        return RunDefinition.model_validate_json(self._request("GET", "/run", b""))
+
+    def lease(self, wish: LeaseWish) -> LeaseOffer:
+        return self._post("/lease", wish, LeaseOffer)
+
+    def submit(self, body: HandIn) -> HandInAnswer:
+        return self._post("/submit", body, HandInAnswer)
+
+    def abandon(self, body: Abandon) -> None:
+        self._post("/abandon", body, Done)
+
+    def _post(self, path: str, body: Strict, answer: type[Answer]) -> Answer:
+        raw = self._request("POST", path, body.model_dump_json().encode())
+        try:
+            return answer.model_validate_json(raw)
+        except ValueError as error:
+            raise MalformedError(f"the agent's answer is no {answer.__name__}: {error}") from error
+
+    def _request(self, method: str, path: str, body: bytes) -> bytes:
+        connection = _UnixConnection(self._socket_path, self._timeout)
+        try:
+            connection.request(method, path, body or None)
+            response = connection.getresponse()
+            content = response.read(MAX_ANSWER_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"the agent does not answer on its socket: {error}") from error
+        finally:
+            connection.close()
+        if len(content) > MAX_ANSWER_BYTES:
+            raise MalformedError("the agent's answer is too long")
+        if response.status != 200:
+            raise from_problem(response.status, content)
+        return content

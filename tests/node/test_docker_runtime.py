@@ -1,0 +1,189 @@
+"""What a task in a container cannot do. The image is a bare busybox, made on the spot."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import docker
+import pytest
+from docker.errors import DockerException
+
+from node.runtime.base import Mounts, WorkerOptions
+from node.runtime.docker import ContainerHandle, DockerRuntime
+from protocol.core.errors import PolicyError, UserError
+from protocol.core.task import Task
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[docker.DockerClient]:
+    try:
+        client = docker.from_env(timeout=30)
+        client.ping()
+    except DockerException as error:
+        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def busybox(engine: docker.DockerClient) -> Iterator[str]:
+    """Image id of a root with nothing but a static busybox."""
+    program = shutil.which("busybox")
+    if program is None:
+        pytest.skip("no busybox (Debian: apt-get install busybox-static)")
+    root = io.BytesIO()
+    with tarfile.open(fileobj=root, mode="w") as tar:
+        tar.add(os.path.realpath(program), "bin/busybox")
+        for folder in ("tmp", "prime", "proc", "dev", "sys", "etc"):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+    tag = f"prime-test-{uuid.uuid4().hex[:12]}"
+    engine.api.import_image_from_data(root.getvalue(), repository=tag)
+    image = engine.images.get(tag)
+    yield str(image.id)
+    engine.images.remove(image.id, force=True)
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Mounts:
+    folders = Mounts(tmp_path / "policies", tmp_path / "outbox", tmp_path / "bridge")
+    for folder in (folders.policies, folders.outbox, folders.bridge):
+        folder.mkdir()
+    (folders.policies / "weights").write_text("policy")
+    return folders
+
+
+Shell = Callable[..., tuple[int | None, str]]
+
+
+@pytest.fixture
+def shell(busybox: str, mounts: Mounts) -> Iterator[Shell]:
+    """Runs a shell line as a task; its exit status and output."""
+    runtime = DockerRuntime(f"test-{uuid.uuid4().hex[:8]}")
+
+    def run(line: str, **limits: int) -> tuple[int | None, str]:
+        task = Task(
+            image=busybox,
+            command=("/bin/busybox", "sh", "-c", line),
+            **{"memory_mb": 64, "cpus_milli": 500, "pids": 32, **limits},
+        )
+        handle = runtime.start(task, mounts, WorkerOptions())
+        status = handle.wait(30.0)
+        output = handle.logs()
+        handle.stop(1.0)
+        return status, output
+
+    yield run
+    runtime.clean()
+
+
+def test_task_has_no_capability_and_no_new_privileges(shell: Shell) -> None:
+    status, output = shell("/bin/busybox grep -E 'Cap|NoNewPrivs|Seccomp:' /proc/self/status")
+    assert status == 0
+    fields = dict(line.split(":\t") for line in output.strip().splitlines())
+    assert {fields[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {"0" * 16}
+    assert fields["NoNewPrivs"] == "1"
+    assert fields["Seccomp"] == "2"
+
+
+def test_task_is_not_root(shell: Shell) -> None:
+    _, output = shell("/bin/busybox id -u")
+    assert output.strip() not in ("", "0")
+
+
+def test_task_has_no_network(shell: Shell) -> None:
+    _, output = shell("/bin/busybox ls /sys/class/net; /bin/busybox cat /proc/net/route")
+    assert output.split()[0] == "lo"
+    assert "eth" not in output
+    status, _ = shell("/bin/busybox wget -T 3 http://1.1.1.1/")
+    assert status != 0
+
+
+def test_task_root_is_read_only_and_so_are_the_policies(shell: Shell) -> None:
+    for path in ("/bin/x", "/etc/x", "/prime/policies/x", "/prime/bridge/x"):
+        status, output = shell(f"echo 1 > {path}")
+        assert status != 0, path
+        assert "Read-only" in output, output
+
+
+def test_task_may_write_its_outbox_and_scratch_only(shell: Shell, mounts: Mounts) -> None:
+    status, output = shell("echo result > /prime/outbox/file && echo 1 > /tmp/x && echo ok")
+    assert (status, output.strip()) == (0, "ok")
+    assert (mounts.outbox / "file").read_text() == "result\n"
+
+
+def test_task_sees_the_policies(shell: Shell) -> None:
+    assert shell("/bin/busybox cat /prime/policies/weights") == (0, "policy")
+
+
+def test_task_beyond_its_memory_is_killed(shell: Shell) -> None:
+    status, _ = shell("/bin/busybox tail -c 200m /dev/zero", memory_mb=64)
+    assert status == 137
+
+
+def test_task_cannot_start_more_processes_than_allowed(shell: Shell) -> None:
+    line = "i=0; while [ $i -lt 40 ]; do /bin/busybox sleep 5 & i=$((i+1)); done; echo all-started"
+    _, output = shell(line, pids=16)
+    assert "all-started" not in output
+    assert "fork" in output
+
+
+def test_task_environment_holds_nothing_of_the_agents(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIME_NODE_WALLET", "/secret/keystore")
+    _, output = shell("/bin/busybox env")
+    assert "PRIME_NODE" not in output
+    assert "secret" not in output
+
+
+def test_stop_asks_first_and_kills_after_the_grace(busybox: str, mounts: Mounts) -> None:
+    runtime = DockerRuntime(f"test-{uuid.uuid4().hex[:8]}")
+    line = "trap 'exit 7' TERM; while true; do /bin/busybox sleep 0.1; done"
+    task = Task(image=busybox, command=("/bin/busybox", "sh", "-c", line), memory_mb=64)
+    handle = runtime.start(task, mounts, WorkerOptions())
+    assert handle.wait(0.5) is None
+    assert handle.stop(10.0) == 7
+
+
+def test_a_restarted_agent_ends_what_it_left_behind(
+    busybox: str, mounts: Mounts, engine: docker.DockerClient
+) -> None:
+    owner = f"test-{uuid.uuid4().hex[:8]}"
+    task = Task(image=busybox, command=("/bin/busybox", "sleep", "600"), memory_mb=64)
+    left: ContainerHandle = DockerRuntime(owner).start(task, mounts, WorkerOptions())
+    stranger = DockerRuntime(owner + "-other")
+    assert stranger.clean() == 0
+    assert DockerRuntime(owner).clean() == 1
+    with pytest.raises(docker.errors.NotFound):
+        engine.containers.get(left.container_id)
+
+
+def test_image_that_is_not_pinned_is_refused(engine: docker.DockerClient) -> None:
+    with pytest.raises(PolicyError, match="not pinned"):
+        DockerRuntime("test").check(Task(image="busybox:latest"))
+
+
+def test_missing_image_names_what_to_do(engine: docker.DockerClient) -> None:
+    with pytest.raises(UserError, match="not on this machine") as caught:
+        DockerRuntime("test").check(Task(image="sha256:" + "00" * 32))
+    assert "build" in caught.value.hint
+
+
+def test_gpu_task_on_an_engine_without_nvidia_names_the_toolkit(
+    engine: docker.DockerClient, busybox: str
+) -> None:
+    if "nvidia" in engine.info().get("Runtimes", {}):
+        pytest.skip("this engine has the NVIDIA runtime")
+    with pytest.raises(UserError, match="NVIDIA") as caught:
+        DockerRuntime("test").check(Task(image=busybox, gpus=True))
+    assert "nvidia-container-toolkit" in caught.value.hint
