@@ -91,14 +91,17 @@ def decode_block(block: Block, old: bytes, length: int, width: int) -> bytes | m
         raise MalformedError("the delta's block does not fit its base")
     if block.kind is Kind.DENSE:
         raw = _decompress(block.first, length, length)
-        after = _unzigzag(_unplanes(raw, width), width) + before
-        return memoryview(after).cast("B")
+        return _bytes_of(_unzigzag(_unplanes(raw, width), width) + before)
     positions = _unpack_gaps(_decompress(block.first, 1, 2 * count + 1), count)
     size = positions.size * width
     values = _unzigzag(_unplanes(_decompress(block.second, size, size), width), width)
     after = before.copy()
     after[positions] += values
-    return memoryview(after).cast("B")
+    return _bytes_of(after)
+
+
+def _bytes_of(words: NDArray[np.unsignedinteger]) -> memoryview:
+    return memoryview(words.view(np.uint8).data)
 
 
 def _zigzag(difference: NDArray[np.unsignedinteger], width: int) -> NDArray[np.unsignedinteger]:
@@ -112,7 +115,8 @@ def _zigzag(difference: NDArray[np.unsignedinteger], width: int) -> NDArray[np.u
 
 def _unzigzag(values: NDArray[np.unsignedinteger], width: int) -> NDArray[np.unsignedinteger]:
     one = values.dtype.type(1)
-    return (values >> one) ^ (~(values & one) + one)
+    difference: NDArray[np.unsignedinteger] = (values >> one) ^ (~(values & one) + one)
+    return difference
 
 
 def _planes(values: NDArray[np.unsignedinteger], width: int) -> bytes:

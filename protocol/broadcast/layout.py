@@ -3,7 +3,7 @@ bucket can mirror them.
 
     policies/index.json                    PolicyList: the newest signed manifests, newest first
     policies/<version>/manifest.json       SignedManifest, canonical JSON
-    policies/<version>/<file>              each file as it is; clients ask for ranges of whole chunks
+    policies/<version>/<file>              each file as it is; clients ask for it chunk by chunk
     policies/<version>/delta-<base>        turns version <base> into <version>
 
 A version's folder appears by one rename, after its manifest is signed, and never changes after.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,13 +135,18 @@ def manifest_of(root: Path, version: int) -> SignedManifest:
     return read_signed(version_folder(root, version) / MANIFEST_NAME)
 
 
-def write_index(root: Path) -> PolicyList:
+def write_index(root: Path) -> list[SignedManifest]:
     """Writes `index.json` anew from the folders that are there."""
     newest = sorted(versions(root), reverse=True)[:INDEX_LENGTH]
-    listing = PolicyList(policies=tuple(manifest_of(root, version) for version in newest))
-    data = encoding.canonical_json(listing.model_dump(mode="json"))
-    write_whole(policies_folder(root) / INDEX_NAME, data)
+    listing = [manifest_of(root, version) for version in newest]
+    write_whole(policies_folder(root) / INDEX_NAME, index_bytes(listing))
     return listing
+
+
+def index_bytes(newest: Sequence[SignedManifest]) -> bytes:
+    """The index of these manifests, in canonical JSON."""
+    listing = PolicyList(policies=tuple(newest))
+    return encoding.canonical_json(listing.model_dump(mode="json"))
 
 
 def parse_index(raw: bytes) -> list[SignedManifest]:

@@ -1,0 +1,147 @@
+"""The node's folder of policies: `<root>/<version>/`, each verified, each appearing at once.
+
+A version's folder holds the checkpoint's files and `manifest.json` (the trainer's signed manifest).
+It appears by one rename after every byte was verified and is never changed, so any number of
+readers (containers mount the root read-only) need no lock: a folder that is there is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.broadcast.chunks import PATIENCE
+from protocol.broadcast.client import Base, FetchStats, Progress, fetch
+from protocol.broadcast.files import remove_folder
+from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed, verify_folder
+from protocol.broadcast.sources import SourceBook
+from protocol.core.checkpoint import Manifest, SignedManifest
+from protocol.core.errors import MalformedError, PrimeError, UntrustedError
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A policy that is on disk and verified, and how it came."""
+
+    path: Path
+    stats: FetchStats
+
+
+class PolicyFolder:
+    """Policies under `root`, taken only if `trust`'s trainer signed them. The source book lives as
+    long as the folder's object, so sources that lied or crawled are remembered."""
+
+    def __init__(self, root: Path, trust: Trust, *, book: SourceBook | None = None) -> None:
+        self.root = root
+        self._trust = trust
+        self._book = book or SourceBook()
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+    def versions(self) -> list[int]:
+        """Versions on disk, ascending."""
+        return sorted(
+            int(path.name)
+            for path in self.root.iterdir()
+            if path.name.isascii() and path.name.isdigit() and (path / MANIFEST_NAME).is_file()
+        )
+
+    def latest(self) -> int | None:
+        """The newest version on disk."""
+        return max(self.versions(), default=None)
+
+    def path(self, version: int) -> Path:
+        """Where a version lies, or will."""
+        return self.root / str(version)
+
+    def manifest(self, version: int) -> SignedManifest:
+        """The signed manifest of a version on disk. Raises UnavailableError if it is not there."""
+        return read_signed(self.path(version) / MANIFEST_NAME)
+
+    def ensure(
+        self,
+        version: int,
+        manifest: SignedManifest,
+        sources: Sequence[str],
+        *,
+        others: Iterable[SignedManifest] = (),
+        progress: Progress = lambda done, total: None,
+        patience: float = PATIENCE,
+    ) -> Arrived:
+        """Brings `version` here, unless it is, by the cheapest of a whole download and deltas from
+        the versions on disk. `others` are further signed manifests (of the versions between) that
+        a chain of deltas may pass; those that do not hold are left out.
+
+        Safe to call from several threads and processes, and again after a kill. Raises
+        UntrustedError (wrong signature, or another manifest for a version that is here),
+        UnavailableError (no source delivers, or the disk is full; what was verified is kept).
+        """
+        policy = self._trust.check(manifest)
+        if policy.version != version:
+            raise UntrustedError(f"the manifest is of policy {policy.version}, not {version}")
+        if version in self.versions():
+            self._same(version, policy)
+            return Arrived(self.path(version), FetchStats(version, route="present"))
+        stats = fetch(
+            manifest,
+            sources,
+            self.path(version),
+            bases=self._bases(),
+            chain=self._chain(others),
+            book=self._book,
+            patience=patience,
+            progress=progress,
+        )
+        if stats.route == "present":  # another process was faster
+            self._same(version, policy)
+        return Arrived(self.path(version), stats)
+
+    def verify(self, version: int) -> None:
+        """Reads every byte of a version again. Raises UntrustedError naming what differs; the
+        folder should then be removed with `discard` and fetched anew."""
+        verify_folder(self.path(version), self._trust.check(self.manifest(version)))
+
+    def discard(self, version: int) -> None:
+        """Removes a version at once; files that are open stay readable."""
+        remove_folder(self.path(version))
+
+    def prune(self, keep: int, pinned: Collection[int] = ()) -> list[int]:
+        """Removes all but the newest `keep` versions and the `pinned` ones, and what killed
+        fetches of removed versions left; returns the versions that went."""
+        present = self.versions()
+        gone = [v for v in present[: max(0, len(present) - keep)] if v not in set(pinned)]
+        for version in gone:
+            remove_folder(self.path(version))
+        oldest = min(self.versions(), default=0)
+        for path in self.root.glob(".partial-*-*"):
+            number = path.name.split("-")[1]
+            if number.isdigit() and int(number) < oldest and int(number) not in set(pinned):
+                shutil.rmtree(path, ignore_errors=True)
+        return gone
+
+    def _same(self, version: int, policy: Manifest) -> None:
+        present = self.manifest(version).manifest.digest()
+        if present != policy.digest():
+            raise UntrustedError(
+                f"policy {version} is here as {present}, and now {policy.digest()} is offered for "
+                "it: one version has one manifest"
+            )
+
+    def _bases(self) -> list[Base]:
+        found = []
+        for version in self.versions():
+            try:
+                found.append(Base(self.path(version), self.manifest(version).manifest))
+            except PrimeError:  # pruned meanwhile, or damaged: then it is no base
+                continue
+        return found
+
+    def _chain(self, others: Iterable[SignedManifest]) -> dict[int, Manifest]:
+        chain: dict[int, Manifest] = {}
+        for signed in others:
+            try:
+                chain[signed.manifest.version] = self._trust.check(signed)
+            except (UntrustedError, MalformedError):
+                continue
+        return chain

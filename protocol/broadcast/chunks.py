@@ -1,0 +1,355 @@
+"""The engine under every fetch: named chunks from several sources into sized files, in place.
+
+A worker takes the next chunk and the best free source, reads the chunk into its buffer, verifies
+it, and only then writes it, once, where it belongs. What fails goes back to the queue:
+
+- bytes that do not hash: the sender is banned and named, the chunk is fetched elsewhere;
+- a dead, slow or refusing source rests, each time longer, and the others go on;
+- when the queue is empty, the slowest chunks still under way are asked of a second source too.
+
+The folder holds nothing but verified chunks and holes, so a killed fetch resumes by looking: there
+is no journal to disagree with the data. At most one chunk a connection is fetched again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+
+from protocol.broadcast.files import create_sized, open_regular, read_at, write_at
+from protocol.broadcast.layout import Item
+from protocol.broadcast.sources import Fault, Source, SourceBook
+from protocol.broadcast.transfer import Link, SupersededError, TransferError
+from protocol.core.errors import PrimeError, UnavailableError
+from protocol.core.ids import to_bytes
+
+PATIENCE = 60.0
+"""Seconds without one verified chunk after which a fetch gives up."""
+HEDGE_AFTER = 1.0
+"""A chunk is asked of a second source after this many seconds, or three usual chunk times."""
+
+
+@dataclass
+class ChunkStats:
+    """Bytes and counts of one run. `kept` chunks were there already; `refetched` came twice."""
+
+    bytes_received: int = 0
+    bytes_written: int = 0
+    chunks: int = 0
+    kept: int = 0
+    refetched: int = 0
+    first_chunk_seconds: float | None = None
+    by_source: dict[str, int] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Task:
+    item: Item
+    index: int
+    excluded: set[str] = field(default_factory=set)
+    running: dict[str, float] = field(default_factory=dict)
+    """URL → when it was asked."""
+    claimed: bool = False
+    done: bool = False
+
+
+class ChunkFetcher:
+    """Fetches every chunk of `items` from `urls` into files `folder/<item name>`.
+
+    `on_chunk(item, index)` is called (from worker threads) once a chunk is verified and on disk,
+    for those already there too; `progress(done, total)` after each, in bytes.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        folder: Path,
+        urls: Sequence[str],
+        book: SourceBook,
+        *,
+        parallel: int = 4,
+        per_source: int = 1,
+        patience: float = PATIENCE,
+        on_chunk: Callable[[Item, int], None] = lambda item, index: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._items = items
+        self._folder = folder
+        self._book = book
+        self._urls = book.urls(urls)
+        self._workers = max(1, min(parallel, len(self._urls) * per_source))
+        self._per_source = per_source
+        self._patience = patience
+        self._on_chunk = on_chunk
+        self._progress = progress
+        self._clock = clock
+        self._change = threading.Condition()
+        self._queue: deque[_Task] = deque()
+        self._open: set[_Task] = set()
+        self._error: BaseException | None = None
+        self._links: list[Link] = []
+        self._total = sum(item.size for item in items)
+        self._done = 0
+        self._begun = clock()
+        self._last_success = self._begun
+        self._usual = 0.0
+        self.stats = ChunkStats()
+
+    def run(self) -> ChunkStats:
+        """Returns when every chunk is on disk. Raises UnavailableError, naming each source's last
+        failure, when none delivers for `patience` seconds or all are banned; or for the disk."""
+        self._look_around()
+        if not self._open:
+            return self.stats
+        if not self._urls:
+            raise UnavailableError("no relay or origin is known to fetch the policy from")
+        threads = [
+            threading.Thread(target=self._work, name=f"fetch-{number}", daemon=True)
+            for number in range(self._workers)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            with self._change:
+                while self._open and self._error is None:
+                    self._change.wait(1.0)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            with self._change:
+                links = list(self._links)
+            for link in links:
+                link.abort()
+            for thread in threads:
+                thread.join(1.0)
+        if self._error is not None:
+            raise self._error
+        return self.stats
+
+    # What is there already
+
+    def _look_around(self) -> None:
+        """Makes the files, keeps the chunks that verify, queues the rest in order."""
+        for item in self._items:
+            path = self._folder / item.name
+            fresh = not path.exists()
+            os.close(create_sized(path, item.size))
+            present = iter(()) if fresh else _verified_chunks(path, item)
+            have = set(present)
+            for index in range(len(item.chunks)):
+                if index in have:
+                    self.stats.kept += 1
+                    self._done += item.span(index)[1]
+                    self._on_chunk(item, index)
+                else:
+                    task = _Task(item, index)
+                    self._queue.append(task)
+                    self._open.add(task)
+        self._progress(self._done, self._total)
+
+    # The workers
+
+    def _work(self) -> None:
+        links: dict[str, Link] = {}
+        buffer = bytearray(max(item.chunk_size for item in self._items))
+        try:
+            while True:
+                choice = self._next()
+                if choice is None:
+                    return
+                task, source = choice
+                link = links.get(source.url)
+                if link is None:
+                    link = links[source.url] = Link(source.url)
+                    with self._change:
+                        self._links.append(link)
+                self._attempt(task, source, link, buffer)
+        except BaseException as error:  # handed to run(), which raises it
+            self._fail(error)
+        finally:
+            for link in links.values():
+                link.close()
+
+    def _next(self) -> tuple[_Task, Source] | None:
+        """The next chunk and whom to ask for it; None when there is nothing left to do."""
+        with self._change:
+            while True:
+                if not self._open or self._error is not None:
+                    return None
+                choice = self._choose()
+                if choice is not None:
+                    task, source = choice
+                    task.running[source.url] = self._clock()
+                    return choice
+                if self._hopeless():
+                    self._error = self._sorry()
+                    self._change.notify_all()
+                    return None
+                self._change.wait(0.05 if self._queue else 0.25)
+
+    def _choose(self) -> tuple[_Task, Source] | None:
+        for position, task in enumerate(self._queue):
+            source = self._book.pick(self._urls, task.excluded, self._per_source)
+            if source is not None:
+                del self._queue[position]
+                return task, source
+            if not task.excluded:
+                return None
+        if self._queue:
+            return None
+        return self._hedge()
+
+    def _hedge(self) -> tuple[_Task, Source] | None:
+        now = self._clock()
+        limit = max(HEDGE_AFTER, 3 * self._usual)
+        for task in self._open:
+            if len(task.running) == 1 and now - min(task.running.values()) > limit:
+                avoid = task.excluded | set(task.running)
+                source = self._book.pick(self._urls, avoid, self._per_source)
+                if source is not None:
+                    return task, source
+        return None
+
+    def _hopeless(self) -> bool:
+        """Nothing is under way, and nobody can be asked in time."""
+        if any(task.running for task in self._open):
+            return False
+        if self._clock() - self._last_success > self._patience:
+            return True
+        chances = [self._book.next_chance(self._urls, t.excluded) for t in self._open]
+        return all(chance is None for chance in chances)
+
+    def _sorry(self) -> UnavailableError:
+        told = []
+        for url in self._urls:
+            told.append(f"{url}: {self._book.get(url).last_error or 'no answer yet'}")
+        return UnavailableError(
+            f"no source delivers {next(iter(self._open)).item.address} "
+            f"({len(self._open)} chunks are missing): " + "; ".join(told[:8])
+        )
+
+    # One chunk
+
+    def _attempt(self, task: _Task, source: Source, link: Link, buffer: bytearray) -> None:
+        offset, length = task.item.span(task.index)
+        view = memoryview(buffer)[:length]
+        begun = self._clock()
+        try:
+            if source.role == "unknown":
+                source.role = link.role()
+                if source.role == "origin":
+                    self._put_back(task, source)
+                    self._book.release(source)
+                    return
+            link.read_range(
+                task.item.address,
+                offset,
+                task.item.size,
+                view,
+                cancelled=lambda: task.done or self._error is not None,
+            )
+        except SupersededError:
+            self._put_back(task, source)
+            self._book.release(source)
+            return
+        except TransferError as error:
+            self._note_failure(task, source, error)
+            return
+        if blake3(view).digest() != to_bytes(task.item.chunks[task.index]):
+            self._note_lie(task, source)
+            return
+        self._book.good(source, length, self._clock() - begun)
+        self._store(task, source, view, offset, self._clock() - begun)
+
+    def _store(
+        self, task: _Task, source: Source, view: memoryview, offset: int, seconds: float
+    ) -> None:
+        with self._change:
+            task.running.pop(source.url, None)
+            self.stats.bytes_received += len(view)
+            got = self.stats.by_source.get(source.url, 0)
+            self.stats.by_source[source.url] = got + len(view)
+            self._usual = seconds if not self._usual else 0.7 * self._usual + 0.3 * seconds
+            if task.claimed or self._error is not None:
+                self.stats.refetched += 1
+                return
+            task.claimed = True
+        fd = os.open(self._folder / task.item.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            write_at(fd, view, offset)
+        finally:
+            os.close(fd)
+        self._on_chunk(task.item, task.index)
+        with self._change:
+            now = self._clock()
+            task.done = True
+            self._open.discard(task)
+            self._done += len(view)
+            self._last_success = now
+            self.stats.bytes_written += len(view)
+            self.stats.chunks += 1
+            if self.stats.first_chunk_seconds is None:
+                self.stats.first_chunk_seconds = now - self._begun
+            self._change.notify_all()
+            done = self._done
+        self._progress(done, self._total)
+
+    def _note_failure(self, task: _Task, source: Source, error: TransferError) -> None:
+        if task.done or self._error is not None:
+            self._put_back(task, source)
+            self._book.release(source)
+            return
+        self._book.bad(source, str(error), pause=error.pause)
+        with self._change:
+            if error.pause is None:
+                self.stats.faults.append(Fault(source.url, "failed", str(error)))
+        self._put_back(task, source)
+
+    def _note_lie(self, task: _Task, source: Source) -> None:
+        reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
+        self._book.lied(source, reason)
+        with self._change:
+            self.stats.faults.append(Fault(source.url, "lie", reason))
+            self.stats.refetched += 1
+            task.excluded.add(source.url)
+        self._put_back(task, source)
+
+    def _put_back(self, task: _Task, source: Source) -> None:
+        with self._change:
+            task.running.pop(source.url, None)
+            if not task.claimed and not task.running and task not in self._queue:
+                self._queue.appendleft(task)
+            self._change.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._change:
+            if self._error is None:
+                self._error = error
+            self._change.notify_all()
+
+
+def _verified_chunks(path: Path, item: Item) -> Iterator[int]:
+    """Indices of the chunks of a partial file that are there and right; holes cost nothing."""
+    with open_regular(path) as fd:
+        for index, digest in enumerate(item.chunks):
+            offset, length = item.span(index)
+            with contextlib.suppress(OSError):  # ENXIO: no data behind; or no such seek here
+                if os.lseek(fd, offset, os.SEEK_DATA) >= offset + length:
+                    continue
+            try:
+                data = read_at(fd, offset, length)
+            except PrimeError:
+                return
+            if blake3(data).digest() == to_bytes(digest):
+                yield index

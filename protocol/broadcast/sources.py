@@ -1,0 +1,158 @@
+"""Where to fetch from: what each source has delivered so far, and whom to ask next.
+
+Sources earn their place by measured throughput; failures cost a growing pause, a wrong chunk bans
+the sender. Origins are asked only when no relay or mirror is left, so that the trainer's uplink is
+spared.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from protocol.core.errors import MalformedError
+
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 30.0
+BAN = 600.0
+"""Seconds for which a sender of a wrong chunk is not asked again."""
+SMOOTHING = 0.3
+
+
+@dataclass
+class Source:
+    """One server under its base URL. Rates in bytes per second; times by the book's clock."""
+
+    url: str
+    role: str = "unknown"
+    """"relay", "origin" or "mirror" once it was asked."""
+    rate: float = 0.0
+    in_use: int = 0
+    failures: int = 0
+    resting_until: float = 0.0
+    banned: bool = False
+    last_error: str = ""
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A source that did wrong, for reports and logs. `kind` "lie" means bytes that do not hash."""
+
+    url: str
+    kind: str
+    reason: str
+
+
+@dataclass
+class SourceBook:
+    """Thread-safe memory of sources over many fetches. `clock` in seconds, monotonic."""
+
+    clock: Callable[[], float] = time.monotonic
+    _sources: dict[str, Source] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def get(self, url: str) -> Source:
+        """The record of a base URL. Raises MalformedError unless it is http(s) with a host."""
+        url = normal_url(url)
+        with self._lock:
+            if url not in self._sources:
+                self._sources[url] = Source(url)
+            return self._sources[url]
+
+    def urls(self, urls: Iterable[str]) -> list[str]:
+        """The usable ones among `urls`, normalised, without doubles, in order."""
+        found: dict[str, None] = {}
+        for url in urls:
+            try:
+                found[normal_url(url)] = None
+            except MalformedError:
+                continue
+        return list(found)
+
+    def pick(
+        self, urls: Collection[str], excluded: Collection[str], per_source: int
+    ) -> Source | None:
+        """Takes the best free source: relays and mirrors before origins, then the fastest, the
+        unmeasured first of all (so that each is tried once), then list order. None if all are
+        busy, resting or banned. Give it back with `good`, `bad`, `lied` or `release`."""
+        with self._lock:
+            now = self.clock()
+            known = [self.get(url) for url in urls if url not in excluded]
+            alive = [s for s in known if not s.banned or s.resting_until <= now]
+            standing = [s for s in alive if s.resting_until <= now]
+            if any(s.role != "origin" for s in standing):
+                standing = [s for s in standing if s.role != "origin"]
+            free = [s for s in standing if s.in_use < per_source]
+            if not free:
+                return None
+            best = max(free, key=lambda s: s.rate or math.inf)
+            best.in_use += 1
+            return best
+
+    def next_chance(self, urls: Collection[str], excluded: Collection[str]) -> float | None:
+        """Seconds until some source may be asked (0 if one only is busy); None if all are banned
+        or excluded."""
+        with self._lock:
+            now = self.clock()
+            waits = [
+                max(0.0, s.resting_until - now)
+                for s in (self.get(url) for url in urls if url not in excluded)
+                if not s.banned
+            ]
+            return min(waits, default=None)
+
+    def good(self, source: Source, count: int, seconds: float) -> None:
+        """`count` verified bytes came in `seconds`."""
+        with self._lock:
+            source.in_use -= 1
+            source.failures = 0
+            source.banned = False
+            source.bytes_received += count
+            rate = count / max(seconds, 1e-6)
+            source.rate = (
+                rate if not source.rate else source.rate + SMOOTHING * (rate - source.rate)
+            )
+
+    def bad(self, source: Source, reason: str, *, pause: float | None = None) -> None:
+        """It failed, stalled or lacks the object: it rests, longer each time."""
+        with self._lock:
+            source.in_use -= 1
+            source.failures += 1
+            source.last_error = reason
+            grown = FIRST_PAUSE * 2.0 ** min(source.failures - 1, 10)
+            source.resting_until = self.clock() + min(LONGEST_PAUSE, pause or grown)
+            source.rate /= 2
+
+    def lied(self, source: Source, reason: str) -> None:
+        """It sent bytes that do not hash to what was asked for."""
+        with self._lock:
+            source.in_use -= 1
+            source.banned = True
+            source.last_error = reason
+            source.resting_until = self.clock() + BAN
+
+    def release(self, source: Source) -> None:
+        """Not used after all, through no fault of its own."""
+        with self._lock:
+            source.in_use -= 1
+
+
+def normal_url(url: str) -> str:
+    """Base URL without a trailing slash. Raises MalformedError unless http(s) with a host and
+    without credentials, query or fragment."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise MalformedError(f"not a URL: {url[:120]!r}") from error
+    fit = parts.scheme in ("http", "https") and parts.hostname and port != 0
+    if not fit or parts.username or parts.password or parts.query or parts.fragment:
+        raise MalformedError(f"not the base URL of a source: {url[:120]!r}")
+    if any(ord(letter) <= 32 or ord(letter) >= 127 for letter in url):
+        raise MalformedError(f"not the base URL of a source: {url[:120]!r}")
+    return url.rstrip("/")
