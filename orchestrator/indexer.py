@@ -7,17 +7,21 @@ from what is left. So a rollback needs no undo, and an event may come twice.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.context import PoolContext
-from orchestrator.settlement import refresh_credits
-from orchestrator.store import chain, leases, nodes, schema, submissions
+from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, refresh_credits
+from orchestrator.store import chain, leases, meta, nodes, schema, submissions
 from orchestrator.store.chain import EventRow
+from orchestrator.store.engine import Store
 from orchestrator.store.rows import insert_new
+from protocol.chain.events import Event
+from protocol.chain.watcher import BlockRef, Confirmed, Watcher
 from protocol.core.ids import Address, Digest
 from protocol.core.lifecycle import LeaseState, NodeEventKind, NodeState, step_lease, step_node
 
@@ -25,10 +29,101 @@ log = logging.getLogger(__name__)
 
 MEMBERSHIP_EVENTS = ("NodeJoined", "NodeLeft", "NodeEjected")
 SLASH_EVENTS = ("SlashProposed", "SlashExecuted", "SlashCancelled")
+CURSOR = "chain"
+REMEMBERED_BLOCKS = 256
+"""Blocks with events that are remembered by hash, to find where a reorganisation began."""
+SEEN_SECONDS = 2.0
+"""How often a look at a chain that stands still is written down."""
+
+
+def run_indexer_tick(
+    store: Store, context: PoolContext, watcher: Watcher, now: Callable[[], float]
+) -> list[Event]:
+    """Takes in what the chain has confirmed or retracted since the last tick; returns the new
+    events of this pool. Each step is one transaction, with its cursor.
+
+    Raises UnavailableError if no endpoint answers: the next tick goes on where this one was.
+    """
+    with store.read() as connection:
+        trail = remembered(connection)
+    taken: list[Event] = []
+    steps = 0
+    for step in watcher.poll(trail):
+        steps += 1
+        with store.begin() as connection:
+            if isinstance(step, Confirmed):
+                mine = [e for e in step.events if getattr(e, "pool", context.pool) == context.pool]
+                rows = [_store_event(connection, event) for event in mine]
+                meta.put(connection, CHAIN_BLOCK, str(step.block.number))
+                meta.put(connection, CHAIN_TIME, str(step.block_time))
+                taken += mine
+            else:
+                rows = chain.retract(connection, step.block.number + 1)
+                log.warning(
+                    "the chain went back to block %d; %d events are retracted",
+                    step.block.number,
+                    len(rows),
+                )
+            chain.set_cursor(connection, CURSOR, step.block.number, step.block.hash)
+            derive(connection, context, rows, now())
+            meta.put(connection, meta.CHAIN_SEEN_AT, str(int(now())))
+    if not steps:
+        _note_seen(store, now())
+    return taken
+
+
+def remembered(connection: Connection) -> list[BlockRef]:
+    """The cursor, after the newest blocks whose events are stored (ascending)."""
+    cursor = chain.cursor(connection, CURSOR)
+    if cursor is None:
+        return []
+    table = schema.chain_events
+    rows = connection.execute(
+        sa.select(table.c.block, table.c.block_hash)
+        .where(table.c.block < cursor[0])
+        .distinct()
+        .order_by(table.c.block.desc())
+        .limit(REMEMBERED_BLOCKS)
+    ).all()
+    return [
+        *(BlockRef(row.block, Digest(row.block_hash)) for row in reversed(rows)),
+        BlockRef(*cursor),
+    ]
+
+
+def _store_event(connection: Connection, event: Event) -> EventRow:
+    args = event.args()
+    chain.add_event(
+        connection,
+        block_hash=event.block_hash,
+        log_index=event.log_index,
+        block=event.block,
+        block_time=event.block_time,
+        tx_hash=event.tx_hash,
+        name=event.name,
+        args=args,
+    )
+    return EventRow(
+        event.block_hash,
+        event.log_index,
+        event.block,
+        event.block_time,
+        event.tx_hash,
+        event.name,
+        json.dumps(args, sort_keys=True),
+    )
+
+
+def _note_seen(store: Store, now: float) -> None:
+    with store.read() as connection:
+        seen = meta.get(connection, meta.CHAIN_SEEN_AT)
+    if seen is None or now - int(seen) >= SEEN_SECONDS:
+        with store.begin() as connection:
+            meta.put(connection, meta.CHAIN_SEEN_AT, str(int(now)))
 
 
 def derive(
-    connection: Connection, context: PoolContext, events: Iterable[EventRow], now: float
+    connection: Connection, context: PoolContext, events: Sequence[EventRow], now: float
 ) -> None:
     """Brings up to date the columns of every subject that `events` speak of (come or gone)."""
     for event in events:

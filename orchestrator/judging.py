@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 from orchestrator import slashing
 from orchestrator.context import PoolContext
 from orchestrator.indexer import apply_node_event
-from orchestrator.outbox import queue_intent
+from orchestrator.intents import queue_intent
 from orchestrator.settlement import refresh_credits
 from orchestrator.store import groups, jobs, leases, schema, submissions
 from orchestrator.store.engine import Store

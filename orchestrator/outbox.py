@@ -1,70 +1,211 @@
 """Intents: what an account means to do on chain, written down before it is done.
 
-A row of `intents` is queued in the transaction that gives rise to it; its id is derived from the
-fact itself, so that the same fact queues one intent however often it is stated. `run_outbox_tick`
-turns queued intents of one lane (the account that sends) into calls, hands them to the lane's
-Sender, and copies back what became of them. With the RPC down, rows stay queued.
+Intents are queued by `orchestrator.intents`, in the transaction that gives rise to them.
+`run_outbox_tick` turns those of one lane (the account that sends) into calls, hands them to that
+account's Sender, and copies back what became of them. With the RPC down, rows stay where they are.
 
-    queued ──► sent ──► confirmed
+    queued ──► sent ──► confirmed          queued ⟲ while what it needs is not there yet
        └─────────┴────► failed (with the decoded error)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from sqlalchemy import update
-from sqlalchemy.engine import Connection
+import sqlalchemy as sa
+from sqlalchemy import Connection
 
+from orchestrator import roots
+from orchestrator.context import PoolContext
 from orchestrator.store import intents as store_intents
-from orchestrator.store.schema import intents
-from protocol.core.ids import Address
+from orchestrator.store import schema, submissions
+from orchestrator.store.engine import Store
+from orchestrator.store.intents import IntentRow
+from protocol.chain.client import Call
+from protocol.chain.contracts import Contracts
+from protocol.chain.journal import Intent
+from protocol.chain.sender import Sender
+from protocol.core import ids
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.errors import ConflictError
+from protocol.core.ids import Digest
+from protocol.core.node import Invite
+from protocol.core.signing import Statement
 
-IntentKind = Literal[
-    "join", "root", "policy", "reward_root", "eject", "set_validator", "propose", "execute"
-]
-"""Payloads (JSON; digests, addresses and signatures as text, wei as decimal text):
-
-join           {"invite": Invite, "signature"}                        id join:<node>:<deadline>
-policy         {"statement": PolicyStatement, "signature"}            id policy:<version>
-root           {"root", "count", "leaves_object"}                     id root:<root>
-reward_root    {"epoch", "root", "cumulative_total", "object"}        id reward_root:<epoch>
-eject          {"node"}                                               id eject:<node>:<why>
-set_validator  {"validator", "on"}                                    id set_validator:<v>:<on>
-propose        {"submission_digest"}                                  id propose:<digest>
-execute        {"proposal_id"}                                        id execute:<proposal id>
-"""
+log = logging.getLogger(__name__)
+S = TypeVar("S", bound=Statement)
 
 
-def queue_intent(
-    connection: Connection,
-    *,
-    lane: Address,
-    kind: IntentKind,
-    key: str,
-    payload: Mapping[str, Any],
-    now: float,
-) -> str:
-    """Queues the intent "<kind>:<key>" on `lane` unless it is there already; returns its id.
+def run_outbox_tick(
+    store: Store,
+    context: PoolContext,
+    contracts: Contracts,
+    sender: Sender,
+    now: Callable[[], float],
+) -> int:
+    """One round of the lane `sender.address`; returns how many of its intents are not finished.
 
-    Call it inside the transaction that decides the fact.
+    hand over what is queued → let the sender look at the chain once → copy back what it found.
+    Killed anywhere, the next round does the rest: handing over twice is harmless (same id, same
+    call), and the store follows the sender's journal.
     """
-    intent = f"{kind}:{key}"
-    store_intents.enqueue(connection, intent, lane=lane, kind=kind, payload=payload, now=now)
-    return intent
+    _hand_over(store, context, contracts, sender, now())
+    sender.tick()
+    return _copy_back(store, sender, now())
 
 
-def requeue_failed(connection: Connection, intent: str, now: float, *, not_before: float) -> bool:
-    """Puts a failed intent back in the queue (its cause may have gone) if it failed before
-    `not_before`; True if it did."""
-    done = connection.execute(
-        update(intents)
-        .where(
-            intents.c.id == intent,
-            intents.c.status == "failed",
-            intents.c.updated_at <= not_before,
-        )
-        .values(status="queued", error=None, tx_hash=None, updated_at=now)
+def _hand_over(
+    store: Store, context: PoolContext, contracts: Contracts, sender: Sender, now: float
+) -> None:
+    with store.read() as connection:
+        queued = store_intents.pending(connection, sender.address)
+        # what this journal does not know was lost with an older one: hand it over again
+        sent = store_intents.pending(connection, sender.address, ("sent",))
+        lost = [row for row in sent if sender.status(row.id) is None]
+        ready: list[tuple[IntentRow, Call | ConflictError]] = []
+        for row in [*lost, *queued]:
+            try:
+                call = build_call(connection, context, contracts, row.kind, row.arguments())
+            except ConflictError as error:
+                ready.append((row, error))
+                continue
+            if call is not None:
+                ready.append((row, call))
+    for row, outcome in ready:
+        failure = str(outcome) if isinstance(outcome, ConflictError) else None
+        if isinstance(outcome, Call):
+            try:
+                if sender.submit(row.id, outcome).status == "failed":
+                    sender.retry(row.id)
+            except ConflictError as error:
+                failure = str(error)
+        with store.begin() as connection:
+            status = "failed" if failure else "sent"
+            store_intents.update(connection, row.id, status, now=now, error=failure)
+        if failure:
+            log.error("intent %s failed: %s", row.id, failure)
+
+
+def _copy_back(store: Store, sender: Sender, now: float) -> int:
+    reopened = {intent.id for intent in sender.open_intents()}
+    with store.read() as connection:
+        rows = store_intents.pending(connection, sender.address, ("sent",), limit=1000)
+        if reopened:  # a reorganisation took a mined one off the chain
+            rows += [
+                row
+                for name in sorted(reopened)
+                if (row := store_intents.get(connection, name)) is not None
+                and row.status == "confirmed"
+            ]
+        waiting = len(store_intents.pending(connection, sender.address, limit=1000))
+    open_count = waiting
+    for row in rows:
+        found = sender.status(row.id)
+        if found is None:
+            continue
+        status = "sent" if found.status == "queued" else found.status
+        open_count += status == "sent"
+        tx_hash = _hash_of(found)
+        if (status, tx_hash, found.block) == (row.status, row.tx_hash, row.block):
+            continue
+        error = str(found.error) if found.error is not None else None
+        with store.begin() as connection:
+            store_intents.update(
+                connection,
+                row.id,
+                status,
+                now=now,
+                tx_hash=tx_hash,
+                block=found.block,
+                error=error,
+            )
+        if status == "failed":
+            log.error("intent %s failed: %s", row.id, error)
+        elif status == "confirmed":
+            log.info("intent %s is confirmed in block %s (%s)", row.id, found.block, tx_hash)
+    return open_count
+
+
+def _hash_of(intent: Intent) -> Digest | None:
+    if intent.tx_hash is not None:
+        return intent.tx_hash
+    return intent.hashes[-1] if intent.hashes else None
+
+
+def build_call(
+    connection: Connection,
+    context: PoolContext,
+    contracts: Contracts,
+    kind: str,
+    payload: Mapping[str, Any],
+) -> Call | None:
+    """The call that an intent stands for, or None while it has to wait.
+
+    Raises ConflictError if it can never be sent any more.
+    """
+    pool = context.pool
+    match kind:
+        case "join":
+            signature = ids.signature(payload["signature"])
+            return contracts.pools.join(_statement(Invite, payload["invite"]), signature)
+        case "policy":
+            signature = ids.signature(payload["signature"])
+            statement = _statement(PolicyStatement, payload["statement"])
+            return contracts.pools.publish_policy(statement, signature)
+        case "root":
+            return contracts.work.post_root(
+                pool,
+                ids.digest(payload["root"]),
+                int(payload["count"]),
+                ids.digest(payload["leaves_object"]),
+            )
+        case "reward_root":
+            return contracts.rewards.post_reward_root(
+                pool,
+                int(payload["epoch"]),
+                ids.digest(payload["root"]),
+                int(payload["cumulative_total"]),
+                ids.digest(payload["object"]),
+            )
+        case "eject":
+            return contracts.pools.eject(pool, ids.address(payload["node"]))
+        case "set_validator":
+            validator = ids.address(payload["validator"])
+            return contracts.pools.set_validator(pool, validator, bool(payload["on"]))
+        case "execute":
+            return contracts.slasher.execute(int(payload["proposal_id"]))
+        case "propose":
+            return _propose(connection, contracts, ids.digest(payload["submission_digest"]))
+    raise ConflictError(f"no transaction is known for intents of kind {kind!r}")
+
+
+def _propose(connection: Connection, contracts: Contracts, digest: Digest) -> Call | None:
+    slashes = schema.slashes
+    slash = connection.execute(
+        sa.select(slashes).where(slashes.c.submission_digest == digest)
+    ).first()
+    row = submissions.get(connection, digest)
+    if slash is None or row is None or slash.status != "queued":
+        raise ConflictError(f"the slash for submission {digest} is proposed or given up already")
+    found = roots.proof_of(connection, digest)
+    if found is None:
+        return None  # its root is not confirmed yet
+    seq, proof = found
+    signed = row.signed()
+    return contracts.slasher.propose(
+        signed.submission,
+        signed.node,
+        signed.signature,
+        seq,
+        proof,
+        Digest(slash.evidence),
+        slash.reason,
+        int(slash.amount),
     )
-    return bool(done.rowcount)
+
+
+def _statement(kind: type[S], value: Any) -> S:
+    return kind.model_validate_json(json.dumps(value))

@@ -13,7 +13,7 @@ from sqlalchemy import and_, insert, select, update
 from sqlalchemy.engine import Connection
 
 from orchestrator.context import PoolContext
-from orchestrator.outbox import queue_intent
+from orchestrator.intents import queue_intent
 from orchestrator.store.engine import Store
 from orchestrator.store.schema import roots, submissions
 from protocol.core import encoding

@@ -16,15 +16,14 @@ from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
 from orchestrator.context import PoolContext, read_object
-from orchestrator.outbox import queue_intent, requeue_failed
+from orchestrator.intents import queue_intent, requeue_failed
+from orchestrator.store import meta as store_meta
 from orchestrator.store.engine import Store
-from orchestrator.store.rows import upsert
 from orchestrator.store.schema import (
     chain_events,
     credits,
     jobs,
     leases,
-    meta,
     reward_roots,
     roots,
     slashes,
@@ -47,6 +46,10 @@ from protocol.storage.base import ObjectStore, put_object
 
 log = logging.getLogger(__name__)
 
+CHAIN_BLOCK = "chain_block"
+"""Key in `meta`: number of the newest block that the indexer has taken in."""
+CHAIN_TIME = "chain_time"
+"""Key in `meta`: that block's time, Unix seconds."""
 _OPEN = ("queued", "proposed")
 _LOOKED = "settlement_looked_to"
 
@@ -61,14 +64,8 @@ class ChainClock:
 
 def chain_clock(connection: Connection) -> ChainClock | None:
     """Where the indexer stands, or None before its first block."""
-    values = dict(
-        connection.execute(
-            select(meta.c.key, meta.c.value).where(meta.c.key.in_(("chain_block", "chain_time")))
-        ).all()
-    )
-    if len(values) < 2:
-        return None
-    return ChainClock(int(values["chain_block"]), int(values["chain_time"]))
+    block, time = store_meta.get(connection, CHAIN_BLOCK), store_meta.get(connection, CHAIN_TIME)
+    return None if block is None or time is None else ChainClock(int(block), int(time))
 
 
 def due_epoch(chain_time: int, *, epoch_seconds: int, validity_seconds: int) -> int:
@@ -107,10 +104,10 @@ def settle_epochs(
             clock.time, epoch_seconds=run.epoch_seconds, validity_seconds=run.validity_seconds
         )
         settled_to = -1 if last is None else int(last.epoch)
-        looked_to = connection.execute(select(meta.c.value).where(meta.c.key == _LOOKED)).scalar()
+        looked_to = store_meta.get(connection, _LOOKED)
         if epoch <= max(settled_to, int(looked_to or -1)):
             return None
-        upsert(connection, meta, {"key": _LOOKED, "value": str(epoch)})
+        store_meta.put(connection, _LOOKED, str(epoch))
     previous = None if last is None else _load(objects, Digest(last.object))
     held = [f.submission_digest for f in previous.files if f.state == "held"] if previous else []
     with store.read() as connection:

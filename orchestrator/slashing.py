@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.context import PoolContext
-from orchestrator.outbox import queue_intent
+from orchestrator.intents import queue_intent
 from orchestrator.settlement import ChainClock, chain_clock, refresh_credits
 from orchestrator.store import schema
 from orchestrator.store.engine import Store
