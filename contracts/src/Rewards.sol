@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { IERC20 } from "@openzeppelin/contracts/token/ERC20/IERC20.sol";
+import { SafeERC20 } from "@openzeppelin/contracts/token/ERC20/utils/SafeERC20.sol";
+import {
+    ReentrancyGuardTransient
+} from "@openzeppelin/contracts/utils/ReentrancyGuardTransient.sol";
+import { MerkleProof } from "@openzeppelin/contracts/utils/cryptography/MerkleProof.sol";
+import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
+
+import { Pools } from "./Pools.sol";
+import { Registry } from "./Registry.sol";
+import { StakeVault } from "./StakeVault.sol";
+import { Errors } from "./libraries/Errors.sol";
+import { Periods } from "./libraries/Periods.sol";
+import { Statements } from "./libraries/Statements.sol";
+
+/// @title Holds the pools' funds and pays the nodes' providers from them.
+/// @notice A reward root promises each node a cumulative amount since the pool began. It can be
+/// posted once no leaf of its epoch can be rejected any more, reserves what it adds from the pool's
+/// free funds, and can be claimed after a public check, in which the guardian may disable it.
+///
+/// Tokens held = Σ free + Σ reserved, over all pools.
+contract Rewards is ReentrancyGuardTransient {
+    using SafeCast for uint256;
+    using SafeERC20 for IERC20;
+
+    /// @notice A pool received funds.
+    event Funded(uint256 indexed pool, address indexed from, uint256 amount);
+    /// @notice Free funds of an ended pool went back to its manager.
+    event Refunded(uint256 indexed pool, address indexed to, uint256 amount);
+    /// @notice A reward root was posted. `object` is the digest of the published table behind it.
+    event RewardRootPosted(
+        uint256 indexed pool,
+        uint64 indexed epoch,
+        bytes32 root,
+        uint256 cumulativeTotal,
+        bytes32 object,
+        uint64 claimableAt
+    );
+    /// @notice The root of `epoch` and all that were posted on top of it, up to the one of `last`,
+    /// are void; they can be posted anew.
+    event RewardRootDisabled(uint256 indexed pool, uint64 indexed epoch, uint64 last);
+    /// @notice A node's rewards were paid to its provider's payout account.
+    event Claimed(uint256 indexed pool, address indexed node, address payout, uint256 amount);
+
+    /// @param free Funds that nobody is promised.
+    /// @param reserved Promised by the live roots and not yet claimed.
+    /// @param total Cumulative total of the last live root.
+    /// @param liveRoots Number of live roots.
+    /// @param nextEpoch The earliest epoch that the next root can be for.
+    struct Funds {
+        uint128 free;
+        uint128 reserved;
+        uint128 total;
+        uint64 liveRoots;
+        uint64 nextEpoch;
+    }
+
+    /// @param previousTotal Cumulative total before this root.
+    /// @param index Its place among the live roots.
+    /// @param previousNextEpoch `nextEpoch` before this root.
+    struct RewardRoot {
+        bytes32 root;
+        uint64 claimableAt;
+        uint64 index;
+        uint64 previousNextEpoch;
+        uint128 previousTotal;
+    }
+
+    /// @notice What rewards are counted in.
+    IERC20 public immutable token;
+    /// @notice Says where a provider's rewards go.
+    Registry public immutable registry;
+    /// @notice The training runs.
+    Pools public immutable pools;
+    /// @notice May disable a root before it can be claimed.
+    address public immutable guardian;
+    /// @notice From when on the guardian can do nothing.
+    uint64 public immutable guardianEnds;
+    uint64 private immutable _epochLength;
+    uint64 private immutable _validity;
+    uint64 private immutable _rewardDelay;
+
+    /// @notice What a node was paid so far.
+    mapping(uint256 pool => mapping(address node => uint256)) public claimed;
+    mapping(uint256 pool => Funds) private _funds;
+    mapping(uint256 pool => mapping(uint64 epoch => RewardRoot)) private _roots;
+    /// @dev Epochs of the live roots; entries from `liveRoots` on are stale.
+    mapping(uint256 pool => mapping(uint64 index => uint64)) private _epochs;
+
+    /// @param token_ A plain ERC-20.
+    /// @param registry_ Says where a provider's rewards go.
+    /// @param pools_ The training runs.
+    /// @param vault_ Says the network's periods.
+    /// @param guardian_ May disable a root before it can be claimed.
+    /// @param guardianEnds_ From when on it can do nothing.
+    constructor(
+        IERC20 token_,
+        Registry registry_,
+        Pools pools_,
+        StakeVault vault_,
+        address guardian_,
+        uint64 guardianEnds_
+    ) {
+        if (
+            address(token_) == address(0) || address(registry_) == address(0)
+                || address(pools_) == address(0)
+        ) revert Errors.ZeroAddress();
+        Periods memory p = vault_.periods();
+        token = token_;
+        registry = registry_;
+        pools = pools_;
+        guardian = guardian_;
+        guardianEnds = guardianEnds_;
+        _epochLength = p.epochLength;
+        _validity = p.validity;
+        _rewardDelay = p.rewardDelay;
+    }
+
+    /// @notice Adds to a pool's funds. By anyone, while the pool runs. Needs an allowance.
+    function fund(uint256 pool, uint256 amount) external nonReentrant {
+        if (pools.hasEnded(pool)) revert Errors.PoolHasEnded(pool);
+        if (amount == 0) revert Errors.ZeroAmount();
+        _funds[pool].free += amount.toUint128();
+        emit Funded(pool, msg.sender, amount);
+
+        uint256 before = token.balanceOf(address(this));
+        token.safeTransferFrom(msg.sender, address(this), amount);
+        uint256 received = token.balanceOf(address(this)) - before;
+        if (received != amount) revert Errors.TokenNotPlain(amount, received);
+    }
+
+    /// @notice Takes back what nobody is promised. By the manager of an ended pool, which posts the
+    /// last reward roots first.
+    function refund(uint256 pool) external nonReentrant {
+        if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
+        if (!pools.hasEnded(pool)) revert Errors.PoolNotEnded(pool);
+        uint256 amount = _funds[pool].free;
+        if (amount == 0) revert Errors.NothingToRefund(pool);
+        _funds[pool].free = 0;
+        emit Refunded(pool, msg.sender, amount);
+
+        token.safeTransfer(msg.sender, amount);
+    }
+
+    /// @notice Promises rewards for the work of an epoch and all before it. By the manager.
+    /// @param pool The pool.
+    /// @param epoch The epoch; later than the last live root's.
+    /// @param root Merkle root over `Statements.rewardLeaf(node, cumulative)`.
+    /// @param cumulativeTotal Sum of the leaves' amounts.
+    /// @param object Digest of the published table.
+    function postRewardRoot(
+        uint256 pool,
+        uint64 epoch,
+        bytes32 root,
+        uint256 cumulativeTotal,
+        bytes32 object
+    ) external {
+        if (pools.managerOf(pool) != msg.sender) {
+            revert Errors.NotAllowed(msg.sender);
+        }
+        if (root == 0) revert Errors.ZeroDigest();
+        // The epoch's last leaf can be rejected up to and including (epoch + 1) · length − 1 +
+        // validity.
+        uint256 from = (uint256(epoch) + 1) * _epochLength + _validity;
+        if (block.timestamp < from) revert Errors.EpochStillOpen(epoch, from);
+        Funds memory f = _funds[pool];
+        if (epoch < f.nextEpoch) revert Errors.EpochNotNext(epoch, f.nextEpoch);
+        if (cumulativeTotal < f.total) revert Errors.TotalShrank(f.total, cumulativeTotal);
+        uint256 added = cumulativeTotal - f.total;
+        if (added > f.free) revert Errors.InsufficientFunds(pool, f.free, added);
+
+        uint64 claimableAt = uint64(block.timestamp) + _rewardDelay;
+        _roots[pool][epoch] = RewardRoot({
+            root: root,
+            claimableAt: claimableAt,
+            index: f.liveRoots,
+            previousNextEpoch: f.nextEpoch,
+            previousTotal: f.total
+        });
+        _epochs[pool][f.liveRoots] = epoch;
+        // `added` is at most `free`, and `cumulativeTotal` the sum of two 128-bit numbers' parts.
+        _funds[pool] = Funds({
+            free: f.free - added.toUint128(),
+            reserved: f.reserved + added.toUint128(),
+            total: cumulativeTotal.toUint128(),
+            liveRoots: f.liveRoots + 1,
+            nextEpoch: epoch + 1
+        });
+        emit RewardRootPosted(pool, epoch, root, cumulativeTotal, object, claimableAt);
+    }
+
+    /// @notice Voids a root that cannot be claimed yet, and with it all later ones, which build on
+    /// it. By the guardian, until its power ends.
+    function disable(uint256 pool, uint64 epoch) external {
+        if (msg.sender != guardian) revert Errors.NotAllowed(msg.sender);
+        if (block.timestamp >= guardianEnds) revert Errors.GuardianEnded(guardianEnds);
+        RewardRoot memory r = _live(pool, epoch);
+        if (block.timestamp >= r.claimableAt) {
+            revert Errors.CheckOver(r.claimableAt, block.timestamp);
+        }
+
+        Funds storage f = _funds[pool];
+        uint64 last = f.nextEpoch - 1;
+        uint128 taken = f.total - r.previousTotal;
+        f.free += taken;
+        f.reserved -= taken;
+        f.total = r.previousTotal;
+        f.liveRoots = r.index;
+        f.nextEpoch = r.previousNextEpoch;
+        emit RewardRootDisabled(pool, epoch, last);
+    }
+
+    /// @notice Pays what a node has earned and not yet been paid, to its provider's payout account.
+    /// @dev Anyone may call; the money has one place to go.
+    /// @param pool The pool.
+    /// @param epoch A live reward root's epoch; the newest claimable pays most.
+    /// @param node The node.
+    /// @param cumulative Its cumulative amount in that root.
+    /// @param proof Merkle path.
+    function claim(
+        uint256 pool,
+        uint64 epoch,
+        address node,
+        uint256 cumulative,
+        bytes32[] calldata proof
+    ) external nonReentrant {
+        RewardRoot memory r = _live(pool, epoch);
+        if (block.timestamp < r.claimableAt) {
+            revert Errors.NotClaimableYet(r.claimableAt, block.timestamp);
+        }
+        bytes32 leaf = Statements.rewardLeaf(node, cumulative);
+        if (!MerkleProof.verifyCalldata(proof, r.root, leaf)) {
+            revert Errors.BadRewardProof(node, cumulative);
+        }
+        uint256 paid = claimed[pool][node];
+        if (cumulative <= paid) revert Errors.NothingToClaim(node, paid);
+        uint256 amount = cumulative - paid;
+        uint256 reserved = _funds[pool].reserved;
+        if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);
+        (address provider,) = pools.liabilityOf(pool, node);
+        address payout = registry.payoutOf(provider);
+        if (payout == address(0)) revert Errors.UnknownNode(node);
+
+        claimed[pool][node] = cumulative;
+        _funds[pool].reserved = (reserved - amount).toUint128();
+        emit Claimed(pool, node, payout, amount);
+
+        token.safeTransfer(payout, amount);
+    }
+
+    /// @notice A pool's funds: what nobody is promised, and what is promised and not yet claimed.
+    function funds(uint256 pool) external view returns (uint256 free, uint256 reserved) {
+        return (_funds[pool].free, _funds[pool].reserved);
+    }
+
+    /// @notice A pool's cumulative total and the earliest epoch of its next root.
+    function progress(uint256 pool) external view returns (uint256 total, uint64 nextEpoch) {
+        return (_funds[pool].total, _funds[pool].nextEpoch);
+    }
+
+    /// @notice The reward root last posted for an epoch, zeros if none was.
+    function rewardRoot(uint256 pool, uint64 epoch)
+        external
+        view
+        returns (bytes32 root, uint64 claimableAt, bool disabled)
+    {
+        RewardRoot storage r = _roots[pool][epoch];
+        return (r.root, r.claimableAt, r.root != 0 && !_isLive(pool, epoch, r.index));
+    }
+
+    function _live(uint256 pool, uint64 epoch) private view returns (RewardRoot memory r) {
+        r = _roots[pool][epoch];
+        if (r.root == 0 || !_isLive(pool, epoch, r.index)) {
+            revert Errors.UnknownRewardRoot(pool, epoch);
+        }
+    }
+
+    function _isLive(uint256 pool, uint64 epoch, uint64 index) private view returns (bool) {
+        return index < _funds[pool].liveRoots && _epochs[pool][index] == epoch;
+    }
+}

@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { IERC20 } from "@openzeppelin/contracts/token/ERC20/IERC20.sol";
+import { ERC20Burnable } from "@openzeppelin/contracts/token/ERC20/extensions/ERC20Burnable.sol";
+import { IERC20Permit } from "@openzeppelin/contracts/token/ERC20/extensions/IERC20Permit.sol";
+import { SafeERC20 } from "@openzeppelin/contracts/token/ERC20/utils/SafeERC20.sol";
+import {
+    ReentrancyGuardTransient
+} from "@openzeppelin/contracts/utils/ReentrancyGuardTransient.sol";
+import { Math } from "@openzeppelin/contracts/utils/math/Math.sol";
+import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
+
+import { Errors } from "./libraries/Errors.sol";
+import { Periods } from "./libraries/Periods.sol";
+
+/// @title The only contract that holds stake.
+/// @notice An account's stake is bonded or in a queue of at most eight unbondings. Part of it may be
+/// - committed: bonded stake that the owner's seats in pools need; it cannot be unbonded;
+/// - pending: held for open slashes; it cannot leave, and counts neither as active nor as unbonding.
+/// Pending is a hold, not a move: it sits on bonded stake first, then on the queue, and a slash that
+/// is called off leaves everything where it was.
+///
+/// Tokens held = Σ active + Σ unbonding + Σ pendingSlash, over all accounts.
+/// All slashes of an account that are open together take at most what was slashable when the first
+/// of them was opened (`room`).
+contract StakeVault is ReentrancyGuardTransient {
+    using SafeCast for uint256;
+    using SafeERC20 for IERC20;
+
+    /// @notice Stake was added.
+    event Deposited(address indexed provider, uint256 amount);
+    /// @notice Stake will be free at `matureAt`.
+    event UnbondStarted(address indexed provider, uint256 amount, uint64 matureAt);
+    /// @notice Unbonding stake was bonded again.
+    event Rebonded(address indexed provider, uint256 amount);
+    /// @notice Matured stake went back to its owner.
+    event Withdrawn(address indexed provider, uint256 amount);
+    /// @notice Stake was held for an open slash.
+    event SlashHeld(address indexed provider, uint256 amount);
+    /// @notice A held amount was let go again.
+    event SlashReleased(address indexed provider, uint256 amount);
+    /// @notice Stake was taken by a slash; `to` zero means burned.
+    event Slashed(address indexed provider, uint256 amount, address to);
+
+    /// @param bonded Stake that is not unbonding, the part held for slashes included.
+    /// @param committed What seats in pools need.
+    /// @param openSlashes Number of open slashes.
+    /// @param pending Sum held for open slashes.
+    /// @param room What further slashes may take until all open ones are settled.
+    /// @param queued Sum of the queue, the part held for slashes included.
+    /// @param queueLength Number of entries in the queue, oldest first.
+    struct Account {
+        uint96 bonded;
+        uint96 committed;
+        uint32 openSlashes;
+        uint96 pending;
+        uint96 room;
+        uint96 queued;
+        uint8 queueLength;
+    }
+
+    /// @param amount Stake on its way out.
+    /// @param matureAt From when it can be withdrawn.
+    struct Unbonding {
+        uint96 amount;
+        uint64 matureAt;
+    }
+
+    /// @notice Unbondings that one account can have at a time.
+    uint256 public constant MAX_UNBONDINGS = 8;
+
+    /// @notice What stake is counted in.
+    IERC20 public immutable token;
+    uint64 private immutable _epochLength;
+    uint64 private immutable _validity;
+    uint64 private immutable _slashWindow;
+    uint64 private immutable _disputeWindow;
+    uint64 private immutable _rewardDelay;
+    uint64 private immutable _unbonding;
+    address private immutable _deployer = msg.sender;
+
+    /// @notice May deposit for its caller (`Registry.enroll`).
+    address public registry;
+    /// @notice Commits and releases stake.
+    address public pools;
+    /// @notice Opens and settles slashes.
+    address public slasher;
+
+    mapping(address provider => Account) private _accounts;
+    mapping(address provider => Unbonding[MAX_UNBONDINGS]) private _queues;
+
+    /// @param token_ A plain ERC-20.
+    /// @param p The network's periods; all contracts take them from here.
+    constructor(IERC20 token_, Periods memory p) {
+        if (address(token_) == address(0)) revert Errors.ZeroAddress();
+        if (
+            p.epochLength == 0 || p.validity == 0 || p.slashWindow == 0 || p.disputeWindow == 0
+                || p.rewardDelay == 0
+        ) revert Errors.ZeroPeriod();
+        uint256 liability = uint256(p.validity) + p.slashWindow + p.disputeWindow;
+        if (p.unbonding <= liability) revert Errors.UnbondingTooShort(p.unbonding, liability);
+        token = token_;
+        _epochLength = p.epochLength;
+        _validity = p.validity;
+        _slashWindow = p.slashWindow;
+        _disputeWindow = p.disputeWindow;
+        _rewardDelay = p.rewardDelay;
+        _unbonding = p.unbonding;
+    }
+
+    modifier only(address who) {
+        if (msg.sender != who) revert Errors.NotAllowed(msg.sender);
+        _;
+    }
+
+    /// @notice Tells of the contracts deployed later. Once, by the deployer.
+    function wire(address registry_, address pools_, address slasher_) external only(_deployer) {
+        if (slasher != address(0)) revert Errors.AlreadyWired();
+        if (registry_ == address(0) || pools_ == address(0) || slasher_ == address(0)) {
+            revert Errors.ZeroAddress();
+        }
+        registry = registry_;
+        pools = pools_;
+        slasher = slasher_;
+    }
+
+    // ------------------------------------------------------------------------------- the owner's
+
+    /// @notice Adds to the caller's stake. Needs an allowance.
+    function deposit(uint256 amount) external nonReentrant {
+        _deposit(msg.sender, amount);
+    }
+
+    /// @notice Adds to the caller's stake with an EIP-2612 permit.
+    function depositWithPermit(uint256 amount, uint256 deadline, uint8 v, bytes32 r, bytes32 s)
+        external
+        nonReentrant
+    {
+        _permit(msg.sender, amount, deadline, v, r, s);
+        _deposit(msg.sender, amount);
+    }
+
+    /// @notice The same for `owner`, called by the registry with its own caller as owner.
+    function depositFor(
+        address owner,
+        uint256 amount,
+        uint256 deadline,
+        uint8 v,
+        bytes32 r,
+        bytes32 s
+    ) external nonReentrant only(registry) {
+        _permit(owner, amount, deadline, v, r, s);
+        _deposit(owner, amount);
+    }
+
+    /// @notice Starts to take stake out; it stays slashable until it is withdrawn.
+    /// @param amount At most `unbondable(caller)`.
+    function unbond(uint256 amount) external {
+        if (amount == 0) revert Errors.ZeroAmount();
+        Account storage account = _accounts[msg.sender];
+        uint256 available = _unbondable(account);
+        if (amount > available) revert Errors.StakeNotFree(available, amount);
+        uint256 length = account.queueLength;
+        uint64 matureAt = uint64(block.timestamp) + _unbonding;
+        Unbonding[MAX_UNBONDINGS] storage queue = _queues[msg.sender];
+
+        uint96 amount96 = amount.toUint96();
+        if (length > 0 && queue[length - 1].matureAt == matureAt) {
+            queue[length - 1].amount += amount96;
+        } else {
+            if (length == MAX_UNBONDINGS) revert Errors.TooManyUnbondings(MAX_UNBONDINGS);
+            queue[length] = Unbonding(amount96, matureAt);
+            account.queueLength = uint8(length + 1);
+        }
+        account.bonded -= amount96;
+        account.queued += amount96;
+        emit UnbondStarted(msg.sender, amount, matureAt);
+    }
+
+    /// @notice Bonds unbonding stake again, the newest first.
+    /// @param amount At most `unbonding(caller)`.
+    function rebond(uint256 amount) external {
+        if (amount == 0) revert Errors.ZeroAmount();
+        Account storage account = _accounts[msg.sender];
+        (, uint256 available) = _split(account);
+        if (amount > available) revert Errors.StakeNotFree(available, amount);
+
+        _takeNewest(msg.sender, account, amount);
+        account.bonded += amount.toUint96();
+        emit Rebonded(msg.sender, amount);
+    }
+
+    /// @notice Pays out what has matured and no open slash holds.
+    /// @return amount What was paid.
+    function withdraw() external nonReentrant returns (uint256 amount) {
+        Account storage account = _accounts[msg.sender];
+        (, uint256 available) = _split(account);
+        Unbonding[MAX_UNBONDINGS] storage queue = _queues[msg.sender];
+        uint256 length = account.queueLength;
+        uint256 done;
+        while (done < length && amount < available && queue[done].matureAt <= block.timestamp) {
+            uint256 part = Math.min(queue[done].amount, available - amount);
+            amount += part;
+            if (part < queue[done].amount) {
+                queue[done].amount -= part.toUint96();
+                break;
+            }
+            ++done;
+        }
+        if (amount == 0) revert Errors.NothingToWithdraw(msg.sender);
+
+        for (uint256 i; i < length; ++i) {
+            if (i + done < length) queue[i] = queue[i + done];
+            else if (done > 0) delete queue[i];
+        }
+        account.queueLength = uint8(length - done);
+        account.queued -= amount.toUint96();
+        emit Withdrawn(msg.sender, amount);
+
+        token.safeTransfer(msg.sender, amount);
+    }
+
+    // -------------------------------------------------------------------------------- the pools'
+
+    /// @notice A seat needs `amount` more of the provider's active stake.
+    function commit(address provider, uint256 amount) external only(pools) {
+        Account storage account = _accounts[provider];
+        (uint256 active_,) = _split(account);
+        uint256 needed = account.committed + amount;
+        if (active_ < needed) revert Errors.InsufficientStake(provider, active_, needed);
+        account.committed = needed.toUint96();
+    }
+
+    /// @notice A seat was given up.
+    function release(address provider, uint256 amount) external only(pools) {
+        _accounts[provider].committed -= amount.toUint96();
+    }
+
+    // ------------------------------------------------------------------------------ the slasher's
+
+    /// @notice Holds stake for a proposed slash.
+    /// @param amount What is asked.
+    /// @return held What is held: no more than is there, nor than was at the first open slash.
+    function openSlash(address provider, uint256 amount)
+        external
+        only(slasher)
+        returns (uint256 held)
+    {
+        Account storage account = _accounts[provider];
+        uint256 slashable_ = uint256(account.bonded) + account.queued - account.pending;
+        uint256 room = account.openSlashes == 0 ? slashable_ : account.room;
+        held = Math.min(amount, Math.min(room, slashable_));
+
+        account.room = (room - held).toUint96();
+        account.pending += held.toUint96();
+        ++account.openSlashes;
+        emit SlashHeld(provider, held);
+    }
+
+    /// @notice Lets go what was held for a slash that was called off.
+    function releaseSlash(address provider, uint256 held) external only(slasher) {
+        Account storage account = _accounts[provider];
+        account.pending -= held.toUint96();
+        account.room += held.toUint96();
+        --account.openSlashes;
+        emit SlashReleased(provider, held);
+    }
+
+    /// @notice Takes what was held: bonded stake first, then the newest of the queue.
+    /// @param to Who receives it; zero burns it.
+    function settleSlash(address provider, uint256 held, address to)
+        external
+        nonReentrant
+        only(slasher)
+    {
+        Account storage account = _accounts[provider];
+        uint256 fromBonded = Math.min(held, account.bonded);
+        account.pending -= held.toUint96();
+        --account.openSlashes;
+        account.bonded -= fromBonded.toUint96();
+        if (held > fromBonded) _takeNewest(provider, account, held - fromBonded);
+        emit Slashed(provider, held, to);
+
+        if (to == address(0)) ERC20Burnable(address(token)).burn(held);
+        else token.safeTransfer(to, held);
+    }
+
+    // -------------------------------------------------------------------------------------- views
+
+    /// @notice Bonded stake that no open slash holds.
+    function active(address provider) external view returns (uint256 amount) {
+        (amount,) = _split(_accounts[provider]);
+    }
+
+    /// @notice Stake on its way out that no open slash holds.
+    function unbonding(address provider) external view returns (uint256 amount) {
+        (, amount) = _split(_accounts[provider]);
+    }
+
+    /// @notice What a new slash could take at most: active and unbonding.
+    function slashable(address provider) external view returns (uint256) {
+        (uint256 active_, uint256 unbonding_) = _split(_accounts[provider]);
+        return active_ + unbonding_;
+    }
+
+    /// @notice What open slashes hold.
+    function pendingSlash(address provider) external view returns (uint256) {
+        return _accounts[provider].pending;
+    }
+
+    /// @notice What the provider's seats in pools need.
+    function committed(address provider) external view returns (uint256) {
+        return _accounts[provider].committed;
+    }
+
+    /// @notice What can be unbonded now.
+    function unbondable(address provider) external view returns (uint256) {
+        return _unbondable(_accounts[provider]);
+    }
+
+    /// @notice The whole account, as stored.
+    function accountOf(address provider) external view returns (Account memory) {
+        return _accounts[provider];
+    }
+
+    /// @notice The queue, oldest first.
+    function unbondings(address provider) external view returns (Unbonding[] memory list) {
+        uint256 length = _accounts[provider].queueLength;
+        list = new Unbonding[](length);
+        for (uint256 i; i < length; ++i) {
+            list[i] = _queues[provider][i];
+        }
+    }
+
+    /// @notice The network's periods in seconds.
+    function periods() external view returns (Periods memory) {
+        return Periods({
+            epochLength: _epochLength,
+            validity: _validity,
+            slashWindow: _slashWindow,
+            disputeWindow: _disputeWindow,
+            rewardDelay: _rewardDelay,
+            unbonding: _unbonding
+        });
+    }
+
+    // ------------------------------------------------------------------------------------ private
+
+    /// @dev A permit that somebody carried ahead of us is as good: the allowance is there.
+    function _permit(address owner, uint256 amount, uint256 deadline, uint8 v, bytes32 r, bytes32 s)
+        private
+    {
+        IERC20Permit permit = IERC20Permit(address(token));
+        try permit.permit(owner, address(this), amount, deadline, v, r, s) { }
+        catch (bytes memory reason) {
+            if (token.allowance(owner, address(this)) < amount) {
+                assembly ("memory-safe") {
+                    revert(add(reason, 32), mload(reason))
+                }
+            }
+        }
+    }
+
+    function _deposit(address owner, uint256 amount) private {
+        if (amount == 0) revert Errors.ZeroAmount();
+        _accounts[owner].bonded += amount.toUint96();
+        emit Deposited(owner, amount);
+
+        uint256 before = token.balanceOf(address(this));
+        token.safeTransferFrom(owner, address(this), amount);
+        uint256 received = token.balanceOf(address(this)) - before;
+        if (received != amount) revert Errors.TokenNotPlain(amount, received);
+    }
+
+    /// @dev Bonded and queued stake less what is held, which sits on bonded stake first.
+    function _split(Account storage account) private view returns (uint256 free, uint256 leaving) {
+        uint256 bonded = account.bonded;
+        uint256 pending = account.pending;
+        if (pending <= bonded) return (bonded - pending, account.queued);
+        return (0, account.queued - (pending - bonded));
+    }
+
+    function _unbondable(Account storage account) private view returns (uint256) {
+        (uint256 active_,) = _split(account);
+        return Math.saturatingSub(active_, account.committed);
+    }
+
+    /// @dev Takes `amount` off the queue's newest entries; the queue holds at least that much.
+    function _takeNewest(address provider, Account storage account, uint256 amount) private {
+        Unbonding[MAX_UNBONDINGS] storage queue = _queues[provider];
+        uint256 length = account.queueLength;
+        account.queued -= amount.toUint96();
+        while (amount > 0) {
+            Unbonding storage last = queue[length - 1];
+            uint256 part = Math.min(last.amount, amount);
+            amount -= part;
+            if (part == last.amount) {
+                delete queue[--length];
+            } else {
+                last.amount -= part.toUint96();
+            }
+        }
+        account.queueLength = uint8(length);
+    }
+}

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { EIP712 } from "@openzeppelin/contracts/utils/cryptography/EIP712.sol";
+import { MerkleProof } from "@openzeppelin/contracts/utils/cryptography/MerkleProof.sol";
+
+import { Pools } from "./Pools.sol";
+import { StakeVault } from "./StakeVault.sol";
+import { Errors } from "./libraries/Errors.sol";
+import { Periods } from "./libraries/Periods.sol";
+import { Lease, Receipt, Statements, Submission } from "./libraries/Statements.sol";
+
+/// @title Which submissions count for pay.
+/// @notice Holds no tokens. A leaf is a submission's EIP-712 digest, which names its pool and, by
+/// signature, its node: nobody blocks or takes another's work by seeing it first. The manager roots
+/// leaves in batches; a node that is ignored roots its own. A leaf can be rejected, and its node
+/// slashed for it, up to and including `postedAt + validity`.
+contract Work is EIP712 {
+    /// @notice A batch of leaves was rooted. `leavesObject` is the digest of the object that lists
+    /// them; it is zero for a leaf that its node posted: there, the root is the leaf.
+    event RootPosted(
+        uint256 indexed pool,
+        uint64 indexed seq,
+        bytes32 root,
+        uint32 count,
+        bytes32 leavesObject,
+        uint64 epoch
+    );
+    /// @notice A node rooted its own leaf.
+    event LeafPosted(
+        uint256 indexed pool, address indexed node, uint64 seq, bytes32 leaf, bytes32 sha256
+    );
+    /// @notice A leaf earns nothing.
+    event LeafRejected(uint256 indexed pool, bytes32 indexed leaf, uint8 reason);
+
+    /// @param root Merkle root with sorted pairs.
+    /// @param postedAt Block time.
+    /// @param count Number of leaves.
+    struct Root {
+        bytes32 root;
+        uint64 postedAt;
+        uint32 count;
+    }
+
+    /// @notice The training runs.
+    Pools public immutable pools;
+    uint64 private immutable _epochLength;
+    uint64 private immutable _validity;
+    StakeVault private immutable _vault;
+
+    /// @notice Number of roots of a pool; they are numbered from 1.
+    mapping(uint256 pool => uint64) public rootCount;
+    /// @notice Whether a leaf was rejected.
+    mapping(uint256 pool => mapping(bytes32 leaf => bool)) public isRejected;
+    /// @notice Whether a leaf was posted by its node.
+    mapping(bytes32 leaf => bool) public isPosted;
+    mapping(uint256 pool => mapping(uint64 seq => Root)) private _roots;
+
+    /// @param pools_ The training runs.
+    /// @param vault_ Says the network's periods.
+    constructor(Pools pools_, StakeVault vault_) EIP712("Prime", "1") {
+        if (address(pools_) == address(0)) revert Errors.ZeroAddress();
+        Periods memory p = vault_.periods();
+        pools = pools_;
+        _vault = vault_;
+        _epochLength = p.epochLength;
+        _validity = p.validity;
+    }
+
+    /// @notice Roots a batch of submissions. By the manager.
+    /// @param pool The pool.
+    /// @param root Merkle root over the submissions' digests.
+    /// @param count_ Number of leaves.
+    /// @param leavesObject Digest of the published object that lists them.
+    /// @return seq The root's number in the pool, from 1.
+    function postRoot(uint256 pool, bytes32 root, uint32 count_, bytes32 leavesObject)
+        external
+        returns (uint64 seq)
+    {
+        if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
+        if (root == 0) revert Errors.ZeroDigest();
+        if (count_ == 0) revert Errors.EmptyRoot();
+        return _post(pool, root, count_, leavesObject);
+    }
+
+    /// @notice Roots one leaf that the manager countersigned and then ignored for an epoch.
+    /// @dev Anyone may carry it. From an epoch after the receipt on, for one validity.
+    /// @param lease The lease.
+    /// @param managerSignature The manager's signature over the lease.
+    /// @param submission The submission.
+    /// @param nodeSignature The node's signature over the submission.
+    /// @param receipt The receipt.
+    /// @param receiptSignature The manager's signature over the receipt.
+    /// @return seq The root's number in the pool.
+    function postLeaf(
+        Lease calldata lease,
+        bytes calldata managerSignature,
+        Submission calldata submission,
+        bytes calldata nodeSignature,
+        Receipt calldata receipt,
+        bytes calldata receiptSignature
+    ) external returns (uint64 seq) {
+        bytes32 leaf = submissionDigest(submission);
+        _checkBelong(lease, submission, receipt, leaf);
+        if (isPosted[leaf]) revert Errors.AlreadyPosted(leaf);
+        uint256 from = uint256(receipt.receivedAt) + _epochLength;
+        if (block.timestamp < from || block.timestamp > from + _validity) {
+            revert Errors.NotYourTurn(from, from + _validity);
+        }
+        address manager = pools.managerOf(lease.pool);
+        Statements.check(manager, leaseDigest(lease), managerSignature);
+        Statements.check(manager, receiptDigest(receipt), receiptSignature);
+        Statements.checkKey(lease.node, leaf, nodeSignature);
+
+        isPosted[leaf] = true;
+        seq = _post(lease.pool, leaf, 1, 0);
+        emit LeafPosted(lease.pool, lease.node, seq, leaf, submission.sha256);
+    }
+
+    /// @notice Strikes a leaf from pay, within its validity. By the manager or a validator.
+    /// @param pool The pool.
+    /// @param seq The root's number.
+    /// @param leaf The submission's digest.
+    /// @param proof Merkle path from leaf to root.
+    /// @param reason Why (protocol/core/verdict.py), not zero.
+    function reject(uint256 pool, uint64 seq, bytes32 leaf, bytes32[] calldata proof, uint8 reason)
+        external
+    {
+        if (pools.managerOf(pool) != msg.sender && !pools.isValidator(pool, msg.sender)) {
+            revert Errors.NotAllowed(msg.sender);
+        }
+        if (reason == 0) revert Errors.BadReason(reason);
+        if (isRejected[pool][leaf]) revert Errors.AlreadyRejected(pool, leaf);
+        _checkLiable(pool, seq, leaf, proof);
+
+        isRejected[pool][leaf] = true;
+        emit LeafRejected(pool, leaf, reason);
+    }
+
+    /// @notice Reverts unless `node` signed the submission and its leaf is in the root and valid.
+    /// @return leaf The submission's digest.
+    function checkSubmission(
+        Submission calldata submission,
+        address node,
+        bytes calldata nodeSignature,
+        uint64 seq,
+        bytes32[] calldata proof
+    ) external view returns (bytes32 leaf) {
+        leaf = submissionDigest(submission);
+        Statements.checkKey(node, leaf, nodeSignature);
+        _checkLiable(submission.pool, seq, leaf, proof);
+    }
+
+    /// @notice A root, zeros if there is none of this number.
+    function rootOf(uint256 pool, uint64 seq)
+        external
+        view
+        returns (bytes32 root, uint64 postedAt, uint32 count)
+    {
+        Root storage r = _roots[pool][seq];
+        return (r.root, r.postedAt, r.count);
+    }
+
+    /// @notice Whether the proof leads from the leaf to the root.
+    function leafIn(uint256 pool, uint64 seq, bytes32 leaf, bytes32[] calldata proof)
+        external
+        view
+        returns (bool)
+    {
+        bytes32 root = _roots[pool][seq].root;
+        return root != 0 && MerkleProof.verifyCalldata(proof, root, leaf);
+    }
+
+    /// @notice The epoch that holds `timestamp`.
+    function epochAt(uint256 timestamp) external view returns (uint64) {
+        return uint64(timestamp / _epochLength);
+    }
+
+    /// @notice The network's periods in seconds.
+    function periods()
+        external
+        view
+        returns (
+            uint64 epochLength,
+            uint64 validity,
+            uint64 slashWindow,
+            uint64 disputeWindow,
+            uint64 rewardDelay,
+            uint64 unbonding
+        )
+    {
+        Periods memory p = _vault.periods();
+        return
+            (p.epochLength, p.validity, p.slashWindow, p.disputeWindow, p.rewardDelay, p.unbonding);
+    }
+
+    /// @notice EIP-712 digest of a lease under this contract's domain.
+    function leaseDigest(Lease calldata lease) public view returns (bytes32) {
+        return _hashTypedDataV4(Statements.hash(lease));
+    }
+
+    /// @notice EIP-712 digest of a submission under this contract's domain: the leaf.
+    function submissionDigest(Submission calldata submission) public view returns (bytes32) {
+        return _hashTypedDataV4(Statements.hash(submission));
+    }
+
+    /// @notice EIP-712 digest of a receipt under this contract's domain.
+    function receiptDigest(Receipt calldata receipt) public view returns (bytes32) {
+        return _hashTypedDataV4(Statements.hash(receipt));
+    }
+
+    function _post(uint256 pool, bytes32 root, uint32 count_, bytes32 leavesObject)
+        private
+        returns (uint64 seq)
+    {
+        seq = ++rootCount[pool];
+        _roots[pool][seq] = Root(root, uint64(block.timestamp), count_);
+        uint64 epoch = uint64(block.timestamp / _epochLength);
+        emit RootPosted(pool, seq, root, count_, leavesObject, epoch);
+    }
+
+    function _checkBelong(
+        Lease calldata lease,
+        Submission calldata submission,
+        Receipt calldata receipt,
+        bytes32 leaf
+    ) private view {
+        if (
+            submission.pool != lease.pool || submission.step != lease.step
+                || submission.policyDigest != lease.policyDigest
+                || submission.leaseDigest != leaseDigest(lease) || receipt.submissionDigest != leaf
+        ) revert Errors.LeafMismatch();
+        if (receipt.receivedAt > lease.deadline) {
+            revert Errors.LateSubmission(receipt.receivedAt, lease.deadline);
+        }
+    }
+
+    function _checkLiable(uint256 pool, uint64 seq, bytes32 leaf, bytes32[] calldata proof)
+        private
+        view
+    {
+        Root memory r = _roots[pool][seq];
+        if (r.root == 0) revert Errors.UnknownRoot(pool, seq);
+        uint256 until = uint256(r.postedAt) + _validity;
+        if (block.timestamp > until) revert Errors.ValidityOver(until, block.timestamp);
+        if (!MerkleProof.verifyCalldata(proof, r.root, leaf)) {
+            revert Errors.NotInRoot(pool, seq, leaf);
+        }
+    }
+}

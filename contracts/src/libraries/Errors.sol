@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+/// @title Every reason for which a call is refused, by name, with what was asked and what holds.
+library Errors {
+    // ------------------------------------------------------------------------------------ general
+
+    /// @notice An account that must be given is zero.
+    error ZeroAddress();
+    /// @notice An amount that must be positive is zero.
+    error ZeroAmount();
+    /// @notice A digest that must be given is zero.
+    error ZeroDigest();
+    /// @notice `caller` may not do this.
+    error NotAllowed(address caller);
+    /// @notice The statement's deadline has passed.
+    error Expired(uint64 deadline, uint256 timestamp);
+    /// @notice The signature over `digest` is not `signer`'s.
+    error BadSignature(address signer, bytes32 digest);
+    /// @notice The token delivered another amount than was sent: it is not a plain ERC-20.
+    error TokenNotPlain(uint256 expected, uint256 received);
+    /// @notice The contracts were already told of one another.
+    error AlreadyWired();
+
+    // -------------------------------------------------------------------------------------- token
+
+    /// @notice The faucet exists on test networks only.
+    error NoFaucet();
+
+    // ----------------------------------------------------------------------------------- registry
+
+    /// @notice `provider` is already registered.
+    error AlreadyProvider(address provider);
+    /// @notice `account` is not a registered provider.
+    error NotProvider(address account);
+    /// @notice `node` already belongs to `provider`.
+    error NodeTaken(address node, address provider);
+    /// @notice `node` belongs to no provider.
+    error UnknownNode(address node);
+    /// @notice The node's consent with this salt was used before.
+    error ConsentUsed(address node, bytes32 salt);
+    /// @notice A revocation can only move forward in time.
+    error RevocationNotLater(uint64 current, uint64 asked);
+
+    // -------------------------------------------------------------------------------------- vault
+
+    /// @notice Unbonding (`unbonding` s) would not outlast validity + slash window + dispute window.
+    error UnbondingTooShort(uint256 unbonding, uint256 liability);
+    /// @notice A period that must be positive is zero.
+    error ZeroPeriod();
+    /// @notice `provider` has `active` stake and needs `needed`.
+    error InsufficientStake(address provider, uint256 active, uint256 needed);
+    /// @notice Only `available` can be taken: the rest is needed by seats in pools or held by slashes.
+    error StakeNotFree(uint256 available, uint256 asked);
+    /// @notice At most `limit` unbondings run at a time; withdraw the mature ones first.
+    error TooManyUnbondings(uint256 limit);
+    /// @notice Nothing has matured that is not held by an open slash.
+    error NothingToWithdraw(address provider);
+
+    // -------------------------------------------------------------------------------------- pools
+
+    /// @notice There is no such pool.
+    error UnknownPool(uint256 pool);
+    /// @notice The pool has ended.
+    error PoolHasEnded(uint256 pool);
+    /// @notice The pool has not ended.
+    error PoolNotEnded(uint256 pool);
+    /// @notice A pool needs room for at least one node.
+    error ZeroCapacity();
+    /// @notice All seats are taken.
+    error PoolFull(uint256 pool, uint32 capacity);
+    /// @notice Speed class zero means none and is refused.
+    error ZeroClass();
+    /// @notice `node` already sits in the pool.
+    error AlreadyMember(uint256 pool, address node);
+    /// @notice `node` has no seat in the pool.
+    error NotMember(uint256 pool, address node);
+    /// @notice `node` was banned from the pool.
+    error Banned(uint256 pool, address node);
+    /// @notice An invite admits once: its deadline must be later than the last used one's.
+    error InviteUsed(uint256 pool, address node, uint64 deadline);
+    /// @notice `provider` still answers for this node's work in the pool, until `until`.
+    error StillLiable(address node, address provider, uint256 until);
+    /// @notice Policies are published in order; `expected` is next.
+    error WrongVersion(uint64 expected, uint64 given);
+    /// @notice Who judges must not receive what is slashed.
+    error ValidatorIsTreasury(address validator);
+
+    // --------------------------------------------------------------------------------------- work
+
+    /// @notice The pool has no such root.
+    error UnknownRoot(uint256 pool, uint64 seq);
+    /// @notice A root over no leaf.
+    error EmptyRoot();
+    /// @notice `leaf` is not in the root.
+    error NotInRoot(uint256 pool, uint64 seq, bytes32 leaf);
+    /// @notice The root's validity ended at `until`.
+    error ValidityOver(uint256 until, uint256 timestamp);
+    /// @notice `leaf` was rejected before.
+    error AlreadyRejected(uint256 pool, bytes32 leaf);
+    /// @notice `leaf` was posted by its node before.
+    error AlreadyPosted(bytes32 leaf);
+    /// @notice Submission, lease and receipt do not belong together.
+    error LeafMismatch();
+    /// @notice The submission arrived after the lease's deadline.
+    error LateSubmission(uint64 receivedAt, uint64 deadline);
+    /// @notice A node posts its own leaf only between `from` and `until`.
+    error NotYourTurn(uint256 from, uint256 until);
+    /// @notice The reason's number does not allow this.
+    error BadReason(uint8 reason);
+
+    // ------------------------------------------------------------------------------------ rewards
+
+    /// @notice Work of this epoch can still be rejected until `from`.
+    error EpochStillOpen(uint64 epoch, uint256 from);
+    /// @notice Reward roots are posted in order of epochs; `next` is the earliest allowed.
+    error EpochNotNext(uint64 epoch, uint64 next);
+    /// @notice The cumulative total may not shrink.
+    error TotalShrank(uint256 previous, uint256 total);
+    /// @notice The pool has `free` funds, the root needs `needed` more.
+    error InsufficientFunds(uint256 pool, uint256 free, uint256 needed);
+    /// @notice The pool has no live reward root for this epoch.
+    error UnknownRewardRoot(uint256 pool, uint64 epoch);
+    /// @notice The reward root can be claimed from `from` on.
+    error NotClaimableYet(uint256 from, uint256 timestamp);
+    /// @notice The time for a public check ended at `until`.
+    error CheckOver(uint256 until, uint256 timestamp);
+    /// @notice The proof does not lead to the reward root.
+    error BadRewardProof(address node, uint256 cumulative);
+    /// @notice `node` has claimed this much already.
+    error NothingToClaim(address node, uint256 claimed);
+    /// @notice The root's leaves promise more than was reserved for them.
+    error ReserveExceeded(uint256 reserved, uint256 asked);
+    /// @notice Nothing is free to be refunded.
+    error NothingToRefund(uint256 pool);
+
+    // ------------------------------------------------------------------------------------ slasher
+
+    /// @notice This submission has been proposed for a slash before.
+    error AlreadyProposed(bytes32 leaf, uint256 id);
+    /// @notice There is no such proposal.
+    error UnknownProposal(uint256 id);
+    /// @notice The proposal is in another state.
+    error WrongState(uint256 id, uint8 state);
+    /// @notice The window is open until `until`.
+    error WindowOpen(uint256 id, uint256 until);
+    /// @notice The window closed at `until`.
+    error WindowClosed(uint256 id, uint256 until);
+    /// @notice The guardian's power ended.
+    error GuardianEnded(uint64 ended);
+    /// @notice A validator may not judge its own proposal.
+    error OwnProposal(uint256 id, address validator);
+}

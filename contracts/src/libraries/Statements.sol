@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { ECDSA } from "@openzeppelin/contracts/utils/cryptography/ECDSA.sol";
+import { SignatureChecker } from "@openzeppelin/contracts/utils/cryptography/SignatureChecker.sol";
+
+import { Errors } from "./Errors.sol";
+
+/// @notice A node agrees to belong to `provider`. `salt` is used once.
+struct NodeConsent {
+    address provider;
+    address node;
+    bytes32 salt;
+    uint64 deadline;
+}
+
+/// @notice An account lets an Ed25519 key sign HTTP requests to one orchestrator. Checked off chain.
+struct SessionGrant {
+    address account;
+    bytes32 sessionKey;
+    string orchestrator;
+    string scope;
+    uint64 issuedAt;
+    uint64 expiry;
+}
+
+/// @notice Ends every session of `account` issued before `revokedBefore`. Checked off chain.
+struct SessionRevocation {
+    address account;
+    string orchestrator;
+    uint64 revokedBefore;
+}
+
+/// @notice The manager admits `node` to `pool` in a speed class.
+struct Invite {
+    uint256 pool;
+    address node;
+    uint8 speedClass;
+    uint64 deadline;
+}
+
+/// @notice The trainer publishes version `version`; `manifestDigest` is the policy's digest.
+struct PolicyStatement {
+    uint256 pool;
+    uint64 version;
+    bytes32 manifestDigest;
+}
+
+/// @notice The right and duty of `node` to make one rollout file; signed by the manager.
+struct Lease {
+    uint256 pool;
+    uint64 step;
+    address node;
+    uint64 index;
+    bytes32 policyDigest;
+    bytes32 runDigest;
+    uint8 speedClass;
+    bytes32 salt;
+    uint64 deadline;
+}
+
+/// @notice The node's claim that file `sha256` fulfils a lease. Its digest is the Merkle leaf.
+struct Submission {
+    uint256 pool;
+    bytes32 leaseDigest;
+    uint64 step;
+    bytes32 policyDigest;
+    bytes32 sha256;
+    uint64 size;
+    uint32 rows;
+    uint64 validUntil;
+}
+
+/// @notice The manager's countersignature: the submission arrived at `receivedAt`.
+struct Receipt {
+    bytes32 submissionDigest;
+    uint64 receivedAt;
+}
+
+/// @notice The manager's signature over a sealed batch. Checked off chain.
+struct BatchStatement {
+    uint256 pool;
+    uint64 step;
+    bytes32 manifestDigest;
+}
+
+/// @notice What a validator found. Checked off chain.
+struct Verdict {
+    uint256 pool;
+    bytes32 submissionDigest;
+    uint8 outcome;
+    uint8 reason;
+    uint64 units;
+    bytes32 table;
+    bytes32 evidence;
+    uint64 judgedAt;
+}
+
+/// @title EIP-712 struct hashes of every statement, and the one check of a signature.
+/// @notice The twins of the Python classes in protocol/core; tests/vectors/eip712.json binds them.
+library Statements {
+    bytes32 internal constant NODE_CONSENT =
+        keccak256("NodeConsent(address provider,address node,bytes32 salt,uint64 deadline)");
+    bytes32 internal constant SESSION_GRANT = keccak256(
+        "SessionGrant(address account,bytes32 sessionKey,string orchestrator,string scope,uint64 issuedAt,uint64 expiry)"
+    );
+    bytes32 internal constant SESSION_REVOCATION =
+        keccak256("SessionRevocation(address account,string orchestrator,uint64 revokedBefore)");
+    bytes32 internal constant INVITE =
+        keccak256("Invite(uint256 pool,address node,uint8 speedClass,uint64 deadline)");
+    bytes32 internal constant POLICY_STATEMENT =
+        keccak256("PolicyStatement(uint256 pool,uint64 version,bytes32 manifestDigest)");
+    bytes32 internal constant LEASE = keccak256(
+        "Lease(uint256 pool,uint64 step,address node,uint64 index,bytes32 policyDigest,bytes32 runDigest,uint8 speedClass,bytes32 salt,uint64 deadline)"
+    );
+    bytes32 internal constant SUBMISSION = keccak256(
+        "Submission(uint256 pool,bytes32 leaseDigest,uint64 step,bytes32 policyDigest,bytes32 sha256,uint64 size,uint32 rows,uint64 validUntil)"
+    );
+    bytes32 internal constant RECEIPT =
+        keccak256("Receipt(bytes32 submissionDigest,uint64 receivedAt)");
+    bytes32 internal constant BATCH_STATEMENT =
+        keccak256("BatchStatement(uint256 pool,uint64 step,bytes32 manifestDigest)");
+    bytes32 internal constant VERDICT = keccak256(
+        "Verdict(uint256 pool,bytes32 submissionDigest,uint8 outcome,uint8 reason,uint64 units,bytes32 table,bytes32 evidence,uint64 judgedAt)"
+    );
+
+    /// @notice EIP-712 struct hash.
+    function hash(NodeConsent memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(NODE_CONSENT, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(SessionGrant memory s) internal pure returns (bytes32) {
+        return keccak256(
+            abi.encode(
+                SESSION_GRANT,
+                s.account,
+                s.sessionKey,
+                keccak256(bytes(s.orchestrator)),
+                keccak256(bytes(s.scope)),
+                s.issuedAt,
+                s.expiry
+            )
+        );
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(SessionRevocation memory s) internal pure returns (bytes32) {
+        return keccak256(
+            abi.encode(
+                SESSION_REVOCATION, s.account, keccak256(bytes(s.orchestrator)), s.revokedBefore
+            )
+        );
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(Invite memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(INVITE, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(PolicyStatement memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(POLICY_STATEMENT, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(Lease memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(LEASE, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(Submission memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(SUBMISSION, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(Receipt memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(RECEIPT, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(BatchStatement memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(BATCH_STATEMENT, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(Verdict memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(VERDICT, s));
+    }
+
+    /// @notice Leaf of a reward root: keccak256(keccak256(abi.encode(node, cumulative))).
+    function rewardLeaf(address node, uint256 cumulative) internal pure returns (bytes32) {
+        return keccak256(bytes.concat(keccak256(abi.encode(node, cumulative))));
+    }
+
+    /// @notice Reverts unless `signature` over `digest` is `signer`'s: ECDSA in low-s form (also of
+    /// an account that carries ERC-7702 code), or ERC-1271 of a contract such as a multisig.
+    function check(address signer, bytes32 digest, bytes calldata signature) internal view {
+        if (isKey(signer, digest, signature)) return;
+        bool isOwner = signer.code.length > 0
+            && SignatureChecker.isValidERC1271SignatureNowCalldata(signer, digest, signature);
+        if (!isOwner) revert Errors.BadSignature(signer, digest);
+    }
+
+    /// @notice Reverts unless `signature` over `digest` is the ECDSA signature of key `signer`.
+    /// @dev For nodes: a contract's signature can be withdrawn, and with it the liability for work.
+    function checkKey(address signer, bytes32 digest, bytes calldata signature) internal pure {
+        if (!isKey(signer, digest, signature)) revert Errors.BadSignature(signer, digest);
+    }
+
+    /// @notice Whether `signature` over `digest` is the ECDSA signature of key `signer`.
+    function isKey(address signer, bytes32 digest, bytes calldata signature)
+        internal
+        pure
+        returns (bool)
+    {
+        (address recovered, ECDSA.RecoverError error,) = ECDSA.tryRecoverCalldata(digest, signature);
+        return error == ECDSA.RecoverError.NoError && recovered == signer;
+    }
+}
