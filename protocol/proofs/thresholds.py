@@ -1,0 +1,126 @@
+"""Limits of honest drift: numbers from a calibration that anyone can rerun, never guesses.
+
+`calibration.json`, beside this file, is written by
+
+    python -m protocol.verification.calibrate --out protocol/proofs/calibration.json
+
+It generates honest files with every set-up on hand, replays them as a validator would, and records
+for each statistic the largest honest value of a row and of a file. A limit is
+
+    floor + margin × largest honest value
+
+where the floors (FLOORS) are what one rounding step of the stored numbers can do, and the margin
+covers what was not measured: other batch sizes, kernels and models of the same set-up. float32
+set-ups afford a wide margin, since real lies lie orders of magnitude beyond; bfloat16 ones do not.
+A set-up that is not in the file has no limits: it is judged in shadow, never punished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from protocol.core import encoding
+from protocol.core.errors import MalformedError
+from protocol.core.ids import Digest
+from protocol.core.signing import Strict
+
+SHIPPED = Path(__file__).with_name("calibration.json")
+MARGINS: Mapping[str, float] = {"float32": 20.0, "bfloat16": 3.0}
+FLOORS: Mapping[str, float] = {
+    "margin_mean": 1e-4,  # float32 logits of magnitude ~100 carry rounding errors near 1e-5
+    "margin_max": 1e-3,
+    "logprob_mean": 1e-4,
+    "logprob_max": 1e-3,
+    "exponent": 4 / 128,  # a few elements at rank 128 may change places
+    "sign": 4 / 128,
+    "mantissa": 1.0,  # one unit in the last of 7 bits
+    "sketch": 2.0**-7,  # two roundings to bf16
+}
+"""Added to every limit. Also the names of all statistics that are judged."""
+STATISTICS = tuple(FLOORS)
+MARGIN_CAP = 4.0
+"""One token counts for at most this much in `margin_mean`."""
+LOGPROB_CAP = 2.0
+"""One token counts for at most this much in `logprob_mean`."""
+SIGNIFICANCE = 1e-9
+"""Probability under honest sampling below which a count of improbable tokens is a lie."""
+UNRELATED = 0.7
+"""Sketch distance (√2 for unrelated states) beyond which states are no relative of the policy's."""
+
+Scope = Literal["row", "file"]
+
+
+class SetupLimits(Strict):
+    """Honest extremes of one set-up in millionths, so that the object has one encoding.
+
+    `row`, `file`: statistic → largest honest value, over `rows` rows in `files` files.
+    """
+
+    engine: str
+    dtype: str
+    device: str
+    rows: int = Field(ge=1)
+    files: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    row: dict[str, int]
+    file: dict[str, int]
+
+
+class Calibration(Strict):
+    """What was measured, on what, by which replaying set-up. Named by its SHA-256."""
+
+    version: Literal[1] = 1
+    replay_dtype: str
+    source: str
+    """Models, batch sizes and machine, in words."""
+    setups: tuple[SetupLimits, ...]
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> Digest:
+        return encoding.sha256(self.canonical())
+
+    def limits(self, engine: str, dtype: str, device: str) -> Limits | None:
+        """Limits for files made by that set-up; None if it was never calibrated."""
+        for setup in self.setups:
+            if (setup.engine, setup.dtype, setup.device) == (engine, dtype, device):
+                margin = MARGINS.get(dtype, min(MARGINS.values()))
+                return Limits(
+                    row={s: FLOORS[s] + margin * setup.row[s] / 1e6 for s in STATISTICS},
+                    file={s: FLOORS[s] + margin * setup.file[s] / 1e6 for s in STATISTICS},
+                )
+        return None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest value of each statistic that is still called honest, of a row and of a file."""
+
+    row: Mapping[str, float]
+    file: Mapping[str, float]
+
+    def exceeded(self, statistics: Mapping[str, float], scope: Scope) -> set[str]:
+        """Names of the statistics beyond their limit. A NaN is beyond every limit."""
+        limits = self.row if scope == "row" else self.file
+        return {name for name in STATISTICS if not statistics[name] <= limits[name]}
+
+
+def load(path: Path) -> Calibration:
+    """A calibration from its file. Raises MalformedError."""
+    try:
+        return Calibration.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise MalformedError(f"{path} is no calibration: {error}") from error
+
+
+@cache
+def shipped() -> Calibration:
+    """The calibration that came with this code: what a run's zero `calibration` digest means."""
+    return load(SHIPPED)

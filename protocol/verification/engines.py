@@ -1,0 +1,118 @@
+"""Engines by policy: the port that verification asks, and the folder of policies behind it.
+
+Importing this loads no torch; loading an engine does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.errors import UnavailableError
+from protocol.core.ids import Digest
+from protocol.engine.base import Engine
+
+MANIFEST = "manifest.json"
+
+
+class EngineProvider(Protocol):
+    """Gives the engine of a policy that has been verified against its digest."""
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        """Raises UnavailableError if that policy is not here, or does not load."""
+        ...
+
+    def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
+        """Engines of at hand versions before `version`, newest first: used only to say which policy
+        a rejected file was made with. May give none."""
+        ...
+
+
+def load_engine(
+    folder: Path,
+    *,
+    engine: str = "plain",
+    dtype: str = "float32",
+    device: str = "cpu",
+    threads: int | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine with the policy in `folder` loaded and the seeded noise wired in.
+
+    `options` go to the engine's constructor (`batch_rows`, `prepare`). `threads` sets torch's.
+    Raises UnavailableError if the engine is unknown or the folder holds no model that it runs.
+    """
+    if engine != "plain":
+        raise UnavailableError(f"there is no engine {engine!r} here; known is 'plain'")
+    try:
+        import torch
+
+        from protocol.engine.plain import PlainEngine
+        from protocol.proofs.sampling_torch import gumbel
+    except ImportError as error:
+        raise UnavailableError(
+            f"the plain engine needs torch and transformers ({error}): "
+            "pip install 'prime-open[torch]'"
+        ) from error
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return PlainEngine(folder, noise=gumbel, dtype=dtype, device=device, **options)
+
+
+class FolderEngines:
+    """Policies under `root`/<version>/, each with its manifest.json; the last `keep` stay loaded.
+
+    The folder is trusted to have been verified when it was placed there by protocol.broadcast;
+    here only its manifest's digest is compared.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        load: Callable[[Path], Engine] = load_engine,
+        *,
+        keep: int = 3,
+        look_back: int = 4,
+    ) -> None:
+        self._root = root
+        self._load = load
+        self._keep = keep
+        self._look_back = look_back
+        self._loaded: OrderedDict[tuple[int, Digest], Engine] = OrderedDict()
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        """See EngineProvider."""
+        found = self.digest(version)
+        if found != policy_digest:
+            raise UnavailableError(f"policy {version} here is {found}, the lease asks another")
+        return self._get(version, found)
+
+    def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
+        """See EngineProvider."""
+        for number in range(version - 1, max(-1, version - 1 - self._look_back), -1):
+            try:
+                yield number, self._get(number, self.digest(number))
+            except UnavailableError:
+                continue
+
+    def digest(self, version: int) -> Digest:
+        """Policy digest of the manifest in the folder. Raises UnavailableError if there is none."""
+        path = self._root / str(version) / MANIFEST
+        try:
+            return SignedManifest.model_validate_json(path.read_bytes()).manifest.digest()
+        except OSError as error:
+            raise UnavailableError(f"policy {version} is not at {path.parent}") from error
+        except ValueError as error:
+            raise UnavailableError(f"{path} is no manifest: {error}") from error
+
+    def _get(self, version: int, policy_digest: Digest) -> Engine:
+        key = (version, policy_digest)
+        if key not in self._loaded:
+            self._loaded[key] = self._load(self._root / str(version))
+            while len(self._loaded) > self._keep:
+                self._loaded.popitem(last=False)
+        self._loaded.move_to_end(key)
+        return self._loaded[key]

@@ -1,0 +1,286 @@
+"""Rollout files: writing, and strict bounded reading. See protocol.core.rollout for the schema.
+
+A reader's steps, each before anything larger is allocated:
+size → footer (bounded Thrift) → rows, columns, types, codec → page headers → values → bounds.
+Every malformed input ends in one FileError that names its reason; nothing else escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from protocol.core.errors import MalformedError
+from protocol.core.rollout import (
+    COLUMNS,
+    MAX_FILE_BYTES,
+    MAX_OUTPUT_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MAX_ROWS,
+    METADATA_KEYS,
+    SCHEMA_VERSION,
+    FinishReason,
+    Rollout,
+)
+from protocol.core.run import MICRO
+from protocol.core.verdict import Reason, VerdictTable
+from protocol.verification.pages import MAX_VALUES, require_plain_pages
+
+MAX_METADATA_BYTES = 4096
+MAX_PROBLEM_ID = 256
+"""Characters, as protocol.core.verdict.VerdictRow allows."""
+_LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
+_TYPES = {
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    **{name: pa.list_(pa.field("element", item)) for name, item in _LISTS.items()},
+}
+_THRIFT_LIMIT = 1 << 20
+
+
+class FileError(MalformedError):
+    """The file cannot be judged; `reason` is its void verdict's."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class FileMetadata:
+    """What made the file. `lease` is the lease digest; the rest names the set-up ("plain/1",
+    "float32", "cpu")."""
+
+    lease: str
+    engine: str
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """One row as the file holds it: T output tokens, `logprobs` float32 [T], `proofs` and `sketch`
+    still packed, `reward` the node's own grading."""
+
+    problem_id: str
+    group: int
+    sample: int
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    target_length: int
+    finish_reason: FinishReason
+    policy_version: int
+    reward: float
+    proofs: bytes
+    sketch: bytes
+
+
+@dataclass(frozen=True)
+class RolloutFile:
+    """A file that parsed; nothing in it is believed yet."""
+
+    metadata: FileMetadata
+    rows: tuple[FileRow, ...]
+
+
+def arrow_schema() -> pa.Schema:
+    """The exact Arrow schema, without key-value metadata."""
+    return pa.schema([pa.field(name, _TYPES[kind]) for name, kind in COLUMNS.items()])
+
+
+def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes:
+    """Parquet bytes (zstd, plain encoding, one row group) of `rows` in their order."""
+    columns = [
+        pa.array([getattr(row, name) for row in rows], type=_TYPES[kind])
+        for name, kind in COLUMNS.items()
+    ]
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        arrow_schema(),
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+        data_page_version="1.0",
+        store_schema=False,
+    ) as writer:
+        writer.add_key_value_metadata({"schema_version": SCHEMA_VERSION, **vars(metadata)})
+        writer.write_table(
+            pa.Table.from_arrays(columns, schema=arrow_schema()),
+            row_group_size=max(1, len(rows)),
+        )
+    return cast(bytes, sink.getvalue().to_pybytes())
+
+
+def read_rollout_file(data: bytes) -> RolloutFile:
+    """Parses a file within the limits of core/rollout.py. Raises FileError, and nothing else."""
+    if len(data) > MAX_FILE_BYTES:
+        raise FileError(Reason.OVERSIZED, f"{len(data)} bytes exceed {MAX_FILE_BYTES}")
+    try:
+        source = pq.ParquetFile(
+            pa.BufferReader(data),
+            thrift_string_size_limit=_THRIFT_LIMIT,
+            thrift_container_size_limit=_THRIFT_LIMIT >> 6,
+        )
+        metadata = _metadata(source)
+        _require_shape(source, data)
+        table = source.read(use_threads=False)
+        table.validate(full=True)
+        return RolloutFile(metadata, _rows(table))
+    except FileError:
+        raise
+    except MalformedError as error:
+        raise FileError(Reason.MALFORMED, str(error)) from error
+    except (pa.ArrowException, ValueError, OSError, KeyError) as error:
+        text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise FileError(Reason.MALFORMED, f"not a readable Parquet file: {text}") from error
+
+
+def _metadata(source: Any) -> FileMetadata:
+    raw: dict[bytes, bytes] = source.metadata.metadata or {}
+    if sum(len(k) + len(v) for k, v in raw.items()) > MAX_METADATA_BYTES:
+        raise FileError(Reason.OVERSIZED, "the key-value metadata is too long")
+    pairs = {key.decode(): value.decode() for key, value in raw.items()}
+    if pairs.get("schema_version") != SCHEMA_VERSION:
+        found = pairs.get("schema_version", "none")[:32]
+        raise FileError(Reason.WRONG_SCHEMA, f"schema version {found!r}, not {SCHEMA_VERSION!r}")
+    if set(pairs) != set(METADATA_KEYS):
+        raise FileError(Reason.WRONG_SCHEMA, f"the metadata keys are not {METADATA_KEYS}")
+    del pairs["schema_version"]
+    if any(len(value) > 128 for value in pairs.values()):
+        raise FileError(Reason.OVERSIZED, "a metadata value is longer than 128 characters")
+    return FileMetadata(**pairs)
+
+
+def _require_shape(source: Any, data: bytes) -> None:
+    """Everything that can be known before values are decoded."""
+    meta = source.metadata
+    if meta.num_rows > MAX_ROWS:
+        raise FileError(Reason.OVERSIZED, f"{meta.num_rows} rows exceed {MAX_ROWS}")
+    if meta.num_columns != len(COLUMNS) or not source.schema_arrow.equals(
+        arrow_schema(), check_metadata=False
+    ):
+        raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
+    if meta.num_rows < 1 or meta.num_row_groups != 1:
+        raise FileError(Reason.WRONG_SCHEMA, "a file has at least one row, in one row group")
+    group = meta.row_group(0)
+    chunks = [group.column(i) for i in range(meta.num_columns)]
+    if any(chunk.compression != "ZSTD" for chunk in chunks):
+        raise FileError(Reason.WRONG_SCHEMA, "a column is not compressed by zstd")
+    if any(chunk.has_dictionary_page or chunk.file_path for chunk in chunks):
+        raise FileError(Reason.WRONG_SCHEMA, "a column is dictionary-encoded or lies elsewhere")
+    if sum(max(0, chunk.num_values) for chunk in chunks) > MAX_VALUES:
+        raise FileError(Reason.OVERSIZED, f"more than {MAX_VALUES} values")
+    budget = MAX_FILE_BYTES * 2
+    for chunk in chunks:
+        budget -= require_plain_pages(
+            data,
+            start=chunk.data_page_offset,
+            length=chunk.total_compressed_size,
+            values=chunk.num_values,
+            budget=budget,
+        )
+
+
+def _rows(table: pa.Table) -> tuple[FileRow, ...]:
+    for name in table.column_names:
+        column = table.column(name)
+        if column.null_count or any(
+            pa.types.is_list(part.type) and part.flatten().null_count for part in column.chunks
+        ):
+            raise FileError(Reason.MALFORMED, f"column {name!r} has nulls")
+    plain = {
+        name: table.column(name).to_pylist() for name, kind in COLUMNS.items() if kind not in _LISTS
+    }
+    lists = {name: _lists(table.column(name)) for name, kind in COLUMNS.items() if kind in _LISTS}
+    rows = tuple(
+        FileRow(
+            prompt_tokens=tuple(lists["prompt_tokens"][i].tolist()),
+            output_tokens=tuple(lists["output_tokens"][i].tolist()),
+            logprobs=lists["logprobs"][i],
+            **{name: values[i] for name, values in plain.items()},
+        )
+        for i in range(table.num_rows)
+    )
+    for number, row in enumerate(rows):
+        _require_row(number, row)
+    return rows
+
+
+def _lists(column: pa.ChunkedArray) -> list[NDArray[Any]]:
+    parts: list[NDArray[Any]] = []
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy()
+        offsets = chunk.offsets.to_numpy()
+        parts += [values[a:b] for a, b in pairwise(offsets)]
+    return parts
+
+
+def _require_row(number: int, row: FileRow) -> None:
+    """Bounds of one row that need no lease."""
+    tokens = len(row.output_tokens)
+    if len(row.prompt_tokens) > MAX_PROMPT_TOKENS or tokens > MAX_OUTPUT_TOKENS:
+        raise FileError(Reason.OVERSIZED, f"row {number} has too many tokens")
+    if len(row.problem_id) > MAX_PROBLEM_ID:
+        raise FileError(Reason.OVERSIZED, f"row {number} has a problem id that is too long")
+    if not tokens or not row.prompt_tokens:
+        raise FileError(Reason.MALFORMED, f"row {number} has no prompt or no output")
+    if len(row.logprobs) != tokens:
+        raise FileError(Reason.MALFORMED, f"row {number} has {len(row.logprobs)} log-probabilities")
+    if min(row.output_tokens) < 0 or min(row.prompt_tokens) < 0:
+        raise FileError(Reason.MALFORMED, f"row {number} has a negative token")
+    if not np.isfinite(row.logprobs).all() or not np.isfinite(row.reward):
+        raise FileError(Reason.MALFORMED, f"row {number} has a value that is not finite")
+    if (row.logprobs > 1e-3).any():  # rounding may lift log 1 a little above 0
+        raise FileError(Reason.MALFORMED, f"row {number} has a probability above one")
+    if row.finish_reason not in ("end", "length"):
+        raise FileError(Reason.MALFORMED, f"row {number} has an unknown finish reason")
+    if row.group < 0 or row.sample < 0 or row.target_length < 0 or row.policy_version < 0:
+        raise FileError(Reason.MALFORMED, f"row {number} has a negative number")
+
+
+def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
+    """The verified rows of an accepted file: tokens and log-probabilities as the validator saw
+    them, rewards from its verdict table. What the trainer trains on.
+
+    Raises FileError if the file does not parse, MalformedError if file and table do not belong
+    together; the caller has checked both digests.
+    """
+    file = read_rollout_file(data)
+    if len(file.rows) != len(table.rows):
+        raise MalformedError(f"{len(file.rows)} rows in the file, {len(table.rows)} in its table")
+    rollouts = []
+    for row, found in zip(file.rows, table.rows, strict=True):
+        if (row.problem_id, row.group, row.sample, len(row.output_tokens)) != (
+            found.problem_id,
+            found.group,
+            found.sample,
+            found.output_tokens,
+        ):
+            raise MalformedError(f"group {row.group}, sample {row.sample} differs from its table")
+        rollouts.append(
+            Rollout(
+                problem_id=row.problem_id,
+                group=row.group,
+                sample=row.sample,
+                prompt_tokens=row.prompt_tokens,
+                output_tokens=row.output_tokens,
+                logprobs=tuple(row.logprobs.tolist()),
+                target_length=row.target_length,
+                finish_reason=row.finish_reason,
+                policy_version=row.policy_version,
+                reward=found.reward_micro / MICRO,
+            )
+        )
+    return rollouts
