@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -107,28 +106,29 @@ def next_index(connection: Connection, step: int) -> int:
     return 0 if highest is None else int(highest) + 1
 
 
-def in_flight(connection: Connection, now: float) -> list[tuple[int, int]]:
+def under_way(connection: Connection, *, now: float, younger_than: float) -> list[tuple[int, int]]:
     """(policy version, number of leases) that may still bring groups.
 
-    Counted are open leases before their deadline held by active nodes, and submitted ones that a
-    validator may yet judge.
+    Counted are open leases before their deadline, given to active nodes after `younger_than`, and
+    submitted ones that a validator may yet judge.
     """
     nodes, jobs, submissions = schema.nodes.c, schema.jobs.c, schema.submissions.c
     held = (
-        sa.select(_leases.policy_version, sa.func.count().label("n"))
+        sa.select(_leases.policy_version, sa.func.count())
         .join(schema.nodes, nodes.address == _leases.node)
-        .where(_leases.status == "open", _leases.deadline >= now, nodes.status == "active")
+        .where(
+            _leases.status == "open",
+            _leases.deadline >= now,
+            _leases.created_at >= younger_than,
+            nodes.status == "active",
+        )
         .group_by(_leases.policy_version)
     )
     judged_soon = (
-        sa.select(submissions.policy_version, sa.func.count().label("n"))
+        sa.select(submissions.policy_version, sa.func.count())
         .join(schema.jobs, jobs.submission_digest == submissions.digest)
         .where(submissions.status == "submitted", jobs.status.in_(("ready", "claimed")))
         .group_by(submissions.policy_version)
     )
-    rows: Iterable[tuple[int, int]] = (
-        (int(version), int(n))
-        for query in (held, judged_soon)
-        for version, n in connection.execute(query)
-    )
-    return sorted(rows)
+    found = [*connection.execute(held), *connection.execute(judged_soon)]
+    return sorted((int(version), int(n)) for version, n in found)

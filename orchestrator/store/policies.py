@@ -113,6 +113,12 @@ def relay_owner(connection: Connection, url: str) -> Address | None:
     return None if owner is None else Address(owner)
 
 
+def relay_count(connection: Connection, account: Address) -> int:
+    """Number of relays that an account announced."""
+    query = sa.select(sa.func.count()).where(_relays.account == account)
+    return connection.execute(query).scalar_one()
+
+
 def forget_relays(connection: Connection, before: float) -> None:
     """Drops relays not heard of since `before`."""
     connection.execute(sa.delete(schema.relays).where(_relays.last_seen < before))

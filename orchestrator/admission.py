@@ -1,0 +1,159 @@
+"""Admission: a hardware challenge, its measured answer, the manager's invite.
+
+    challenge ──► solution (timed, checked by Freivalds) ──► speed class, invite, intent `join`
+
+A slow answer lowers the class and never fails a node; a wrong one fails. The outbox carries the
+invite to Pools.join, so that a node needs no ETH; membership itself is the chain's fact and comes
+back through the indexer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orchestrator.backend import Backend
+from orchestrator.indexer import derive_node
+from orchestrator.intents import queue_intent
+from orchestrator.scheduler import speed_class
+from orchestrator.store import challenges, nodes
+from orchestrator.store.challenges import ChallengeRow
+from protocol.core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
+from protocol.core.ids import Address
+from protocol.core.messages import AdmissionAnswer, AdmissionRequest, Challenge
+from protocol.core.node import Hardware, Invite, Requirements
+from protocol.proofs import hardware
+
+CHALLENGE_SECONDS = 120
+MAX_OPEN_CHALLENGES = 8
+INVITE_SECONDS = 3600
+
+
+def unmet(asked: Requirements, found: Hardware) -> list[str]:
+    """What of the pool's requirements a machine says it does not have, in plain words."""
+    fitting = [
+        gpu
+        for gpu in found.gpus
+        if asked.gpu_model.lower() in gpu.model.lower() and gpu.memory_mb >= asked.gpu_memory_mb
+    ]
+    missing = []
+    if len(fitting) < asked.gpu_count:
+        kind = f" {asked.gpu_model}" if asked.gpu_model else ""
+        memory = f" with {asked.gpu_memory_mb} MiB" if asked.gpu_memory_mb else ""
+        missing.append(f"{asked.gpu_count}{kind} GPU(s){memory}, found {len(fitting)}")
+    for name, wanted, have in (
+        ("CPUs", asked.cpu_count, found.cpu_count),
+        ("MiB of memory", asked.memory_mb, found.memory_mb),
+        ("MiB of disk", asked.disk_mb, found.disk_mb),
+    ):
+        if have < wanted:
+            missing.append(f"{wanted} {name}, found {have}")
+    return missing
+
+
+def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> Challenge:
+    """A challenge for the machine. Its time runs from now.
+
+    Raises PolicyError if the machine does not meet the requirements, the node was ejected or waits
+    for its slash, or too many challenges are open.
+    """
+    run, now = backend.context.run, backend.now()
+    missing = unmet(run.requirements, request.hardware)
+    if missing:
+        raise PolicyError("the pool asks for " + "; ".join(missing))
+    row = ChallengeRow(
+        id=backend.random(16).hex(),
+        node=account,
+        seed=backend.salt(),
+        size=run.speed.challenge_size,
+        rounds=run.speed.challenge_rounds,
+        issued_at=now,
+        deadline=int(now) + CHALLENGE_SECONDS,
+        hardware=request.hardware.model_dump_json(),
+        runtime=request.task_runtime,
+    )
+    with backend.store.begin() as connection:
+        node = nodes.get(connection, account)
+        if node is not None and node.status in ("ejected", "quarantined"):
+            raise PolicyError(f"the node is {node.status} and cannot be admitted")
+        if challenges.open_for(connection, account, now) >= MAX_OPEN_CHALLENGES:
+            raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
+        challenges.add(connection, row)
+    return Challenge(
+        id=row.id, seed=row.seed, size=row.size, rounds=row.rounds, deadline=row.deadline
+    )
+
+
+def solution_limit(backend: Backend) -> int:
+    """Bytes of a solution's body."""
+    speed = backend.context.run.speed
+    return hardware.solution_bytes(speed.challenge_size, speed.challenge_rounds)
+
+
+def solution(
+    backend: Backend, account: Address, challenge_id: str, body: bytes, *, arrived_at: float
+) -> AdmissionAnswer:
+    """Checks an answer that had arrived in full at `arrived_at`, and invites the node.
+
+    A member that answers again (after a restart, say) keeps the class that the chain knows.
+    Raises NotFoundError, PolicyError (another node's, too late), ConflictError (answered before),
+    UntrustedError (wrong products).
+    """
+    with backend.store.begin() as connection:
+        row = challenges.get(connection, challenge_id)
+        if row is None:
+            raise NotFoundError("there is no such challenge")
+        if row.node != account:
+            raise PolicyError("the challenge is another node's")
+        if arrived_at > row.deadline:
+            raise PolicyError("the challenge's deadline has passed; ask for another")
+        if not challenges.use(connection, challenge_id):
+            raise ConflictError("the challenge was answered before; ask for another")
+    products = hardware.decode_solution(body, row.size, row.rounds)
+    generator = np.random.default_rng(int.from_bytes(backend.random(16), "big"))
+    if not hardware.check(row.seed, row.size, row.rounds, products, generator):
+        raise UntrustedError("the challenge's products are wrong; ask for another")
+    seconds = max(arrived_at - row.issued_at, 1e-6)
+    rate = int(hardware.multiply_adds(row.size, row.rounds) / seconds / 1e6)
+    return _admit(backend, account, row, rate)
+
+
+def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: int) -> AdmissionAnswer:
+    context, now = backend.context, backend.now()
+    with backend.store.begin() as connection:
+        node = nodes.lock_row(connection, account)
+        if node is not None and node.status in ("ejected", "quarantined"):
+            raise PolicyError(f"the node is {node.status} and cannot be admitted")
+        is_member = node is not None and node.status in ("active", "silent")
+        if node is not None and is_member:
+            assigned = node.speed_class
+        else:
+            assigned = speed_class(rate, context.run.speed.thresholds)
+            nodes.admit(
+                connection,
+                account,
+                speed_class=assigned,
+                hardware=Hardware.model_validate_json(row.hardware),
+                runtime=row.runtime,
+                now=now,
+            )
+            derive_node(connection, context, account, now)  # a member already, if this store is new
+        invite = Invite(
+            pool=context.pool,
+            node=account,
+            speed_class=assigned,
+            deadline=int(now) + INVITE_SECONDS,
+        )
+        signature = backend.sign(invite)
+        current = nodes.get(connection, account)
+        if current is not None and current.status == "admitted":
+            queue_intent(
+                connection,
+                lane=backend.manager.address,
+                kind="join",
+                key=f"{account}:{invite.deadline}",
+                payload={"invite": invite.model_dump(mode="json"), "signature": signature},
+                now=now,
+            )
+    return AdmissionAnswer(
+        speed_class=assigned, mmacs_per_second=rate, invite=invite, signature=signature
+    )

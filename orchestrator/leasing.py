@@ -1,0 +1,155 @@
+"""Leases as the API gives them: gather the view, decide, sign, write down, answer.
+
+One node holds one open lease at a time; asking again brings the same one back, unchanged.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection
+
+from orchestrator import scheduler
+from orchestrator.backend import Backend
+from orchestrator.scheduler import Asker, Grant, Rules, Supply
+from orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
+from orchestrator.store.leases import LeaseRow
+from protocol.core.errors import ConflictError, FatalError, NotFoundError, PolicyError
+from protocol.core.ids import Address, Digest
+from protocol.core.lifecycle import LeaseState, step_lease
+from protocol.core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadRequest
+from protocol.core.rollout import MAX_FILE_BYTES
+from protocol.core.task import Lease, SignedLease
+from protocol.storage.base import digest_key
+
+WAIT_MS = 500
+"""How long a node waits before it asks again."""
+RECENT_GROUPS = 256
+"""Groups from which the informative share is taken."""
+MAX_UPLOADS = 4
+"""Distinct files that may be announced for one lease (a worker may crash and begin again)."""
+
+
+def rules_of(backend: Backend) -> Rules:
+    """The scheduler's part of the run definition."""
+    run = backend.context.run
+    return Rules(run.groups_per_batch, run.groups_per_lease, run.max_staleness)
+
+
+def supply_of(connection: Connection, backend: Backend) -> Supply:
+    """The pool as the scheduler sees it.
+
+    Leases that are older than half their life no longer count as under way: somebody else may make
+    up for a straggler.
+    """
+    run, now = backend.context.run, backend.now()
+    step = batches.next_step(connection)
+    return Supply(
+        next_step=step,
+        latest_version=policies.latest_version(connection),
+        free=tuple(groups.free_counts(connection, oldest_version=step - run.max_staleness)),
+        under_way=tuple(
+            leases.under_way(connection, now=now, younger_than=now - run.lease_seconds / 2)
+        ),
+        informative=groups.informative_share(connection, RECENT_GROUPS),
+    )
+
+
+def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAnswer:
+    """The node's open lease, a new one, or how long to wait.
+
+    Raises PolicyError if the account is no member of the pool.
+    """
+    now = backend.now()
+    with backend.store.begin() as connection:
+        lock(connection, "leases")
+        node = nodes.get(connection, account)
+        if node is None or node.status in ("left", "ejected"):
+            status = "not admitted" if node is None else node.status
+            raise PolicyError(f"the node is {status} and gets no lease")
+        if node.status != "active":
+            return LeaseAnswer(
+                lease=None, retry_after_ms=4 * WAIT_MS, reason=f"the node is {node.status}"
+            )
+        for row in leases.open_of(connection, account):
+            if row.deadline >= now:
+                return LeaseAnswer(lease=row.signed())
+        asker = Asker(node.status, request.policy_version)
+        choice = scheduler.decide(asker, supply_of(connection, backend), rules_of(backend))
+        if not isinstance(choice, Grant):
+            return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
+        signed = _make(connection, backend, account, node.speed_class, choice)
+        leases.add(connection, backend.digest(signed.lease), signed, now=now)
+    return LeaseAnswer(lease=signed)
+
+
+def _make(
+    connection: Connection, backend: Backend, account: Address, speed_class: int, choice: Grant
+) -> SignedLease:
+    policy = policies.get(connection, choice.policy_version)
+    if policy is None:
+        raise FatalError(f"policy {choice.policy_version} is missing from the store")
+    context = backend.context
+    statement = Lease(
+        pool=context.pool,
+        step=choice.step,
+        node=account,
+        index=leases.next_index(connection, choice.step),
+        policy_digest=policy.digest,
+        run_digest=context.run.digest(),
+        speed_class=speed_class,
+        salt=backend.salt(),
+        deadline=int(backend.now()) + context.run.lease_seconds,
+    )
+    return SignedLease(
+        lease=statement,
+        signature=backend.sign(statement),
+        policy_version=choice.policy_version,
+    )
+
+
+def abandon(backend: Backend, account: Address, digest: Digest) -> None:
+    """The node stops working on a lease. It stays open and comes back to the same node.
+
+    Raises NotFoundError, PolicyError (another node's), ConflictError (no longer open).
+    """
+    with backend.store.read() as connection:
+        row = _own(leases.get(connection, digest), account)
+    if row.status != "open":
+        raise ConflictError(f"the lease is {row.status}")
+
+
+def upload(
+    backend: Backend, account: Address, digest: Digest, request: UploadRequest
+) -> UploadAnswer:
+    """A signed URL for the file of a lease, good until the lease's deadline.
+
+    Raises NotFoundError, PolicyError (another node's, too large, too many files), ConflictError
+    (no longer open).
+    """
+    if request.size > MAX_FILE_BYTES:
+        raise PolicyError(f"a rollout file has at most {MAX_FILE_BYTES} bytes")
+    key = digest_key(request.sha256)
+    with backend.store.begin() as connection:
+        row = _own(leases.lock_row(connection, digest), account)
+        submitted = submissions.of_lease(connection, digest)
+        if submitted is not None and submitted.sha256 == request.sha256:
+            return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
+        open_state = LeaseState(row.status, row.deadline)
+        if step_lease(open_state, "submitted", backend.now())[0].status != "submitted":
+            ended = "past its deadline" if row.status == "open" else row.status
+            raise ConflictError(f"the lease is {ended} and takes no file")
+        if row.upload_sha256 != request.sha256:
+            if row.uploads >= MAX_UPLOADS:
+                raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
+            leases.announce_upload(connection, digest, sha256=request.sha256, size=request.size)
+    if backend.objects.exists(key) and backend.objects.size(key) == request.size:
+        return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
+    target = backend.objects.signed_put(key, request.size, request.sha256, row.deadline)
+    return UploadAnswer(url=target.url, headers=target.headers, expiry=target.expires_at)
+
+
+def _own(row: LeaseRow | None, account: Address) -> LeaseRow:
+    if row is None:
+        raise NotFoundError("there is no such lease")
+    if row.node != account:
+        raise PolicyError("the lease is another node's")
+    return row
