@@ -1,0 +1,32 @@
+"""Advantages: how much better a sample was than the others that answered the same prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+AdvantageForm = Literal["mean_std", "mean", "leave_one_out"]
+STD_FLOOR = 1e-6
+
+
+def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[float]:
+    """Advantages of one group of G rewards, in float64; they sum to zero in every form.
+
+    - mean_std: (r − mean) / (std + 1e-6), std with G − 1 (GRPO, arXiv 2402.03300)
+    - mean: r − mean (Dr-GRPO, arXiv 2503.20783)
+    - leave_one_out: r − mean of the others = (r − mean)·G/(G − 1) (RLOO, arXiv 2402.14740)
+
+    Raises ValueError for fewer than two rewards or one that is not finite.
+    """
+    count = len(rewards_G)
+    if count < 2 or not all(math.isfinite(reward) for reward in rewards_G):
+        raise ValueError("a group needs two or more finite rewards")
+    mean = math.fsum(rewards_G) / count
+    centred = [reward - mean for reward in rewards_G]
+    if form == "mean":
+        return centred
+    if form == "leave_one_out":
+        return [value * count / (count - 1) for value in centred]
+    std = math.sqrt(math.fsum(value * value for value in centred) / (count - 1))
+    return [value / (std + STD_FLOOR) for value in centred]

@@ -1,0 +1,179 @@
+"""Checkpoints: everything a killed run needs to go on as if nothing had happened.
+
+    <data>/checkpoints/<step>/         DCP shards, one file a *global* rank, and state.json
+    <data>/checkpoints/.staging-<step> the same, not yet whole
+
+A folder gets its name by one rename, after every rank has written its part and rank 0 has made it
+durable. `<step>` is the number of batches trained, so it holds policy version <step>. A version is
+published only from a checkpoint that is on disk: after a crash the same bytes are published again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from protocol.core.errors import FatalError, UnavailableError, UserError
+from protocol.core.ids import Digest
+from trainer.data import GroupKey
+from trainer.model import Policy
+from trainer.parallel import World
+
+STATE_NAME = "state.json"
+KEEP = 2
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """`step` batches trained so far. `trained` maps a step to its batch's groups, for as many steps
+    back as staleness could bring a group again. `metrics` is the last step's line."""
+
+    run_digest: Digest
+    step: int = 0
+    trained: Mapping[int, tuple[GroupKey, ...]] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+
+    def recent_groups(self) -> set[GroupKey]:
+        """Every remembered group."""
+        return {key for keys in self.trained.values() for key in keys}
+
+    def after(
+        self, groups: tuple[GroupKey, ...], metrics: Mapping[str, Any], max_staleness: int
+    ) -> TrainerState:
+        """The state after training batch `step` of `groups`."""
+        kept = {s: keys for s, keys in self.trained.items() if s >= self.step - max_staleness}
+        kept[self.step] = groups
+        return TrainerState(self.run_digest, self.step + 1, kept, metrics)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> TrainerState:
+        """Raises FatalError if it is not ours: a checkpoint is never guessed at."""
+        try:
+            raw = json.loads(text)
+            trained = {
+                int(step): tuple((Digest(sha256), int(number)) for sha256, number in keys)
+                for step, keys in raw["trained"].items()
+            }
+            return TrainerState(
+                Digest(raw["run_digest"]), int(raw["step"]), trained, raw["metrics"]
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FatalError(f"the checkpoint's {STATE_NAME} is damaged: {error}") from error
+
+
+def _folder(data: Path) -> Path:
+    return data / "checkpoints"
+
+
+def latest(data: Path) -> Path | None:
+    """The newest whole checkpoint under `data`."""
+    folder = _folder(data)
+    whole = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    return max(whole, key=lambda path: int(path.name), default=None)
+
+
+def save(
+    data: Path,
+    state: TrainerState,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> None:
+    """Writes checkpoint `state.step`, on all ranks together; keeps the last two.
+
+    Raises UnavailableError if the disk refuses; the earlier checkpoints are untouched.
+    """
+    final = _folder(data) / str(state.step)
+    staging = _folder(data) / f".staging-{state.step}"
+    try:
+        if world.leads:
+            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(final, ignore_errors=True)
+            staging.mkdir(parents=True)
+        world.barrier()
+        dcp.save(_tensors(policy, optimizer, world), checkpoint_id=staging, no_dist=world.size == 1)
+        world.barrier()
+        if world.leads:
+            (staging / STATE_NAME).write_text(state.to_json())
+            _make_durable(staging)
+            staging.rename(final)
+            _fsync(final.parent)
+            for old in sorted(_folder(data).iterdir(), key=lambda path: path.name):
+                if old.name.isdigit() and int(old.name) <= state.step - KEEP:
+                    shutil.rmtree(old)
+    except OSError as error:
+        raise UnavailableError(
+            f"checkpoint {state.step} could not be written to {data}: {error.strerror or error}; "
+            "free some space and start again, nothing trained before is lost"
+        ) from error
+    world.barrier()
+
+
+def load(
+    data: Path,
+    run_digest: Digest,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> TrainerState | None:
+    """Restores the newest checkpoint into `policy` and `optimizer`; None if there is none.
+
+    Raises UserError if it belongs to another run, FatalError if it is damaged.
+    """
+    if world.leads:
+        for leftover in _folder(data).glob(".staging-*"):
+            shutil.rmtree(leftover)
+    folder = world.broadcast((latest(data),))[0]
+    if folder is None:
+        return None
+    state = TrainerState.from_json((folder / STATE_NAME).read_text())
+    if state.run_digest != run_digest:
+        raise UserError(
+            f"{data} holds a checkpoint of another run ({state.run_digest}).",
+            hint="Name another --data folder for this run.",
+        )
+    tensors = _tensors(policy, optimizer, world)
+    dcp.load(tensors, checkpoint_id=folder, no_dist=world.size == 1)
+    set_model_state_dict(policy, tensors["policy"])
+    set_optimizer_state_dict(policy, optimizer, tensors["optimizer"])
+    torch.set_rng_state(tensors["random"][str(world.rank)])
+    return state
+
+
+def _tensors(policy: Policy, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    return {
+        "policy": get_model_state_dict(policy),
+        "optimizer": get_optimizer_state_dict(policy, optimizer),
+        "random": {str(world.rank): torch.get_rng_state()},
+    }
+
+
+def _make_durable(folder: Path) -> None:
+    for path in folder.iterdir():
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
