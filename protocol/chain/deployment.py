@@ -43,7 +43,7 @@ class Periods(Strict):
     epoch_length: int = Field(default=3600, ge=1)
     validity: int = Field(default=86_400, ge=1)
     slash_window: int = Field(default=3 * 86_400, ge=1)
-    dispute_window: int = Field(default=7 * 86_400, ge=0)
+    dispute_window: int = Field(default=7 * 86_400, ge=1)
     reward_delay: int = Field(default=86_400, ge=1)
     unbonding: int = Field(default=14 * 86_400, ge=1)
 

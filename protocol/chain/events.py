@@ -97,7 +97,28 @@ class UnbondStarted(Event):
 
 
 @dataclass(frozen=True)
+class Rebonded(Event):
+    CONTRACT = "vault"
+    provider: Address
+    amount: int
+
+
+@dataclass(frozen=True)
 class Withdrawn(Event):
+    CONTRACT = "vault"
+    provider: Address
+    amount: int
+
+
+@dataclass(frozen=True)
+class SlashHeld(Event):
+    CONTRACT = "vault"
+    provider: Address
+    amount: int
+
+
+@dataclass(frozen=True)
+class SlashReleased(Event):
     CONTRACT = "vault"
     provider: Address
     amount: int
@@ -155,6 +176,14 @@ class NodeEjected(Event):
 
 
 @dataclass(frozen=True)
+class BanSet(Event):
+    CONTRACT = "pools"
+    pool: int
+    node: Address
+    on: bool
+
+
+@dataclass(frozen=True)
 class PolicyPublished(Event):
     CONTRACT = "pools"
     pool: int
@@ -180,6 +209,16 @@ class RootPosted(Event):
     count: int
     leaves_object: Digest
     epoch: int
+
+
+@dataclass(frozen=True)
+class LeafPosted(Event):
+    CONTRACT = "work"
+    pool: int
+    node: Address
+    seq: int
+    leaf: Digest
+    sha256: Digest
 
 
 @dataclass(frozen=True)
@@ -214,9 +253,12 @@ class RewardRootPosted(Event):
 
 @dataclass(frozen=True)
 class RewardRootDisabled(Event):
+    """The roots of epochs `epoch` to `last` count no longer."""
+
     CONTRACT = "rewards"
     pool: int
     epoch: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -251,6 +293,31 @@ class SlashProposed(Event):
     reason: int
     amount: int
     executable_at: int
+
+
+@dataclass(frozen=True)
+class SlashDisputed(Event):
+    CONTRACT = "slasher"
+    id: int
+    pool: int
+    node: Address
+    deposit: int
+    judge_by: int
+
+
+@dataclass(frozen=True)
+class SlashConfirmed(Event):
+    CONTRACT = "slasher"
+    id: int
+    validator: Address
+
+
+@dataclass(frozen=True)
+class SlashOverturned(Event):
+    CONTRACT = "slasher"
+    id: int
+    validator: Address
+    penalty: int
 
 
 @dataclass(frozen=True)

@@ -148,14 +148,19 @@ class Journal:
 
     def bind(self, key: str, value: str) -> None:
         """Remembers a fact the journal belongs to. Raises UserError if it belongs to another."""
-        with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
-            kept = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
+        kept = self.remember(key, value)
         if kept != value:
             raise UserError(
                 f"the transaction journal {self._path} belongs to {key} {kept}, not {value}",
                 hint="use another data folder for this account and chain",
             )
+
+    def remember(self, key: str, value: str) -> str:
+        """The value first remembered under `key`, which may be this one."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
+            kept: str = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
+        return kept
 
     def submit(self, intent_id: str, call: Call, now: float) -> None:
         """Writes an intent down once. Raises ConflictError if the id stands for another call."""

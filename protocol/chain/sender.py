@@ -113,6 +113,10 @@ class Sender:
         if found is not None and found.status == "failed":
             self._journal.retry(intent_id, self._now())
 
+    def remember(self, key: str, value: str) -> str:
+        """Keeps a fact beside the intents: the value of the first call, for ever."""
+        return self._journal.remember(f"fact/{key}", value)
+
     def status(self, intent_id: str) -> Intent | None:
         """The intent as journalled, or None if it was never submitted."""
         return self._journal.get(intent_id)
