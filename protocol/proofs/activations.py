@@ -43,6 +43,11 @@ def windows_of(tokens: int) -> int:
     return -(-tokens // PROOF_WINDOW)
 
 
+def proof_bytes(elements: int) -> int:
+    """Length of the proof of a window of `elements` values."""
+    return 2 + 2 * min(PROOF_TOPK, elements)
+
+
 def split_windows(states: States) -> list[NDArray[np.uint16]]:
     """The flattened windows of one row, each uint16 [t·H]."""
     return [
@@ -151,9 +156,8 @@ def decode(proof: bytes, elements: int) -> DecodedProof:
     Raises MalformedError unless the length is 2 + 2·min(128, elements), m is in (2¹⁵, 65497] and
     every coefficient is below 65497.
     """
-    count = min(PROOF_TOPK, elements)
-    if len(proof) != 2 + 2 * count:
-        raise MalformedError(f"a proof of {len(proof)} bytes where {2 + 2 * count} are due")
+    if len(proof) != proof_bytes(elements):
+        raise MalformedError(f"a proof of {len(proof)} bytes where {proof_bytes(elements)} are due")
     words = np.frombuffer(proof, dtype=">u2")
     modulus = int(words[0])
     if not MIN_MODULUS < modulus <= MAX_MODULUS:

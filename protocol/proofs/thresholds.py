@@ -106,6 +106,14 @@ class Limits:
     row: Mapping[str, float]
     file: Mapping[str, float]
 
+    def named(self) -> dict[str, float]:
+        """All limits, as "row.sketch", "file.sketch", …"""
+        return {
+            f"{scope}.{name}": limits[name]
+            for scope, limits in (("row", self.row), ("file", self.file))
+            for name in STATISTICS
+        }
+
     def exceeded(self, statistics: Mapping[str, float], scope: Scope) -> set[str]:
         """Names of the statistics beyond their limit. A NaN is beyond every limit."""
         limits = self.row if scope == "row" else self.file

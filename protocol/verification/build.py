@@ -12,6 +12,7 @@ from typing import Any
 
 from protocol.core import seeds
 from protocol.core.ids import Digest
+from protocol.core.rollout import PROOF_WINDOW
 from protocol.core.run import MICRO, RunDefinition
 from protocol.core.task import Lease, SignedLease
 from protocol.engine.base import Engine, Generation, GenerationRequest
@@ -66,7 +67,7 @@ def generate_rows(
 
 def sketch_keys(seed: Digest, group: int, sample: int, output_tokens: Sequence[int]) -> list[bytes]:
     """The sketch key of each proof window of a row."""
-    width = activations.PROOF_WINDOW
+    width = PROOF_WINDOW
     return [
         seeds.sketch_key(seed, group, sample, window, output_tokens[window * width :][:width])
         for window in range(activations.windows_of(len(output_tokens)))
