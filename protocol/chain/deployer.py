@@ -222,9 +222,9 @@ def _submit_again(sender: Sender, intent_id: str, call: Call) -> None:
 
 def verify(client: ChainClient, deployment: Deployment) -> None:
     """Raises FatalError unless the chain holds this deployment: code, periods and wiring."""
-    for account, name in deployment.addresses().items():
+    for account, contract_name in deployment.addresses().items():
         if not client.code(account):
-            raise FatalError(f"there is no {SOLIDITY_NAMES[name]} at {account}")
+            raise FatalError(f"there is no {SOLIDITY_NAMES[contract_name]} at {account}")
     contracts = Contracts(client, deployment)
     if contracts.work.periods() != deployment.periods:
         raise FatalError("the periods on chain are not those of the deployment file")

@@ -132,6 +132,7 @@ class Sender:
         the intent stays journalled.
         """
         deadline = self._now() + timeout
+        pause = 0.02  # a chain may mine at once; if not, ask less and less often
         while True:
             self.tick()
             found = self._journal.get(intent_id)
@@ -145,7 +146,8 @@ class Sender:
                     f"not confirmed within {timeout:g} s: {found.call.description or intent_id} "
                     f"({reason}); it stays in the journal and is taken up again"
                 )
-            self._sleep(min(0.5, self.client.network.block_time / 4))
+            self._sleep(pause)
+            pause = min(2 * pause, 0.5)
 
     def send_and_wait(self, intent_id: str, call: Call, timeout: float = 120.0) -> Intent:
         """For command lines: submits and waits. Raises ChainRevertedError if it fails; an earlier

@@ -1,0 +1,41 @@
+"""Fixtures that every room's tests may use: a local chain, and our contracts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from devnet.chain import Anvil, find_anvil
+from devnet.deployed import Deployed, deploy_local
+from protocol.core.errors import UserError
+
+
+@pytest.fixture(scope="session")
+def anvil() -> Iterator[Anvil]:
+    """A running local chain that mines each transaction at once. Shared: use `deployed`, which
+    restores it, or snapshot it yourself."""
+    try:
+        find_anvil()
+    except UserError as error:
+        pytest.skip(f"needs anvil: {error}; {error.hint}")
+    with Anvil() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def _deployed_once(anvil: Anvil, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    deployed = deploy_local(anvil, tmp_path_factory.mktemp("deployment"))
+    yield deployed
+    deployed.client.close()
+
+
+@pytest.fixture
+def deployed(_deployed_once: Deployed) -> Iterator[Deployed]:
+    """Our contracts with short periods (devnet.deployed.TEST_PERIODS) and ten funded accounts.
+
+    The chain goes back to the state just after the deployment when the test ends.
+    """
+    revert = _deployed_once.anvil.snapshot()
+    yield _deployed_once
+    revert()
