@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from protocol.chain.deployment import DEMO_PERIODS, Periods
 from protocol.core.ids import Digest
 from protocol.core.run import LengthBudgets, Objective, RunDefinition, SpeedClasses
 from protocol.core.task import Task
@@ -23,18 +24,6 @@ CHALLENGE_ROUNDS = 2
 
 LiarKind = Literal["int4", "best_of_4", "copied_proof", "made_up_proof"]
 LIARS: tuple[LiarKind, ...] = ("int4", "best_of_4", "copied_proof", "made_up_proof")
-
-
-@dataclass(frozen=True)
-class Periods:
-    """Contract periods, in seconds."""
-
-    epoch: int = 30
-    validity: int = 90
-    slash_window: int = 20
-    dispute_window: int = 20
-    reward_delay: int = 20
-    unbonding: int = 180
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class Plan:
     steps: int = 80
     fixed_steps: bool = False
     nodes: tuple[NodePlan, ...] = ()
-    periods: Periods = Periods()
+    periods: Periods = DEMO_PERIODS
     port: int = 0
     runtime: Literal["process", "docker"] = "process"
     image: str = ""
@@ -64,6 +53,10 @@ class Plan:
     groups_per_lease: int = 4
     evaluate_every: int = 8
     seed: int = 1
+
+    def quick(self) -> Plan:
+        """The same walk with small batches, for tests."""
+        return replace(self, groups_per_batch=8, groups_per_lease=2, samples_per_group=8)
 
 
 def node_plans(nodes: int, liars: int) -> tuple[NodePlan, ...]:
@@ -117,7 +110,7 @@ def run_definition(plan: Plan, base_model: Digest, class_threshold: int) -> RunD
         price_per_unit=TOKEN // 1000,
         stake_per_class=100 * TOKEN,
         slash_amount=50 * TOKEN,
-        epoch_seconds=plan.periods.epoch,
+        epoch_seconds=plan.periods.epoch_length,
         validity_seconds=plan.periods.validity,
         lease_seconds=60,
         heartbeat_seconds=1,

@@ -1,0 +1,189 @@
+"""`python -m devnet up|check|stop`: the whole network on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from devnet.plan import Plan, node_plans
+from devnet.processes import stop_recorded
+from protocol.chain.deployment import DEMO_PERIODS, Periods
+from protocol.core.errors import FatalError, PrimeError, UnavailableError, UserError
+
+ROOT = Path("var/devnet")
+QUICK_PERIODS = Periods(
+    epoch_length=8, validity=24, slash_window=6, dispute_window=6, reward_delay=4, unbonding=60
+)
+"""For tests of the whole walk."""
+
+app = typer.Typer(
+    help="The whole network on one machine.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+Root = Annotated[Path, typer.Option("--root", help="Folder of the run; emptied by `up`.")]
+
+
+@app.command()
+def up(
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Train just this many steps (default: until learned).")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes in all.")] = 5,
+    liars: Annotated[int, typer.Option(min=0, help="How many of them lie.")] = 2,
+    port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
+    runtime: Annotated[str, typer.Option(help="process (isolates nothing) or docker.")] = "process",
+    image: Annotated[str, typer.Option(help="Worker image by digest, for docker.")] = "",
+    quick: Annotated[bool, typer.Option(help="Short periods and small batches.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the trainer.")] = 1,
+    root: Root = ROOT,
+    plain: Annotated[bool, typer.Option(help="Lines instead of the live table.")] = False,
+) -> None:
+    """Run the network until it has learned, check it, write the report, end everything."""
+    if liars >= nodes:
+        raise UserError(
+            f"{liars} liars among {nodes} nodes leave nobody honest", hint="lower --liars"
+        )
+    if runtime not in ("process", "docker"):
+        raise UserError(f"there is no runtime {runtime!r}", hint="process or docker")
+    chosen: Literal["process", "docker"] = "docker" if runtime == "docker" else "process"
+    plan = Plan(
+        root=root,
+        steps=steps or 80,
+        fixed_steps=steps is not None,
+        nodes=node_plans(nodes, liars),
+        periods=QUICK_PERIODS if quick else DEMO_PERIODS,
+        port=port,
+        runtime=chosen,
+        image=image,
+        seed=seed,
+    )
+    if quick:
+        plan = plan.quick()
+    stop_recorded(root / "pids.json")
+    _empty(root)
+    sys.exit(_run(plan, plain or not sys.stdout.isatty()))
+
+
+@app.command()
+def check(
+    root: Root = ROOT,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Derive the six findings of a run anew, from outside; exit code 0 only if all hold."""
+    from devnet.check import check as derive
+    from devnet.check import print_findings
+
+    findings = derive(root)
+    print_findings(findings, json_output)
+    sys.exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+@app.command()
+def stop(root: Root = ROOT) -> None:
+    """End a network that was left running."""
+    ended = stop_recorded(root / "pids.json")
+    print(f"ended {', '.join(ended)}" if ended else "nothing was left running")
+
+
+def _run(plan: Plan, plain: bool) -> int:
+    from devnet.check import check as derive
+    from devnet.check import print_findings
+    from devnet.network import Network
+    from devnet.report import write_report
+    from devnet.table import picture
+    from devnet.walk import Walk
+
+    console = Console()
+    network = Network(plan)
+    started = time.monotonic()
+    phase = "starting"
+    live = None if plain else Live(console=console, refresh_per_second=2, screen=False)
+
+    def note(words: str) -> None:
+        nonlocal phase
+        phase = words
+        if plain:
+            print(f"[{time.monotonic() - started:6.1f} s] {words}", flush=True)
+        tick()
+
+    def tick() -> None:
+        if live is None:
+            return
+        try:
+            status = network.status()
+        except (UnavailableError, OSError, PrimeError):
+            live.update(f"{phase} …")
+            return
+        page = network.url
+        live.update(
+            picture(
+                status, network.names(), walk.evaluations, page, phase, time.monotonic() - started
+            )
+        )
+
+    walk = Walk(network, note, tick)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if plan.runtime == "process":
+        console.print(
+            "[bold yellow]--runtime process isolates nothing:[/] workers run as plain children of "
+            "this user. Real nodes run tasks in containers."
+        )
+    try:
+        if live is not None:
+            live.start()
+        walk.start()
+        if plain:
+            print(f"page: {network.url}", flush=True)
+        walk.learn()
+        walk.settle()
+        note("checking from outside")
+        findings = derive(plan.root, network)
+        write_report(plan.root, network, walk, findings, time.monotonic() - started)
+    finally:
+        if live is not None:
+            live.stop()
+        network.stop()
+    print_findings(findings, False)
+    print(f"report: {plan.root / 'report.html'}")
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _empty(root: Path) -> None:
+    """A run starts clean. Refuses a folder that is not a run's."""
+    if root.exists() and any(root.iterdir()) and not (root / "logs").is_dir():
+        raise UserError(
+            f"{root} is not a folder of an earlier run", hint="name an empty one by --root"
+        )
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+
+
+def main() -> None:
+    """Entry point: expected errors become one sentence and an exit code."""
+    try:
+        app(prog_name="devnet")
+    except KeyboardInterrupt:
+        print("\nended; every process is stopped", file=sys.stderr)
+        sys.exit(130)
+    except PrimeError as error:
+        hint = f" — {error.hint}" if isinstance(error, UserError) and error.hint else ""
+        kind = "the demo failed: " if isinstance(error, FatalError | UnavailableError) else ""
+        print(f"devnet: {kind}{error}{hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""One network: its folders, accounts, processes and addresses, brought up step by step.
+
+    chain → contracts → pool → orchestrator → validator → trainer (origin) → relay → nodes
+
+Every program is started by the command that an operator would type; what they tell one another goes
+over HTTP, objects and the chain, never through this module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from devnet.accounts import PARTIES, Account, make
+from devnet.chain import Anvil
+from devnet.plan import TOKEN, NodePlan, Plan, measured_mmacs, run_definition
+from devnet.processes import Child, Supervisor
+from protocol.broadcast.manifest import build_manifest
+from protocol.chain.client import ChainClient
+from protocol.chain.contracts import Contracts
+from protocol.chain.deployment import Deployment
+from protocol.core.errors import PrimeError, UnavailableError
+from protocol.core.messages import Status
+from protocol.core.run import RunDefinition
+from protocol.transport.client import OrchestratorClient
+
+MODEL = Path(__file__).parent / "model"
+BIN = Path(sys.executable).parent
+POOL_FUNDS = 5_000 * TOKEN
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST")
+
+
+class Network:
+    """A network under `plan.root`. `start` brings it up, `stop` ends every process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.root = plan.root.absolute()
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.supervisor = Supervisor(
+            self.root / "logs", self.root / "pids.json", _environment(self.root)
+        )
+        self.anvil = Anvil(block_time=1, log=self.root / "logs" / "anvil.log")
+        self.accounts: dict[str, Account] = {}
+        self.run_file = self.root / "run.json"
+        self.deployment_file = self.root / "deployment.json"
+        self.pool = 0
+
+    # -- the walk ------------------------------------------------------------------------------
+
+    def start_chain(self) -> None:
+        """A local chain with blocks of one second, its contracts, and ether for every party."""
+        self.anvil.start()
+        names = (*PARTIES, *(node.name for node in self.plan.nodes))
+        self.accounts = {name: make(self.root / "keys", name) for name in names}
+        for account in self.accounts.values():
+            self.anvil.fund(account.address)
+        periods = self.plan.periods
+        self.supervisor.run(
+            "deploy",
+            [
+                *self._orchestrator("deployment", "deploy", "--network", "local"),
+                *("--rpc", self.anvil.url, "--out", str(self.deployment_file)),
+                *self.accounts["deployer"].flags(),
+                *("--epoch", str(periods.epoch_length), "--validity", str(periods.validity)),
+                *("--slash-window", str(periods.slash_window)),
+                *("--dispute-window", str(periods.dispute_window)),
+                *("--reward-delay", str(periods.reward_delay)),
+                *("--unbonding", str(periods.unbonding)),
+            ],
+        )
+
+    def create_pool(self) -> None:
+        """The run definition, the pool on chain, its funds and its validator."""
+        base = build_manifest(MODEL, pool=0, version=0, step=0).result_digest
+        run = run_definition(self.plan, base, measured_mmacs() // 5)
+        self.run_file.write_bytes(run.canonical())
+        manager = self.accounts["manager"].flags()
+        chain = ("--rpc", self.anvil.url, "--deployment", str(self.deployment_file))
+        created = self.supervisor.run(
+            "pool",
+            [
+                *self._orchestrator("pool", "create", *chain, *manager, "--json"),
+                *("--run", str(self.run_file)),
+                *("--trainer", self.accounts["trainer"].address),
+                *("--validator", self.accounts["validator"].address),
+                *("--capacity", "1000", "--faucet"),
+            ],
+        )
+        self.pool = int(json.loads(created)["pool"])
+        self.supervisor.run(
+            "pool",
+            [
+                *self._orchestrator("pool", "fund", *chain, *manager, "--json"),
+                *("--pool", str(self.pool), "--amount", str(POOL_FUNDS // TOKEN)),
+            ],
+        )
+
+    def start_orchestrator(self) -> None:
+        """The API and its loops; returns once it answers."""
+        serve_file = self.root / "orchestrator" / "serve.json"
+        port = json.loads(serve_file.read_text())["port"] if serve_file.exists() else self.plan.port
+        serve_file.unlink(missing_ok=True)
+        self.supervisor.start(
+            "orchestrator",
+            [
+                *self._orchestrator("serve", "--host", "127.0.0.1", "--port", str(port)),
+                *("--data", str(self.root / "orchestrator"), "--run", str(self.run_file)),
+                *self._chain_flags(),
+                *self.accounts["manager"].flags(),
+            ],
+        )
+        self.supervisor.wait_for("the orchestrator", serve_file.exists, 60)
+        self.supervisor.wait_for("the orchestrator", self._answers, 60)
+
+    def start_validator(self) -> None:
+        """A validator, its own process with its own key, on the orchestrator's store."""
+        self.supervisor.start(
+            "validator",
+            [
+                *self._orchestrator("validate"),
+                *("--data", str(self.root / "orchestrator"), "--run", str(self.run_file)),
+                *("--state", str(self.root / "validator"), "--orchestrator", self.url),
+                *self._chain_flags(),
+                *self.accounts["validator"].flags(),
+            ],
+        )
+
+    def start_relay(self) -> None:
+        """A relay between the trainer's origin and the nodes."""
+        self.supervisor.start(
+            "relay",
+            [
+                *self._orchestrator("relay", "--orchestrator", self.url),
+                *("--data", str(self.root / "relay"), "--port", "0"),
+                *self.accounts["relay"].flags(),
+            ],
+        )
+
+    def start_trainer(self) -> None:
+        """The trainer; it publishes the base model as policy 0 and waits for batches."""
+        steps = ("--steps", str(self.plan.steps)) if self.plan.fixed_steps else ()
+        self.supervisor.start(
+            "trainer",
+            [
+                *(str(BIN / "trainer"), "run", "--orchestrator", self.url),
+                *("--model", str(MODEL), "--data", str(self.root / "trainer")),
+                *("--learning-rate", "3e-4", "--grad-clip", "1.0", "--seed", str(self.plan.seed)),
+                *("--beta1", "0.9", "--beta2", "0.95", *steps),
+                *self.accounts["trainer"].flags(),
+            ],
+            required=not self.plan.fixed_steps,
+        )
+
+    def start_node(self, node: NodePlan) -> Child:
+        """One agent. A liar is the same agent with another worker; nobody else is told."""
+        command = [
+            *(str(BIN / "prime-node"), "join", "--orchestrator", self.url),
+            *("--rpc", self.anvil.url, "--deployment", str(self.deployment_file)),
+            *("--data", str(self.root / "nodes" / node.name), "--runtime", self.plan.runtime),
+            *self.accounts[node.name].flags(),
+            *("--threads", "1"),
+        ]
+        if node.throttle != 1.0:
+            command += ["--throttle", str(node.throttle)]
+        if node.liar:
+            command += ["--worker-command", f"python -m devnet.liars {node.liar}"]
+        return self.supervisor.start(node.name, command, required=node.liar is None)
+
+    def stop(self) -> None:
+        """Ends everything; harmless when called twice."""
+        self.supervisor.stop_all()
+        self.anvil.stop()
+
+    # -- what anyone can see -------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The orchestrator's address, from the file that it writes."""
+        serve = json.loads((self.root / "orchestrator" / "serve.json").read_text())
+        return str(serve["url"])
+
+    def client(self) -> OrchestratorClient:
+        """An anonymous reader of the orchestrator."""
+        return OrchestratorClient(self.url)
+
+    def status(self) -> Status:
+        with self.client() as client:
+            return client.get("/v1/status", Status)
+
+    def run(self) -> RunDefinition:
+        return RunDefinition.model_validate_json(self.run_file.read_bytes())
+
+    def contracts(self) -> Contracts:
+        """The deployed contracts, read through this network's chain."""
+        deployment = Deployment.load(self.deployment_file)
+        return Contracts(ChainClient([self.anvil.url], deployment.chain_id), deployment)
+
+    def names(self) -> dict[str, str]:
+        """Account address → name in this demo."""
+        return {account.address: name for name, account in self.accounts.items()}
+
+    # -- below ---------------------------------------------------------------------------------
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                client.pool()
+        except UnavailableError:
+            return False
+        except PrimeError:
+            return True
+        return True
+
+    def _orchestrator(self, *words: str) -> Sequence[str]:
+        return [str(BIN / "orchestrator"), *words]
+
+    def _chain_flags(self) -> tuple[str, ...]:
+        return (
+            *("--rpc", self.anvil.url, "--deployment", str(self.deployment_file)),
+            *("--pool", str(self.pool)),
+        )
+
+
+def _environment(root: Path) -> dict[str, str]:
+    """What the children get: one thread each, no key, no proxy, their caches under `root`."""
+    kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",
+        "XDG_CACHE_HOME": str(root / "cache"),
+    }

@@ -1,0 +1,186 @@
+"""The demo from start to end, as one walk:
+
+    start → learn (evaluate every few policies, until two in a row are good) → stop training
+          → settle (last epoch's validity passes, reward roots are posted, honest nodes claim)
+          → observe from outside → six findings → report
+
+A run of fixed steps does the same with a shorter middle. Every wait is for an event, has a deadline,
+and watches that no process has died.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from devnet.findings import NEEDED_REWARD, NEEDED_RISE
+from devnet.network import BIN, Network
+from protocol.chain.events import RootPosted
+from protocol.core.errors import FatalError, UnavailableError
+from protocol.core.messages import Status
+
+START_SECONDS = 180.0
+STEP_SECONDS = 90.0
+EVALUATION_SEED = 7
+Note = Callable[[str], None]
+
+
+class Walk:
+    """The demo's acts on a running network; `note` is told what happens now."""
+
+    def __init__(self, network: Network, note: Note, tick: Callable[[], None]) -> None:
+        self.network = network
+        self.note = note
+        self.tick = tick
+        self.evaluations: list[tuple[int, float]] = []
+
+    def start(self) -> None:
+        """Everything up: chain, contracts, pool, programs, nodes."""
+        network = self.network
+        self.note("starting a local chain and deploying the contracts")
+        network.start_chain()
+        self.note("creating and funding the pool")
+        network.create_pool()
+        self.note("starting orchestrator, validator, trainer and relay")
+        network.start_orchestrator()
+        network.start_validator()
+        network.start_trainer()
+        network.start_relay()
+        for node in network.plan.nodes:
+            self.note(f"starting {node.name}")
+            network.start_node(node)
+        self._until("policy 0", lambda status: status.latest_version is not None, START_SECONDS)
+        self.evaluate(0)
+        self.note("nodes are joining")
+        self._until("the first batch", lambda status: status.step >= 1, START_SECONDS)
+
+    def learn(self) -> None:
+        """Until two evaluations in a row are good enough, or the run's last step."""
+        plan = self.network.plan
+        self.note("learning")
+        while True:
+            due = self.evaluations[-1][0] + plan.evaluate_every
+            target = min(due, plan.steps)
+            self._until(
+                f"policy {target}",
+                lambda status, target=target: (status.latest_version or 0) >= target,
+                STEP_SECONDS * plan.evaluate_every,
+            )
+            version = self.network.status().latest_version or target
+            self.evaluate(version)
+            if plan.fixed_steps and version >= plan.steps:
+                return
+            if not plan.fixed_steps and self._good():
+                return
+            if version >= plan.steps:
+                self.note(f"not learned within {plan.steps} steps")
+                return
+
+    def wait_for_slashes(self) -> None:
+        """Until every liar's slash is executed on chain (validity bounds how long that takes)."""
+        liars = sum(node.liar is not None for node in self.network.plan.nodes)
+        if not liars:
+            return
+        self.note("waiting for the liars' slashes to be executed")
+        periods = self.network.plan.periods
+        self._until(
+            "the liars' slashes",
+            lambda status: sum(item["status"] == "executed" for item in status.slashes) >= liars,
+            periods.validity + periods.slash_window + 120,
+        )
+
+    def settle(self) -> None:
+        """Ends the nodes (the trainer stays up: it is the origin that auditors fetch from), lets the
+        last epoch's validity pass, and claims for the honest."""
+        network = self.network
+        self.note("ending the nodes; waiting until the last work's validity has passed")
+        for node in network.plan.nodes:
+            network.supervisor.stop(node.name)
+        self._until(
+            "every submitted file's verdict",
+            lambda status: status.files.get("submitted", 0) == 0,
+            180,
+        )
+        contracts = network.contracts()
+        periods = network.plan.periods
+        last = self._last_epoch_with_work()
+        wait = (last + 1) * periods.epoch_length + periods.validity + periods.reward_delay
+        deadline = max(0.0, wait - time.time()) + 120
+
+        def claimable(_: Status) -> bool:
+            root = contracts.rewards.reward_root(network.pool, last)
+            now = network.anvil.rpc("eth_getBlockByNumber", "latest", False)["timestamp"]
+            return root is not None and int(now, 16) >= root.claimable_at
+
+        self._until(f"the reward root of epoch {last}", claimable, deadline)
+        for node in network.plan.nodes:
+            if node.liar is None:
+                self.note(f"{node.name} claims its rewards")
+                network.supervisor.run(
+                    "claims",
+                    [
+                        *(str(BIN / "prime-node"), "rewards", "claim", "--json"),
+                        *("--data", str(network.root / "nodes" / node.name)),
+                    ],
+                )
+
+    def evaluate(self, version: int) -> float:
+        """`trainer evaluate` on a policy fetched through the relay; remembers and returns its
+        mean reward."""
+        network = self.network
+        self.note(f"evaluating policy {version} on held-out problems")
+        folder = network.root / "evaluations" / str(version)
+        if not folder.exists():
+            network.supervisor.run(
+                "fetch",
+                [
+                    *(sys.executable, "-m", "protocol.broadcast", "fetch"),
+                    *("--orchestrator", network.url, "--version", str(version)),
+                    *("--out", str(folder)),
+                ],
+            )
+        said = network.supervisor.run(
+            "evaluate",
+            [
+                *(str(BIN / "trainer"), "evaluate", "--model", str(folder), "--json"),
+                *("--run", str(network.run_file), "--problems", "256"),
+                *("--seed", str(EVALUATION_SEED)),
+            ],
+        )
+        mean = float(json.loads(said)["mean_reward"])
+        self.evaluations.append((version, mean))
+        record = network.root / "evaluations" / "index.json"
+        record.write_text(json.dumps(self.evaluations))
+        self.tick()
+        return mean
+
+    def _good(self) -> bool:
+        first, *later = self.evaluations
+        return len(later) >= 2 and all(
+            mean >= NEEDED_REWARD and mean - first[1] >= NEEDED_RISE for _, mean in later[-2:]
+        )
+
+    def _last_epoch_with_work(self) -> int:
+        """The newest epoch in which a work root was posted."""
+        from devnet.observe import chain_events
+
+        epochs = [
+            event.epoch
+            for event in chain_events(self.network.contracts())
+            if isinstance(event, RootPosted)
+        ]
+        if not epochs:
+            raise FatalError("no work root was ever posted")
+        return max(epochs)
+
+    def _until(self, what: str, ready: Callable[[Status], bool], timeout: float) -> None:
+        def poll() -> bool:
+            self.tick()
+            try:
+                return ready(self.network.status())
+            except UnavailableError:
+                return False
+
+        self.network.supervisor.wait_for(what, poll, timeout, interval=0.5)
