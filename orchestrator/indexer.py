@@ -19,7 +19,7 @@ from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, refresh_credits
 from orchestrator.store import chain, leases, meta, nodes, schema, submissions
 from orchestrator.store.chain import EventRow
 from orchestrator.store.engine import Store
-from orchestrator.store.rows import insert_new
+from orchestrator.store.rows import insert_new, upsert
 from protocol.chain.events import Event
 from protocol.chain.watcher import BlockRef, Confirmed, Watcher
 from protocol.core.ids import Address, Digest
@@ -130,8 +130,9 @@ def derive(
         args = event.arguments()
         if event.name == "RootPosted":
             derive_root(connection, Digest(args["root"]))
-        elif event.name == "RewardRootPosted":
-            derive_reward_root(connection, int(args["epoch"]))
+        elif event.name in ("RewardRootPosted", "RewardRootDisabled"):
+            for epoch in range(int(args["epoch"]), int(args.get("last", args["epoch"])) + 1):
+                derive_reward_root(connection, epoch)
         elif event.name in MEMBERSHIP_EVENTS:
             derive_node(connection, context, Address(args["node"]), now)
         elif event.name in SLASH_EVENTS:
@@ -159,22 +160,45 @@ def derive_root(connection: Connection, root: Digest) -> None:
 
 
 def derive_reward_root(connection: Connection, epoch: int) -> None:
-    """`reward_roots.claimable_at` from RewardRootPosted of this epoch and root."""
-    row = connection.execute(
-        sa.select(schema.reward_roots.c.root).where(schema.reward_roots.c.epoch == epoch)
-    ).first()
-    if row is None:
+    """The `reward_roots` row of an epoch from its newest RewardRootPosted.
+
+    A root that the guardian has disabled loses its row, so that the next settlement builds on the
+    one before it; one whose posting was retracted waits for its transaction again.
+    """
+    table = schema.reward_roots
+    posted = [e for e in chain.events(connection, "RewardRootPosted") if _epoch(e) == epoch]
+    if not posted:
+        connection.execute(sa.update(table).where(table.c.epoch == epoch).values(claimable_at=None))
         return
-    claimable = [
-        int(args["claimable_at"])
-        for event in chain.events(connection, "RewardRootPosted", contains=row.root)
-        if (args := event.arguments())["epoch"] == epoch and args["root"] == row.root
-    ]
-    connection.execute(
-        sa.update(schema.reward_roots)
-        .where(schema.reward_roots.c.epoch == epoch)
-        .values(claimable_at=claimable[0] if claimable else None)
+    newest = posted[-1]
+    args = newest.arguments()
+    disabled = any(
+        _epoch(event) <= epoch <= int(event.arguments().get("last", _epoch(event)))
+        and (event.block, event.log_index) > (newest.block, newest.log_index)
+        for event in chain.events(connection, "RewardRootDisabled")
     )
+    if disabled:
+        connection.execute(
+            sa.delete(table).where(table.c.epoch == epoch, table.c.root == args["root"])
+        )
+        return
+    known = connection.execute(sa.select(table.c.created_at).where(table.c.epoch == epoch)).scalar()
+    upsert(
+        connection,
+        table,
+        {
+            "epoch": epoch,
+            "root": args["root"],
+            "cumulative_total": str(args["cumulative_total"]),
+            "object": args["object"],
+            "created_at": newest.block_time if known is None else known,
+            "claimable_at": args["claimable_at"],
+        },
+    )
+
+
+def _epoch(event: EventRow) -> int:
+    return int(event.arguments()["epoch"])
 
 
 def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now: float) -> None:

@@ -95,7 +95,10 @@ def settle_epochs(
         ).first()
         if last is not None and last.claimable_at is None:
             requeue_failed(
-                connection, f"reward_root:{last.epoch}", now(), not_before=now() - run.epoch_seconds
+                connection,
+                f"reward_root:{last.epoch}:{last.object}",
+                now(),
+                not_before=now() - run.epoch_seconds,
             )
             return None
         if clock is None:
@@ -149,7 +152,7 @@ def settle_epochs(
             connection,
             lane=context.manager,
             kind="reward_root",
-            key=str(epoch),
+            key=f"{epoch}:{digest}",
             payload={
                 "epoch": epoch,
                 "root": root,
