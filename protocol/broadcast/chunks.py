@@ -66,7 +66,8 @@ class ChunkFetcher:
     """Fetches every chunk of `items` from `urls` into files `folder/<item name>`.
 
     `on_chunk(item, index)` is called (from worker threads) once a chunk is verified and on disk,
-    for those already there too; `progress(done, total)` after each, in bytes.
+    for those already there too; `progress(done, total)` after each, in bytes. Sources of the role
+    `last_resort` are asked only when no other is left; `stop()` turning true ends the run.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class ChunkFetcher:
         parallel: int = 4,
         per_source: int = 1,
         patience: float = PATIENCE,
+        last_resort: str | None = "origin",
+        stop: Callable[[], bool] = lambda: False,
         on_chunk: Callable[[Item, int], None] = lambda item, index: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,6 +93,8 @@ class ChunkFetcher:
         self._workers = max(1, min(parallel, len(self._urls) * per_source))
         self._per_source = per_source
         self._patience = patience
+        self._last_resort = last_resort
+        self._stop = stop
         self._on_chunk = on_chunk
         self._progress = progress
         self._clock = clock
@@ -122,7 +127,9 @@ class ChunkFetcher:
         try:
             with self._change:
                 while self._open and self._error is None:
-                    self._change.wait(1.0)
+                    if self._stop():
+                        raise UnavailableError("the fetch was stopped; it can be resumed")
+                    self._change.wait(0.5)
         except BaseException as error:
             self._fail(error)
             raise
@@ -200,7 +207,7 @@ class ChunkFetcher:
 
     def _choose(self) -> tuple[_Task, Source] | None:
         for position, task in enumerate(self._queue):
-            source = self._book.pick(self._urls, task.excluded, self._per_source)
+            source = self._pick(task.excluded)
             if source is not None:
                 del self._queue[position]
                 return task, source
@@ -210,13 +217,18 @@ class ChunkFetcher:
             return None
         return self._hedge()
 
+    def _pick(self, excluded: set[str]) -> Source | None:
+        return self._book.pick(
+            self._urls, excluded, self._per_source, last_resort=self._last_resort
+        )
+
     def _hedge(self) -> tuple[_Task, Source] | None:
         now = self._clock()
         limit = max(HEDGE_AFTER, 3 * self._usual)
         for task in self._open:
             if len(task.running) == 1 and now - min(task.running.values()) > limit:
                 avoid = task.excluded | set(task.running)
-                source = self._book.pick(self._urls, avoid, self._per_source)
+                source = self._pick(avoid)
                 if source is not None:
                     return task, source
         return None
@@ -248,7 +260,7 @@ class ChunkFetcher:
         try:
             if source.role == "unknown":
                 source.role = link.role()
-                if source.role == "origin":
+                if source.role == self._last_resort:
                     self._put_back(task, source)
                     self._book.release(source)
                     return

@@ -20,7 +20,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -29,7 +30,7 @@ from urllib.parse import unquote_to_bytes
 
 from protocol.broadcast.content import Content, DirectoryContent, Resource
 from protocol.broadcast.files import open_regular
-from protocol.core.errors import PrimeError, UserError
+from protocol.core.errors import PrimeError, UnavailableError, UserError
 
 MAX_HEAD = 8 << 10
 SLICE = 1 << 20
@@ -313,27 +314,25 @@ class Server:
             await self._send_head(writer, status, end - start, headers, close=close)
             await self._send_bytes(writer, resource.data[start:end])
         else:
-            await self._send_file(writer, resource, status, start, end, headers, close=close)
+            span = (status, start, end)
+            await self._send_file(writer, request.path, resource, span, headers, close)
 
     async def _send_file(
         self,
         writer: asyncio.StreamWriter,
+        address: str,
         resource: Resource,
-        status: HTTPStatus,
-        start: int,
-        end: int,
+        span: tuple[HTTPStatus, int, int],
         headers: dict[str, str],
-        *,
         close: bool,
     ) -> None:
-        assert resource.path is not None
+        status, start, end = span
         ready = await self._ready(resource, start)
         if ready <= start < end:
             raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"})
-        with (
-            open_regular(resource.path) as fd,
-            os.fdopen(fd, "rb", buffering=0, closefd=False) as file,
-        ):
+        with ExitStack() as stack:
+            fd = stack.enter_context(self._open(address, resource))
+            file = stack.enter_context(os.fdopen(fd, "rb", buffering=0, closefd=False))
             await self._send_head(writer, status, end - start, headers, close=close)
             while start < end:
                 if ready <= start:
@@ -352,6 +351,20 @@ class Server:
                     raise ConnectionAbortedError
                 self.counters.bytes_sent += sent
                 start += sent
+
+    @contextmanager
+    def _open(self, address: str, resource: Resource) -> Iterator[int]:
+        assert resource.path is not None
+        with ExitStack() as stack:
+            try:
+                fd = stack.enter_context(open_regular(resource.path))
+            except UnavailableError:
+                # A version that has just become complete moved to its final folder: look again.
+                again = self._content.find(address)
+                if again is None or again.path is None:
+                    raise
+                fd = stack.enter_context(open_regular(again.path))
+            yield fd
 
     async def _ready(self, resource: Resource, start: int) -> int:
         if resource.arrival is None:

@@ -1,8 +1,8 @@
 """Where to fetch from: what each source has delivered so far, and whom to ask next.
 
 Sources earn their place by measured throughput; failures cost a growing pause, a wrong chunk bans
-the sender. Origins are asked only when no relay or mirror is left, so that the trainer's uplink is
-spared.
+the sender. Nodes ask origins only when no relay or mirror is left, to spare the trainer's uplink;
+relays ask other relays only when no origin is left, so that they do not wait for one another.
 """
 
 from __future__ import annotations
@@ -75,18 +75,24 @@ class SourceBook:
         return list(found)
 
     def pick(
-        self, urls: Collection[str], excluded: Collection[str], per_source: int
+        self,
+        urls: Collection[str],
+        excluded: Collection[str],
+        per_source: int,
+        *,
+        last_resort: str | None = "origin",
     ) -> Source | None:
-        """Takes the best free source: relays and mirrors before origins, then the fastest, the
-        unmeasured first of all (so that each is tried once), then list order. None if all are
-        busy, resting or banned. Give it back with `good`, `bad`, `lied` or `release`."""
+        """Takes the best free source: those of the role `last_resort` only when no other stands,
+        then the fastest, the unmeasured first of all (so that each is tried once), then list
+        order. None if all are busy, resting or banned. Give it back with `good`, `bad`, `lied` or
+        `release`."""
         with self._lock:
             now = self.clock()
             known = [self.get(url) for url in urls if url not in excluded]
             alive = [s for s in known if not s.banned or s.resting_until <= now]
             standing = [s for s in alive if s.resting_until <= now]
-            if any(s.role != "origin" for s in standing):
-                standing = [s for s in standing if s.role != "origin"]
+            others = [s for s in standing if s.role != last_resort]
+            standing = others or standing
             free = [s for s in standing if s.in_use < per_source]
             if not free:
                 return None

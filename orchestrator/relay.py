@@ -1,0 +1,259 @@
+"""`orchestrator relay`: serves the pool's policies to nodes.
+
+    once a second   ask the orchestrator which policies are published, and who serves them
+    each new one    is checked against the trainer's signature and fetched: from --upstream where
+                    that is given, else from the origin; every verified chunk can be asked for
+    on each change  (and every 30 s) announce the address and versions, signed, if there is a wallet
+
+Anyone may run one. What it serves is checked by whoever fetches, so it needs no trust; it does need
+bandwidth. Behind a proxy or NAT, say how others reach it with --public-url.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from protocol.broadcast.files import write_whole
+from protocol.broadcast.manifest import Trust
+from protocol.broadcast.relay import KEEP, Relay, RelayEvent
+from protocol.broadcast.server import Limits
+from protocol.broadcast.sources import normal_url
+from protocol.chain.client import ChainClient
+from protocol.chain.contracts import Pools
+from protocol.chain.deployment import Deployment
+from protocol.chain.keystore import load_keystore, read_password
+from protocol.core import ids
+from protocol.core.errors import MalformedError, PrimeError, UserError
+from protocol.core.messages import PolicyList, RelayInfo
+from protocol.transport.client import Empty, OrchestratorClient
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+ANNOUNCE_SECONDS = 30.0
+LOOK_FOR_SOURCES_SECONDS = 5.0
+_RELAYS = TypeAdapter(list[RelayInfo])
+
+
+@app.command()
+def relay(
+    orchestrator: Annotated[
+        str, typer.Option(envvar="PRIME_RELAY_ORCHESTRATOR", help="URL of the orchestrator.")
+    ],
+    data: Annotated[
+        Path, typer.Option(envvar="PRIME_RELAY_DATA", help="Folder for policies.")
+    ] = Path("var/relay"),
+    host: Annotated[
+        str, typer.Option(envvar="PRIME_RELAY_HOST", help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="PRIME_RELAY_PORT", help="Port; 0 takes a free one.")
+    ] = 8480,
+    public_url: Annotated[
+        str | None,
+        typer.Option(envvar="PRIME_RELAY_PUBLIC_URL", help="How nodes reach this relay."),
+    ] = None,
+    upstream: Annotated[
+        list[str] | None, typer.Option(help="Relay to feed from; repeat for more.")
+    ] = None,
+    wallet: Annotated[
+        Path | None,
+        typer.Option(envvar="PRIME_RELAY_WALLET", help="Keystore that announces this relay."),
+    ] = None,
+    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    rpc: Annotated[
+        list[str] | None,
+        typer.Option(help="RPC endpoint, to read the trainer's address from the chain."),
+    ] = None,
+    deployment: Annotated[Path | None, typer.Option(help="Deployment JSON, with --rpc.")] = None,
+    trainer: Annotated[
+        str | None, typer.Option(help="The trainer's address, if you know it from elsewhere.")
+    ] = None,
+    keep: Annotated[int, typer.Option(help="Versions to keep.", min=1)] = KEEP,
+    poll: Annotated[
+        float, typer.Option(help="Seconds between looks at the orchestrator.", min=0.2)
+    ] = 1.0,
+    connections: Annotated[int, typer.Option(help="At most so many at once.", min=1)] = 1024,
+    max_rate: Annotated[
+        float, typer.Option(help="Bytes per second to send in all; 0: unlimited.", min=0)
+    ] = 0.0,
+    requests_per_second: Annotated[
+        float, typer.Option(help="Of one address, on average; 0: unlimited.", min=0)
+    ] = 0.0,
+) -> None:
+    """Serve policies to nodes, from an origin or another relay, until SIGTERM."""
+    stop = _until_stopped()
+    signer = None
+    if wallet is not None:
+        password = read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
+        signer = load_keystore(wallet, password)
+    upstreams = [_source(url) for url in upstream or ()]
+    limits = Limits(
+        connections=connections,
+        bytes_per_second=max_rate,
+        requests_per_second=requests_per_second,
+    )
+    with OrchestratorClient(orchestrator, signer, "relay") as client:
+        trust = _trust(client, stop, tuple(rpc or ()), deployment, trainer)
+        data.mkdir(parents=True, exist_ok=True)
+        server = Relay(
+            data,
+            trust,
+            host=host,
+            port=port,
+            public_url=public_url,
+            limits=limits,
+            keep=keep,
+            on_event=_tell,
+        )
+        with server:
+            state = json.dumps({"url": server.url, "trainer": trust.trainer}).encode()
+            write_whole(data / "relay.json", state)
+            _log("serving", url=server.url, pool=trust.pool, trainer=trust.trainer)
+            Loop(client, server, upstreams, announces=signer is not None).run(stop, poll)
+
+
+class Loop:
+    """The relay's conversation with the orchestrator. One `turn` a poll; see the module's head."""
+
+    def __init__(
+        self,
+        client: OrchestratorClient,
+        server: Relay,
+        upstreams: Sequence[str],
+        *,
+        announces: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._server = server
+        self._upstreams = list(upstreams)
+        self._announces = announces
+        self._now = now
+        self._sources: list[str] = []
+        self._sources_at = float("-inf")
+        self._announced: tuple[int, ...] | None = None
+        self._announced_at = float("-inf")
+        self._trouble = ""
+
+    def run(self, stop: threading.Event, poll: float) -> None:
+        """Turns until `stop`; trouble is logged when it begins, changes and ends."""
+        while not stop.is_set():
+            try:
+                self.turn()
+                trouble = ""
+            except PrimeError as error:
+                trouble = str(error)
+            if trouble != self._trouble:
+                _log("trouble" if trouble else "recovered", detail=trouble or self._trouble)
+                self._trouble = trouble
+            stop.wait(poll)
+
+    def turn(self) -> None:
+        """Learns what is published and from whom, offers it to the relay, announces changes."""
+        published = self._client.get("/v1/policies", PolicyList).policies
+        if self._now() - self._sources_at >= LOOK_FOR_SOURCES_SECONDS:
+            self._sources = self._find_sources()
+            self._sources_at = self._now()
+        groups = [self._upstreams, self._sources] if self._upstreams else [self._sources]
+        self._server.offer(published, groups)
+        self._announce()
+
+    def _find_sources(self) -> list[str]:
+        raw = self._client.request("GET", "/v1/relays", b"", signed=False)
+        try:
+            return [info.url for info in _RELAYS.validate_json(raw)]
+        except ValidationError as error:
+            raise MalformedError("the orchestrator's list of relays does not parse") from error
+
+    def _announce(self) -> None:
+        if not self._announces:
+            return
+        versions = tuple(self._server.versions())
+        fresh = self._now() - self._announced_at < ANNOUNCE_SECONDS
+        if fresh and versions == self._announced:
+            return
+        info = RelayInfo(url=self._server.url, versions=versions)
+        self._client.post("/v1/relays", info, Empty)
+        self._announced, self._announced_at = versions, self._now()
+
+
+def _trust(
+    client: OrchestratorClient,
+    stop: threading.Event,
+    rpc: tuple[str, ...],
+    deployment: Path | None,
+    trainer: str | None,
+) -> Trust:
+    """Whose signature to take: read from the chain if there is an RPC, else as told, else as the
+    orchestrator says (said aloud)."""
+    pool = _patiently(client, stop)
+    domain = client.domain("pools")
+    if rpc:
+        if deployment is None:
+            raise UserError("--rpc needs --deployment FILE", hint="or leave both out")
+        known = Deployment.load(deployment)
+        if known.domain("pools") != domain:
+            raise UserError(
+                f"the orchestrator at {client.base_url} works with other contracts than "
+                f"{deployment} names",
+                hint="check --orchestrator and --deployment",
+            )
+        chain = ChainClient(rpc, known.chain_id)
+        try:
+            address = Pools(chain, known).pool_of(pool).trainer
+        finally:
+            chain.close()
+        if trainer is not None and ids.address(trainer) != address:
+            raise UserError(f"on chain the trainer is {address}, not {trainer}")
+        return Trust(address, domain, pool)
+    if trainer is not None:
+        return Trust(ids.address(trainer), domain, pool)
+    _log("trusting", detail="the trainer's address is the orchestrator's word; --rpc checks it")
+    return Trust(client.pool().trainer, domain, pool)
+
+
+def _patiently(client: OrchestratorClient, stop: threading.Event) -> int:
+    """The pool's number, waiting for an orchestrator that is not up yet."""
+    told = False
+    while True:
+        try:
+            return client.pool().pool
+        except PrimeError as error:
+            if not told:
+                _log("waiting", detail=str(error))
+                told = True
+            if stop.wait(1.0):
+                raise
+
+
+def _source(url: str) -> str:
+    try:
+        return normal_url(url)
+    except MalformedError as error:
+        raise UserError(str(error), hint="give --upstream http://HOST:PORT") from error
+
+
+def _until_stopped() -> threading.Event:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _tell(event: RelayEvent) -> None:
+    _log(event.kind, version=event.version, detail=event.detail)
+
+
+def _log(event: str, **facts: object) -> None:
+    """One JSON line on stdout an event."""
+    print(json.dumps({"time": round(time.time(), 3), "event": event, **facts}), flush=True)

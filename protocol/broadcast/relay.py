@@ -1,0 +1,336 @@
+"""A relay: takes what the trainer signed, passes each chunk on the moment it is verified.
+
+    offer()      judges signed manifests (signature, no contradiction, nothing replayed) and wakes
+                 the fetching thread
+    the thread   brings the newest missing version: its deltas first, which most nodes want, then
+                 the files: from a delta if their base is here, else chunk by chunk
+    the server   answers for a version from the moment its manifest is known
+
+A relay keeps the last few versions, restores them from disk after a restart, and resumes what a
+kill cut off. It can be wrong about nothing but availability: whoever fetches from it checks all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.broadcast import delta as deltas
+from protocol.broadcast import layout
+from protocol.broadcast.chunks import ChunkFetcher
+from protocol.broadcast.content import Arrival, LiveContent, LiveVersion
+from protocol.broadcast.files import remove_folder, rename_folder, write_whole
+from protocol.broadcast.layout import Item, delta_items, file_items
+from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes, total_size
+from protocol.broadcast.server import Counters, Limits, Server
+from protocol.broadcast.sources import SourceBook, normal_url
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.errors import (
+    MalformedError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
+
+KEEP = 5
+RETRY_SECONDS = 1.0
+PATIENCE = 20.0
+"""Seconds without a chunk after which the next group of sources is tried."""
+
+
+@dataclass(frozen=True)
+class RelayEvent:
+    """Something worth a log line. `kind`: "learned", "refused", "complete", "failed", "fault",
+    "dropped"."""
+
+    kind: str
+    version: int
+    detail: str = ""
+
+
+class Relay:
+    """Serves the newest `keep` policies of one trainer from `root`. Start, offer, stop."""
+
+    def __init__(
+        self,
+        root: Path,
+        trust: Trust,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str | None = None,
+        limits: Limits | None = None,
+        keep: int = KEEP,
+        book: SourceBook | None = None,
+        on_event: Callable[[RelayEvent], None] = lambda event: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._root = root
+        self._trust = trust
+        self._keep = keep
+        self._book = book or SourceBook(clock)
+        self._tell = on_event
+        self._clock = clock
+        self._content = LiveContent()
+        self._server = Server(
+            self._content, host, port, limits=limits, public_url=public_url, clock=clock
+        )
+        self._history = History()
+        self._complete: set[int] = set()
+        self._wanted: dict[int, SignedManifest] = {}
+        self._failures: dict[int, int] = {}
+        self._refused: set[str] = set()
+        self._sources: list[list[str]] = []
+        self._change = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="relay-fetch", daemon=True)
+        self._crash: BaseException | None = None
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def counters(self) -> Counters:
+        """What the server has done."""
+        return self._server.counters
+
+    def versions(self) -> list[int]:
+        """Versions that can be asked for, arriving ones included."""
+        return self._content.versions()
+
+    def complete(self) -> list[int]:
+        """Versions that are wholly here."""
+        with self._change:
+            return sorted(self._complete)
+
+    def start(self) -> None:
+        """Restores what is on disk, then listens. Raises UserError if the port is taken, or the
+        folder holds another run's policies."""
+        self._restore()
+        self._server.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends fetching (resumable) and serving."""
+        with self._change:
+            self._stopping = True
+            self._change.notify_all()
+        self._server.stop()
+        if self._thread.is_alive():
+            self._thread.join(30.0)
+
+    def __enter__(self) -> Relay:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def offer(self, manifests: Iterable[SignedManifest], sources: Sequence[Sequence[str]]) -> None:
+        """What is published, and where: groups of base URLs, the next group only if one fails.
+
+        Manifests that do not hold are refused (told once as an event), never served. Raises what
+        the fetching thread died of, if it did.
+        """
+        if self._crash is not None:
+            raise self._crash
+        newest = layout.newest_first(manifests)[: self._keep]
+        own = normal_url(self.url)
+        groups = [[u for u in self._book.urls(group) if u != own] for group in sources]
+        with self._change:
+            self._sources = [group for group in groups if group]
+        for signed in reversed(newest):
+            self._learn(signed)
+        with self._change:
+            self._change.notify_all()
+
+    def _learn(self, signed: SignedManifest) -> None:
+        version = signed.manifest.version
+        key = f"{version}/{signed.signature}"
+        with self._change:
+            known = version in self._complete or version in self._wanted
+            if key in self._refused or (known and self._same(signed)) or self._too_old(version):
+                return
+        try:
+            self._history.admit(self._trust.check(signed))
+        except (UntrustedError, MalformedError) as error:
+            if len(self._refused) < 1024:
+                self._refused.add(key)
+            self._tell(RelayEvent("refused", version, str(error)))
+            return
+        live = self._live(signed, self._partial(signed))
+        with self._change:
+            self._wanted[version] = signed
+        live.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self._content.put(live)
+        self._tell(RelayEvent("learned", version, signed.manifest.digest()))
+
+    def _same(self, signed: SignedManifest) -> bool:
+        live = self._content.get(signed.manifest.version)
+        return live is not None and live.signed == signed
+
+    def _too_old(self, version: int) -> bool:
+        """True for what would be dropped again at once."""
+        present = sorted(self._complete | set(self._wanted), reverse=True)
+        return len(present) >= self._keep and version < present[self._keep - 1]
+
+    # Disk
+
+    def _partial(self, signed: SignedManifest) -> Path:
+        manifest = signed.manifest
+        folder = layout.policies_folder(self._root)
+        return folder / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
+
+    def _live(self, signed: SignedManifest, folder: Path) -> LiveVersion:
+        items = {item.name: item for item in _items(signed)}
+        arrivals = {
+            name: Arrival(item.size, item.chunk_size, len(item.chunks))
+            for name, item in items.items()
+        }
+        return LiveVersion(signed, folder, items, arrivals)
+
+    def _restore(self) -> None:
+        layout.prune(self._root, self._keep)
+        for version in layout.versions(self._root):
+            try:
+                signed = layout.manifest_of(self._root, version)
+                self._history.admit(self._trust.check(signed))
+            except (UntrustedError, MalformedError) as error:
+                raise UserError(
+                    f"{self._root} holds policies of another run: {error}",
+                    hint="give this relay a folder of its own with --data",
+                ) from error
+            live = self._live(signed, layout.version_folder(self._root, version))
+            for arrival in live.arrivals.values():
+                arrival.mark_all()
+            self._complete.add(version)
+            self._content.put(live)
+
+    # The fetching thread
+
+    def _work(self) -> None:
+        try:
+            while True:
+                signed = self._next()
+                if signed is None:
+                    return
+                version = signed.manifest.version
+                try:
+                    self._bring(signed)
+                except PrimeError as error:
+                    self._tell(RelayEvent("failed", version, str(error)))
+                    with self._change:
+                        self._failures[version] = self._failures.get(version, 0) + 1
+                        if not self._stopping:
+                            self._change.wait(RETRY_SECONDS)
+                    continue
+                with self._change:
+                    self._wanted.pop(version, None)
+                    self._complete.add(version)
+                self._tell(RelayEvent("complete", version, signed.manifest.digest()))
+                self._drop_old()
+        except BaseException as error:
+            self._crash = error  # a defect: the next offer() raises it
+            raise
+
+    def _next(self) -> SignedManifest | None:
+        """The newest version that is wanted, those that failed later; None to stop."""
+        with self._change:
+            while not self._stopping:
+                if self._wanted and self._sources:
+                    version = min(self._wanted, key=lambda v: (self._failures.get(v, 0), -v))
+                    return self._wanted[version]
+                self._change.wait()
+        return None
+
+    def _bring(self, signed: SignedManifest) -> None:
+        manifest = signed.manifest
+        live = self._content.get(manifest.version)
+        assert live is not None
+        self._get(delta_items(manifest), live)
+        if not self._from_delta(signed, live):
+            self._get(file_items(manifest), live)
+        write_whole(live.folder / MANIFEST_NAME, signed_bytes(signed))
+        final = layout.version_folder(self._root, manifest.version)
+        rename_folder(live.folder, final)
+        self._content.put(LiveVersion(signed, final, live.items, live.arrivals))
+
+    def _get(self, items: Sequence[Item], live: LiveVersion) -> None:
+        """Fetches items chunk by chunk from the first group of sources that delivers."""
+        with self._change:
+            groups = list(self._sources)
+        for number, urls in enumerate(groups):
+            fetcher = ChunkFetcher(
+                items,
+                live.folder,
+                urls,
+                self._book,
+                # A relay feeds from the origin: other relays may be waiting for this one.
+                last_resort="relay" if len(groups) == 1 else None,
+                patience=PATIENCE,
+                stop=lambda: self._stopping,
+                on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
+            )
+            try:
+                fetcher.run()
+                return
+            except UnavailableError:
+                if self._stopping or number == len(groups) - 1:
+                    raise
+            finally:
+                for fault in fetcher.stats.faults:
+                    version = live.signed.manifest.version
+                    self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))
+        if items and not groups:
+            raise UnavailableError("no source is known")
+
+    def _from_delta(self, signed: SignedManifest, live: LiveVersion) -> bool:
+        """Makes the files from a base that is here, if there is one; False if not."""
+        manifest = signed.manifest
+        for entry in sorted(manifest.deltas, key=lambda entry: entry.size):
+            base = self._content.get(entry.base) if entry.base in self._complete else None
+            if base is None or base.signed.manifest.result_digest != entry.base_digest:
+                continue
+            if entry.size >= total_size(manifest):
+                continue
+            try:
+                deltas.apply(
+                    base.folder,
+                    base.signed.manifest,
+                    live.folder / f"delta-{entry.base}",
+                    manifest,
+                    live.folder,
+                )
+            except (UntrustedError, MalformedError) as error:
+                self._tell(RelayEvent("fault", manifest.version, str(error)))
+                continue
+            for item in file_items(manifest):
+                live.arrivals[item.name].mark_all()
+            return True
+        return False
+
+    def _drop_old(self) -> None:
+        with self._change:
+            present = sorted(self._complete | set(self._wanted))
+            gone = present[: max(0, len(present) - self._keep)]
+            for version in gone:
+                self._complete.discard(version)
+                self._wanted.pop(version, None)
+        for version in gone:
+            self._content.drop(version)
+            remove_folder(layout.version_folder(self._root, version))
+            self._tell(RelayEvent("dropped", version))
+        for path in layout.policies_folder(self._root).glob(".partial-*-*"):
+            number = path.name.split("-")[1]
+            if number.isdigit() and int(number) in gone:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _items(signed: SignedManifest) -> list[Item]:
+    return [*file_items(signed.manifest), *delta_items(signed.manifest)]
