@@ -4,8 +4,8 @@
           → settle (last epoch's validity passes, reward roots are posted, honest nodes claim)
           → observe from outside → six findings → report
 
-A run of fixed steps does the same with a shorter middle. Every wait is for an event, has a deadline,
-and watches that no process has died.
+A run of fixed steps does the same with a shorter middle. Every wait is for an event, has a
+deadline, and watches that no process has died.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Walk:
         )
 
     def settle(self) -> None:
-        """Ends the nodes (the trainer stays up: it is the origin that auditors fetch from), lets the
-        last epoch's validity pass, and claims for the honest."""
+        """Ends the nodes (the trainer stays up: it is the origin that auditors fetch from), lets
+        the last epoch's validity pass, and claims for the honest."""
         network = self.network
         self.note("ending the nodes; waiting until the last work's validity has passed")
         for node in network.plan.nodes:
