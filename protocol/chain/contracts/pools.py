@@ -1,0 +1,107 @@
+"""Pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from protocol.chain.client import BlockId, Call
+from protocol.chain.contracts.base import Contract, or_none
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature
+from protocol.core.node import Invite
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One training run as the chain knows it. `members`: nodes in it now."""
+
+    manager: Address
+    trainer: Address
+    run_digest: Digest
+    stake_per_class: int
+    capacity: int
+    members: int
+    ended: bool
+    treasury: Address
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node's present or last stay in a pool. `left_at` 0 while it is seated."""
+
+    provider: Address
+    speed_class: int
+    banned: bool
+    left_at: int
+    invite_deadline: int
+
+
+class Pools(Contract):
+    """Pools, their members, validators and published policies."""
+
+    NAME = "pools"
+
+    def pool_of(self, pool: int, block: BlockId = "latest") -> Pool:
+        """Raises ChainRevertedError (UnknownPool) if there is no such pool."""
+        return Pool(*self.read("poolOf", pool, block=block))
+
+    def class_of(self, pool: int, node: Address, block: BlockId = "latest") -> int:
+        """Speed class of a member; 0 for a node that is none."""
+        return cast(int, self._one("classOf", pool, node, block=block))
+
+    def is_validator(self, pool: int, account: Address, block: BlockId = "latest") -> bool:
+        return bool(self._one("isValidator", pool, account, block=block))
+
+    def policy_digest(self, pool: int, version: int, block: BlockId = "latest") -> Digest | None:
+        """Digest of a published policy's manifest; None if it is not published."""
+        found = cast(Digest, self._one("policyDigest", pool, version, block=block))
+        return None if found == ZERO_DIGEST else found
+
+    def next_version(self, pool: int, block: BlockId = "latest") -> int:
+        """The policy version that can be published next."""
+        return cast(int, self._one("nextVersion", pool, block=block))
+
+    def seat_of(self, pool: int, node: Address, block: BlockId = "latest") -> Seat | None:
+        """The node's present or last seat; None if it never had one."""
+        seat = Seat(*self._one("seatOf", pool, node, block=block))
+        return seat if or_none(seat.provider) is not None else None
+
+    def create(
+        self,
+        trainer: Address,
+        run_digest: Digest,
+        stake_per_class: int,
+        capacity: int,
+        treasury: Address,
+    ) -> Call:
+        """The sender becomes the manager. The PoolCreated event carries the pool's number."""
+        what = f"create a pool for run {run_digest}"
+        return self.write(
+            "create", trainer, run_digest, stake_per_class, capacity, treasury, what=what
+        )
+
+    def set_validator(self, pool: int, validator: Address, on: bool) -> Call:
+        what = f"{'appoint' if on else 'dismiss'} validator {validator} in pool {pool}"
+        return self.write("setValidator", pool, validator, on, what=what)
+
+    def set_ban(self, pool: int, node: Address, on: bool) -> Call:
+        what = f"{'bar' if on else 'let back'} node {node} {'from' if on else 'into'} pool {pool}"
+        return self.write("setBan", pool, node, on, what=what)
+
+    def join(self, invite: Invite, manager_signature: Signature) -> Call:
+        what = f"admit node {invite.node} to pool {invite.pool} in class {invite.speed_class}"
+        return self.write("join", invite, manager_signature, what=what)
+
+    def leave(self, pool: int, node: Address) -> Call:
+        return self.write("leave", pool, node, what=f"take node {node} out of pool {pool}")
+
+    def eject(self, pool: int, node: Address) -> Call:
+        return self.write("eject", pool, node, what=f"eject node {node} from pool {pool}")
+
+    def publish_policy(self, statement: PolicyStatement, trainer_signature: Signature) -> Call:
+        what = f"publish policy {statement.version} of pool {statement.pool}"
+        return self.write("publishPolicy", statement, trainer_signature, what=what)
+
+    def end(self, pool: int) -> Call:
+        return self.write("end", pool, what=f"end pool {pool}")

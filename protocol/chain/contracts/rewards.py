@@ -1,0 +1,70 @@
+"""Rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from protocol.chain.client import BlockId, Call
+from protocol.chain.contracts.base import Contract, prime
+from protocol.core.ids import ZERO_DIGEST, Address, Digest
+
+
+@dataclass(frozen=True)
+class PoolFunds:
+    """Money a pool holds for rewards: free, and reserved by posted roots."""
+
+    free: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class RewardRoot:
+    """A posted reward root. Claims open at `claimable_at` unless it is disabled."""
+
+    root: Digest
+    claimable_at: int
+    disabled: bool
+
+
+class Rewards(Contract):
+    """The pools' money and the cumulative reward roots it is claimed by."""
+
+    NAME = "rewards"
+
+    def funds(self, pool: int, block: BlockId = "latest") -> PoolFunds:
+        return PoolFunds(*self.read("funds", pool, block=block))
+
+    def claimed(self, pool: int, node: Address, block: BlockId = "latest") -> int:
+        """What has been paid for a node so far."""
+        return cast(int, self._one("claimed", pool, node, block=block))
+
+    def reward_root(self, pool: int, epoch: int, block: BlockId = "latest") -> RewardRoot | None:
+        found = RewardRoot(*self.read("rewardRoot", pool, epoch, block=block))
+        return None if found.root == ZERO_DIGEST else found
+
+    def fund(self, pool: int, amount: int) -> Call:
+        """Needs an allowance for this contract."""
+        return self.write("fund", pool, amount, what=f"fund pool {pool} with {prime(amount)}")
+
+    def refund(self, pool: int) -> Call:
+        return self.write("refund", pool, what=f"take back what ended pool {pool} does not owe")
+
+    def post_reward_root(
+        self, pool: int, epoch: int, root: Digest, cumulative_total: int, published: Digest
+    ) -> Call:
+        what = f"post the reward root of epoch {epoch} in pool {pool}"
+        return self.write(
+            "postRewardRoot", pool, epoch, root, cumulative_total, published, what=what
+        )
+
+    def disable(self, pool: int, epoch: int) -> Call:
+        what = f"disable the reward root of epoch {epoch} in pool {pool}"
+        return self.write("disable", pool, epoch, what=what)
+
+    def claim(
+        self, pool: int, epoch: int, node: Address, cumulative: int, proof: Sequence[Digest]
+    ) -> Call:
+        what = f"claim the rewards of node {node} in pool {pool}"
+        return self.write("claim", pool, epoch, node, cumulative, tuple(proof), what=what)

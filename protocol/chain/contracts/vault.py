@@ -1,0 +1,72 @@
+"""StakeVault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from protocol.chain.client import BlockId, Call
+from protocol.chain.contracts.base import Contract, prime
+from protocol.chain.contracts.token import Permit
+from protocol.core.ids import Address
+
+
+@dataclass(frozen=True)
+class Unbonding:
+    """Stake on its way out, free from `mature_at` on unless a slash holds it."""
+
+    amount: int
+    mature_at: int
+
+
+class Vault(Contract):
+    """StakeVault: the only holder of stake."""
+
+    NAME = "vault"
+
+    def active(self, provider: Address, block: BlockId = "latest") -> int:
+        """Stake that counts for membership."""
+        return cast(int, self._one("active", provider, block=block))
+
+    def unbonding(self, provider: Address, block: BlockId = "latest") -> int:
+        """Stake on its way out, still slashable."""
+        return cast(int, self._one("unbonding", provider, block=block))
+
+    def slashable(self, provider: Address, block: BlockId = "latest") -> int:
+        """Active and unbonding stake together."""
+        return cast(int, self._one("slashable", provider, block=block))
+
+    def pending_slash(self, provider: Address, block: BlockId = "latest") -> int:
+        """Stake held by open slash proposals."""
+        return cast(int, self._one("pendingSlash", provider, block=block))
+
+    def committed(self, provider: Address, block: BlockId = "latest") -> int:
+        """Active stake that the provider's seats in pools need."""
+        return cast(int, self._one("committed", provider, block=block))
+
+    def unbondable(self, provider: Address, block: BlockId = "latest") -> int:
+        """What can be unbonded now."""
+        return cast(int, self._one("unbondable", provider, block=block))
+
+    def unbondings(self, provider: Address, block: BlockId = "latest") -> tuple[Unbonding, ...]:
+        """The queue, oldest first."""
+        return tuple(Unbonding(*one) for one in self._one("unbondings", provider, block=block))
+
+    def deposit(self, amount: int) -> Call:
+        """Needs an allowance for this contract."""
+        return self.write("deposit", amount, what=f"deposit {prime(amount)} of stake")
+
+    def deposit_with_permit(self, amount: int, permit: Permit) -> Call:
+        what = f"deposit {prime(amount)} of stake by permit"
+        return self.write(
+            "depositWithPermit", amount, permit.deadline, permit.v, permit.r, permit.s, what=what
+        )
+
+    def unbond(self, amount: int) -> Call:
+        return self.write("unbond", amount, what=f"start unbonding {prime(amount)}")
+
+    def rebond(self, amount: int) -> Call:
+        return self.write("rebond", amount, what=f"bond {prime(amount)} again")
+
+    def withdraw(self) -> Call:
+        return self.write("withdraw", what="withdraw the stake whose unbonding has ended")
