@@ -1,0 +1,65 @@
+"""Prometheus' text format (version 0.0.4), from the store and this process's request counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+from orchestrator.backend import Backend
+from orchestrator.store import batches, intents, jobs, meta, nodes, policies, submissions
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class RequestCounts:
+    """Answers by method and status; safe from several threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._lock = threading.Lock()
+
+    def count(self, method: str, status: int) -> None:
+        known = method if method in METHODS else "other"
+        with self._lock:
+            self._counts[known, status] += 1
+
+    def snapshot(self) -> dict[tuple[str, int], int]:
+        with self._lock:
+            return dict(self._counts)
+
+
+def render(backend: Backend, requests: RequestCounts) -> str:
+    """All metrics as text."""
+    with backend.store.read() as connection:
+        states = Counter(str(node.status) for node in nodes.every(connection))
+        lines = [
+            *_family("prime_nodes", "gauge", "status", states),
+            *_family("prime_submissions", "gauge", "status", submissions.counts(connection)),
+            *_family("prime_jobs", "gauge", "status", jobs.counts(connection)),
+            *_family("prime_intents", "gauge", "status", intents.counts(connection)),
+            *_single("prime_next_step", batches.next_step(connection)),
+        ]
+        latest = policies.latest_version(connection)
+        if latest is not None:
+            lines += _single("prime_policy_version", latest)
+        for batch in batches.latest(connection, 1):
+            lines += _single("prime_batch_mean_reward", batch.mean_reward_micro / 1e6)
+            lines += _single("prime_batch_staleness_max", batch.staleness_max)
+        seen = meta.get(connection, meta.CHAIN_SEEN_AT)
+        if seen is not None:
+            lines += _single("prime_chain_seen_timestamp_seconds", float(seen))
+    lines.append("# TYPE prime_http_requests_total counter")
+    for (method, code), number in sorted(requests.snapshot().items()):
+        lines.append(f'prime_http_requests_total{{method="{method}",status="{code}"}} {number}')
+    return "\n".join(lines) + "\n"
+
+
+def _family(name: str, kind: str, label: str, values: Mapping[str, int]) -> list[str]:
+    rows = [f'{name}{{{label}="{value}"}} {number}' for value, number in sorted(values.items())]
+    return [f"# TYPE {name} {kind}", *rows]
+
+
+def _single(name: str, value: float) -> list[str]:
+    return [f"# TYPE {name} gauge", f"{name} {value}"]

@@ -1,0 +1,174 @@
+"""What all routes share: bounded bodies, strict parsing, signed callers, problem documents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from orchestrator.auth import Caller, authenticate
+from orchestrator.backend import Backend
+from protocol.core.errors import MalformedError, PrimeError, UnavailableError
+from protocol.core.signing import Strict
+from protocol.transport.problems import CONTENT_TYPE, to_problem
+
+log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=Strict)
+
+SMALL_BODY = 64 << 10
+BODY_SECONDS = 60
+"""A body must have arrived in full after so long."""
+
+
+@dataclass(frozen=True)
+class Signed:
+    """An authenticated request. `arrived_at`: when its last byte was here (Unix seconds)."""
+
+    caller: Caller
+    body: bytes
+    arrived_at: float
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, at most `limit` bytes. Raises MalformedError before reading more than that."""
+    declared = request.headers.get("content-length", "0")
+    if not (declared.isascii() and declared.isdigit()) or int(declared) > limit:
+        raise MalformedError(f"a body of this request has at most {limit} bytes")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise MalformedError(f"a body of this request has at most {limit} bytes")
+    except TimeoutError as error:
+        raise UnavailableError("the request's body did not arrive in time") from error
+    return bytes(body)
+
+
+def body_of(limit: int = SMALL_BODY) -> Any:
+    """Dependency: the raw body of an unsigned request."""
+
+    async def dependency(request: Request) -> bytes:
+        return await read_body(request, limit)
+
+    return Depends(dependency)
+
+
+def signed_by(backend: Backend, scope: str, limit: int = SMALL_BODY) -> Any:
+    """Dependency: the authenticated caller with the raw body."""
+
+    async def dependency(request: Request) -> Signed:
+        body = await read_body(request, limit)
+        arrived_at = backend.now()
+        query = request.scope["query_string"].decode("latin-1")
+        target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
+        caller = await run_in_threadpool(
+            authenticate,
+            backend,
+            scope,
+            method=request.method,
+            authority=request.headers.get("host", ""),
+            target=target,
+            headers=request.headers,
+            body=body,
+        )
+        return Signed(caller, body, arrived_at)
+
+    return Depends(dependency)
+
+
+def parse(model: type[Model], body: bytes) -> Model:
+    """A strict model from raw JSON. Raises MalformedError that names the first wrong field."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedError(
+            f"the body is not a {model.__name__}: {where + ': ' if where else ''}{first['msg']}"
+        ) from error
+
+
+def answer(value: BaseModel | list[Any]) -> Response:
+    """A model (or a list of models) as JSON."""
+    if isinstance(value, BaseModel):
+        return Response(value.model_dump_json(), media_type="application/json")
+    parts = ",".join(item.model_dump_json() for item in value)
+    return Response(f"[{parts}]", media_type="application/json")
+
+
+def nothing() -> Response:
+    """{}"""
+    return Response("{}", media_type="application/json")
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` that documents a body read by hand."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "x-body-model": model.__name__,
+    }
+
+
+def problem(error: PrimeError) -> Response:
+    """The RFC 9457 document of an expected error."""
+    code, document = to_problem(error)
+    headers = {"Retry-After": "2"} if code == 503 else {}
+    return _document(code, document, headers)
+
+
+def _document(code: int, document: dict[str, Any], headers: dict[str, str]) -> Response:
+    return Response(
+        json.dumps(document), status_code=code, media_type=CONTENT_TYPE, headers=headers
+    )
+
+
+def install_problems(app: FastAPI) -> None:
+    """Every error leaves as a problem document; a defect as a bare 500, logged in full."""
+
+    async def expected(_: Request, error: Exception) -> Response:
+        assert isinstance(error, PrimeError)
+        if isinstance(error, UnavailableError):
+            log.warning("unavailable: %s", error)
+        return problem(error)
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kind = "not-found" if error.status_code == 404 else "malformed"
+        document = {
+            "type": f"urn:prime:problem:{kind}",
+            "title": kind,
+            "status": error.status_code,
+            "detail": str(error.detail),
+        }
+        return _document(error.status_code, document, dict(error.headers or {}))
+
+    async def parameters(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return problem(MalformedError(f"{where}: {first['msg']}"))
+
+    async def defect(_: Request, __: Exception) -> Response:
+        document = {
+            "type": "urn:prime:problem:fatal",
+            "title": "fatal",
+            "status": 500,
+            "detail": "a defect of this server; its log says more",
+        }
+        return _document(500, document, {})
+
+    app.add_exception_handler(PrimeError, expected)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, parameters)
+    app.add_exception_handler(Exception, defect)

@@ -1,0 +1,120 @@
+"""Routes of the pool: its facts, policies, relays, batches, nodes, rewards, status."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from orchestrator import publishing, status
+from orchestrator.backend import Backend
+from orchestrator.presence import RELAY_SECONDS
+from orchestrator.routes.http import Signed, answer, nothing, parse, signed_by, takes
+from orchestrator.store import batches, policies
+from orchestrator.store.batches import BatchRow
+from protocol.core import ids
+from protocol.core.batch import SignedBatch
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.encoding import MAX_JSON_BYTES
+from protocol.core.errors import MalformedError, NotFoundError
+from protocol.core.messages import (
+    BatchAnswer,
+    NodeInfo,
+    PolicyList,
+    PoolInfo,
+    RelayInfo,
+    RewardInfo,
+    Status,
+    SubmissionInfo,
+)
+from protocol.storage.base import digest_key
+
+BATCH_URL_SECONDS = 3600
+MAX_STEP = 1 << 62
+
+
+def router(backend: Backend) -> APIRouter:
+    """The routes, bound to one pool."""
+    routes = APIRouter()
+    trainer = signed_by(backend, "trainer")
+
+    @routes.get("/v1/pool", responses={200: {"model": PoolInfo}})
+    def pool() -> Response:
+        """Chain, contracts, keys, and the name that session grants must carry."""
+        return answer(status.pool_info(backend))
+
+    @routes.get("/v1/run")
+    def run() -> Response:
+        """The run definition: the exact bytes whose SHA-256 is the pool's run digest."""
+        return Response(backend.context.run.canonical(), media_type="application/json")
+
+    @routes.get("/v1/policies", responses={200: {"model": PolicyList}})
+    def list_policies() -> Response:
+        """The newest policies' signed manifests, newest first."""
+        return answer(publishing.listing(backend))
+
+    @routes.post("/v1/policies", openapi_extra=takes(SignedManifest))
+    def publish(request: Signed = signed_by(backend, "trainer", MAX_JSON_BYTES)) -> Response:
+        """Publish the next policy (its bytes lie with the origin already)."""
+        publishing.publish(backend, parse(SignedManifest, request.body))
+        return nothing()
+
+    @routes.get("/v1/relays", responses={200: {"model": list[RelayInfo]}})
+    def relays() -> Response:
+        """Relays heard of lately."""
+        with backend.store.read() as connection:
+            rows = policies.relays(connection, since=backend.now() - RELAY_SECONDS)
+        return answer([RelayInfo(url=row.url, versions=row.versions) for row in rows])
+
+    @routes.post("/v1/relays", openapi_extra=takes(RelayInfo))
+    def announce(request: Signed = signed_by(backend, "relay")) -> Response:
+        """Name a relay to the pool's nodes."""
+        relay = parse(RelayInfo, request.body)
+        publishing.announce_relay(backend, request.caller.account, relay)
+        return nothing()
+
+    @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})
+    def batch(step: str, request: Signed = trainer) -> Response:
+        """A sealed batch with a signed URL for each of its objects."""
+        signed = _sealed(backend, step).signed()
+        expires = int(backend.now()) + BATCH_URL_SECONDS
+        names = {name for file in signed.manifest.files for name in (file.sha256, file.table)}
+        urls: dict[str, str] = {
+            name: backend.objects.signed_get(digest_key(name), expires) for name in sorted(names)
+        }
+        return answer(BatchAnswer(batch=signed, urls=urls))
+
+    @routes.get("/v1/batches/{step}/manifest", responses={200: {"model": SignedBatch}})
+    def manifest(step: str) -> Response:
+        """A sealed batch's signed manifest."""
+        return answer(_sealed(backend, step).signed())
+
+    @routes.get("/v1/nodes", responses={200: {"model": list[NodeInfo]}})
+    def node_list() -> Response:
+        """Every node ever admitted."""
+        return answer(list(status.node_list(backend)))
+
+    @routes.get("/v1/rewards/{node}", responses={200: {"model": RewardInfo}})
+    def rewards(node: str) -> Response:
+        """A node's entry in the newest reward root, with its Merkle proof."""
+        return answer(status.reward_info(backend, ids.address(node)))
+
+    @routes.get("/v1/submissions/{digest}", responses={200: {"model": SubmissionInfo}})
+    def submission(digest: str) -> Response:
+        """What became of a submission."""
+        return answer(status.submission_info(backend, ids.digest(digest)))
+
+    @routes.get("/v1/status", responses={200: {"model": Status}})
+    def now() -> Response:
+        """One picture of the pool."""
+        return answer(status.status(backend))
+
+    return routes
+
+
+def _sealed(backend: Backend, step: str) -> BatchRow:
+    if not (step.isascii() and step.isdigit()) or int(step) > MAX_STEP:
+        raise MalformedError("a step is a whole number")
+    with backend.store.read() as connection:
+        row = batches.get(connection, int(step))
+    if row is None:
+        raise NotFoundError(f"batch {int(step)} is not sealed yet")
+    return row

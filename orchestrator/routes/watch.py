@@ -1,0 +1,124 @@
+"""Routes for watchers: health, metrics, the event stream, the dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, StreamingResponse
+
+from orchestrator import metrics, status
+from orchestrator.backend import Backend
+from orchestrator.metrics import RequestCounts
+from orchestrator.store import meta
+from protocol.core.errors import NotFoundError, UnavailableError
+
+DASHBOARD = Path(__file__).parent.parent / "dashboard"
+EVERY_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0
+MAX_WATCHERS = 64
+
+
+class StatusFeed:
+    """At most one status a second is made, however many watch; ends with the process."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = asyncio.Lock()
+        self._made_at = float("-inf")
+        self._latest = ""
+        self._watchers = 0
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """Ends every stream."""
+        self._ended.set()
+
+    async def latest(self) -> str:
+        """The newest status as JSON."""
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            if now - self._made_at >= EVERY_SECONDS:
+                made = await run_in_threadpool(status.status, self._backend)
+                self._latest, self._made_at = made.model_dump_json(), now
+            return self._latest
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events (WHATWG HTML 9.2): a status whenever it changed.
+
+        Raises UnavailableError if too many watch already.
+        """
+        if self._watchers >= MAX_WATCHERS:
+            raise UnavailableError("too many are watching; try again later")
+        self._watchers += 1
+        try:
+            sent, quiet = "", 0.0
+            while not self._ended.is_set():
+                latest = await self.latest()
+                if latest != sent:
+                    sent, quiet = latest, 0.0
+                    yield f"data: {latest}\n\n"
+                elif quiet >= KEEP_ALIVE_SECONDS:
+                    quiet = 0.0
+                    yield ": still here\n\n"
+                quiet += EVERY_SECONDS
+                try:
+                    await asyncio.wait_for(self._ended.wait(), EVERY_SECONDS)
+                except TimeoutError:
+                    continue
+        finally:
+            self._watchers -= 1
+
+
+def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRouter:
+    """The routes, bound to one pool."""
+    routes = APIRouter()
+
+    @routes.get("/healthz")
+    def health() -> Response:
+        """200 while the database answers."""
+        with backend.store.read() as connection:
+            meta.get(connection, meta.CHAIN_SEEN_AT)
+        return Response('{"status":"ok"}', media_type="application/json")
+
+    @routes.get("/metrics")
+    def prometheus() -> Response:
+        """Prometheus' text format."""
+        return Response(metrics.render(backend, requests), media_type=metrics.CONTENT_TYPE)
+
+    @routes.get("/v1/events")
+    async def events() -> Response:
+        """Server-sent events, each a Status."""
+        stream = feed.events()
+        first = await anext(stream)  # refuses before the answer has begun
+
+        async def whole() -> AsyncIterator[str]:
+            yield first
+            async for event in stream:
+                yield event
+
+        return StreamingResponse(
+            whole(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+
+    @routes.get("/", include_in_schema=False)
+    def page() -> Response:
+        return _file("index.html")
+
+    @routes.get("/dashboard/{name}", include_in_schema=False)
+    def asset(name: str) -> Response:
+        return _file(name)
+
+    return routes
+
+
+def _file(name: str) -> Response:
+    """A file of the dashboard's folder, by plain name."""
+    known = {path.name: path for path in DASHBOARD.iterdir()} if DASHBOARD.is_dir() else {}
+    path = known.get(name)
+    if path is None or path.suffix not in (".html", ".js", ".css"):
+        raise NotFoundError(f"there is no page {name[:80]!r}")
+    return FileResponse(path, headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,197 @@
+"""What the orchestrator shows of itself: status, nodes, one node's rewards, one submission."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from orchestrator.backend import Backend
+from orchestrator.settlement import counted_units, newest_settlement
+from orchestrator.store import batches, intents, meta, nodes, policies, schema, submissions
+from protocol.core.errors import NotFoundError
+from protocol.core.ids import Address, Digest
+from protocol.core.messages import (
+    ContractAddresses,
+    NodeInfo,
+    PoolInfo,
+    RewardInfo,
+    Status,
+    SubmissionInfo,
+)
+from protocol.core.verdict import Reason
+
+CHAIN_SILENT_SECONDS = 30
+MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS = 200, 20, 50, 200
+
+
+def pool_info(backend: Backend) -> PoolInfo:
+    """The pool's public facts."""
+    context = backend.context
+    with backend.store.read() as connection:
+        latest = policies.latest_version(connection)
+    return PoolInfo(
+        chain_id=context.deployment.chain_id,
+        contracts=ContractAddresses.model_validate(context.deployment.contracts),
+        pool=context.pool,
+        manager=context.manager,
+        trainer=backend.trainer,
+        run_digest=context.run.digest(),
+        name=context.run.name,
+        orchestrator=backend.audience,
+        latest_version=latest,
+        stake_per_class=str(context.run.stake_per_class),
+    )
+
+
+def status(backend: Backend) -> Status:
+    """One consistent picture of the pool."""
+    context, now = backend.context, backend.now()
+    with backend.store.read() as connection:
+        seen = meta.get(connection, meta.CHAIN_SEEN_AT)
+        versions = sorted(row.version for row in policies.newest(connection, MAX_VERSIONS))
+        return Status(
+            pool=context.pool,
+            name=context.run.name,
+            time=int(now),
+            step=batches.next_step(connection),
+            latest_version=versions[-1] if versions else None,
+            published=tuple(versions),
+            nodes=tuple(_nodes(connection)),
+            files=submissions.counts(connection),
+            batches=tuple(_batches(connection)),
+            transactions=tuple(_transactions(connection)),
+            slashes=tuple(_slashes(connection)),
+            chain_reachable=seen is not None and now - float(seen) < CHAIN_SILENT_SECONDS,
+        )
+
+
+def node_list(backend: Backend) -> list[NodeInfo]:
+    """Every node ever admitted, oldest first."""
+    with backend.store.read() as connection:
+        return _nodes(connection)
+
+
+def _nodes(connection: Connection) -> list[NodeInfo]:
+    counts = submissions.counts_by_node(connection)
+    found = []
+    for node in nodes.every(connection):
+        count = counts.get(node.address, {})
+        found.append(
+            NodeInfo(
+                node=node.address,
+                provider=node.provider,
+                status=node.status,
+                speed_class=node.speed_class,
+                last_heartbeat=int(node.last_heartbeat),
+                policy_version=node.policy_version,
+                accepted=count.get("accepted", 0),
+                rejected=count.get("rejected", 0),
+                void=count.get("void", 0),
+                units=count.get("units", 0),
+            )
+        )
+    return found
+
+
+def _batches(connection: Connection) -> list[dict[str, int | str]]:
+    return [
+        {
+            "step": row.step,
+            "rows": row.rows,
+            "mean_reward_micro": row.mean_reward_micro,
+            "staleness_max": row.staleness_max,
+            "sealed_at": int(row.sealed_at),
+        }
+        for row in batches.latest(connection, MAX_BATCHES)
+    ]
+
+
+def _transactions(connection: Connection) -> list[dict[str, int | str]]:
+    return [
+        {
+            "kind": row.kind,
+            "hash": row.tx_hash or "",
+            "status": row.status,
+            "at": int(row.updated_at),
+        }
+        for row in intents.latest_sent(connection, MAX_TRANSACTIONS)
+    ]
+
+
+def _slashes(connection: Connection) -> list[dict[str, int | str]]:
+    table = schema.slashes.c
+    rows = connection.execute(
+        sa.select(schema.slashes)
+        .order_by(table.created_at.desc(), table.submission_digest)
+        .limit(MAX_SLASHES)
+    ).all()
+    return [
+        {
+            "submission": row.submission_digest,
+            "node": row.node,
+            "reason": Reason(row.reason).name.lower(),
+            "amount": row.amount,
+            "status": row.status,
+            "evidence": row.evidence,
+            "transaction": row.execute_tx or row.propose_tx or "",
+            "at": int(row.created_at),
+        }
+        for row in reversed(rows)
+    ]
+
+
+def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
+    """What became of a submission. Raises NotFoundError."""
+    with backend.store.read() as connection:
+        row = submissions.get(connection, digest)
+        if row is None:
+            raise NotFoundError("there is no submission of that digest")
+        roots = schema.roots.c
+        root = connection.execute(
+            sa.select(roots.root).where(roots.id == row.root_id, roots.chain_seq.is_not(None))
+        ).scalar()
+    return SubmissionInfo(
+        submission_digest=row.digest,
+        node=row.node,
+        lease_digest=row.lease_digest,
+        step=row.step,
+        sha256=row.sha256,
+        status=row.status,
+        reason=row.reason,
+        units=row.units,
+        root=None if root is None else Digest(root),
+        verdict=row.verdict,
+        evidence=row.evidence,
+    )
+
+
+def reward_info(backend: Backend, node: Address) -> RewardInfo:
+    """The node's entry in the newest reward root on chain, with its proof, and what is to come."""
+    with backend.store.read() as connection:
+        settlement = newest_settlement(connection, backend.objects)
+        units = counted_units(connection, node)
+        credits = schema.credits.c
+        lost = connection.execute(
+            sa.select(credits.amount).where(credits.node == node, credits.status == "forfeited")
+        ).scalars()
+        forfeited = sum(int(amount) for amount in lost)
+        claimable = None
+        if settlement is not None:
+            roots = schema.reward_roots.c
+            claimable = connection.execute(
+                sa.select(roots.claimable_at).where(roots.epoch == settlement.epoch)
+            ).scalar()
+    cumulative, proof = 0, list[Digest]()
+    if settlement is not None and node in settlement.amounts():
+        cumulative, proof = settlement.proof(node)
+    price = backend.context.run.price_per_unit
+    settled_units = cumulative // price if price else 0
+    return RewardInfo(
+        node=node,
+        epoch=settlement.epoch if settlement is not None else None,
+        cumulative=str(cumulative),
+        proof=tuple(proof),
+        claimable_at=claimable,
+        pending_units=max(0, units - settled_units),
+        forfeited=str(forfeited),
+    )

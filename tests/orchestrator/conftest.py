@@ -1,0 +1,113 @@
+"""Fixtures of the orchestrator's tests: a world over SQLite, and stores of both kinds."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from fastapi.testclient import TestClient
+from orchestrator_world import (
+    AUDIENCE,
+    Clock,
+    MakeWorld,
+    World,
+    deployment,
+    run_definition,
+    signer,
+)
+
+from orchestrator.app import create_app
+from orchestrator.backend import Backend
+from orchestrator.context import PoolContext
+from orchestrator.store import Store, open_store, sqlite_url
+from protocol.storage.directory import DirectoryStore
+
+
+@pytest.fixture
+def make_world(store: Store, tmp_path: Path) -> Iterator[MakeWorld]:
+    """Builds an orchestrator over `store`; keyword arguments change its run definition."""
+    clients: list[TestClient] = []
+
+    def make(**changes: Any) -> World:
+        clock, manager, trainer = Clock(), signer(200), signer(201)
+        backend = Backend(
+            context=PoolContext(
+                deployment=deployment(),
+                pool=1,
+                manager=manager.address,
+                run=run_definition(**changes),
+            ),
+            store=store,
+            objects=DirectoryStore(tmp_path / "objects", AUDIENCE, b"s" * 32),
+            manager=manager,
+            trainer=trainer.address,
+            audience=AUDIENCE,
+            now=clock,
+            random=random.Random(7).randbytes,
+        )
+        http = TestClient(create_app(backend), base_url=AUDIENCE, raise_server_exceptions=True)
+        http.follow_redirects = False
+        clients.append(http)
+        return World(backend, clock, http, manager, trainer)
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    """The small run with policy 0 published."""
+    made = make_world()
+    made.publish(0)
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A migrated SQLite store."""
+    opened = open_store(sqlite_url(tmp_path / "orchestrator.sqlite"))
+    opened.migrate()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A PostgreSQL server: PRIME_TEST_POSTGRES_URL, or one of our own from pgserver."""
+    if given := os.environ.get("PRIME_TEST_POSTGRES_URL"):
+        yield given
+        return
+    pgserver = pytest.importorskip(
+        "pgserver", reason="PostgreSQL: pip install pgserver, or set PRIME_TEST_POSTGRES_URL"
+    )
+    server = pgserver.get_server(tmp_path_factory.mktemp("postgres"))
+    try:
+        yield server.get_uri()
+    finally:
+        server.cleanup()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """An empty database of each kind, not yet migrated."""
+    if request.param == "sqlite":
+        opened = open_store(sqlite_url(tmp_path / "either.sqlite"))
+    else:
+        opened = open_store(request.getfixturevalue("postgres_url"))
+        with opened.begin() as connection:
+            connection.execute(sa.text("DROP SCHEMA public CASCADE"))
+            connection.execute(sa.text("CREATE SCHEMA public"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def either_store(empty_database: Store) -> Store:
+    """A migrated store of each kind."""
+    empty_database.migrate()
+    return empty_database
