@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from protocol.core.encoding import sha256
-from protocol.core.errors import UntrustedError
+from protocol.core.errors import MalformedError, UntrustedError
 from protocol.core.ids import Digest
 from protocol.core.messages import (
     AdmissionAnswer,
@@ -18,6 +20,8 @@ from protocol.core.messages import (
     HeartbeatAnswer,
     LeaseAnswer,
     LeaseRequest,
+    NodeInfo,
+    PolicyList,
     ReceiptAnswer,
     UploadAnswer,
     UploadRequest,
@@ -26,6 +30,8 @@ from protocol.core.rollout import SignedSubmission
 from protocol.core.run import RunDefinition
 from protocol.core.signing import Signer
 from protocol.transport.client import Empty, OrchestratorClient
+
+_NODE_LIST = TypeAdapter(tuple[NodeInfo, ...])
 
 
 class NodeApi:
@@ -53,6 +59,17 @@ class NodeApi:
 
     def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
         return self.client.post("/v1/heartbeat", body, HeartbeatAnswer)
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """Every node ever admitted to the pool."""
+        raw = self.client.request("GET", "/v1/nodes", b"", signed=False)
+        try:
+            return _NODE_LIST.validate_json(raw)
+        except ValidationError as error:
+            raise MalformedError(f"the answer is no list of nodes: {error}") from error
+
+    def policies(self) -> PolicyList:
+        return self.client.get("/v1/policies", PolicyList)
 
     def lease(self, policy_version: int) -> LeaseAnswer:
         """The open lease of this node or a new one; the manager's signature and the addressee are

@@ -30,11 +30,18 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 
 
 class Courier:
-    """One background thread over one Outbox. `make_api` is called in that thread."""
+    """One background thread over one Outbox. `make_api` is called in that thread, `on_settled`
+    after each delivery."""
 
     def __init__(
-        self, outbox: Outbox, make_api: Callable[[], NodeApi], *, rng: random.Random
+        self,
+        outbox: Outbox,
+        make_api: Callable[[], NodeApi],
+        *,
+        rng: random.Random,
+        on_settled: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_settled = on_settled
         self._outbox = outbox
         self._make_api = make_api
         self._rng = rng
@@ -74,6 +81,7 @@ class Courier:
                 try:
                     deliver(waiting[0], self._outbox, api)
                     pause = FIRST_PAUSE
+                    self._on_settled()
                 except PrimeError as error:
                     log.warning("a finished file waits for the orchestrator: %s", error)
                     self._stop.wait(pause * (0.5 + self._rng.random()))

@@ -26,7 +26,9 @@ from protocol.core.task import SignedLease
 
 log = logging.getLogger("prime.node.desk")
 SUBMIT_WAIT_SECONDS = 20.0
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.3, 10.0
+PAUSED = "the orchestrator gives no work now"
+SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
+"""Seconds between questions for a lease: the orchestrator names the least, we slow down to 2 s."""
 
 
 class Policies(Protocol):
@@ -102,6 +104,11 @@ class Desk:
             held.add(self._open.lease.digest(self._domain))
         return tuple(sorted(held))
 
+    def open_versions(self) -> frozenset[int]:
+        """Policy versions that the open lease needs on disk."""
+        signed = self._open
+        return frozenset() if signed is None else frozenset({signed.policy_version})
+
     # -- asked by the worker --------------------------------------------------------------------
 
     def run_definition(self) -> bytes:
@@ -120,27 +127,27 @@ class Desk:
             self._one_wish.release()
 
     def _wait_for_lease(self, end: float) -> LeaseOffer:
-        pause, reason = 0.0, "paused by the orchestrator"
+        pause = 0.0
         while True:
             newest = self._policies.newest()
             if self._closed:
                 return LeaseOffer(lease=None, reason="the agent is stopping")
             if not self._working or newest is None:
                 pause = LONGEST_PAUSE
-                if newest is None:
-                    reason = "no policy has arrived yet"
+                reason = PAUSED if newest is not None else "no policy has arrived yet"
             else:
                 offer = self._ask(newest)
                 if offer.lease is not None:
                     return offer
                 reason = offer.reason
-                pause = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, offer.retry_after_ms / 1000))
+                asked = max(SHORTEST_PAUSE, offer.retry_after_ms / 1000)
+                pause = min(LONGEST_PAUSE, max(asked, min(pause * 1.5, SLOWEST_ASKING)))
             left = end - self._now()
             if left <= 0:
                 return LeaseOffer(lease=None, reason=reason)
             with self._gate:
                 if not self._closed:
-                    self._gate.wait(min(left, pause))
+                    self._gate.wait(min(left, pause))  # nudge() and set_working() end it early
 
     def _ask(self, newest: int) -> LeaseOffer:
         try:
@@ -163,7 +170,10 @@ class Desk:
     def _objection(self, signed: SignedLease) -> str:
         """Why this lease cannot be started now; empty if it can."""
         lease = signed.lease
-        if self._outbox.find(lease.digest(self._domain)) is not None:
+        handed_in = self._outbox.find(lease.digest(self._domain))
+        if handed_in is not None:
+            if handed_in.state == "refused":
+                return f"the open lease's file was refused ({handed_in.reason}); it runs out"
             return "the file for the open lease is on its way"
         if lease.run_digest != self._run.digest():
             return "the lease is for another run definition: restart the agent"

@@ -1,5 +1,4 @@
-"""What this machine is, and whether it is enough for a pool. A hint, never a proof: what counts is
-measured by the hardware challenge."""
+"""What this machine is. A hint, no proof: what counts is measured by the challenge."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ import platform
 import shutil
 from pathlib import Path
 
-from protocol.core.errors import PolicyError
-from protocol.core.node import Gpu, Hardware, Requirements
+from protocol.core.node import Gpu, Hardware
 
 MIB = 1 << 20
 
@@ -62,34 +60,3 @@ def read_gpus() -> tuple[Gpu, ...]:
         return tuple(found)
     finally:
         pynvml.nvmlShutdown()
-
-
-def shortfalls(hardware: Hardware, needed: Requirements) -> list[str]:
-    """One sentence for each requirement that this machine misses; empty if it fits."""
-    missing = []
-    fitting = [
-        gpu
-        for gpu in hardware.gpus
-        if needed.gpu_model.lower() in gpu.model.lower() and gpu.memory_mb >= needed.gpu_memory_mb
-    ]
-    if len(fitting) < needed.gpu_count:
-        kind = needed.gpu_model or "any"
-        missing.append(
-            f"the pool asks for {needed.gpu_count} GPU(s) (model: {kind}, memory ≥ "
-            f"{needed.gpu_memory_mb} MiB) and this machine has {len(fitting)} such of "
-            f"{len(hardware.gpus)}"
-        )
-    for name, have, need, unit in (
-        ("CPU cores", hardware.cpu_count, needed.cpu_count, ""),
-        ("memory", hardware.memory_mb, needed.memory_mb, " MiB"),
-        ("free disk", hardware.disk_mb, needed.disk_mb, " MiB"),
-    ):
-        if have < need:
-            missing.append(f"the pool asks for {need}{unit} of {name} and this machine has {have}")
-    return missing
-
-
-def require(hardware: Hardware, needed: Requirements) -> None:
-    """Raises PolicyError that names everything this machine lacks."""
-    if missing := shortfalls(hardware, needed):
-        raise PolicyError("this machine does not fit the pool: " + "; ".join(missing))

@@ -1,1 +1,28 @@
 """Where a task runs: in a Docker container, or (development) as a plain child process."""
+
+from __future__ import annotations
+
+from node.config import Settings
+from node.runtime.base import Runtime
+from node.runtime.process import ProcessRuntime
+from node.state import DataFolder
+from protocol.core.errors import UserError
+
+
+def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
+    """The runtime that the settings name; `owner` marks its containers."""
+    if settings.runtime == "process":
+        return ProcessRuntime(data.logs, settings.worker_command)
+    if settings.worker_command:
+        raise UserError(
+            "another worker than the task's own runs only with --runtime process",
+            hint="it is for development; leave worker_command out",
+        )
+    try:
+        from node.runtime.docker import DockerRuntime
+    except ImportError as error:
+        raise UserError(
+            f"Docker's Python client is missing ({error})",
+            hint="pip install 'prime-open[node]'",
+        ) from error
+    return DockerRuntime(owner)

@@ -1,7 +1,7 @@
 """One lease, one file: engine for its policy, prompts and noise from its seed, proofs, Parquet.
 
 `Workshop` is the honest worker. The development setting `worker_command` may start another program
-that serves its own subclass; nothing of that kind lives in this package.
+that serves its own subclass (it overrides `make`); nothing of that kind lives in this package.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from protocol.core.ids import Digest
 from protocol.core.run import RunDefinition
 from protocol.core.task import SignedLease
+from protocol.environments.registry import environment_for
+from protocol.verification.build import build_rollout_file
+from protocol.verification.engines import FolderEngines, load_engine
+from protocol.verification.rollout_file import read_rollout_file
 
 
 @dataclass(frozen=True)
@@ -26,27 +32,32 @@ class Options:
     threads: int = 1
     generation_batch: int = 0
     throttle: float = 1.0
+    dtype: str = "float32"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One lease to fulfil. `policy` is the folder of the lease's policy version."""
+    """One lease to fulfil."""
 
     signed: SignedLease
     lease_digest: Digest
-    policy: Path
 
 
 @dataclass(frozen=True)
 class Built:
-    """A finished file of the outbox. `tokens` generated."""
+    """A finished file of the outbox: its plain name, the tokens in it, the time it took."""
 
-    path: Path
+    name: str
     tokens: int
+    seconds: float
 
 
 class Workshop:
-    """Holds one engine and makes rollout files with it."""
+    """Holds one loaded policy and makes rollout files with it.
+
+    Raises PolicyError if the environment installed here is not the one the run pins.
+    """
 
     def __init__(
         self,
@@ -58,5 +69,37 @@ class Workshop:
     ) -> None:
         self.run = run
         self.options = options
+        self.environment = environment_for(run)
+        batch: dict[str, Any] = {}
+        if options.generation_batch:
+            batch["batch_rows"] = options.generation_batch
+        load = partial(
+            load_engine,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+            **batch,
+        )
+        self.engines = FolderEngines(options.policies, load, keep=1)
         self._clock = clock
         self._sleep = sleep
+
+    def make(self, job: Job) -> bytes:
+        """The rollout file of a lease. Raises UnavailableError if its policy is not here."""
+        engine = self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
+        return build_rollout_file(job.signed, job.lease_digest, self.run, engine, self.environment)
+
+    def build(self, job: Job) -> Built:
+        """Makes the file and puts it into the outbox, whole or not at all."""
+        started = self._clock()
+        content = self.make(job)
+        tokens = sum(len(row.output_tokens) for row in read_rollout_file(content).rows)
+        seconds = self._clock() - started
+        if self.options.throttle > 1.0:
+            self._sleep(seconds * (self.options.throttle - 1.0))
+            seconds *= self.options.throttle
+        name = f"{job.lease_digest[2:]}.parquet"
+        partial_file = self.options.outbox / f".{name}.part"
+        partial_file.write_bytes(content)
+        partial_file.replace(self.options.outbox / name)
+        return Built(name, tokens, seconds)

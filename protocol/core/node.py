@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from protocol.core.errors import PolicyError
 from protocol.core.signing import (
     U8,
     U64,
@@ -90,6 +91,34 @@ class Requirements(Strict):
     cpu_count: int = Field(default=1, ge=1)
     memory_mb: int = Field(default=0, ge=0)
     disk_mb: int = Field(default=0, ge=0)
+
+    def shortfalls(self, found: Hardware) -> list[str]:
+        """What a machine misses, in plain words, one entry a requirement; empty if it fits."""
+        fitting = [
+            gpu
+            for gpu in found.gpus
+            if self.gpu_model.lower() in gpu.model.lower() and gpu.memory_mb >= self.gpu_memory_mb
+        ]
+        missing = []
+        if len(fitting) < self.gpu_count:
+            kind = f" {self.gpu_model}" if self.gpu_model else ""
+            memory = f" with {self.gpu_memory_mb} MiB" if self.gpu_memory_mb else ""
+            missing.append(f"{self.gpu_count}{kind} GPU(s){memory}, found {len(fitting)}")
+        for name, wanted, have in (
+            ("CPUs", self.cpu_count, found.cpu_count),
+            ("MiB of memory", self.memory_mb, found.memory_mb),
+            ("MiB of disk", self.disk_mb, found.disk_mb),
+        ):
+            if have < wanted:
+                missing.append(f"{wanted} {name}, found {have}")
+        return missing
+
+    def require(self, found: Hardware) -> None:
+        """Raises PolicyError that names everything the machine lacks."""
+        if missing := self.shortfalls(found):
+            raise PolicyError(
+                "this machine does not fit the pool, which asks for " + "; ".join(missing)
+            )
 
 
 NodeStatus = Literal["admitted", "active", "silent", "quarantined", "ejected", "left"]

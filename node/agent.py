@@ -1,0 +1,235 @@
+"""The node agent: one process that joins a pool and keeps its task supplied with work.
+
+    main thread    heartbeat ──► directive: join · work · wait · stop; tends the task
+    bridge         the task's requests: lease, submit, abandon        (bridge.py, desk.py)
+    courier        finished files ──► orchestrator, until receipted   (courier.py, outbox.py)
+    policies       new policies, fetched beside the work              (policies.py)
+
+The heartbeat's answer is the only control loop. What each waits for: the task for a lease and its
+policy; a lease for the receipt of the one before; nothing waits for the chain. Left out: several
+tasks on one machine (run one agent a task, each with its own data folder).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from node.api import NodeApi
+from node.bridge import LONGEST_SOCKET_PATH, Bridge
+from node.config import Settings
+from node.courier import Courier
+from node.desk import Desk
+from node.fingerprint import read_hardware
+from node.heartbeat import Pulse
+from node.join import Join, check_pool
+from node.link import Link, connect
+from node.outbox import Outbox
+from node.policies import PolicyKeeper
+from node.runtime import make_runtime
+from node.runtime.base import Mounts, WorkerOptions
+from node.state import DataFolder
+from node.task import TaskKeeper
+from node.weights import PolicyFolder
+from protocol.broadcast.manifest import Trust
+from protocol.core import ids
+from protocol.core.errors import UnavailableError
+from protocol.core.ids import Address
+from protocol.core.run import RunDefinition
+from protocol.core.signing import LocalSigner
+
+log = logging.getLogger("prime.node")
+T = TypeVar("T")
+STOP_GRACE_SECONDS = 20.0
+DRAIN_SECONDS = 10.0
+THROTTLED = (
+    "--throttle %g: THIS MACHINE PLAYS ONE %g TIMES SLOWER, in the hardware challenge and in "
+    "generation. It is for development and earns less."
+)
+
+
+class Agent:
+    """Runs until told to stop. `owner_signer` is the provider's key where it is here."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        signer: LocalSigner,
+        owner_signer: LocalSigner | None,
+        *,
+        now: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._settings = settings
+        self._signer = signer
+        self._owner_signer = owner_signer
+        self._now = now
+        self._rng = rng or random.Random()
+        self._data = DataFolder(settings.data)
+        self._stop = threading.Event()
+
+    def run(self) -> int:
+        """The agent's whole life; the exit status. Raises PrimeError with the reason if it ends
+        for another cause than a signal or the pool's end."""
+        self._data.make()
+        self._data.lock()
+        try:
+            with ExitStack() as stack:
+                return self._live(stack)
+        finally:
+            self._data.unlock()
+
+    def stop(self) -> None:
+        """Asks the agent to end; safe to call from any thread or a signal handler."""
+        self._stop.set()
+
+    def install_signals(self) -> None:
+        """SIGTERM and SIGINT end it cleanly; a second one ends it at once."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            self.stop()
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGINT, handle)
+
+    # -- from start to first heartbeat
+
+    def _live(self, stack: ExitStack) -> int:
+        settings, data = self._settings, self._data
+        if settings.throttle > 1.0:
+            log.warning(THROTTLED, settings.throttle, settings.throttle)
+        api = self._api(stack)
+        run = self._patiently(api.run)
+        if run is None:
+            return 0
+        hardware = read_hardware(data.root)
+        run.requirements.require(hardware)
+        runtime = make_runtime(settings, data, self._signer.address)
+        log.warning("%s", runtime.check(run.task))
+        if left := runtime.clean():
+            log.warning("ended %d task(s) that an earlier agent left behind", left)
+        link = self._link(api, stack)
+        data.remember(settings.to_remember())
+        data.empty_task_outbox()
+
+        outbox = Outbox(data.outbox, now=self._now)
+        desk, keeper = self._desk(api, run, outbox, stack)
+        bridge_folder = self._bridge_folder(stack)
+        bridge = Bridge(bridge_folder, desk, task_uid=runtime.task_uid)
+        courier = Courier(outbox, lambda: self._new_api(), rng=self._rng, on_settled=desk.nudge)
+        join = Join(
+            settings, api, link, run, hardware, self._signer, self._owner_signer,
+            self._provider(), data, now=self._now, stop=self._stop,
+        )  # fmt: skip
+        threads = settings.threads or max(1, run.task.cpus_milli // 1000)
+        options = WorkerOptions(threads, settings.generation_batch, settings.throttle)
+        mounts = Mounts(data.policies, data.task_outbox, bridge_folder)
+        task = TaskKeeper(runtime, run.task, mounts, options, now=time.monotonic)
+
+        # Ended in the opposite order: the task first, while its bridge still answers.
+        stack.callback(lambda: self._end_courier(courier))
+        stack.callback(lambda: keeper.stop(2.0))
+        stack.callback(bridge.close)
+        stack.callback(lambda: self._end_task(desk, task))
+        courier.start()
+        keeper.start()
+        bridge.start()
+        pulse = Pulse(
+            api, run, desk, keeper, outbox, join, task,
+            data=data, runtime=settings.runtime, now=self._now, stop=self._stop,
+        )  # fmt: skip
+        return pulse.run()
+
+    def _api(self, stack: ExitStack) -> NodeApi:
+        api = self._new_api()
+        stack.callback(api.close)
+        return api
+
+    def _new_api(self) -> NodeApi:
+        return NodeApi(self._settings.need_orchestrator(), self._signer)
+
+    def _provider(self) -> Address:
+        if self._settings.provider:
+            return ids.address(self._settings.provider)
+        return (self._owner_signer or self._signer).address
+
+    def _link(self, api: NodeApi, stack: ExitStack) -> Link | None:
+        """The chain, if an RPC is named. One that does not answer stops nothing."""
+        if not self._settings.rpc:
+            return None
+        link = connect(self._settings, api.client.pool())
+        stack.callback(link.close)
+        check_pool(link, api)
+        return link
+
+    def _desk(
+        self, api: NodeApi, run: RunDefinition, outbox: Outbox, stack: ExitStack
+    ) -> tuple[Desk, PolicyKeeper]:
+        info = api.client.pool()
+        trust = Trust(info.trainer, api.client.domain("pools"), info.pool)
+        late: list[Desk] = []
+        keeper = PolicyKeeper(
+            PolicyFolder(self._data.policies, trust),
+            self._new_api,
+            keep=run.max_staleness + 2,
+            on_arrival=lambda: late[0].nudge(),
+            pinned=lambda: late[0].open_versions(),
+        )
+        desk = Desk(
+            api=self._api(stack),
+            signer=self._signer,
+            run=run,
+            domain=api.client.domain("work"),
+            policies=keeper,
+            outbox=outbox,
+            handed_in=self._data.task_outbox,
+            now=self._now,
+        )
+        late.append(desk)
+        return desk, keeper
+
+    def _bridge_folder(self, stack: ExitStack) -> Path:
+        """The socket's folder: in the data folder, or a short temporary one where that path is
+        longer than a Unix socket may have."""
+        if len(os.fsencode(self._data.bridge / "agent.sock")) <= LONGEST_SOCKET_PATH:
+            return self._data.bridge
+        short = Path(tempfile.mkdtemp(prefix="prime-node-"))
+        stack.callback(lambda: shutil.rmtree(short, ignore_errors=True))
+        return short
+
+    def _patiently(self, ask: Callable[[], T]) -> T | None:
+        """Asks until the orchestrator answers; None if stopped before."""
+        pause = 1.0
+        while not self._stop.is_set():
+            try:
+                return ask()
+            except UnavailableError as error:
+                log.warning("%s; trying again in %.0f s", error, pause)
+                self._stop.wait(pause)
+                pause = min(30.0, pause * 2)
+        return None
+
+    # -- the end
+
+    def _end_task(self, desk: Desk, task: TaskKeeper) -> None:
+        desk.close()
+        task.stop(STOP_GRACE_SECONDS)
+
+    def _end_courier(self, courier: Courier) -> None:
+        courier.drain(DRAIN_SECONDS, time.monotonic)
+        if left := courier.stop(5.0):
+            log.warning(
+                "%d finished file(s) stay in the outbox; the next start delivers them", left
+            )

@@ -1,0 +1,167 @@
+"""The heartbeat: the agent's only control loop. Its answer says what to do next.
+
+join ──► owner's part, challenge (join.py)      work ──► the task runs, the desk gives leases
+wait ──► the desk is shut                       stop ──► the agent ends and says why
+no answer ──► work goes on; asked again, more and more slowly
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+from node.api import NodeApi
+from node.config import RuntimeName
+from node.desk import Desk
+from node.join import Join
+from node.outbox import Outbox
+from node.policies import PolicyKeeper
+from node.state import AgentStatus, DataFolder
+from node.task import TaskKeeper
+from protocol.core.errors import PolicyError, PrimeError, UserError
+from protocol.core.messages import Heartbeat, HeartbeatAnswer
+from protocol.core.run import RunDefinition
+
+log = logging.getLogger("prime.node")
+TICK_SECONDS = 1.0
+LONGEST_SILENCE = 15.0
+FINAL_ERRORS = (UserError, PolicyError)
+"""What no amount of trying again mends."""
+
+
+class Pulse:
+    """Beats, obeys the answer, tends the task. Runs in the main thread."""
+
+    def __init__(
+        self,
+        api: NodeApi,
+        run: RunDefinition,
+        desk: Desk,
+        keeper: PolicyKeeper,
+        outbox: Outbox,
+        join: Join,
+        task: TaskKeeper,
+        *,
+        data: DataFolder,
+        runtime: RuntimeName,
+        now: Callable[[], float],
+        stop: threading.Event,
+    ) -> None:
+        self._data = data
+        self._runtime = runtime
+        self._now = now
+        self._stop = stop
+        self._started_at = int(now())
+        self._api = api
+        self._run = run
+        self._desk = desk
+        self._keeper = keeper
+        self._outbox = outbox
+        self._join = join
+        self._task = task
+        self._directive = ""
+        self._silent_since: float | None = None
+        self._next_beat = 0.0
+        self._join_pause = 1.0
+        self._member = False
+
+    def run(self) -> int:
+        while not self._stop.is_set():
+            if time.monotonic() >= self._next_beat:
+                status = self._beat()
+                if status is not None:
+                    return status
+            if self._member:
+                self._task.tend()
+            self._stop.wait(max(0.05, min(TICK_SECONDS, self._next_beat - time.monotonic())))
+        log.warning("asked to stop: the open lease is finished or given back")
+        return 0
+
+    def _beat(self) -> int | None:
+        """One heartbeat and what its answer asks for; an exit status if that is to end."""
+        self._next_beat = time.monotonic() + self._run.heartbeat_seconds
+        try:
+            answer = self._api.heartbeat(self._body())
+        except FINAL_ERRORS:
+            raise
+        except PrimeError as error:
+            self._not_heard(error)
+            return None
+        if self._silent_since is not None:
+            log.warning("the orchestrator answers again")
+            self._silent_since = None
+        self._keeper.heard(answer.latest_version, answer.relays)
+        status = self._obey(answer)
+        self._write_status(answer)
+        return status
+
+    def _body(self) -> Heartbeat:
+        return Heartbeat(
+            policy_version=self._keeper.newest(),
+            leases=self._desk.open_leases()[:64],
+            tokens_per_second=self._desk.tokens_per_second,
+            runtime=self._runtime,
+            version=version("prime-open"),
+        )
+
+    def _not_heard(self, error: PrimeError) -> None:
+        if self._silent_since is None:
+            self._silent_since = time.monotonic()
+            log.warning("no heartbeat got through: %s; work goes on, trying again", error)
+        silence = time.monotonic() - self._silent_since
+        self._next_beat += min(LONGEST_SILENCE, silence)
+
+    def _obey(self, answer: HeartbeatAnswer) -> int | None:
+        if answer.directive != self._directive:
+            log.info(
+                "directive %s %s", answer.directive, f"({answer.reason})" * bool(answer.reason)
+            )
+            self._directive = answer.directive
+        self._member |= answer.directive == "work"
+        self._desk.set_working(answer.directive == "work")
+        if answer.directive == "stop":
+            if answer.status == "ejected":
+                raise PolicyError(f"the orchestrator says stop: {answer.reason}")
+            log.warning("the orchestrator says stop: %s", answer.reason)
+            return 0
+        if answer.directive == "join":
+            self._walk_in()
+        return None
+
+    def _walk_in(self) -> None:
+        try:
+            self._join.step()
+            self._join_pause = 1.0
+            self._next_beat = time.monotonic() + min(1.0, self._run.heartbeat_seconds)
+        except FINAL_ERRORS:
+            raise
+        except PrimeError as error:
+            log.warning("joining: %s; trying again in %.0f s", error, self._join_pause)
+            self._next_beat = time.monotonic() + self._join_pause
+            self._join_pause = min(60.0, self._join_pause * 2)
+
+    def _write_status(self, answer: HeartbeatAnswer) -> None:
+        signer = self._api.client.signer
+        assert signer is not None, "a node's client signs"
+        self._data.write_status(
+            AgentStatus(
+                node=signer.address,
+                pool=self._api.client.pool().pool,
+                pid=os.getpid(),
+                started_at=self._started_at,
+                heard_at=int(self._now()),
+                directive=answer.directive,
+                reason=answer.reason,
+                node_status=answer.status,
+                policy_version=self._keeper.newest(),
+                latest_version=answer.latest_version,
+                speed_class=self._join.speed_class,
+                files=self._outbox.counts(),
+                tokens_per_second=self._desk.tokens_per_second,
+                task=self._task.description if self._member else "not started",
+            )
+        )

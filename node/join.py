@@ -1,0 +1,176 @@
+"""From a machine to a member of the pool.
+
+    owner's part ready?  no, and the key is here on a test network ──► do it (faucet, stake, node)
+           │             no ──► say what the owner has to sign, and wait
+           ▼ yes
+    hardware challenge ──► speed class, invite ──► the orchestrator carries the invite to the chain
+
+Membership itself is seen by the heartbeat's answer; there is no second loop that watches for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from node.admission import admit
+from node.api import NodeApi
+from node.config import Settings
+from node.link import Link
+from node.owner import Act, Owner, describe, missing_acts, read_standing, stake_needed
+from node.state import DataFolder
+from protocol.chain.contracts import prime
+from protocol.core.errors import PolicyError, UnavailableError
+from protocol.core.ids import Address
+from protocol.core.node import Hardware
+from protocol.core.run import RunDefinition
+from protocol.core.signing import LocalSigner
+
+log = logging.getLogger("prime.node.join")
+OWNER_POLL_SECONDS = 5.0
+
+
+class Join:
+    """One node's walk into one pool; `step` may be called again whenever the orchestrator says
+    "join". `owner_signer` is the provider's key where it is at this machine."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        api: NodeApi,
+        link: Link | None,
+        run: RunDefinition,
+        hardware: Hardware,
+        signer: LocalSigner,
+        owner_signer: LocalSigner | None,
+        provider: Address,
+        data: DataFolder,
+        *,
+        now: Callable[[], float],
+        stop: threading.Event,
+    ) -> None:
+        self._settings = settings
+        self._api = api
+        self._link = link
+        self._run = run
+        self._hardware = hardware
+        self._signer = signer
+        self._owner_signer = owner_signer
+        self._provider = provider
+        self._data = data
+        self._now = now
+        self._stop = stop
+        self.speed_class: int | None = None
+
+    def step(self) -> None:
+        """Makes the owner's part ready (or waits for it), then solves a challenge.
+
+        Returns early when stopped. Raises UserError (what the owner must mend), PolicyError (the
+        pool refuses this machine), UnavailableError (try again).
+        """
+        classes = len(self._run.speed.thresholds) + 1
+        if not self._owner_ready(self.speed_class or (classes if self._acts_itself else 1)):
+            return
+        answer = admit(
+            self._api,
+            self._hardware,
+            self._settings.runtime,
+            throttle=self._settings.throttle,
+        )
+        self.speed_class = answer.speed_class
+        self._owner_ready(answer.speed_class)
+
+    @property
+    def _acts_itself(self) -> bool:
+        return (
+            self._owner_signer is not None
+            and self._link is not None
+            and self._link.client.network.testnet
+        )
+
+    def _owner_ready(self, speed_class: int) -> bool:
+        """True once provider, node and stake for `speed_class` are on chain; False if stopped."""
+        if self._link is None:
+            log.warning("no RPC is named (--rpc): stake and registration are not checked here")
+            return True
+        printed = False
+        while not self._stop.is_set():
+            acts = self._missing(self._link, speed_class)
+            if not acts:
+                return True
+            if self._acts_itself:
+                self._perform(self._link, speed_class)
+                continue
+            if not printed:
+                self._ask_owner(acts)
+                printed = True
+            self._stop.wait(OWNER_POLL_SECONDS)
+        return False
+
+    def _needed(self, speed_class: int) -> int:
+        return stake_needed(
+            self._run.stake_per_class,
+            speed_class,
+            self._signer.address,
+            self._provider,
+            self._api.nodes(),
+        )
+
+    def _missing(self, link: Link, speed_class: int) -> list[Act]:
+        standing = read_standing(link, self._signer.address, self._provider)
+        needed = self._needed(speed_class)
+        if standing.member_class or standing.ready(needed):
+            return []
+        return missing_acts(link, standing, needed, self._signer, int(self._now()))
+
+    def _perform(self, link: Link, speed_class: int) -> None:
+        assert self._owner_signer is not None, "_acts_itself"
+        owner = Owner(link, self._owner_signer, self._data.chain)
+        try:
+            owner.settle_open()  # what a killed agent sent counts before anything is sent again
+            standing = read_standing(link, self._signer.address, self._provider)
+            acts = self._missing(link, speed_class)
+            if (short := self._needed(speed_class) - standing.active) > 0:
+                owner.fill_from_faucet(short)
+            for act in acts:
+                log.info("on chain: %s", act.call.description)
+            owner.perform(acts)
+        finally:
+            owner.close()
+
+    def _ask_owner(self, acts: list[Act]) -> None:
+        log.warning(
+            "the owner %s has to send %d transaction(s) before this node may join; waiting for "
+            "them (calldata below; the consent in it is good for 7 days)",
+            self._provider,
+            len(acts),
+        )
+        for number, act in enumerate(describe(acts), 1):
+            log.warning(
+                "%d. %s\n   to   %s\n   data %s", number, act["what"], act["to"], act["data"]
+            )
+        log.warning(
+            "with this program, at the owner's machine: prime-node stake add AMOUNT --wallet "
+            "OWNER_KEYSTORE (for the stake); this pool asks %s a speed class",
+            prime(self._run.stake_per_class),
+        )
+
+
+def check_pool(link: Link, api: NodeApi) -> None:
+    """Compares what the orchestrator says of the pool with the chain.
+
+    Raises PolicyError if they differ; an RPC that does not answer is only reported.
+    """
+    info = api.client.pool()
+    try:
+        on_chain = link.contracts.pools.pool_of(link.pool)
+    except UnavailableError as error:
+        log.warning("the pool is not checked against the chain: %s", error)
+        return
+    told = (info.manager, info.trainer, info.run_digest)
+    if told != (on_chain.manager, on_chain.trainer, on_chain.run_digest):
+        raise PolicyError(
+            f"the orchestrator describes pool {link.pool} otherwise than the chain does: "
+            "wrong --pool, wrong --deployment, or an impostor"
+        )

@@ -1,0 +1,158 @@
+"""Keeps the node's policies up to date, beside the work: one thread that fetches what the last
+heartbeat announced, or what a lease asks for.
+
+    heartbeat: newest version, relays ──► GET /v1/policies ──► PolicyFolder.ensure ──► on_arrival
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from node.api import NodeApi
+from node.weights import PolicyFolder
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.errors import PrimeError, UnavailableError
+from protocol.core.ids import Digest
+
+log = logging.getLogger("prime.node.policies")
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+
+
+class PolicyKeeper:
+    """One background thread over one PolicyFolder; `make_api` is called in that thread.
+
+    `keep` newest versions stay on disk, besides those that open leases name.
+    """
+
+    def __init__(
+        self,
+        folder: PolicyFolder,
+        make_api: Callable[[], NodeApi],
+        *,
+        keep: int,
+        on_arrival: Callable[[], None],
+        pinned: Callable[[], Collection[int]],
+    ) -> None:
+        self._folder = folder
+        self._make_api = make_api
+        self._keep = keep
+        self._on_arrival = on_arrival
+        self._pinned = pinned
+        self._changed = threading.Condition()
+        self._wanted: set[int] = set()
+        self._relays: tuple[str, ...] = ()
+        self._digests: dict[int, Digest] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="policies", daemon=True)
+        for version in folder.versions():
+            self._note(version)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, grace: float) -> None:
+        """Ends after the fetch under way, at most `grace` s (a killed fetch resumes)."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(grace)
+
+    # -- asked by the desk and the agent ----------------------------------------------------------
+
+    def newest(self) -> int | None:
+        """Newest verified version on disk."""
+        with self._changed:
+            return max(self._digests, default=None)
+
+    def digest(self, version: int) -> Digest | None:
+        """Policy digest of a verified version on disk, or None."""
+        with self._changed:
+            return self._digests.get(version)
+
+    def want(self, version: int) -> None:
+        """Asks for a version, and returns at once."""
+        with self._changed:
+            if version not in self._digests and version not in self._wanted:
+                self._wanted.add(version)
+                self._changed.notify_all()
+
+    def heard(self, latest: int | None, relays: tuple[str, ...]) -> None:
+        """What a heartbeat's answer said."""
+        with self._changed:
+            self._relays = relays
+        if latest is not None:
+            self.want(latest)
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        api = self._make_api()
+        pause = FIRST_PAUSE
+        try:
+            while (version := self._next()) is not None:
+                try:
+                    self._fetch(version, api)
+                    pause = FIRST_PAUSE
+                except PrimeError as error:
+                    log.warning("policy %d does not arrive: %s", version, error)
+                    with self._changed:
+                        if not self._stopping:
+                            self._changed.wait(pause)
+                    pause = min(LONGEST_PAUSE, pause * 2)
+        finally:
+            api.close()
+
+    def _next(self) -> int | None:
+        """The newest version that is wanted, waiting for one; None once stopped."""
+        with self._changed:
+            while not self._stopping and not self._wanted:
+                self._changed.wait()
+            return None if self._stopping else max(self._wanted)
+
+    def _fetch(self, version: int, api: NodeApi) -> None:
+        known = {signed.manifest.version: signed for signed in api.policies().policies}
+        if version not in known:
+            if known and version < min(known):
+                self._drop(version)
+            raise UnavailableError("the orchestrator does not list it (yet)")
+        with self._changed:
+            relays = self._relays
+        if not relays:
+            raise UnavailableError("no relay is known yet")
+        started = time.monotonic()
+        arrived = self._folder.ensure(
+            version, known[version], relays, others=_others(known, version)
+        )
+        self._note(version)
+        log.info(
+            "policy %d is here (%s, %d bytes received, %.1f s)",
+            version,
+            arrived.stats.route,
+            arrived.stats.bytes_received,
+            time.monotonic() - started,
+        )
+        self._on_arrival()
+        self._prune()
+
+    def _note(self, version: int) -> None:
+        digest = self._folder.manifest(version).manifest.digest()
+        with self._changed:
+            self._digests[version] = digest
+            self._wanted = {wanted for wanted in self._wanted if wanted > version}
+
+    def _drop(self, version: int) -> None:
+        with self._changed:
+            self._wanted.discard(version)
+
+    def _prune(self) -> None:
+        gone = self._folder.prune(self._keep, self._pinned())
+        with self._changed:
+            for version in gone:
+                self._digests.pop(version, None)
+
+
+def _others(known: dict[int, SignedManifest], version: int) -> list[SignedManifest]:
+    return [signed for number, signed in known.items() if number != version]
