@@ -1,0 +1,274 @@
+"""A small pool for tests of the judging and money side: real store, objects and intake.
+
+Files hold arbitrary bytes: what a verdict says of them is handed in, and what follows is tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator import intake, judging
+from orchestrator.backend import Backend
+from orchestrator.context import PoolContext
+from orchestrator.store import jobs, leases, nodes, policies, submissions
+from orchestrator.store.engine import Store, open_store, sqlite_url
+from orchestrator.store.submissions import SubmissionRow
+from protocol.chain.deployment import DEMO_PERIODS, Deployment
+from protocol.core import encoding
+from protocol.core.checkpoint import FileEntry, Manifest, PolicyStatement, SignedManifest
+from protocol.core.ids import Address, Digest, address
+from protocol.core.messages import ContractAddresses
+from protocol.core.node import Hardware
+from protocol.core.rollout import SignedSubmission, Submission
+from protocol.core.run import EnvironmentRef, LengthBudgets, RunDefinition
+from protocol.core.signing import LocalSigner
+from protocol.core.task import Lease, SignedLease, Task
+from protocol.core.verdict import Reason, VerdictRow, VerdictTable
+from protocol.storage.base import put_object
+from protocol.storage.directory import DirectoryStore
+
+TOKEN = 10**18
+HARDWARE = Hardware(cpu_model="test", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
+SAMPLES = 2
+GROUPS = 2
+
+
+def key(number: int) -> LocalSigner:
+    """A key of our own for tests."""
+    return LocalSigner((0x1000 + number).to_bytes(32, "big"))
+
+
+MANAGER, TRAINER, VALIDATOR = key(1), key(2), key(3)
+RUN = RunDefinition(
+    name="test",
+    base_model=encoding.blake3_digest(b"base"),
+    environment=EnvironmentRef(
+        name="reverse", digest=encoding.sha256(b"env"), train_size=100, heldout_size=10
+    ),
+    max_output_tokens=40,
+    samples_per_group=SAMPLES,
+    groups_per_lease=GROUPS,
+    groups_per_batch=3,
+    max_staleness=2,
+    budgets=LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000),
+    task=Task(image="process"),
+    price_per_unit=TOKEN // 1000,
+    stake_per_class=100 * TOKEN,
+    slash_amount=50 * TOKEN,
+    epoch_seconds=DEMO_PERIODS.epoch_length,
+    validity_seconds=DEMO_PERIODS.validity,
+    lease_seconds=60,
+    root_seconds=4,
+    root_submissions=3,
+)
+_FAKE = {
+    name: address("0x" + f"{0xC0 + i:040x}")
+    for i, name in enumerate(
+        ("token", "registry", "vault", "pools", "work", "rewards", "slasher"), start=1
+    )
+}
+FAKE_DEPLOYMENT = Deployment(
+    chain_id=31337, contracts=ContractAddresses(**_FAKE), block=1, periods=DEMO_PERIODS
+)
+
+
+@dataclass
+class Clock:
+    """A clock that stands until it is told."""
+
+    time: float = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@dataclass
+class Shop:
+    """One pool's store and objects, and the shortest way to a judged file."""
+
+    store: Store
+    objects: DirectoryStore
+    context: PoolContext
+    now: Clock
+    url: str
+    _number: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def backend(self) -> Backend:
+        return Backend(
+            context=self.context,
+            store=self.store,
+            objects=self.objects,
+            manager=MANAGER,
+            trainer=TRAINER.address,
+            audience="test",
+            now=self.now,
+        )
+
+    def admit(self, node: LocalSigner, status: str = "active") -> None:
+        """A node in the store, as admission and the indexer leave it."""
+        with self.store.begin() as connection:
+            nodes.admit(
+                connection,
+                node.address,
+                speed_class=1,
+                hardware=HARDWARE,
+                runtime="process",
+                now=self.now(),
+            )
+            nodes.set_status(
+                connection,
+                node.address,
+                status,  # type: ignore[arg-type]
+                last_heartbeat=self.now(),
+            )
+
+    def publish(self, version: int) -> SignedManifest:
+        """A policy of one small file, signed by the trainer, in the store."""
+        content = f"policy {version}".encode()
+        whole = encoding.blake3_digest(content)
+        manifest = Manifest(
+            pool=self.context.pool,
+            version=version,
+            step=version,
+            chunk_size=1 << 16,
+            files=(
+                FileEntry(
+                    name="model.safetensors", size=len(content), digest=whole, chunks=(whole,)
+                ),
+            ),
+            result_digest=whole,
+        )
+        statement = PolicyStatement(
+            pool=manifest.pool, version=version, manifest_digest=manifest.digest()
+        )
+        signed = SignedManifest(
+            manifest=manifest,
+            signature=TRAINER.sign(statement, self.context.domain(statement)),
+        )
+        with self.store.begin() as connection:
+            policies.add(connection, signed, now=self.now())
+        return signed
+
+    def submit(self, node: LocalSigner, *, step: int = 0, version: int = 0) -> SubmissionRow:
+        """A lease, a file and its submission through the real intake."""
+        number = next(self._number)
+        with self.store.begin() as connection:
+            policy = policies.get(connection, version)
+        assert policy is not None
+        lease = Lease(
+            pool=self.context.pool,
+            step=step,
+            node=node.address,
+            index=number,
+            policy_digest=policy.digest,
+            run_digest=RUN.digest(),
+            speed_class=1,
+            salt=encoding.sha256(f"salt {number}".encode()),
+            deadline=int(self.now()) + 60,
+        )
+        signed_lease = SignedLease(
+            lease=lease,
+            signature=MANAGER.sign(lease, self.context.domain(lease)),
+            policy_version=version,
+        )
+        lease_digest = lease.digest(self.context.domain(lease))
+        content = f"file {number} of {node.address}".encode()
+        claim = Submission(
+            pool=self.context.pool,
+            lease_digest=lease_digest,
+            step=step,
+            policy_digest=lease.policy_digest,
+            sha256=put_object(self.objects, content),
+            size=len(content),
+            rows=RUN.rows_per_lease,
+            valid_until=int(self.now()) + 86_400,
+        )
+        with self.store.begin() as connection:
+            leases.add(connection, lease_digest, signed_lease, now=self.now())
+        self.now.time += 0.001  # files arrive one after another
+        signature = node.sign(claim, self.context.domain(claim))
+        intake.submit(
+            self.backend,
+            SignedSubmission(submission=claim, node=node.address, signature=signature),
+        )
+        return self.row(claim.digest(self.context.domain(claim)))
+
+    def row(self, digest: Digest) -> SubmissionRow:
+        with self.store.read() as connection:
+            found = submissions.get(connection, digest)
+        assert found is not None
+        return found
+
+    def judgement(
+        self, row: SubmissionRow, reason: Reason = Reason.NONE, rewards: Sequence[int] = ()
+    ) -> judging.Judgement:
+        """Accepted rows are 5 tokens each; `rewards` in millionths, one a row."""
+        if reason is not Reason.NONE:
+            evidence = encoding.canonical_json({"about": row.digest})
+            rejected = int(reason) < 50
+            return judging.Judgement(reason, 0, None, evidence if rejected else None)
+        values = tuple(rewards) or (0, 1_000_000, 500_000, 1_000_000)
+        assert len(values) == RUN.rows_per_lease
+        table = VerdictTable(
+            submission_digest=row.digest,
+            sha256=row.sha256,
+            policy_version=row.policy_version,
+            step=row.step,
+            rows=tuple(
+                VerdictRow(
+                    problem_id=f"p{i // SAMPLES}",
+                    group=i // SAMPLES,
+                    sample=i % SAMPLES,
+                    reward_micro=value,
+                    prompt_tokens=3,
+                    output_tokens=5,
+                )
+                for i, value in enumerate(values)
+            ),
+        )
+        return judging.Judgement(reason, 5 * len(values), table, None)
+
+    def judge(
+        self, row: SubmissionRow, reason: Reason = Reason.NONE, rewards: Sequence[int] = ()
+    ) -> judging.PublishedVerdict:
+        """Claims jobs until it is this submission's, and writes its verdict down."""
+        with self.store.begin() as connection:
+            job = jobs.claim(connection, "kit", now=self.now(), seconds=60)
+        assert job is not None
+        assert job.submission_digest == row.digest, "judge submissions in the order of arrival"
+        published = judging.publish_verdict(
+            self.objects,
+            self.context,
+            VALIDATOR,
+            row.digest,
+            self.judgement(row, reason, rewards),
+            judged_at=int(self.now()),
+        )
+        assert judging.record_verdict(
+            self.store, self.context, row.digest, published, worker="kit", now=self.now()
+        )
+        return published
+
+    def node_status(self, node: Address) -> str:
+        with self.store.read() as connection:
+            row = nodes.get(connection, node)
+        assert row is not None
+        return row.status
+
+
+def open_shop(folder: Path, deployment: Deployment = FAKE_DEPLOYMENT, pool: int = 1) -> Shop:
+    """A new pool (or the one that lies in `folder`)."""
+    url = sqlite_url(folder / "store.sqlite")
+    store = open_store(url)
+    store.migrate()
+    return Shop(
+        store=store,
+        objects=DirectoryStore(folder / "objects"),
+        context=PoolContext(deployment, pool, MANAGER.address, RUN),
+        now=Clock(),
+        url=url,
+    )

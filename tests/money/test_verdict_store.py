@@ -1,0 +1,282 @@
+"""Verdicts, batches and roots in the store: what one transaction writes, and what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, Shop, key, open_shop
+
+from orchestrator import batches as batches_module
+from orchestrator import judging
+from orchestrator import roots as roots_module
+from orchestrator.batches import seal_ready_batches
+from orchestrator.roots import decode_leaves, post_roots
+from orchestrator.store import batches as store_batches
+from orchestrator.store import jobs, schema
+from protocol.core import encoding
+from protocol.core.errors import FatalError
+from protocol.core.ids import Digest
+from protocol.core.verdict import Reason, SignedVerdict, VerdictTable
+from protocol.storage.base import digest_key
+
+HONEST, LIAR = key(10), key(11)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    made = open_shop(tmp_path)
+    made.publish(0)
+    made.admit(HONEST)
+    made.admit(LIAR)
+    yield made
+    made.store.close()
+
+
+def rows(shop: Shop, table: sa.Table) -> list[sa.RowMapping]:
+    with shop.store.read() as connection:
+        return list(connection.execute(sa.select(table)).mappings())
+
+
+def seal(shop: Shop) -> list[int]:
+    return seal_ready_batches(shop.store, shop.objects, MANAGER, shop.context, shop.now)
+
+
+def in_child(action: object, *arguments: object) -> int:
+    """Runs `action` in a forked process and returns its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action(*arguments)  # type: ignore[operator]
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_acceptance_writes_credit_groups_and_verdict_at_once(shop: Shop) -> None:
+    row = shop.submit(HONEST)
+    published = shop.judge(row, rewards=(0, 1_000_000, 500_000, 500_000))
+    after = shop.row(row.digest)
+    assert (after.status, after.units, after.validator) == ("accepted", 20, VALIDATOR.address)
+    [credit] = rows(shop, schema.credits)
+    assert int(credit["amount"]) == 20 * TOKEN // 1000
+    assert credit["status"] == "earned"
+    assert [g["informative"] for g in rows(shop, schema.groups)] == [True, False]
+    assert [lease["status"] for lease in rows(shop, schema.leases)] == ["accepted"]
+    assert [job["status"] for job in rows(shop, schema.jobs)] == ["done"]
+
+    signed = SignedVerdict.model_validate_json(
+        shop.objects.get(digest_key(published.object), 1 << 20)
+    )
+    domain = shop.context.domain(signed.verdict)
+    assert signed.verdict.recover(domain, signed.signature) == VALIDATOR.address
+    table = VerdictTable.model_validate_json(
+        shop.objects.get(digest_key(signed.verdict.table), 1 << 20)
+    )
+    assert sum(r.output_tokens for r in table.rows) == signed.verdict.units
+
+
+def test_rejection_pays_nothing_quarantines_and_queues_one_slash(shop: Shop) -> None:
+    good, bad = shop.submit(LIAR), shop.submit(LIAR)
+    shop.judge(good)
+    shop.judge(bad, Reason.WRONG_ACTIVATIONS)
+    assert shop.node_status(LIAR.address) == "quarantined"
+    [slash] = rows(shop, schema.slashes)
+    assert (slash["status"], int(slash["amount"])) == ("queued", RUN.slash_amount)
+    [intent] = rows(shop, schema.intents)
+    assert (intent["kind"], intent["lane"]) == ("propose", VALIDATOR.address)
+    [credit] = rows(shop, schema.credits)
+    assert credit["status"] == "held", "what was earned in the day up to the bad file waits"
+
+
+def test_void_costs_nobody_anything(shop: Shop) -> None:
+    row = shop.submit(HONEST)
+    shop.judge(row, Reason.MALFORMED)
+    assert shop.row(row.digest).status == "void"
+    assert shop.node_status(HONEST.address) == "active"
+    assert rows(shop, schema.credits) == rows(shop, schema.slashes) == []
+
+
+def test_a_verdict_without_its_claim_writes_nothing(shop: Shop) -> None:
+    row = shop.submit(HONEST)
+    published = judging.publish_verdict(
+        shop.objects, shop.context, VALIDATOR, row.digest, shop.judgement(row), judged_at=1
+    )
+    assert not judging.record_verdict(
+        shop.store, shop.context, row.digest, published, worker="stranger", now=shop.now()
+    )
+    assert shop.row(row.digest).status == "submitted"
+    assert rows(shop, schema.credits) == []
+
+
+def test_judgement_refuses_evidence_without_rejection(shop: Shop) -> None:
+    with pytest.raises(FatalError, match="evidence"):
+        judging.Judgement(Reason.MALFORMED, 0, None, b"{}")
+    with pytest.raises(FatalError, match="table"):
+        judging.Judgement(Reason.NONE, 0, None, None)
+
+
+def test_an_abstained_job_goes_to_another_at_once_and_to_the_same_later(shop: Shop) -> None:
+    row = shop.submit(HONEST)
+
+    def claim(worker: str) -> Digest | None:
+        with shop.store.begin() as connection:
+            job = jobs.claim(connection, worker, now=shop.now(), seconds=30)
+        return None if job is None else job.submission_digest
+
+    def abstain(worker: str) -> bool:
+        return judging.record_abstention(
+            shop.store,
+            row.digest,
+            Reason.POLICY_MISSING,
+            "no policy",
+            worker=worker,
+            now=shop.now(),
+            retry_seconds=10,
+            max_abstentions=3,
+        )
+
+    assert claim("one") == row.digest
+    assert abstain("one")
+    assert claim("one") is None
+    assert claim("two") == row.digest
+    assert abstain("two")
+    shop.now.time += 11
+    assert claim("two") == row.digest
+    assert shop.row(row.digest).status == "submitted", "an abstention decides nothing"
+    assert abstain("two")
+    shop.now.time += 11
+    assert claim("one") is None, "three abstentions quarantine the job"
+    assert shop.node_status(HONEST.address) == "active"
+
+
+def test_a_job_that_killed_three_claims_is_quarantined_and_neither_pays_nor_slashes(
+    shop: Shop,
+) -> None:
+    shop.submit(HONEST)
+    for _ in range(3):
+        with shop.store.begin() as connection:
+            assert jobs.claim(connection, "v", now=shop.now(), seconds=30) is not None
+        shop.now.time += 31
+    with shop.store.begin() as connection:
+        assert jobs.claim(connection, "v", now=shop.now(), seconds=30) is None
+    assert [job["status"] for job in rows(shop, schema.jobs)] == ["quarantined"]
+    assert rows(shop, schema.credits) == rows(shop, schema.slashes) == []
+
+
+def test_batches_are_sealed_in_order_near_the_policy_and_leave_out_equal_rewards(
+    shop: Shop,
+) -> None:
+    for _ in range(5):  # 2 informative groups each, 3 to a batch
+        shop.judge(shop.submit(HONEST))
+    shop.judge(shop.submit(HONEST), rewards=(7, 7, 9, 9))
+    assert seal(shop) == [0, 1, 2]
+    assert seal(shop) == []
+    taken = [(g["submission_digest"], g["group_no"]) for g in rows(shop, schema.groups)]
+    in_batches = []
+    with shop.store.read() as connection:
+        for step in range(3):
+            row = store_batches.get(connection, step)
+            assert row is not None
+            batch = row.signed()
+            statement = batch.statement()
+            signer = statement.recover(shop.context.domain(statement), batch.signature)
+            assert signer == MANAGER.address
+            assert shop.objects.get(digest_key(row.digest), 1 << 20) == batch.manifest.canonical()
+            assert row.staleness_max <= RUN.max_staleness
+            in_batches += [(f.submission_digest, g) for f in batch.manifest.files for g in f.groups]
+    assert len(in_batches) == len(set(in_batches)) == 9
+    assert set(in_batches) <= set(taken)
+    marked = [g for g in rows(shop, schema.groups) if g["batch_step"] is not None]
+    assert len(marked) == 9
+    assert all(g["informative"] for g in marked)
+
+
+def test_no_step_is_sealed_beyond_the_allowed_staleness(shop: Shop) -> None:
+    for _ in range(8):
+        shop.judge(shop.submit(HONEST))
+    assert seal(shop) == [0, 1, 2]  # policy 0 + staleness 2
+    shop.publish(1)
+    assert seal(shop) == [], "what is left is of policy 0 and too old for step 3"
+    for _ in range(2):
+        shop.judge(shop.submit(HONEST, step=3, version=1))
+    assert seal(shop) == [3]
+
+
+def test_a_kill_between_manifest_and_transaction_loses_and_repeats_nothing(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        shop.judge(shop.submit(HONEST))
+
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    monkeypatch.setattr(batches_module, "_write", die)
+    shop.store.close()
+    assert in_child(seal, shop) == 9
+    monkeypatch.undo()
+    orphans = set(shop.objects.keys("sha256/"))
+    assert rows(shop, schema.batches) == []
+    assert seal(shop) == [0]
+    assert set(shop.objects.keys("sha256/")) == orphans, "the same manifest, to the byte"
+
+
+def test_a_kill_between_leaves_object_and_transaction_posts_the_same_root(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = [shop.submit(HONEST).digest for _ in range(3)]
+
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    monkeypatch.setattr(roots_module, "_write", die)
+    shop.store.close()
+    assert in_child(post_roots, shop.store, shop.objects, shop.context, shop.now) == 9
+    monkeypatch.undo()
+    assert rows(shop, schema.intents) == []
+    [root] = post_roots(shop.store, shop.objects, shop.context, shop.now)
+    assert root == encoding.merkle_root(digests), "in the order of arrival"
+    [row] = rows(shop, schema.roots)
+    leaves = decode_leaves(shop.objects.get(digest_key(row["leaves_object"]), 1 << 20))
+    named = [leaf.submission.digest(shop.context.domain(leaf.submission)) for leaf in leaves]
+    assert named == digests
+    [intent] = rows(shop, schema.intents)
+    assert intent["id"] == f"root:{root}"
+
+
+def test_a_kill_before_the_verdict_commits_leaves_the_file_to_be_judged_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = shop.submit(HONEST)
+
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    monkeypatch.setattr(judging, "_credit", die)
+    shop.store.close()
+    assert in_child(shop.judge, row) == 9
+    monkeypatch.undo()
+    assert shop.row(row.digest).status == "submitted"
+    shop.now.time += 61
+    shop.judge(shop.row(row.digest))
+    assert len(rows(shop, schema.credits)) == 1
+
+
+def test_roots_are_posted_by_number_or_by_age(shop: Shop) -> None:
+    def post() -> int:
+        return len(post_roots(shop.store, shop.objects, shop.context, shop.now))
+
+    shop.submit(HONEST)
+    assert post() == 0
+    shop.now.time += RUN.root_seconds
+    assert post() == 1
+    for _ in range(4):
+        shop.submit(HONEST)
+    assert post() == 1, "three make a root; the fourth waits"
+    shop.now.time += RUN.root_seconds
+    assert post() == 1
+    assert post() == 0
