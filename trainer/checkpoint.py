@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -108,7 +108,9 @@ def save(
             shutil.rmtree(final, ignore_errors=True)
             staging.mkdir(parents=True)
         world.barrier()
-        dcp.save(_tensors(policy, optimizer, world), checkpoint_id=staging, no_dist=world.size == 1)
+        state_dict_saver.save(
+            _tensors(policy, optimizer, world), checkpoint_id=staging, no_dist=world.size == 1
+        )
         world.barrier()
         if world.leads:
             (staging / STATE_NAME).write_text(state.to_json())
@@ -150,7 +152,7 @@ def load(
             hint="Name another --data folder for this run.",
         )
     tensors = _tensors(policy, optimizer, world)
-    dcp.load(tensors, checkpoint_id=folder, no_dist=world.size == 1)
+    state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=world.size == 1)
     set_model_state_dict(policy, tensors["policy"])
     set_optimizer_state_dict(policy, optimizer, tensors["optimizer"])
     torch.set_rng_state(tensors["random"][str(world.rank)])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protocol.core.errors import UserError
+from protocol.core.errors import FatalError, UserError
 
 PAD = -1
 """Sequence id of padding: attends to itself only, is predicted by nobody."""
@@ -89,7 +89,7 @@ def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.flo
 
 
 def require_finite(state: dict[str, Tensor]) -> None:
-    """Raises FloatingPointError naming the first weight that is not finite."""
+    """Raises FatalError naming the first weight that is not finite."""
     for name, tensor in state.items():
         if not torch.isfinite(tensor).all():
-            raise FloatingPointError(f"the weight {name} is not finite")
+            raise FatalError(f"the weight {name} is not finite")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.model import Policy
 
@@ -117,7 +118,7 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     """The language model's whole state on every rank, fp32 on CPU, under its own names."""
     state: dict[str, Tensor] = {}
     for name, tensor in policy.lm.state_dict().items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         state[name] = whole.detach().cpu()
     return state
 
@@ -126,5 +127,15 @@ def clip_gradients(policy: nn.Module, limit: float) -> float:
     """Scales the global gradient norm to `limit` at most; returns the norm before, maybe not
     finite (then nothing may be stepped)."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), limit)
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return float(whole)
+
+
+def all_finite(policy: nn.Module, world: World) -> bool:
+    """Whether every weight on every rank is finite."""
+    bad = torch.zeros((), device=world.device)
+    for parameter in policy.parameters():
+        data = parameter.detach()
+        local = data.to_local() if isinstance(data, DTensor) else data
+        bad += (~torch.isfinite(local)).any()
+    return float(world.sum(bad)) == 0.0

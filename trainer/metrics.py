@@ -1,0 +1,82 @@
+"""One JSON line a step, exactly once, however often the trainer is killed.
+
+The line is part of the checkpoint that it belongs to; a restart writes the newest one again if the
+file lacks it, and cuts off a line that was not finished.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from protocol.core.rollout import Rollout
+
+
+class Stopwatch:
+    """Seconds spent, by name: every wait of the loop has one."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to `name`."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+
+class MetricsFile:
+    """Appends to `path`; `repair` after a restart."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def repair(self, last: Mapping[str, Any] | None) -> None:
+        """Drops an unfinished line and lines newer than `last`; adds `last` if it is missing."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = []
+        if self.path.is_file():
+            text = self.path.read_text()
+            whole = text[: text.rfind("\n") + 1].splitlines()
+        newest = -1 if last is None else int(last["step"])
+        kept = [line for line in whole if json.loads(line)["step"] <= newest]
+        if last is not None and (not kept or json.loads(kept[-1])["step"] < newest):
+            kept.append(json.dumps(last))
+        staging = self.path.with_name(f".{self.path.name}.tmp")
+        staging.write_text("".join(line + "\n" for line in kept))
+        staging.replace(self.path)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
+    """What a batch's rows look like: reward, by target, staleness, lengths, endings."""
+    by_target: dict[int, list[float]] = {}
+    for row in rollouts:
+        by_target.setdefault(row.target_length, []).append(row.reward)
+    count = len(rollouts)
+    return {
+        "rows": count,
+        "reward": sum(row.reward for row in rollouts) / count,
+        "reward_by_target": {
+            str(target): sum(values) / len(values) for target, values in sorted(by_target.items())
+        },
+        "staleness": {
+            str(age): rows
+            for age, rows in sorted(Counter(step - row.policy_version for row in rollouts).items())
+        },
+        "output_tokens": sum(len(row.output_tokens) for row in rollouts),
+        "output_tokens_mean": sum(len(row.output_tokens) for row in rollouts) / count,
+        "cut_at_limit": sum(row.finish_reason == "length" for row in rollouts) / count,
+    }

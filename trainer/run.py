@@ -1,0 +1,110 @@
+"""Wiring of `trainer run`: settings in, one process of the run until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+from protocol.chain.deployment import Deployment
+from protocol.chain.keystore import load_keystore, read_password
+from protocol.core.errors import UserError
+from protocol.core.signing import LocalSigner
+from protocol.transport.client import OrchestratorClient
+from trainer.config import Settings
+from trainer.feed import (
+    PoolFacts,
+    StoppedError,
+    check_on_chain,
+    insist,
+    pool_facts,
+    require_trainer,
+)
+from trainer.publish import Origin, Publisher, write_address
+
+log = logging.getLogger(__name__)
+
+
+def unlock(settings: Settings) -> LocalSigner:
+    """The trainer's key. Raises UserError without a wallet, or if the password is wrong."""
+    wallet = settings.need("wallet")
+    password = read_password(settings.password_file, settings.password_fd)
+    return load_keystore(wallet, password)
+
+
+def known_facts(settings: Settings, client: OrchestratorClient, stop: threading.Event) -> PoolFacts:
+    """The pool's facts, waiting for the orchestrator, checked on chain where that is set."""
+    facts = insist(lambda: pool_facts(client, settings.run), stop, "asking for the pool")
+    if settings.pool is not None and settings.pool != facts.info.pool:
+        raise UserError(
+            f"The orchestrator serves pool {facts.info.pool}, not {settings.pool}.",
+            hint="Name the right --orchestrator or --pool.",
+        )
+    if settings.rpc:
+        deployment = Deployment.load(settings.need("deployment"))
+        insist(lambda: check_on_chain(facts, settings.rpc, deployment), stop, "asking the chain")
+    return facts
+
+
+def new_publisher(
+    settings: Settings, facts: PoolFacts, signer: LocalSigner, client: OrchestratorClient
+) -> Publisher:
+    """The publisher over `<data>/origin`."""
+    return Publisher(
+        settings.data / "origin",
+        pool=facts.info.pool,
+        base_model=facts.run.base_model,
+        signer=signer,
+        domain=facts.domain("pools"),
+        client=client,
+        delta_from=settings.delta_from,
+    )
+
+
+def run_trainer(settings: Settings, stop: threading.Event) -> None:
+    """Runs this rank until `stop`, or the wished number of steps. Raises PrimeError."""
+    from trainer.learner import make_learner
+    from trainer.parallel import joined_world
+    from trainer.train import Trainer
+
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    url = settings.need("orchestrator")
+    settings.data.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world())
+        signer = unlock(settings) if world.leads else None
+        client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
+        try:
+            facts = known_facts(settings, client, stop)
+        except StoppedError:
+            return
+        learner = make_learner(facts.run, settings, world)
+        publisher, origin = None, None
+        if signer is not None:
+            require_trainer(facts, signer.address)
+            publisher = new_publisher(settings, facts, signer, client)
+            origin = Origin(
+                publisher.root,
+                settings.origin_host,
+                settings.origin_port,
+                settings.origin_url or None,
+                lambda: OrchestratorClient(url, signer, "relay"),
+            )
+            stack.enter_context(origin)
+            write_address(settings.data, origin.url)
+            print(f"origin: {origin.url}", flush=True)
+        Trainer(learner, facts, client, publisher, origin, stop).run()
+
+
+def publish_by_hand(settings: Settings, model: Path, version: int) -> None:
+    """Signs `model` as policy `version` and hands it to the orchestrator."""
+    signer = unlock(settings)
+    with OrchestratorClient(settings.need("orchestrator"), signer, "trainer") as client:
+        facts = pool_facts(client, settings.run)
+        require_trainer(facts, signer.address)
+        signed = new_publisher(settings, facts, signer, client).publish(model, version)
+    print(f"policy {version}: {signed.manifest.digest()}")
