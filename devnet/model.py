@@ -40,7 +40,7 @@ STAGE_1, STAGE_2 = 190, 130
 """Optimizer steps; the learning rate warms up and decays in each stage."""
 BATCH = 128
 PEAK_LR = 2e-3
-SIGMA = 4.5
+SIGMA = 4.0
 """Standard deviation of the warm start's dots around the target."""
 IGNORED = -100
 
