@@ -1,4 +1,4 @@
-"""A whole orchestrator in one process: keys, a clock that tests move, requests as nodes sign them."""
+"""A whole orchestrator in one process: keys, a clock that tests move, signed requests."""
 
 from __future__ import annotations
 

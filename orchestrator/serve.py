@@ -1,0 +1,353 @@
+"""`orchestrator serve`: one process that answers HTTP and runs the manager's loops.
+
+    open       deployment, run definition, keystore, database, chain → refuse what does not fit
+    bind       the port, before anything names our address
+    serve      HTTP in the main thread; loops in one thread each
+    end        SIGTERM or SIGINT: HTTP first, then the loops; exit 0
+
+A loop that meets a passing trouble tries again, ever later; one that meets a defect is logged in
+full and ends the process with a non-zero code, for the supervisor (systemd) to start it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from pydantic import ValidationError
+
+from orchestrator.app import create_app
+from orchestrator.backend import Backend
+from orchestrator.config import Settings
+from orchestrator.context import PoolContext
+from orchestrator.loops import ManagerLoops
+from orchestrator.presence import LifeTicks
+from orchestrator.store import Store, meta, open_store
+from protocol.chain.client import ChainClient
+from protocol.chain.contracts import Contracts
+from protocol.chain.deployment import Deployment
+from protocol.chain.keystore import load_keystore, read_password
+from protocol.chain.sender import Sender
+from protocol.chain.watcher import Watcher
+from protocol.core import ids
+from protocol.core.errors import ConflictError, UnavailableError, UserError
+from protocol.core.ids import Address
+from protocol.core.run import RunDefinition
+from protocol.storage.directory import DirectoryStore
+from protocol.storage.signing import load_secret
+
+log = logging.getLogger(__name__)
+
+CHAIN_SECONDS = 0.5
+BATCH_SECONDS = 0.5
+MONEY_SECONDS = 1.0
+LIFE_SECONDS = 1.0
+LONGEST_PAUSE = 30.0
+GRACE_SECONDS = 5
+"""How long running requests may still take when the process is told to end."""
+
+
+def run(settings: Settings) -> None:
+    """Serves until told to end. Exits non-zero if a loop met a defect."""
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+    )
+    with ExitStack() as stack:
+        deployment = Deployment.load(settings.need("deployment"))
+        definition = read_run(settings.need("run"), deployment)
+        signer = load_keystore(
+            settings.need("wallet"), read_password(settings.password_file, settings.password_fd)
+        )
+        settings.data.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(only_one(settings.data / "serve.lock"))
+        store = open_store(settings.database_url)
+        stack.callback(store.close)
+        store.migrate()
+        client = ChainClient(settings.need_rpc(), deployment.chain_id)
+        stack.callback(client.close)
+        contracts = Contracts(client, deployment)
+        trainer = check_pool(
+            store, contracts, deployment, settings.need("pool"), definition, signer.address
+        )
+        listener = bind(settings.host, settings.port)
+        stack.callback(listener.close)
+        url = settings.public_url or address_of(listener)
+        secret = load_secret(settings.data / "store.secret")
+        context = PoolContext(
+            deployment=deployment,
+            pool=settings.need("pool"),
+            manager=signer.address,
+            run=definition,
+        )
+        backend = Backend(
+            context=context,
+            store=store,
+            objects=DirectoryStore(settings.objects_folder, url, secret),
+            manager=signer,
+            trainer=trainer,
+            audience=settings.audience or url,
+        )
+        sender = Sender(client, signer, settings.data / "manager.journal.sqlite")
+        stack.callback(sender.close)
+        manager = ManagerLoops(
+            store=store,
+            objects=backend.objects,
+            context=context,
+            contracts=contracts,
+            watcher=Watcher(client, deployment),
+            sender=sender,
+            signer=signer,
+            now=backend.now,
+        )
+        serve_file = settings.data / "serve.json"
+        asyncio.run(_serve(settings, backend, manager, listener, serve_file, url))
+
+
+async def _serve(
+    settings: Settings,
+    backend: Backend,
+    manager: ManagerLoops,
+    listener: socket.socket,
+    serve_file: Path,
+    url: str,
+) -> None:
+    app = create_app(backend, requests_per_second=settings.requests_per_second)
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=30,
+            limit_concurrency=1000,
+            h11_max_incomplete_event_size=64 << 10,
+            server_header=False,
+        )
+    )
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        server.should_exit = True
+        app.state.feed.end()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loops = Loops(on_crash=lambda: loop.call_soon_threadsafe(end))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.01)
+    try:
+        if server.started:
+            announce(serve_file, url, listener.getsockname()[1])
+            loops.start("chain", manager.chain_tick, CHAIN_SECONDS)
+            loops.start("batches", manager.batch_tick, BATCH_SECONDS)
+            loops.start("money", manager.money_tick, MONEY_SECONDS)
+            loops.start("lives", LifeTicks(backend).tick, LIFE_SECONDS)
+        await serving
+    finally:
+        await asyncio.to_thread(loops.stop)
+        serve_file.unlink(missing_ok=True)
+    loops.raise_crash()
+    log.info("ended")
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers (it would raise the signal again at its end)."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True)
+class _Crash:
+    name: str
+    error: Exception
+
+
+class Loops:
+    """Background ticks, one thread each, that end together."""
+
+    def __init__(self, on_crash: Callable[[], object]) -> None:
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._crashes: list[_Crash] = []
+        self._on_crash = on_crash
+
+    def start(self, name: str, tick: Callable[[], object], every: float) -> None:
+        """Calls `tick` about every `every` seconds until `stop`."""
+        thread = threading.Thread(
+            target=self._run, args=(name, tick, every), name=f"loop-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, name: str, tick: Callable[[], object], every: float) -> None:
+        pause = every
+        while not self._stop.is_set():
+            try:
+                tick()
+                pause = every
+            except UnavailableError as error:
+                pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
+                log.warning("the %s loop tries again in %.0f s: %s", name, pause, error)
+            except Exception as error:  # a defect: said loudly, then the whole process ends
+                log.critical("the %s loop met a defect; the process ends", name, exc_info=error)
+                self._crashes.append(_Crash(name, error))
+                self._on_crash()
+                return
+            self._stop.wait(pause)
+
+    def stop(self, seconds: float = 20.0) -> None:
+        """Ends all loops after their present tick; waits for each at most `seconds`."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(seconds)
+            if thread.is_alive():
+                log.error("%s did not end in %.0f s and is left behind", thread.name, seconds)
+
+    def raise_crash(self) -> None:
+        """Raises the first defect, if a loop met one."""
+        for crash in self._crashes:
+            raise crash.error
+
+
+# -- refusing what does not fit ------------------------------------------------------------------
+
+
+def read_run(path: Path, deployment: Deployment) -> RunDefinition:
+    """The run definition. Raises UserError if it cannot be read or its periods are not the
+    contracts'."""
+    try:
+        definition = RunDefinition.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"the run definition {path} cannot be read: {error.strerror}", hint="give --run FILE"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path} is no run definition: {where}: {first['msg']}") from error
+    for name, ours, theirs in (
+        ("epoch_seconds", definition.epoch_seconds, deployment.periods.epoch_length),
+        ("validity_seconds", definition.validity_seconds, deployment.periods.validity),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"the run definition's {name} is {ours}, the contracts' is {theirs}",
+                hint="make a run definition and a pool for this deployment",
+            )
+    return definition
+
+
+def check_pool(
+    store: Store,
+    contracts: Contracts,
+    deployment: Deployment,
+    pool: int,
+    definition: RunDefinition,
+    manager: Address,
+) -> Address:
+    """The pool's trainer, after all that must fit together was found to.
+
+    The chain is asked once; afterwards the store remembers, so that a restart needs no RPC.
+    Raises UserError if key, run definition or database belong to another pool, UnavailableError if
+    the chain was never asked and does not answer.
+    """
+    place = f"{deployment.chain_id}/{deployment.contracts.pools}/{pool}"
+    with store.read() as connection:
+        known, facts = meta.get(connection, "serves"), meta.get(connection, "pool_facts")
+    if known is not None and known != place:
+        raise UserError(
+            f"the database belongs to pool {known}, not {place}",
+            hint="name another --data or --database",
+        )
+    if facts is None:
+        try:
+            found = contracts.pools.pool_of(pool)
+        except ConflictError as error:
+            raise UserError(
+                f"pool {pool} is not on chain {deployment.chain_id}: {error}",
+                hint="make one with: orchestrator pool create",
+            ) from error
+        facts = json.dumps([found.manager, found.trainer, found.run_digest])
+        with store.begin() as connection:
+            meta.put(connection, "serves", place)
+            meta.put(connection, "pool_facts", facts)
+    its_manager, trainer, run_digest = json.loads(facts)
+    if its_manager != manager:
+        raise UserError(
+            f"the wallet holds {manager}, but pool {pool} is managed by {its_manager}",
+            hint="give that account's keystore by --wallet",
+        )
+    if run_digest != definition.digest():
+        raise UserError(
+            f"the run definition's digest is {definition.digest()}, the pool's is {run_digest}",
+            hint="give the file that the pool was made with by --run",
+        )
+    return ids.address(trainer)
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Holds a lock that ends with the process. Raises UserError if another holds it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another orchestrator is serving from {path.parent}",
+                hint="end it first, or name another --data",
+            ) from error
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises UserError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="choose another --host or --port (0 takes a free port)",
+        ) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """http:// and where a program on this machine reaches the socket."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def announce(path: Path, url: str, port: int) -> None:
+    """Says where we are: one JSON line on stdout, and the file that other programs read."""
+    text = json.dumps({"url": url, "port": port, "pid": os.getpid()})
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(text + "\n")
+    draft.replace(path)
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
