@@ -1,0 +1,180 @@
+"""The pool of money_kit on a real local chain: contracts, stakes, members, the manager's ticks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from money_kit import MANAGER, RUN, TOKEN, TRAINER, VALIDATOR, Shop, key, open_shop
+
+from devnet.chain import Anvil
+from orchestrator.indexer import run_indexer_tick
+from orchestrator.intents import queue_intent
+from orchestrator.loops import ManagerLoops
+from orchestrator.outbox import run_outbox_tick
+from orchestrator.slashing import queue_executions
+from protocol.chain.client import Call, ChainClient
+from protocol.chain.contracts import Contracts
+from protocol.chain.deployer import Options, deploy
+from protocol.chain.deployment import DEMO_PERIODS, Deployment
+from protocol.chain.events import Event
+from protocol.chain.sender import Sender
+from protocol.chain.watcher import Watcher
+from protocol.core.ids import Address
+from protocol.core.node import Invite, NodeConsent
+from protocol.core.signing import LocalSigner
+
+DEPLOYER, GUARDIAN, TREASURY = key(20), key(21), key(22)
+FUNDS = 1000 * TOKEN
+STAKE = 200 * TOKEN
+
+
+@dataclass
+class World:
+    """One chain, one pool, one orchestrator's money side."""
+
+    anvil: Anvil
+    client: ChainClient
+    deployment: Deployment
+    contracts: Contracts
+    folder: Path
+    shop: Shop
+    loops: ManagerLoops
+    validator: Sender
+    senders: dict[Address, Sender] = field(default_factory=dict)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def sender(self, signer: LocalSigner) -> Sender:
+        """The journalled sender of an account, which gets ether at first use."""
+        if signer.address not in self.senders:
+            self.anvil.fund(signer.address)
+            journal = self.folder / "journals" / f"{signer.address}.sqlite"
+            self.senders[signer.address] = Sender(self.client, signer, journal)
+        return self.senders[signer.address]
+
+    def send(self, signer: LocalSigner, call: Call) -> None:
+        """Sends at once and waits."""
+        self.sender(signer).send_and_wait(f"test/{next(self._ids)}", call, 30)
+
+    def forward(self, seconds: int) -> None:
+        """Moves the chain's clock and ours."""
+        self.anvil.forward(seconds)
+        self.shop.now.time += seconds
+
+    def ticks(self, times: int = 3) -> list[Event]:
+        """Lets the manager and the validator work: money, outboxes, indexer."""
+        seen: list[Event] = []
+        for _ in range(times):
+            self.loops.batch_tick()
+            self.loops.money_tick()
+            queue_executions(self.shop.store, VALIDATOR.address, self.shop.now)
+            run_outbox_tick(
+                self.shop.store, self.shop.context, self.contracts, self.validator, self.shop.now
+            )
+            seen += self.loops.chain_tick()
+            self.anvil.mine(1)
+            seen += run_indexer_tick(
+                self.shop.store, self.shop.context, self.loops.watcher, self.shop.now
+            )
+        return seen
+
+    def until_rooted(self) -> None:
+        """Lets waiting submissions come of age and their root be confirmed."""
+        self.forward(RUN.root_seconds)
+        self.ticks()
+
+    def join(self, node: LocalSigner, provider: LocalSigner) -> None:
+        """Stake, registration, consent, invite and membership of one node; in store and chain."""
+        c = self.contracts
+        self.send(provider, c.token.faucet())
+        self.send(provider, c.token.approve(c.vault.address, STAKE))
+        self.send(provider, c.registry.register_provider(provider.address))
+        self.send(provider, c.vault.deposit(STAKE))
+        chain_time = self.client.block("latest").time
+        consent = NodeConsent(
+            provider=provider.address,
+            node=node.address,
+            salt="0x" + "01" * 32,  # type: ignore[arg-type]
+            deadline=chain_time + 600,
+        )
+        signature = node.sign(consent, self.deployment.domain_of(consent))
+        self.send(provider, c.registry.add_node(consent, signature))
+        self.shop.admit(node, "admitted")
+        invite = Invite(
+            pool=self.shop.context.pool,
+            node=node.address,
+            speed_class=1,
+            deadline=chain_time + 600,
+        )
+        with self.shop.store.begin() as connection:
+            queue_intent(
+                connection,
+                lane=MANAGER.address,
+                kind="join",
+                key=f"{node.address}:{invite.deadline}",
+                payload={
+                    "invite": invite.model_dump(mode="json"),
+                    "signature": MANAGER.sign(invite, self.deployment.domain_of(invite)),
+                },
+                now=self.shop.now(),
+            )
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.close()
+        self.shop.store.close()
+        self.client.close()
+        self.anvil.stop()
+
+
+def make_world(folder: Path) -> World:
+    """Deploys, creates and funds a pool, appoints the validator, and builds the ticks."""
+    anvil = Anvil(state=folder / "chain.json").start()
+    client = ChainClient([anvil.url], 31337)
+    anvil.fund(DEPLOYER.address)
+    deployment = deploy(
+        client,
+        DEPLOYER,
+        Options(
+            periods=DEMO_PERIODS,
+            testnet=True,
+            holder=DEPLOYER.address,
+            supply=10 * FUNDS,
+            guardian=GUARDIAN.address,
+        ),
+        journal=folder / "deploy.sqlite",
+    )
+    contracts = Contracts(client, deployment)
+    shop = open_shop(folder, deployment)
+    world = World(
+        anvil,
+        client,
+        deployment,
+        contracts,
+        folder,
+        shop,
+        loops=None,  # type: ignore[arg-type]
+        validator=None,  # type: ignore[arg-type]
+    )
+    world.validator = world.sender(VALIDATOR)
+    world.loops = ManagerLoops(
+        store=shop.store,
+        objects=shop.objects,
+        context=shop.context,
+        contracts=contracts,
+        watcher=Watcher(client, deployment),
+        sender=world.sender(MANAGER),
+        signer=MANAGER,
+        now=shop.now,
+    )
+    create = contracts.pools.create(
+        TRAINER.address, RUN.digest(), RUN.stake_per_class, 100, TREASURY.address
+    )
+    world.send(MANAGER, create)
+    assert contracts.pools.pool_of(shop.context.pool).manager == MANAGER.address
+    world.send(MANAGER, contracts.pools.set_validator(1, VALIDATOR.address, True))
+    world.send(DEPLOYER, contracts.token.approve(contracts.rewards.address, FUNDS))
+    world.send(DEPLOYER, contracts.rewards.fund(1, FUNDS))
+    shop.now.time = float(client.block("latest").time)
+    return world

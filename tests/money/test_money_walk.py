@@ -1,0 +1,298 @@
+"""Money on a real chain: root → slash → ejected; epoch → reward root → claim; reorg; RPC down."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from chain_kit import DEPLOYER, FUNDS, GUARDIAN, STAKE, TREASURY, World, make_world
+from money_kit import MANAGER, RUN, TOKEN, key
+
+from devnet.chain import find_anvil
+from orchestrator.indexer import run_indexer_tick
+from orchestrator.settlement import newest_settlement
+from orchestrator.store import intents, schema
+from protocol.core.errors import UnavailableError, UserError
+from protocol.core.verdict import Reason
+
+HONEST, LIAR = key(10), key(11)
+OWNER, OTHER = key(12), key(13)
+
+
+def _anvil_is_here() -> bool:
+    try:
+        find_anvil()
+    except UserError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = make_world(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def members(world: World) -> World:
+    """A pool with an honest node and a liar, and policy 0."""
+    world.join(HONEST, OWNER)
+    world.join(LIAR, OTHER)
+    world.shop.publish(0)
+    world.ticks(2)
+    assert world.shop.node_status(HONEST.address) == "active"
+    assert world.shop.node_status(LIAR.address) == "active"
+    return world
+
+
+def one(world: World, table: sa.Table) -> sa.RowMapping:
+    with world.shop.store.read() as connection:
+        return connection.execute(sa.select(table)).mappings().one()
+
+
+def amounts(world: World) -> dict[str, str]:
+    with world.shop.store.read() as connection:
+        rows = connection.execute(
+            sa.select(schema.credits.c.submission_digest, schema.credits.c.status)
+        ).all()
+    return {digest: status for digest, status in rows}  # noqa: C416
+
+
+def until(world: World, holds: Callable[[], bool]) -> None:
+    """Ticks until `holds`; an endpoint that is not back yet is asked again."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        with contextlib.suppress(UnavailableError):
+            world.ticks(1)
+        time.sleep(0.05)
+
+
+def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(members: World) -> None:
+    world, shop = members, members.shop
+    good, earned, bad = shop.submit(HONEST), shop.submit(LIAR), shop.submit(LIAR)
+    shop.judge(good)
+    shop.judge(earned)
+    shop.judge(bad, Reason.WRONG_ACTIVATIONS)
+    assert shop.node_status(LIAR.address) == "quarantined"
+
+    world.ticks()
+    root = one(world, schema.roots)
+    assert root["chain_seq"] is not None
+    assert root["posted_at"] > 0
+    slash = one(world, schema.slashes)
+    assert slash["status"] == "proposed"
+    assert slash["executable_at"] is not None
+    proposal = world.contracts.slasher.proposal(slash["proposal_id"])
+    assert proposal is not None
+    assert world.contracts.vault.pending_slash(OTHER.address) == RUN.slash_amount
+    assert amounts(world) == {good.digest: "earned", earned.digest: "held"}
+
+    world.ticks(1)
+    assert one(world, schema.slashes)["status"] == "proposed", "the window is still open"
+    world.forward(world.deployment.periods.slash_window + 1)
+    world.ticks()
+    slash = one(world, schema.slashes)
+    assert slash["status"] == "executed"
+    assert slash["execute_tx"] is not None
+    assert shop.node_status(LIAR.address) == "ejected"
+    assert shop.node_status(HONEST.address) == "active"
+    assert world.contracts.pools.class_of(1, LIAR.address) == 0
+    assert world.contracts.vault.active(OTHER.address) == STAKE - RUN.slash_amount
+    assert world.contracts.vault.active(OWNER.address) == STAKE
+    assert world.contracts.token.balance_of(TREASURY.address) == RUN.slash_amount
+    assert amounts(world) == {good.digest: "earned", earned.digest: "forfeited"}
+
+
+def test_a_cancelled_slash_restores_credits_and_node(members: World) -> None:
+    world, shop = members, members.shop
+    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
+    shop.judge(earned)
+    shop.judge(bad, Reason.WRONG_SKETCH)
+    world.until_rooted()
+    assert amounts(world) == {earned.digest: "held"}
+    number = one(world, schema.slashes)["proposal_id"]
+    world.send(GUARDIAN, world.contracts.slasher.cancel(number))
+    world.ticks()
+    assert one(world, schema.slashes)["status"] == "cancelled"
+    assert amounts(world) == {earned.digest: "earned"}
+    assert shop.node_status(LIAR.address) == "active"
+
+
+def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World) -> None:
+    world, shop = members, members.shop
+    rewards = world.contracts.rewards
+    for _ in range(2):
+        shop.judge(shop.submit(HONEST))
+    shop.judge(shop.submit(LIAR), Reason.MALFORMED)
+    world.ticks()
+    epoch = one(world, schema.roots)["epoch"]
+    with shop.store.read() as connection:
+        assert newest_settlement(connection, shop.objects) is None
+
+    world.forward(RUN.validity_seconds)
+    world.ticks(1)
+    world.forward(RUN.epoch_seconds)
+    world.ticks()
+    with shop.store.read() as connection:
+        settlement = newest_settlement(connection, shop.objects)
+    assert settlement is not None
+    assert settlement.epoch >= epoch
+    due = 2 * 20 * TOKEN // 1000
+    assert settlement.amounts() == {HONEST.address: due}
+    assert [f.state for f in settlement.files].count("paid") == 2
+    assert rewards.funds(1).reserved == due
+    on_chain = rewards.reward_root(1, settlement.epoch)
+    assert on_chain is not None
+    assert on_chain.root == settlement.root()
+
+    amount, proof = settlement.proof(HONEST.address)
+    world.forward(world.deployment.periods.reward_delay + 1)
+    before = world.contracts.token.balance_of(OWNER.address)
+    claim = rewards.claim(1, settlement.epoch, HONEST.address, amount, proof)
+    world.send(key(30), claim)
+    assert world.contracts.token.balance_of(OWNER.address) - before == due
+    assert rewards.claimed(1, HONEST.address) == due
+
+    # nothing new is owed: no further root
+    world.forward(3 * RUN.epoch_seconds)
+    world.ticks()
+    with shop.store.read() as connection:
+        later = newest_settlement(connection, shop.objects)
+    assert later == settlement
+
+
+def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) -> None:
+    world, shop = members, members.shop
+    files = [shop.submit(HONEST), shop.submit(HONEST), shop.submit(LIAR)]
+    world.anvil.stop()
+    for file in files[:2]:
+        shop.judge(file)
+    shop.judge(files[2], Reason.WRONG_SKETCH)
+    world.loops.money_tick()
+    assert world.loops.batch_tick() == [0], "batches are sealed without the chain"
+    with pytest.raises(UnavailableError):
+        world.loops.chain_tick()
+    with shop.store.read() as connection:
+        waiting = intents.pending(connection, MANAGER.address, ("sent", "queued"))
+    assert [row.kind for row in waiting] == ["root"], "handed to the sender's journal, no more"
+    assert one(world, schema.roots)["chain_seq"] is None
+    assert shop.node_status(LIAR.address) == "quarantined"
+
+    world.anvil.start()
+    until(world, lambda: one(world, schema.slashes)["status"] == "proposed")
+    assert one(world, schema.roots)["chain_seq"] is not None
+
+
+def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World) -> None:
+    world, shop = members, members.shop
+    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
+    shop.judge(earned)
+    shop.judge(bad, Reason.WRONG_PROMPTS)
+    revert = world.anvil.snapshot()
+    world.until_rooted()
+    world.forward(world.deployment.periods.slash_window + 1)
+    world.ticks()
+    assert shop.node_status(LIAR.address) == "ejected"
+    assert one(world, schema.slashes)["status"] == "executed"
+    assert amounts(world) == {earned.digest: "forfeited"}
+    height = world.client.block_number()
+
+    revert()
+    world.anvil.mine(height - world.client.block_number() + 5)
+    # the indexer alone, before any sender had its turn
+    assert run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now) == []
+    assert one(world, schema.roots)["chain_seq"] is None
+    slash = one(world, schema.slashes)
+    assert (slash["status"], slash["proposal_id"]) == ("queued", None)
+    assert shop.node_status(LIAR.address) == "quarantined"
+    assert amounts(world) == {earned.digest: "held"}
+
+    # the senders find their transactions gone and send them again
+    until(world, lambda: one(world, schema.slashes)["status"] == "proposed")
+    assert one(world, schema.roots)["chain_seq"] is not None
+    world.forward(world.deployment.periods.slash_window + 1)
+    until(world, lambda: one(world, schema.slashes)["status"] == "executed")
+    assert shop.node_status(LIAR.address) == "ejected"
+    assert amounts(world) == {earned.digest: "forfeited"}
+
+
+def test_a_slash_that_came_too_late_gives_credits_back_and_ejects_without_burning(
+    members: World,
+) -> None:
+    world, shop = members, members.shop
+    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
+    world.until_rooted()
+    shop.judge(earned)
+    world.forward(RUN.validity_seconds + 1)
+    shop.now.time -= RUN.validity_seconds + 1  # judged in time by its validator's clock
+    shop.judge(bad, Reason.WRONG_PROMPTS)
+    assert amounts(world) == {earned.digest: "held"}
+    world.ticks()
+    assert one(world, schema.slashes)["status"] == "cancelled"
+    assert amounts(world) == {earned.digest: "earned"}
+    assert world.contracts.vault.active(OTHER.address) == STAKE
+    assert shop.node_status(LIAR.address) == "ejected"
+
+
+def test_a_file_nobody_judged_in_time_is_void_by_our_fault(members: World) -> None:
+    world, shop = members, members.shop
+    file = shop.submit(HONEST)
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + 1)
+    world.ticks()
+    after = shop.row(file.digest)
+    assert (after.status, after.reason) == ("void", Reason.UNAVAILABLE)
+    assert shop.node_status(HONEST.address) == "active"
+    assert amounts(world) == {}
+
+
+def test_a_disabled_reward_root_is_replaced_by_the_next(members: World) -> None:
+    world, shop = members, members.shop
+    shop.judge(shop.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks()
+    first = one(world, schema.reward_roots)
+    assert first["claimable_at"] is not None
+    world.send(GUARDIAN, world.contracts.rewards.disable(1, first["epoch"]))
+    world.ticks(1)
+    world.forward(RUN.epoch_seconds)
+    world.ticks()
+    second = one(world, schema.reward_roots)
+    assert second["epoch"] > first["epoch"]
+    assert second["cumulative_total"] == first["cumulative_total"]
+    assert world.contracts.rewards.funds(1).reserved == int(second["cumulative_total"])
+
+
+def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members: World) -> None:
+    world, shop = members, members.shop
+    rich = dataclasses.replace(
+        shop.context,
+        run=RUN.model_copy(update={"price_per_unit": 100 * TOKEN}),  # 2,000 for one file
+    )
+    shop.context = rich
+    world.loops = dataclasses.replace(world.loops, context=rich)
+    shop.judge(shop.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks()
+    with shop.store.read() as connection:
+        [failed] = intents.pending(connection, MANAGER.address, ("failed",))
+    assert "InsufficientFunds" in (failed.error or "")
+    c = world.contracts
+    world.send(DEPLOYER, c.token.approve(c.rewards.address, 2 * FUNDS))
+    world.send(DEPLOYER, c.rewards.fund(1, 2 * FUNDS))
+    world.forward(RUN.epoch_seconds)
+    world.ticks()
+    assert one(world, schema.reward_roots)["claimable_at"] is not None
+    assert c.rewards.funds(1).reserved == 2000 * TOKEN
