@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { IERC1271 } from "@openzeppelin/contracts/interfaces/IERC1271.sol";
+
+import { Pools } from "../../contracts/src/Pools.sol";
+import { Errors } from "../../contracts/src/libraries/Errors.sol";
+import { Invite, PolicyStatement } from "../../contracts/src/libraries/Statements.sol";
+import { Network } from "./utils/Network.sol";
+import { vm } from "./utils/Vm.sol";
+
+/// @dev A contract account that approves digests one by one.
+contract Safe is IERC1271 {
+    mapping(bytes32 => bool) public approved;
+
+    function approve(bytes32 digest) external {
+        approved[digest] = true;
+    }
+
+    function create(Pools pools, bytes32 run) external returns (uint256) {
+        return pools.create(address(this), run, 0, 2, address(0));
+    }
+
+    function isValidSignature(bytes32 digest, bytes calldata) external view returns (bytes4) {
+        return approved[digest] ? IERC1271.isValidSignature.selector : bytes4(0);
+    }
+}
+
+contract PoolsTest is Network {
+    function setUp() public {
+        deployNetwork();
+        register(provider, payout);
+        stake(provider, 3 * STAKE);
+        addNode(provider, NODE_KEY);
+        addNode(provider, NODE2_KEY);
+    }
+
+    function policy(uint64 version) private view returns (PolicyStatement memory s, bytes memory) {
+        s = PolicyStatement(pool, version, keccak256(abi.encode(version)));
+        return (s, sign(TRAINER_KEY, pools.policyStatementDigest(s)));
+    }
+
+    function test_Create_KeepsWhatWasAsked() public view {
+        (
+            address manager_,
+            address trainer_,
+            bytes32 run,
+            uint256 stakePerClass,
+            uint32 capacity,
+            uint32 members,
+            bool ended,
+            address treasury_
+        ) = pools.poolOf(pool);
+        vm.assertEq(manager_, manager);
+        vm.assertEq(trainer_, trainer);
+        vm.assertEq(run, RUN);
+        vm.assertEq(stakePerClass, STAKE);
+        vm.assertEq(capacity, CAPACITY);
+        vm.assertEq(members, 0);
+        vm.assertFalse(ended);
+        vm.assertEq(treasury_, treasury);
+        vm.assertEq(pools.nextVersion(pool), 0);
+    }
+
+    function test_Create_RefusesBlanks() public {
+        expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
+        pools.create(address(0), RUN, STAKE, 1, treasury);
+        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
+        pools.create(trainer, 0, STAKE, 1, treasury);
+        expect(abi.encodeWithSelector(Errors.ZeroCapacity.selector));
+        pools.create(trainer, RUN, STAKE, 0, treasury);
+        vm.expectPartialRevert(Errors.InsufficientStake.selector);
+        pools.create(trainer, RUN, uint256(type(uint88).max) + 1, 1, treasury);
+    }
+
+    function test_UnknownPool_IsRefusedByName() public {
+        bytes memory unknown = abi.encodeWithSelector(Errors.UnknownPool.selector, 99);
+        expect(unknown);
+        pools.poolOf(99);
+        expect(unknown);
+        pools.managerOf(99);
+        expect(unknown);
+        pools.end(99);
+        Invite memory i = invite(node, 1);
+        i.pool = 99;
+        bytes memory signature = signed(i);
+        expect(unknown);
+        pools.join(i, signature);
+    }
+
+    function test_ManagersCalls_RefuseOthers() public {
+        vm.startPrank(stranger);
+        expectNotAllowed(stranger);
+        pools.setValidator(pool, stranger, true);
+        expectNotAllowed(stranger);
+        pools.eject(pool, node);
+        expectNotAllowed(stranger);
+        pools.setBan(pool, node, true);
+        expectNotAllowed(stranger);
+        pools.end(pool);
+        expectNotAllowed(stranger);
+        pools.expel(pool, node);
+        expectNotAllowed(stranger);
+        pools.wire(stranger);
+        vm.stopPrank();
+        expect(abi.encodeWithSelector(Errors.AlreadyWired.selector));
+        pools.wire(address(1));
+    }
+
+    function test_SetValidator_NeverTheTreasury_AndDismissalTakesTheRole() public {
+        vm.startPrank(manager);
+        expect(abi.encodeWithSelector(Errors.ValidatorIsTreasury.selector, treasury));
+        pools.setValidator(pool, treasury, true);
+        expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
+        pools.setValidator(pool, address(0), true);
+        pools.setValidator(pool, validator, false);
+        vm.stopPrank();
+        vm.assertFalse(pools.isValidator(pool, validator));
+        vm.assertTrue(pools.isValidator(pool, validator2));
+    }
+
+    // ------------------------------------------------------------------------------------- seats
+
+    function test_Join_SeatsTheNodeAndCommitsItsStake() public {
+        join(node, 2);
+        vm.assertEq(pools.classOf(pool, node), 2);
+        vm.assertEq(vault.committed(provider), 2 * STAKE);
+        (,,,,, uint32 members,,) = pools.poolOf(pool);
+        vm.assertEq(members, 1);
+        (address liable, uint256 most) = pools.liabilityOf(pool, node);
+        vm.assertEq(liable, provider);
+        vm.assertEq(most, 2 * STAKE);
+    }
+
+    function test_Join_StakeMustCoverAllSeats_InAllPools() public {
+        join(node, 2);
+        Invite memory i = invite(node2, 2);
+        bytes memory signature = signed(i);
+        expect(
+            abi.encodeWithSelector(
+                Errors.InsufficientStake.selector, provider, 3 * STAKE, 4 * STAKE
+            )
+        );
+        pools.join(i, signature);
+        uint256 first = pool;
+        pool = createPool(treasury);
+        i = invite(node2, 2);
+        signature = signed(i);
+        vm.expectPartialRevert(Errors.InsufficientStake.selector);
+        pools.join(i, signature);
+        join(node, 1);
+        vm.assertEq(pools.classOf(first, node), 2);
+        vm.assertEq(pools.classOf(pool, node), 1);
+    }
+
+    function test_Join_RefusesClassZero_ExpiredAndForeignInvites() public {
+        Invite memory i = invite(node, 0);
+        bytes memory signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.ZeroClass.selector));
+        pools.join(i, signature);
+
+        i = invite(node, 1);
+        i.deadline = uint64(block.timestamp) - 1;
+        signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.Expired.selector, i.deadline, block.timestamp));
+        pools.join(i, signature);
+
+        i = invite(node, 1);
+        signature = sign(NODE_KEY, pools.inviteDigest(i));
+        expect(abi.encodeWithSelector(Errors.BadSignature.selector, manager, pools.inviteDigest(i)));
+        pools.join(i, signature);
+
+        i = invite(address(0xBAD), 1);
+        signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.UnknownNode.selector, address(0xBAD)));
+        pools.join(i, signature);
+    }
+
+    function testFuzz_Join_RefusesEveryChangeOfASignedInvite(uint8 field, uint64 by) public {
+        vm.assume(by != 0);
+        Invite memory i = invite(node, 1);
+        bytes memory signature = signed(i);
+        if (field % 3 == 0) i.node = node2;
+        else if (field % 3 == 1) i.speedClass = uint8(2 + by % 200);
+        else i.deadline = uint64(block.timestamp) + by % (1 << 40);
+        vm.expectPartialRevert(Errors.BadSignature.selector);
+        pools.join(i, signature);
+    }
+
+    function testFuzz_Join_TakesNoRandomBytesForASignature(bytes memory noise) public {
+        Invite memory i = invite(node, 1);
+        vm.expectPartialRevert(Errors.BadSignature.selector);
+        pools.join(i, noise);
+    }
+
+    function test_Join_RefusesWhatWasSignedForAnotherContract() public {
+        Invite memory i = invite(node, 1);
+        Pools other = new Pools(registry, vault);
+        bytes memory signature = sign(MANAGER_KEY, other.inviteDigest(i));
+        vm.expectPartialRevert(Errors.BadSignature.selector);
+        pools.join(i, signature);
+    }
+
+    function test_Join_RefusesMembersAndAFullPool() public {
+        join(node, 1);
+        Invite memory i = invite(node, 1);
+        bytes memory signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.AlreadyMember.selector, pool, node));
+        pools.join(i, signature);
+
+        vm.prank(manager);
+        pool = pools.create(trainer, RUN, 0, 1, treasury);
+        join(node, 1);
+        i = invite(node2, 1);
+        signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.PoolFull.selector, pool, 1));
+        pools.join(i, signature);
+        vm.prank(node);
+        pools.leave(pool, node);
+        pools.join(i, signature);
+        vm.assertEq(pools.classOf(pool, node2), 1);
+    }
+
+    function test_Leave_ByNodeOrProvider_FreesTheStake() public {
+        join(node, 2);
+        join(node2, 1);
+        expectNotAllowed(stranger);
+        vm.prank(stranger);
+        pools.leave(pool, node);
+        vm.prank(node);
+        pools.leave(pool, node);
+        vm.prank(provider);
+        pools.leave(pool, node2);
+        vm.assertEq(vault.committed(provider), 0);
+        vm.assertEq(pools.classOf(pool, node), 0);
+        expect(abi.encodeWithSelector(Errors.NotMember.selector, pool, node));
+        vm.prank(provider);
+        pools.leave(pool, node);
+    }
+
+    function test_Join_AnInviteAdmitsOnce() public {
+        Invite memory i = invite(node, 1);
+        bytes memory signature = signed(i);
+        pools.join(i, signature);
+        vm.prank(manager);
+        pools.eject(pool, node);
+        expect(abi.encodeWithSelector(Errors.InviteUsed.selector, pool, node, i.deadline));
+        pools.join(i, signature);
+        join(node, 3);
+        vm.assertEq(pools.classOf(pool, node), 3);
+    }
+
+    function test_Join_AnInviteWithoutEndAdmitsOnceAsWell() public {
+        Invite memory i = invite(node, 1);
+        i.deadline = type(uint64).max;
+        bytes memory signature = signed(i);
+        pools.join(i, signature);
+        vm.prank(node);
+        pools.leave(pool, node);
+        vm.expectPartialRevert(Errors.InviteUsed.selector);
+        pools.join(i, signature);
+    }
+
+    function test_Eject_OnlyMembers() public {
+        vm.startPrank(manager);
+        expect(abi.encodeWithSelector(Errors.NotMember.selector, pool, node));
+        pools.eject(pool, node);
+        vm.stopPrank();
+        join(node, 1);
+        vm.prank(manager);
+        pools.eject(pool, node);
+        vm.assertEq(pools.classOf(pool, node), 0);
+        vm.assertEq(vault.committed(provider), 0);
+    }
+
+    function test_SetBan_BarsComingBackUntilLifted() public {
+        vm.prank(manager);
+        pools.setBan(pool, node, true);
+        Invite memory i = invite(node, 1);
+        bytes memory signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.Banned.selector, pool, node));
+        pools.join(i, signature);
+        vm.prank(manager);
+        pools.setBan(pool, node, false);
+        pools.join(i, signature);
+        vm.assertEq(pools.classOf(pool, node), 1);
+    }
+
+    function test_Expel_BarsANodeThatHasAlreadyLeft() public {
+        join(node, 1);
+        vm.prank(node);
+        pools.leave(pool, node);
+        vm.prank(address(slasher));
+        pools.expel(pool, node);
+        vm.assertTrue(pools.seatOf(pool, node).banned);
+    }
+
+    function test_Join_UnderANewProviderWaitsForTheOldOnesLiability() public {
+        join(node, 1);
+        vm.startPrank(node);
+        pools.leave(pool, node);
+        registry.removeNode(node);
+        vm.stopPrank();
+        register(stranger, stranger);
+        stake(stranger, STAKE);
+        addNode(stranger, NODE_KEY);
+        Invite memory i = invite(node, 1);
+        bytes memory signature = signed(i);
+        uint256 until = START + UNBONDING;
+        expect(abi.encodeWithSelector(Errors.StillLiable.selector, node, provider, until));
+        pools.join(i, signature);
+        vm.warp(until);
+        pools.join(i, signature);
+        vm.assertEq(pools.seatOf(pool, node).provider, stranger);
+    }
+
+    // ----------------------------------------------------------------------------------- policies
+
+    function test_PublishPolicy_CountsFromZeroByOne() public {
+        (PolicyStatement memory zero, bytes memory zeroSignature) = policy(0);
+        (PolicyStatement memory first, bytes memory firstSignature) = policy(1);
+        expect(abi.encodeWithSelector(Errors.WrongVersion.selector, 0, 1));
+        pools.publishPolicy(first, firstSignature);
+        pools.publishPolicy(zero, zeroSignature);
+        expect(abi.encodeWithSelector(Errors.WrongVersion.selector, 1, 0));
+        pools.publishPolicy(zero, zeroSignature);
+        pools.publishPolicy(first, firstSignature);
+        vm.assertEq(pools.policyDigest(pool, 1), first.manifestDigest);
+        vm.assertEq(pools.nextVersion(pool), 2);
+    }
+
+    function test_PublishPolicy_NeedsTheTrainersSignatureAndADigest() public {
+        (PolicyStatement memory s,) = policy(0);
+        bytes memory wrong = sign(MANAGER_KEY, pools.policyStatementDigest(s));
+        vm.expectPartialRevert(Errors.BadSignature.selector);
+        pools.publishPolicy(s, wrong);
+        s.manifestDigest = 0;
+        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
+        pools.publishPolicy(s, wrong);
+    }
+
+    function test_ContractAccounts_ManageAndTrain() public {
+        Safe safe = new Safe();
+        pool = safe.create(pools, RUN);
+        Invite memory i = invite(node, 1);
+        vm.expectPartialRevert(Errors.BadSignature.selector);
+        pools.join(i, "");
+        safe.approve(pools.inviteDigest(i));
+        pools.join(i, "");
+        vm.assertEq(pools.classOf(pool, node), 1);
+        PolicyStatement memory s = PolicyStatement(pool, 0, keccak256("p"));
+        safe.approve(pools.policyStatementDigest(s));
+        pools.publishPolicy(s, "");
+        vm.assertEq(pools.policyDigest(pool, 0), keccak256("p"));
+    }
+
+    function test_End_ClosesJoinAndPublish_ButSeatsCanBeLeft() public {
+        join(node, 1);
+        vm.startPrank(manager);
+        pools.end(pool);
+        expect(abi.encodeWithSelector(Errors.PoolHasEnded.selector, pool));
+        pools.end(pool);
+        vm.stopPrank();
+        vm.assertTrue(pools.hasEnded(pool));
+        Invite memory i = invite(node2, 1);
+        bytes memory signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.PoolHasEnded.selector, pool));
+        pools.join(i, signature);
+        (PolicyStatement memory s, bytes memory policySignature) = policy(0);
+        expect(abi.encodeWithSelector(Errors.PoolHasEnded.selector, pool));
+        pools.publishPolicy(s, policySignature);
+        vm.prank(provider);
+        pools.leave(pool, node);
+        vm.assertEq(vault.committed(provider), 0);
+    }
+}

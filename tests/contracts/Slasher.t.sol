@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { Slasher } from "../../contracts/src/Slasher.sol";
+import { Errors } from "../../contracts/src/libraries/Errors.sol";
+import { Invite, Submission } from "../../contracts/src/libraries/Statements.sol";
+import { Network } from "./utils/Network.sol";
+import { Tree } from "./utils/Tree.sol";
+import { vm } from "./utils/Vm.sol";
+
+contract SlasherTest is Network {
+    uint256 private constant SLASH = 60e18;
+
+    function setUp() public {
+        deployNetwork();
+        seatNode(3 * STAKE);
+    }
+
+    function state(uint256 id) private view returns (Slasher.State) {
+        return slasher.proposal(id).state;
+    }
+
+    function assertState(uint256 id, Slasher.State expected) private view {
+        vm.assertEq(uint256(state(id)), uint256(expected), "state");
+    }
+
+    function judge(uint256 id, bool same) private {
+        vm.prank(validator2);
+        if (same) slasher.confirm(id);
+        else slasher.overturn(id);
+    }
+
+    function assertStake(uint256 active, uint256 pending) private view {
+        vm.assertEq(vault.active(provider), active, "active");
+        vm.assertEq(vault.pendingSlash(provider), pending, "pending");
+    }
+
+    // ----------------------------------------------------------------------------------- propose
+
+    function test_Propose_HoldsTheAmount() public {
+        uint256 id = propose(1, SLASH);
+        vm.assertEq(id, 1);
+        assertStake(3 * STAKE - SLASH, SLASH);
+        Slasher.Proposal memory p = slasher.proposal(id);
+        vm.assertEq(p.node, node);
+        vm.assertEq(p.provider, provider);
+        vm.assertEq(p.validator, validator);
+        vm.assertEq(p.pool, pool);
+        vm.assertEq(p.amount, SLASH);
+        vm.assertEq(p.reason, 3);
+        vm.assertEq(p.deadline, START + WINDOW);
+        assertState(id, Slasher.State.Proposed);
+    }
+
+    function test_Propose_AsksAtMostWhatTheSeatNeeds() public {
+        uint256 id = propose(1, 1000 * STAKE);
+        vm.assertEq(slasher.proposal(id).amount, STAKE);
+    }
+
+    function test_Propose_RefusesBlanksAndReasonsThatAreNoLies() public {
+        Submission memory s = submission(1);
+        vm.startPrank(validator);
+        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
+        slasher.propose(s, node, "", 1, none(), 0, 3, SLASH);
+        expect(abi.encodeWithSelector(Errors.ZeroAmount.selector));
+        slasher.propose(s, node, "", 1, none(), EVIDENCE, 3, 0);
+        uint8[4] memory reasons = [uint8(0), 50, 57, 80];
+        for (uint256 i; i < 4; ++i) {
+            expect(abi.encodeWithSelector(Errors.BadReason.selector, reasons[i]));
+            slasher.propose(s, node, "", 1, none(), EVIDENCE, reasons[i], SLASH);
+        }
+        vm.stopPrank();
+    }
+
+    function test_Propose_ByABondedValidatorOfThePoolOnly() public {
+        Submission memory s = submission(1);
+        expectNotAllowed(manager);
+        vm.prank(manager);
+        slasher.propose(s, node, "", 1, none(), EVIDENCE, 3, SLASH);
+        vm.startPrank(validator);
+        vault.unbond(1);
+        expect(abi.encodeWithSelector(Errors.InsufficientStake.selector, validator, BOND - 1, BOND));
+        slasher.propose(s, node, "", 1, none(), EVIDENCE, 3, SLASH);
+        vm.stopPrank();
+    }
+
+    function test_Propose_NeedsTheNodesOwnSignature() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = work.submissionDigest(s);
+        uint64 seq = postRoot(one(leaf));
+        bytes memory wrong = sign(NODE2_KEY, leaf);
+        expect(abi.encodeWithSelector(Errors.BadSignature.selector, node, leaf));
+        vm.prank(validator);
+        slasher.propose(s, node, wrong, seq, none(), EVIDENCE, 3, SLASH);
+    }
+
+    function test_Propose_ANodeCannotTakeItsSignatureBackByBecomingAContract() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = work.submissionDigest(s);
+        uint64 seq = postRoot(one(leaf));
+        bytes memory signature = sign(NODE_KEY, leaf);
+        vm.etch(node, hex"5f5ff3");
+        vm.prank(validator);
+        slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, SLASH);
+        assertStake(3 * STAKE - SLASH, SLASH);
+    }
+
+    function test_Propose_NeedsTheLeafInARootOfThatPool() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = work.submissionDigest(s);
+        bytes memory signature = sign(NODE_KEY, leaf);
+        uint64 seq = postRoot(one(keccak256("another leaf")));
+        expect(abi.encodeWithSelector(Errors.NotInRoot.selector, pool, seq, leaf));
+        vm.prank(validator);
+        slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, SLASH);
+        expect(abi.encodeWithSelector(Errors.UnknownRoot.selector, pool, 9));
+        vm.prank(validator);
+        slasher.propose(s, node, signature, 9, none(), EVIDENCE, 3, SLASH);
+    }
+
+    function test_Propose_WithinValidityOnly_AtTheEdge() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = work.submissionDigest(s);
+        bytes memory signature = sign(NODE_KEY, leaf);
+        uint64 seq = postRoot(one(leaf));
+        uint256 until = START + VALIDITY;
+        vm.warp(until + 1);
+        expect(abi.encodeWithSelector(Errors.ValidityOver.selector, until, until + 1));
+        vm.prank(validator);
+        slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, SLASH);
+        vm.warp(until);
+        vm.prank(validator);
+        slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, SLASH);
+    }
+
+    function test_Propose_ASubmissionOnce_EvenAfterItWasCancelled() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = work.submissionDigest(s);
+        uint256 id = propose(1, SLASH);
+        uint64 seq = postRoot(one(leaf));
+        bytes memory signature = sign(NODE_KEY, leaf);
+        bytes memory already = abi.encodeWithSelector(Errors.AlreadyProposed.selector, leaf, id);
+        expect(already);
+        vm.prank(validator2);
+        slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, SLASH);
+        vm.prank(guardian);
+        slasher.cancel(id);
+        expect(already);
+        vm.prank(validator2);
+        slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, SLASH);
+    }
+
+    function test_Propose_RefusesANodeThatNeverSat() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = work.submissionDigest(s);
+        uint64 seq = postRoot(one(leaf));
+        bytes memory signature = sign(NODE2_KEY, leaf);
+        expect(abi.encodeWithSelector(Errors.NotMember.selector, pool, node2));
+        vm.prank(validator);
+        slasher.propose(s, node2, signature, seq, none(), EVIDENCE, 3, SLASH);
+    }
+
+    function test_Propose_ReachesStakeOfANodeThatLeftAndWasLetGo() public {
+        vm.startPrank(provider);
+        pools.leave(pool, node);
+        registry.removeNode(node);
+        vault.unbond(3 * STAKE);
+        vm.stopPrank();
+        uint256 id = propose(1, SLASH);
+        vm.warp(START + UNBONDING);
+        vm.prank(provider);
+        vm.assertEq(vault.withdraw(), 3 * STAKE - SLASH);
+        slasher.execute(id);
+        vm.assertEq(token.balanceOf(treasury), SLASH);
+        vm.assertTrue(pools.seatOf(pool, node).banned);
+    }
+
+    // ----------------------------------------------------------------------------------- execute
+
+    function test_Execute_AfterTheWindow_TakesStakeAndExpels() public {
+        uint256 id = propose(1, SLASH);
+        vm.warp(START + WINDOW - 1);
+        expect(abi.encodeWithSelector(Errors.WindowOpen.selector, id, START + WINDOW));
+        slasher.execute(id);
+        vm.warp(START + WINDOW);
+        vm.prank(stranger);
+        slasher.execute(id);
+        assertState(id, Slasher.State.Executed);
+        assertStake(3 * STAKE - SLASH, 0);
+        vm.assertEq(token.balanceOf(treasury), SLASH);
+        vm.assertEq(pools.classOf(pool, node), 0);
+        vm.assertEq(vault.committed(provider), 0);
+        expect(
+            abi.encodeWithSelector(Errors.WrongState.selector, id, uint8(Slasher.State.Executed))
+        );
+        slasher.execute(id);
+        Invite memory i = invite(node, 1);
+        bytes memory signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.Banned.selector, pool, node));
+        pools.join(i, signature);
+    }
+
+    function test_Execute_SeveralTogetherTakeAtMostTheStake() public {
+        for (uint256 i = 1; i <= 5; ++i) {
+            propose(i, STAKE);
+        }
+        assertStake(0, 3 * STAKE);
+        vm.assertEq(slasher.proposal(4).amount, 0);
+        vm.warp(START + WINDOW);
+        for (uint256 i = 1; i <= 5; ++i) {
+            slasher.execute(i);
+        }
+        assertStake(0, 0);
+        vm.assertEq(token.balanceOf(treasury), 3 * STAKE);
+        vm.assertEq(token.balanceOf(address(vault)), 2 * BOND);
+    }
+
+    function test_Execute_UnknownProposalIsRefusedByName() public {
+        bytes memory unknown = abi.encodeWithSelector(Errors.UnknownProposal.selector, 5);
+        expect(unknown);
+        slasher.execute(5);
+        expect(unknown);
+        slasher.lapse(5);
+        expect(unknown);
+        vm.prank(guardian);
+        slasher.cancel(5);
+        vm.assertEq(uint256(state(5)), uint256(Slasher.State.None));
+    }
+
+    // ----------------------------------------------------------------------------------- dispute
+
+    function test_Dispute_ByTheProviderWithinTheWindowWithTheDeposit() public {
+        uint256 id = propose(1, SLASH);
+        expectNotAllowed(stranger);
+        vm.prank(stranger);
+        slasher.dispute(id);
+        vm.expectPartialRevert(
+            bytes4(keccak256("ERC20InsufficientAllowance(address,uint256,uint256)"))
+        );
+        vm.prank(provider);
+        slasher.dispute(id);
+        vm.warp(START + WINDOW);
+        expect(abi.encodeWithSelector(Errors.WindowClosed.selector, id, START + WINDOW));
+        vm.prank(provider);
+        slasher.dispute(id);
+        vm.warp(START + WINDOW - 1);
+        dispute(id);
+        assertState(id, Slasher.State.Disputed);
+        vm.assertEq(token.balanceOf(address(slasher)), DEPOSIT);
+        vm.warp(START + WINDOW);
+        vm.expectPartialRevert(Errors.WrongState.selector);
+        slasher.execute(id);
+    }
+
+    function test_Confirm_SlashesAndTheDepositIsLost() public {
+        uint256 id = propose(1, SLASH);
+        dispute(id);
+        judge(id, true);
+        assertState(id, Slasher.State.Executed);
+        assertStake(3 * STAKE - SLASH, 0);
+        vm.assertEq(token.balanceOf(treasury), SLASH + DEPOSIT);
+        vm.assertEq(token.balanceOf(address(slasher)), 0);
+        vm.assertEq(pools.classOf(pool, node), 0);
+    }
+
+    function test_Overturn_ReturnsTheDepositAndTheProposerPays() public {
+        uint256 id = propose(1, SLASH);
+        dispute(id);
+        judge(id, false);
+        assertState(id, Slasher.State.Cancelled);
+        assertStake(3 * STAKE, 0);
+        vm.assertEq(token.balanceOf(provider), DEPOSIT);
+        vm.assertEq(token.balanceOf(treasury), BOND);
+        vm.assertEq(vault.active(validator), 0);
+        vm.assertEq(pools.classOf(pool, node), 1);
+    }
+
+    function test_Overturn_ReachesABondThatIsOnItsWayOut() public {
+        uint256 id = propose(1, SLASH);
+        vm.prank(validator);
+        vault.unbond(BOND);
+        dispute(id);
+        judge(id, false);
+        vm.assertEq(token.balanceOf(treasury), BOND);
+        vm.assertEq(vault.unbonding(validator), 0);
+    }
+
+    function test_Judge_AnotherValidatorInTimeOnly() public {
+        uint256 id = propose(1, SLASH);
+        vm.expectPartialRevert(Errors.WrongState.selector);
+        vm.prank(validator2);
+        slasher.confirm(id);
+        dispute(id);
+        expect(abi.encodeWithSelector(Errors.OwnProposal.selector, id, validator));
+        vm.prank(validator);
+        slasher.confirm(id);
+        expectNotAllowed(stranger);
+        vm.prank(stranger);
+        slasher.overturn(id);
+        vm.warp(START + DISPUTE);
+        bytes memory closed =
+            abi.encodeWithSelector(Errors.WindowClosed.selector, id, START + DISPUTE);
+        expect(closed);
+        judge(id, true);
+        expect(closed);
+        judge(id, false);
+    }
+
+    function test_Lapse_CancelsWhatNobodyJudgedInTime() public {
+        uint256 id = propose(1, SLASH);
+        vm.expectPartialRevert(Errors.WrongState.selector);
+        slasher.lapse(id);
+        dispute(id);
+        vm.warp(START + DISPUTE - 1);
+        expect(abi.encodeWithSelector(Errors.WindowOpen.selector, id, START + DISPUTE));
+        slasher.lapse(id);
+        vm.warp(START + DISPUTE);
+        vm.prank(stranger);
+        slasher.lapse(id);
+        assertState(id, Slasher.State.Cancelled);
+        assertStake(3 * STAKE, 0);
+        vm.assertEq(token.balanceOf(provider), DEPOSIT);
+        vm.assertEq(vault.active(validator), BOND);
+    }
+
+    // ------------------------------------------------------------------------------------ cancel
+
+    function test_Cancel_ByTheGuardianUntilItsTermEnds() public {
+        uint256 id = propose(1, SLASH);
+        uint256 disputed = propose(2, SLASH);
+        uint256 late = propose(3, SLASH);
+        dispute(disputed);
+        expectNotAllowed(manager);
+        vm.prank(manager);
+        slasher.cancel(id);
+        vm.startPrank(guardian);
+        slasher.cancel(id);
+        slasher.cancel(disputed);
+        vm.expectPartialRevert(Errors.WrongState.selector);
+        slasher.cancel(id);
+        vm.warp(GUARDIAN_ENDS);
+        expect(abi.encodeWithSelector(Errors.GuardianEnded.selector, GUARDIAN_ENDS));
+        slasher.cancel(late);
+        vm.stopPrank();
+        assertStake(3 * STAKE - SLASH, SLASH);
+        vm.assertEq(token.balanceOf(provider), DEPOSIT);
+        slasher.execute(late);
+        assertStake(3 * STAKE - SLASH, 0);
+    }
+
+    function test_Confirm_WithoutTreasuryBurnsBoth() public {
+        pool = createPool(address(0));
+        vm.startPrank(manager);
+        pools.setValidator(pool, validator, true);
+        pools.setValidator(pool, validator2, true);
+        vm.stopPrank();
+        join(node, 1);
+        uint256 id = propose(1, SLASH);
+        dispute(id);
+        uint256 supply = token.totalSupply();
+        judge(id, true);
+        vm.assertEq(token.totalSupply(), supply - SLASH - DEPOSIT);
+    }
+
+    function test_WithoutDepositAndBond_NothingIsAsked() public {
+        Slasher.Terms memory terms = Slasher.Terms(guardian, GUARDIAN_ENDS, 0, 0);
+        Slasher free = new Slasher(vault, pools, work, terms);
+        vm.assertEq(free.disputeDeposit(), 0);
+        // The vault and the pools know the first one; put the new code in its place.
+        vm.etch(address(slasher), address(free).code);
+        vm.prank(validator);
+        vault.unbond(BOND);
+        uint256 id = propose(1, SLASH);
+        vm.prank(provider);
+        slasher.dispute(id);
+        judge(id, false);
+        assertState(id, Slasher.State.Cancelled);
+        id = propose(2, SLASH);
+        vm.prank(provider);
+        slasher.dispute(id);
+        judge(id, true);
+        assertState(id, Slasher.State.Executed);
+        vm.assertEq(token.balanceOf(treasury), SLASH);
+        vm.assertEq(vault.unbonding(validator), BOND);
+    }
+
+    function test_ProofsOfLongTreesWork() public {
+        bytes32[] memory leaves = new bytes32[](64);
+        for (uint256 i; i < 64; ++i) {
+            leaves[i] = work.submissionDigest(submission(i));
+        }
+        uint64 seq = postRoot(leaves);
+        bytes memory signature = sign(NODE_KEY, leaves[17]);
+        bytes32[] memory proof = Tree.proof(leaves, 17);
+        vm.prank(validator);
+        uint256 id =
+            slasher.propose(submission(17), node, signature, seq, proof, EVIDENCE, 4, SLASH);
+        vm.assertEq(slasher.proposalOf(leaves[17]), id);
+    }
+}

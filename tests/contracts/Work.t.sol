@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { Work } from "../../contracts/src/Work.sol";
+import { Errors } from "../../contracts/src/libraries/Errors.sol";
+import { Lease, Receipt, Submission } from "../../contracts/src/libraries/Statements.sol";
+import { Network } from "./utils/Network.sol";
+import { Tree } from "./utils/Tree.sol";
+import { vm } from "./utils/Vm.sol";
+
+contract WorkTest is Network {
+    function setUp() public {
+        deployNetwork();
+    }
+
+    function someLeaves(uint256 n) private view returns (bytes32[] memory leaves) {
+        leaves = new bytes32[](n);
+        for (uint256 i; i < n; ++i) {
+            leaves[i] = work.submissionDigest(submission(i));
+        }
+    }
+
+    function test_Periods_AreTheVaults() public view {
+        (uint64 a, uint64 b, uint64 c, uint64 d, uint64 e, uint64 f) = work.periods();
+        vm.assertEq(a, EPOCH);
+        vm.assertEq(b, VALIDITY);
+        vm.assertEq(c, WINDOW);
+        vm.assertEq(d, DISPUTE);
+        vm.assertEq(e, DELAY);
+        vm.assertEq(f, UNBONDING);
+        vm.assertEq(work.epochAt(EPOCH * 7 + EPOCH - 1), 7);
+    }
+
+    function test_PostRoot_NumbersFromOneForEachPool() public {
+        vm.assertEq(postRoot(someLeaves(3)), 1);
+        vm.assertEq(postRoot(someLeaves(2)), 2);
+        (bytes32 root, uint64 postedAt, uint32 count) = work.rootOf(pool, 1);
+        vm.assertEq(root, Tree.root(someLeaves(3)));
+        vm.assertEq(postedAt, START);
+        vm.assertEq(count, 3);
+        pool = createPool(treasury);
+        vm.assertEq(postRoot(someLeaves(1)), 1);
+    }
+
+    function test_PostRoot_ByTheManagerOnly_AndNeverEmpty() public {
+        expectNotAllowed(stranger);
+        vm.prank(stranger);
+        work.postRoot(pool, RUN, 1, 0);
+        vm.startPrank(manager);
+        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
+        work.postRoot(pool, 0, 1, 0);
+        expect(abi.encodeWithSelector(Errors.EmptyRoot.selector));
+        work.postRoot(pool, RUN, 0, 0);
+        expect(abi.encodeWithSelector(Errors.UnknownPool.selector, 99));
+        work.postRoot(99, RUN, 1, 0);
+        vm.stopPrank();
+    }
+
+    function testFuzz_LeafIn_HoldsForEveryLeafAndNoOther(uint8 size, uint8 at) public {
+        uint256 n = uint256(size) % 40 + 1;
+        uint256 index = at % n;
+        bytes32[] memory leaves = someLeaves(n);
+        uint64 seq = postRoot(leaves);
+        bytes32[] memory proof = Tree.proof(leaves, index);
+        vm.assertTrue(work.leafIn(pool, seq, leaves[index], proof));
+        vm.assertFalse(work.leafIn(pool, seq, keccak256("other"), proof));
+        vm.assertFalse(work.leafIn(pool, seq + 1, leaves[index], proof));
+    }
+
+    // ------------------------------------------------------------------------------------ reject
+
+    function test_Reject_WithinValidityOnly_AtTheEdge() public {
+        bytes32[] memory leaves = someLeaves(5);
+        uint64 seq = postRoot(leaves);
+        uint256 until = START + VALIDITY;
+        vm.warp(until);
+        vm.prank(validator);
+        work.reject(pool, seq, leaves[4], Tree.proof(leaves, 4), 57);
+        vm.assertTrue(work.isRejected(pool, leaves[4]));
+        vm.warp(until + 1);
+        bytes32[] memory proof = Tree.proof(leaves, 3);
+        expect(abi.encodeWithSelector(Errors.ValidityOver.selector, until, until + 1));
+        vm.prank(manager);
+        work.reject(pool, seq, leaves[3], proof, 57);
+    }
+
+    function test_Reject_ByManagerOrValidatorOnceWithAReasonAndAProof() public {
+        bytes32[] memory leaves = someLeaves(2);
+        uint64 seq = postRoot(leaves);
+        bytes32[] memory proof = Tree.proof(leaves, 0);
+        expectNotAllowed(stranger);
+        vm.prank(stranger);
+        work.reject(pool, seq, leaves[0], proof, 3);
+        vm.startPrank(manager);
+        expect(abi.encodeWithSelector(Errors.BadReason.selector, 0));
+        work.reject(pool, seq, leaves[0], proof, 0);
+        expect(abi.encodeWithSelector(Errors.NotInRoot.selector, pool, seq, leaves[1]));
+        work.reject(pool, seq, leaves[1], proof, 3);
+        expect(abi.encodeWithSelector(Errors.UnknownRoot.selector, pool, seq + 1));
+        work.reject(pool, seq + 1, leaves[0], proof, 3);
+        work.reject(pool, seq, leaves[0], proof, 3);
+        expect(abi.encodeWithSelector(Errors.AlreadyRejected.selector, pool, leaves[0]));
+        work.reject(pool, seq, leaves[0], proof, 3);
+        vm.stopPrank();
+    }
+
+    function test_Reject_RefusesARootOfAnotherPool() public {
+        bytes32[] memory leaves = someLeaves(1);
+        uint64 seq = postRoot(leaves);
+        uint256 other = createPool(treasury);
+        expect(abi.encodeWithSelector(Errors.UnknownRoot.selector, other, seq));
+        vm.prank(manager);
+        work.reject(other, seq, leaves[0], none(), 3);
+    }
+
+    // ---------------------------------------------------------------------------------- postLeaf
+
+    struct Ignored {
+        Lease lease;
+        bytes managerSignature;
+        Submission submission;
+        bytes nodeSignature;
+        Receipt receipt;
+        bytes receiptSignature;
+    }
+
+    function ignored() private view returns (Ignored memory x) {
+        x.lease =
+            Lease(pool, 1, node, 0, keccak256("policy"), RUN, 1, keccak256("salt"), START + 60);
+        x.submission = submission(1);
+        x.submission.leaseDigest = work.leaseDigest(x.lease);
+        x.receipt = Receipt(work.submissionDigest(x.submission), START + 60);
+        sealIt(x);
+    }
+
+    function sealIt(Ignored memory x) private view {
+        x.managerSignature = sign(MANAGER_KEY, work.leaseDigest(x.lease));
+        x.nodeSignature = sign(NODE_KEY, work.submissionDigest(x.submission));
+        x.receiptSignature = sign(MANAGER_KEY, work.receiptDigest(x.receipt));
+    }
+
+    function postLeaf(Ignored memory x) private returns (uint64) {
+        return work.postLeaf(
+            x.lease,
+            x.managerSignature,
+            x.submission,
+            x.nodeSignature,
+            x.receipt,
+            x.receiptSignature
+        );
+    }
+
+    function test_PostLeaf_RootsWhatTheManagerIgnoredForAnEpoch() public {
+        Ignored memory x = ignored();
+        uint256 from = START + 60 + EPOCH;
+        vm.warp(from - 1);
+        expect(abi.encodeWithSelector(Errors.NotYourTurn.selector, from, from + VALIDITY));
+        postLeaf(x);
+        vm.warp(from + VALIDITY + 1);
+        expect(abi.encodeWithSelector(Errors.NotYourTurn.selector, from, from + VALIDITY));
+        postLeaf(x);
+        vm.warp(from + VALIDITY);
+        uint64 seq = postLeaf(x);
+        bytes32 leaf = x.receipt.submissionDigest;
+        vm.assertTrue(work.leafIn(pool, seq, leaf, none()));
+        expect(abi.encodeWithSelector(Errors.AlreadyPosted.selector, leaf));
+        postLeaf(x);
+    }
+
+    function test_PostLeaf_RefusesALateReceipt() public {
+        Ignored memory x = ignored();
+        x.receipt.receivedAt += 1;
+        sealIt(x);
+        vm.warp(START + 200);
+        expect(abi.encodeWithSelector(Errors.LateSubmission.selector, START + 61, START + 60));
+        postLeaf(x);
+    }
+
+    function test_PostLeaf_RefusesPartsThatDoNotBelongTogether() public {
+        vm.warp(START + 60 + EPOCH);
+        for (uint256 i; i < 5; ++i) {
+            Ignored memory x = ignored();
+            if (i == 0) x.submission.pool += 1;
+            if (i == 1) x.submission.step += 1;
+            if (i == 2) x.submission.policyDigest = 0;
+            if (i == 3) x.submission.leaseDigest = 0;
+            if (i < 4) x.receipt.submissionDigest = work.submissionDigest(x.submission);
+            else x.receipt.submissionDigest = 0;
+            sealIt(x);
+            expect(abi.encodeWithSelector(Errors.LeafMismatch.selector));
+            postLeaf(x);
+        }
+    }
+
+    function test_PostLeaf_NeedsAllThreeSignatures() public {
+        vm.warp(START + 60 + EPOCH);
+        for (uint256 i; i < 3; ++i) {
+            Ignored memory x = ignored();
+            if (i == 0) x.managerSignature = sign(NODE_KEY, work.leaseDigest(x.lease));
+            if (i == 1) x.nodeSignature = sign(NODE2_KEY, x.receipt.submissionDigest);
+            if (i == 2) x.receiptSignature = sign(NODE_KEY, work.receiptDigest(x.receipt));
+            vm.expectPartialRevert(Errors.BadSignature.selector);
+            postLeaf(x);
+        }
+    }
+}

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { Pools } from "../../../contracts/src/Pools.sol";
+import { PrimeToken } from "../../../contracts/src/PrimeToken.sol";
+import { Registry } from "../../../contracts/src/Registry.sol";
+import { Rewards } from "../../../contracts/src/Rewards.sol";
+import { Slasher } from "../../../contracts/src/Slasher.sol";
+import { StakeVault } from "../../../contracts/src/StakeVault.sol";
+import { Work } from "../../../contracts/src/Work.sol";
+import { Errors } from "../../../contracts/src/libraries/Errors.sol";
+import { Periods } from "../../../contracts/src/libraries/Periods.sol";
+import {
+    Invite,
+    Lease,
+    NodeConsent,
+    PolicyStatement,
+    Receipt,
+    Submission
+} from "../../../contracts/src/libraries/Statements.sol";
+import { Tree } from "./Tree.sol";
+import { vm } from "./Vm.sol";
+
+/// @notice A deployed network with one pool, people in it, and the verbs that tests are written in.
+abstract contract Network {
+    uint64 internal constant EPOCH = 30;
+    uint64 internal constant VALIDITY = 90;
+    uint64 internal constant WINDOW = 20;
+    uint64 internal constant DISPUTE = 40;
+    uint64 internal constant DELAY = 20;
+    uint64 internal constant UNBONDING = 180;
+    uint64 internal constant START = 1_800_000_000;
+    uint64 internal constant GUARDIAN_ENDS = START + 30 days;
+
+    uint256 internal constant STAKE = 100e18;
+    uint256 internal constant DEPOSIT = 5e18;
+    uint256 internal constant BOND = 50e18;
+    uint32 internal constant CAPACITY = 4;
+    bytes32 internal constant RUN = keccak256("run");
+    bytes32 internal constant EVIDENCE = keccak256("evidence");
+
+    uint256 internal constant MANAGER_KEY = 0xA11CE;
+    uint256 internal constant TRAINER_KEY = 0x7EACE;
+    uint256 internal constant NODE_KEY = 0x40DE;
+    uint256 internal constant NODE2_KEY = 0x40DF;
+    uint256 internal constant PROVIDER_KEY = 0x9807;
+
+    address internal manager = vm.addr(MANAGER_KEY);
+    address internal trainer = vm.addr(TRAINER_KEY);
+    address internal node = vm.addr(NODE_KEY);
+    address internal node2 = vm.addr(NODE2_KEY);
+    address internal provider = vm.addr(PROVIDER_KEY);
+    address internal payout = address(0xCA54);
+    address internal treasury = address(0x7EA5);
+    address internal validator = address(0x7A1);
+    address internal validator2 = address(0x7A2);
+    address internal guardian = address(0x60A2);
+    address internal stranger = address(0x57A);
+
+    PrimeToken internal token;
+    Registry internal registry;
+    StakeVault internal vault;
+    Pools internal pools;
+    Work internal work;
+    Rewards internal rewards;
+    Slasher internal slasher;
+    uint256 internal pool;
+
+    uint64 private _inviteDeadline;
+    uint256 private _salt;
+
+    function deployNetwork() internal {
+        vm.warp(START);
+        token = new PrimeToken(true, address(this), 1_000_000e18);
+        registry = new Registry();
+        vault = new StakeVault(token, periods());
+        pools = new Pools(registry, vault);
+        work = new Work(pools, vault);
+        rewards = new Rewards(token, registry, pools, vault, guardian, GUARDIAN_ENDS);
+        slasher =
+            new Slasher(vault, pools, work, Slasher.Terms(guardian, GUARDIAN_ENDS, DEPOSIT, BOND));
+        vault.wire(address(registry), address(pools), address(slasher));
+        pools.wire(address(slasher));
+        registry.wire(vault, pools);
+        pool = createPool(treasury);
+        bondValidator(validator);
+        bondValidator(validator2);
+        _inviteDeadline = START + 365 days;
+    }
+
+    function periods() internal pure returns (Periods memory) {
+        return Periods(EPOCH, VALIDITY, WINDOW, DISPUTE, DELAY, UNBONDING);
+    }
+
+    function createPool(address treasury_) internal returns (uint256 id) {
+        vm.prank(manager);
+        id = pools.create(trainer, RUN, STAKE, CAPACITY, treasury_);
+    }
+
+    function bondValidator(address who) internal {
+        stake(who, BOND);
+        vm.prank(manager);
+        pools.setValidator(pool, who, true);
+    }
+
+    // -------------------------------------------------------------------------------------- money
+
+    function give(address to, uint256 amount) internal {
+        token.transfer(to, amount);
+    }
+
+    function stake(address who, uint256 amount) internal {
+        give(who, amount);
+        vm.startPrank(who);
+        token.approve(address(vault), amount);
+        vault.deposit(amount);
+        vm.stopPrank();
+    }
+
+    function fund(uint256 amount) internal {
+        give(manager, amount);
+        vm.startPrank(manager);
+        token.approve(address(rewards), amount);
+        rewards.fund(pool, amount);
+        vm.stopPrank();
+    }
+
+    // --------------------------------------------------------------------------------- signatures
+
+    function sign(uint256 key, bytes32 digest) internal pure returns (bytes memory) {
+        (uint8 v, bytes32 r, bytes32 s) = vm.sign(key, digest);
+        return abi.encodePacked(r, s, v);
+    }
+
+    function consent(address provider_, address node_) internal returns (NodeConsent memory) {
+        return NodeConsent(provider_, node_, bytes32(++_salt), uint64(block.timestamp) + 1 hours);
+    }
+
+    function invite(address node_, uint8 speedClass) internal returns (Invite memory) {
+        return Invite(pool, node_, speedClass, ++_inviteDeadline);
+    }
+
+    function signed(Invite memory i) internal view returns (bytes memory) {
+        return sign(MANAGER_KEY, pools.inviteDigest(i));
+    }
+
+    function signed(NodeConsent memory c, uint256 key) internal view returns (bytes memory) {
+        return sign(key, registry.consentDigest(c));
+    }
+
+    // ---------------------------------------------------------------------------------- the verbs
+
+    function register(address provider_, address payout_) internal {
+        vm.prank(provider_);
+        registry.registerProvider(payout_);
+    }
+
+    function addNode(address provider_, uint256 nodeKey) internal {
+        NodeConsent memory c = consent(provider_, vm.addr(nodeKey));
+        bytes memory signature = signed(c, nodeKey);
+        vm.prank(provider_);
+        registry.addNode(c, signature);
+    }
+
+    function join(address node_, uint8 speedClass) internal {
+        Invite memory i = invite(node_, speedClass);
+        pools.join(i, signed(i));
+    }
+
+    /// @dev The provider with `amount` at stake and its first node in a seat of class 1.
+    function seatNode(uint256 amount) internal {
+        register(provider, payout);
+        stake(provider, amount);
+        addNode(provider, NODE_KEY);
+        join(node, 1);
+    }
+
+    function submission(uint256 number) internal view returns (Submission memory) {
+        return Submission({
+            pool: pool,
+            leaseDigest: keccak256(abi.encode("lease", number)),
+            step: 1,
+            policyDigest: keccak256("policy"),
+            sha256: keccak256(abi.encode("file", number)),
+            size: 1000,
+            rows: 64,
+            validUntil: uint64(block.timestamp) + 1 hours
+        });
+    }
+
+    function one(bytes32 leaf) internal pure returns (bytes32[] memory leaves) {
+        leaves = new bytes32[](1);
+        leaves[0] = leaf;
+    }
+
+    function none() internal pure returns (bytes32[] memory) {
+        return new bytes32[](0);
+    }
+
+    function postRoot(bytes32[] memory leaves) internal returns (uint64 seq) {
+        bytes32 root = Tree.root(leaves);
+        vm.prank(manager);
+        seq = work.postRoot(pool, root, uint32(leaves.length), keccak256("object"));
+    }
+
+    /// @dev Roots submission `number` alone and proposes to slash it.
+    function propose(uint256 number, uint256 amount) internal returns (uint256 id) {
+        Submission memory s = submission(number);
+        bytes32 leaf = work.submissionDigest(s);
+        uint64 seq = postRoot(one(leaf));
+        bytes memory signature = sign(NODE_KEY, leaf);
+        vm.prank(validator);
+        id = slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, amount);
+    }
+
+    function dispute(uint256 id) internal {
+        give(provider, DEPOSIT);
+        vm.startPrank(provider);
+        token.approve(address(slasher), DEPOSIT);
+        slasher.dispute(id);
+        vm.stopPrank();
+    }
+
+    /// @dev The earliest time at which `epoch`'s reward root can be posted.
+    function postable(uint64 epoch) internal pure returns (uint256) {
+        return (uint256(epoch) + 1) * EPOCH + VALIDITY;
+    }
+
+    function expect(bytes memory error_) internal {
+        vm.expectRevert(error_);
+    }
+
+    function expectNotAllowed(address caller) internal {
+        vm.expectRevert(abi.encodeWithSelector(Errors.NotAllowed.selector, caller));
+    }
+}
