@@ -41,17 +41,20 @@ def read_tensors(fd: int) -> list[Tensor]:
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         return []
     try:
-        header = json.loads(read_at(fd, 8, length))
-        return _tensors(header, 8 + length, size)
+        return _tensors(json.loads(read_at(fd, 8, length)), 8 + length, size)
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
-def _tensors(header: dict[str, dict[str, object]], start: int, size: int) -> list[Tensor]:
+def _tensors(header: object, start: int, size: int) -> list[Tensor]:
+    if not isinstance(header, dict):
+        raise TypeError("the header is not an object")
     found: list[Tensor] = []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if not isinstance(entry, dict):
+            raise TypeError(f"tensor {name} is not an object")
         begin, end = (_natural(value) for value in _list(entry["data_offsets"]))
         shape = tuple(_natural(value) for value in _list(entry["shape"]))
         dtype = str(entry["dtype"])

@@ -1,0 +1,169 @@
+"""What the broadcast's tests share: keys, checkpoints, layouts, servers that misbehave."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+
+from protocol.broadcast import layout
+from protocol.broadcast.manifest import Trust
+from protocol.broadcast.publish import finalize, publish
+from protocol.core.checkpoint import Manifest, PolicyStatement, SignedManifest
+from protocol.core.ids import ZERO_ADDRESS
+from protocol.core.signing import Domain, LocalSigner
+
+POOL = 7
+DOMAIN = Domain(chain_id=31337, contract=ZERO_ADDRESS)
+TRAINER = LocalSigner(b"\x11" * 32)
+STRANGER = LocalSigner(b"\x22" * 32)
+TRUST = Trust(TRAINER.address, DOMAIN, POOL)
+CHUNK = 16 << 10
+
+
+def sign(manifest: Manifest, signer: LocalSigner = TRAINER) -> SignedManifest:
+    statement = PolicyStatement(
+        pool=manifest.pool, version=manifest.version, manifest_digest=manifest.digest()
+    )
+    return SignedManifest(manifest=manifest, signature=signer.sign(statement, DOMAIN))
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """float32 → bf16 bit patterns (uint16), rounded to nearest even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def safetensors_bytes(tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
+    """A safetensors file of name → (dtype, shape, data)."""
+    import json
+
+    header, position = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        end = position + len(data)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    blobs = b"".join(data for _, _, data in tensors.values())
+    return len(text).to_bytes(8, "little") + text + blobs
+
+
+class Run:
+    """A training run whose versions are published under `root`, as a trainer would."""
+
+    def __init__(self, folder: Path, *, size: int = 200_000, seed: int = 0) -> None:
+        self.folder = folder
+        self.root = folder / "layout"
+        self._rng = np.random.default_rng(seed)
+        self._weights = self._rng.normal(0, 0.02, size).astype(np.float32)
+        self._next = 0
+
+    def checkpoint(self, path: Path) -> Path:
+        """Writes the present weights as a checkpoint folder."""
+        path.mkdir(parents=True)
+        data = bf16(self._weights).tobytes()
+        count = len(data) // 2
+        body = safetensors_bytes({"model.weight": ("BF16", (count,), data)})
+        (path / "model.safetensors").write_bytes(body)
+        (path / "config.json").write_text('{"hidden_size": 128}\n')
+        return path
+
+    def step(self, rate: float = 3e-6) -> None:
+        noise = self._rng.normal(0, 1, self._weights.size).astype(np.float32)
+        self._weights = self._weights - np.float32(rate) * noise
+
+    def publish(self, *, chunk_size: int = CHUNK) -> SignedManifest:
+        """Publishes the next version (after a step, but for the first)."""
+        version = self._next
+        self._next += 1
+        if version:
+            self.step()
+        source = self.checkpoint(self.folder / f"checkpoint-{version}")
+        manifest = publish(
+            source, self.root, pool=POOL, version=version, step=version, chunk_size=chunk_size
+        )
+        signed = sign(manifest)
+        finalize(self.root, signed)
+        return signed
+
+    def file(self, version: int, name: str = "model.safetensors") -> bytes:
+        return (layout.version_folder(self.root, version) / name).read_bytes()
+
+
+def same_files(folder: Path, run: Run, version: int) -> bool:
+    """The folder's files are bit for bit the published ones."""
+    published = layout.manifest_of(run.root, version).manifest
+    return all((folder / f.name).read_bytes() == run.file(version, f.name) for f in published.files)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Polls until the condition holds; fails by name after a generous deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.01)
+
+
+Behave = Callable[[BaseHTTPRequestHandler, bytes], None]
+"""Gets the handler and the true bytes of the range asked for; answers as it likes."""
+
+
+def answer(handler: BaseHTTPRequestHandler, body: bytes, *, claim: int | None = None) -> None:
+    """A proper 206 for the asked range with this body; `claim` is the Content-Length."""
+    first, last, size = handler.span  # type: ignore[attr-defined]
+    handler.send_response(206 if last - first + 1 != size else 200)
+    handler.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+    handler.send_header("Content-Length", str(len(body) if claim is None else claim))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+@contextmanager
+def bad_server(root: Path, behave: Behave) -> Iterator[str]:
+    """Serves the layout under `root` over plain http.server, each range through `behave`."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            named = layout.parse_address(self.path)
+            path = root / self.path.lstrip("/")
+            if named is None or not path.is_file():
+                self.send_error(404)
+                return
+            data = path.read_bytes()
+            first, last = 0, len(data) - 1
+            if text := self.headers.get("Range"):
+                first, last = (int(part) for part in text.removeprefix("bytes=").split("-"))
+            self.span = (first, last, len(data))
+            behave(self, data[first : last + 1])
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def dead_url() -> str:
+    """A URL where nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
