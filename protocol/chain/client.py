@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from protocol.chain import codec
 from protocol.chain.deployment import SOLIDITY_NAMES
@@ -161,10 +161,15 @@ class ChainClient:
             raise self._reverted(signal, call) from signal
         return _bytes(answer)
 
-    def estimate_gas(self, call: Call, sender: Address) -> int:
-        """Gas that `call` needs now. Raises ChainRevertedError if it would revert."""
+    def estimate_gas(
+        self, call: Call, sender: Address, *, block: BlockId | Literal["pending"] = "pending"
+    ) -> int:
+        """Gas that `call` needs, by default after the transactions that wait in the endpoint's
+        pool (where it keeps such a state). Raises ChainRevertedError if it would revert."""
         try:
-            return _number(self._pool.request("eth_estimateGas", [_request(call, sender)]))
+            return _number(
+                self._pool.request("eth_estimateGas", [_request(call, sender), _block_id(block)])
+            )
         except RevertSignal as signal:
             raise self._reverted(signal, call) from signal
 
@@ -295,7 +300,7 @@ def _request(call: Call, sender: Address | None) -> dict[str, str]:
     return request
 
 
-def _block_id(block: BlockId) -> str:
+def _block_id(block: BlockId | Literal["pending"]) -> str:
     return hex(block) if isinstance(block, int) else block
 
 

@@ -1,6 +1,6 @@
 """Deploys the contracts from the committed ABI and bytecode: the same for every network.
 
-    python -m protocol.chain.deployer --network local --rpc URL --wallet K --password-file F …
+    orchestrator deployment deploy --network local --rpc URL --wallet K --password-file F …
 
 Every step is an intent of a journalled sender, named by the digest of its bytes: run again after a
 kill or a dead RPC, it goes on where it was; run again after success, it changes nothing and writes

@@ -30,6 +30,9 @@ from protocol.core.errors import MalformedError, UnavailableError
 from protocol.core.ids import Address, Digest
 from protocol.core.signing import LocalSigner
 
+_YOUNG_BLOCKS = 32
+"""For so many blocks' time after the last receipt, its block is looked at again."""
+
 
 @dataclass(frozen=True)
 class FeePolicy:
@@ -160,7 +163,7 @@ class Sender:
         return found
 
     def run(self, stop: threading.Event, poll_seconds: float | None = None) -> None:
-        """Ticks until `stop` is set; idle ticks ask no RPC."""
+        """Ticks until `stop` is set. Once everything is mined and old, ticks ask no RPC."""
         pause = poll_seconds or max(0.3, self.client.network.block_time / 2)
         while not stop.is_set():
             self.tick()
@@ -175,13 +178,22 @@ class Sender:
         """Does what is due now. Returns the number of open intents. Never raises for an RPC that
         is down: `trouble` says so, and the next tick tries again."""
         with self._exclusive() as mine:
-            if mine and self._journal.open_count():
+            if mine and self._has_work():
                 try:
                     self._act()
                     self.trouble = ""
                 except (UnavailableError, MalformedError) as error:
                     self.trouble = str(error)
         return self._journal.open_count()
+
+    def _has_work(self) -> bool:
+        """Something is open, or was mined so lately that a reorg may still take it away."""
+        if self._journal.open_count():
+            return True
+        newest = self._journal.newest_confirmed()
+        return newest is not None and (
+            self._now() - newest.updated_at < _YOUNG_BLOCKS * self.client.network.block_time
+        )
 
     @contextmanager
     def _exclusive(self) -> Iterator[bool]:

@@ -75,9 +75,7 @@ def test_deployment_cut_off_midway_is_finished_without_sending_twice(
             raise Killed
 
     with pytest.raises(Killed):
-        deploy(
-            deployed.client, signer, _options(), journal=tmp_path / "j", report=kill_after_vault
-        )
+        deploy(deployed.client, signer, _options(), journal=tmp_path / "j", report=kill_after_vault)
     deployment = deploy(deployed.client, signer, _options(), journal=tmp_path / "j")
     verify(deployed.client, deployment)
     assert deployed.client.nonce(signer.address) - before == 10  # 7 contracts, 3 wirings
