@@ -1,0 +1,168 @@
+"""`prime-node`: everything that the owner of a machine types.
+
+Each command imports what it needs when it is called: `--help` loads neither torch, docker nor web3,
+and reading stakes, rewards and slashes needs neither torch nor docker. Expected errors are one
+sentence and an exit code (protocol/core/errors.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from node.cli_audit import audit_app
+from node.cli_common import DryRun, Json, configured, local_time, print_fields, print_json
+from node.cli_owner import rewards_app, stake_app, wallet_app
+from node.config import Settings
+from protocol.core.errors import PrimeError, UnavailableError, UserError
+
+app = typer.Typer(
+    name="prime-node",
+    help="Joins this machine to a pool, keeps it at work, and shows what it earned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(wallet_app, name="wallet")
+app.add_typer(stake_app, name="stake")
+app.add_typer(rewards_app, name="rewards")
+app.add_typer(audit_app, name="audit")
+
+
+@app.command()
+@configured
+def join(
+    settings: Settings,
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="docker, or process (development: ISOLATES NOTHING)."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the worker.")] = None,
+    generation_batch: Annotated[
+        int | None, typer.Option(help="Rows generated at once; 0 lets the engine choose.")
+    ] = None,
+    provider_wallet: Annotated[
+        Path | None, typer.Option(help="Owner's keystore, where the owner is at this machine.")
+    ] = None,
+    throttle: Annotated[
+        float | None,
+        typer.Option(
+            help="DEVELOPMENT ONLY: makes this machine behave like one N times slower, in the "
+            "hardware challenge and in generation. It earns less. Never use it on a real network."
+        ),
+    ] = None,
+    worker_command: Annotated[str | None, typer.Option(hidden=True)] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+) -> None:
+    """Join the pool and work until stopped (Ctrl-C or SIGTERM ends it cleanly)."""
+    from node.agent import Agent
+    from node.wallet import open_provider, open_wallet
+
+    _logging(verbose)
+    settings.need_orchestrator()
+    signer = open_wallet(settings)
+    agent = Agent(settings, signer, open_provider(settings, signer))
+    agent.install_signals()
+    raise typer.Exit(agent.run())
+
+
+@app.command()
+@configured
+def doctor(
+    settings: Settings,
+    runtime: Annotated[str | None, typer.Option(help="docker or process.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check what this machine has and lacks; every failure names its fix."""
+    from node.doctor import examine
+
+    checks = examine(settings)
+    if as_json:
+        print_json([vars(check) for check in checks])
+    else:
+        marks = {"ok": "✓", "warning": "!", "failed": "✗"}
+        for check in checks:
+            typer.echo(f"{marks[check.outcome]} {check.name}: {check.found}")
+            if check.fix:
+                typer.echo(f"    → {check.fix}")
+    if any(check.outcome == "failed" for check in checks):
+        raise typer.Exit(UnavailableError.exit_code)
+
+
+@app.command()
+@configured
+def status(settings: Settings, as_json: Json = False) -> None:
+    """What the agent in this data folder does, and where it stands on chain."""
+    from node.overview import overview
+
+    found: dict[str, Any] = overview(settings)
+    if as_json:
+        print_json(found)
+        return
+    shown = [
+        (name.replace("_", " "), local_time(value) if name.endswith("_at") and value else value)
+        for name, value in found.items()
+    ]
+    print_fields("prime-node", shown)
+
+
+@app.command()
+@configured
+def leave(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Stop the agent here, take the node out of the pool, end its sessions."""
+    from node.leave import leave_pool
+
+    sent = leave_pool(settings, dry_run=dry_run)
+    if as_json:
+        print_json(sent)
+        return
+    for act in sent:
+        for name, value in act.items():
+            typer.echo(f"{name:>5}  {value}")
+    if not dry_run:
+        typer.echo("left; to take the stake out: prime-node stake unbond AMOUNT")
+
+
+@app.command()
+@configured
+def faucet(settings: Settings, as_json: Json = False) -> None:
+    """Take test tokens (test networks only)."""
+    from node.cli_owner import send_acts
+    from node.owner import Act
+
+    def acts(context: Any) -> list[Act]:
+        return [Act(f"faucet:{context.tag}", context.link.contracts.token.faucet())]
+
+    send_acts(settings, acts, dry_run=False, as_json=as_json)
+
+
+def _logging(verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    for noisy in ("httpx", "httpcore", "urllib3", "web3", "docker"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def main() -> None:
+    """Entry point: expected errors become one sentence on stderr and their exit code."""
+    try:
+        app(prog_name="prime-node")
+    except PrimeError as error:
+        print(f"prime-node: {error}", file=sys.stderr)
+        if isinstance(error, UserError) and error.hint:
+            print(f"  → {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""`prime-node wallet | stake | rewards`: keys and money. Needs neither torch nor docker."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from node.cli_common import (
+    DryRun,
+    Json,
+    NodeFlag,
+    configured,
+    local_time,
+    print_fields,
+    print_json,
+    print_rows,
+)
+from node.config import Settings
+from protocol.core.errors import UserError
+from protocol.core.ids import Address
+
+if TYPE_CHECKING:
+    from node.link import Link
+    from node.owner import Act
+
+wallet_app = typer.Typer(help="The node's key.", no_args_is_help=True)
+stake_app = typer.Typer(help="The owner's stake.", no_args_is_help=True)
+rewards_app = typer.Typer(help="What the node earned.", no_args_is_help=True)
+
+Amount = Annotated[str, typer.Argument(help="Amount of PRIME, like 100 or 12.5.")]
+
+
+# -- wallet ----------------------------------------------------------------------------------------
+
+
+@wallet_app.command("new")
+def wallet_new(
+    out: Annotated[Path, typer.Option("--out", help="Keystore file to write.")],
+    password_file: Annotated[Path | None, typer.Option(help="File with the password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    light: Annotated[bool, typer.Option(hidden=True)] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw a new key and write it, encrypted, to a keystore v3 file (never overwritten)."""
+    from node.wallet import new_wallet
+
+    address = new_wallet(out, password_file, password_fd, light=light)
+    if as_json:
+        print_json({"address": address, "keystore": str(out)})
+    else:
+        typer.echo(f"{address}  (keystore {out}; keep a copy of it and of its password)")
+
+
+@wallet_app.command("show")
+@configured
+def wallet_show(settings: Settings, as_json: Json = False) -> None:
+    """The address that a keystore names."""
+    from node.wallet import wallet_address
+
+    address = wallet_address(settings)
+    if as_json:
+        print_json({"address": address, "keystore": str(settings.wallet)})
+    else:
+        typer.echo(address)
+
+
+# -- transactions of an owner ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnerContext:
+    """What an owner's command decides from. `account` sends; `tag` makes its intents unique."""
+
+    link: Link
+    account: Address
+    tag: str
+
+
+def owner_account(settings: Settings) -> Address:
+    """The owner that is meant: --provider, or the wallet's account."""
+    from node.wallet import wallet_address
+    from protocol.core import ids
+
+    if settings.provider:
+        return ids.address(settings.provider)
+    return wallet_address(settings)
+
+
+def node_account(settings: Settings, node: str | None) -> Address:
+    """The node that is meant: --node, or the wallet's account."""
+    from node.wallet import wallet_address
+    from protocol.core import ids
+
+    return ids.address(node) if node else wallet_address(settings)
+
+
+def open_link(settings: Settings) -> Link:
+    """The chain; the orchestrator is asked for the pool only if nothing else names it."""
+    from node.link import connect
+    from protocol.transport.client import OrchestratorClient
+
+    settings.need_rpc()
+    if settings.deployment is not None and settings.pool is not None:
+        return connect(settings, None)
+    with OrchestratorClient(settings.need_orchestrator()) as client:
+        return connect(settings, client.pool())
+
+
+def send_acts(
+    settings: Settings,
+    decide: Callable[[OwnerContext], list[Act]],
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Sends an owner's transactions one by one, or prints them unsent."""
+    from node.owner import Owner, describe
+    from node.state import DataFolder
+    from node.wallet import open_wallet
+
+    signer = None if dry_run else open_wallet(settings)
+    link = open_link(settings)
+    try:
+        account = owner_account(settings) if signer is None else signer.address
+        acts = decide(OwnerContext(link, account, secrets.token_hex(4)))
+        rows = describe(acts)
+        if signer is not None:
+            data = DataFolder(settings.data)
+            data.make()
+            owner = Owner(link, signer, data.chain)
+            try:
+                for row, hash_ in zip(rows, owner.perform(acts), strict=True):
+                    row["transaction"] = hash_
+            finally:
+                owner.close()
+    finally:
+        link.close()
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        typer.echo(row["what"])
+        shown = ("transaction",) if "transaction" in row else ("to", "data")
+        for name in shown:
+            typer.echo(f"  {name:12} {row[name]}")
+
+
+# -- stake -----------------------------------------------------------------------------------------
+
+
+@stake_app.command("show")
+@configured
+def stake_show(settings: Settings, as_json: Json = False) -> None:
+    """An owner's stake, as the chain has it. Needs no password."""
+    from protocol.chain.contracts import prime
+
+    link = open_link(settings)
+    try:
+        owner, vault = owner_account(settings), link.contracts.vault
+        found = {
+            "provider": owner,
+            "registered": link.contracts.registry.is_provider(owner),
+            "payout": link.contracts.registry.payout_of(owner),
+            "active": str(vault.active(owner)),
+            "unbonding": str(vault.unbonding(owner)),
+            "held_by_slashes": str(vault.pending_slash(owner)),
+            "in_wallet": str(link.contracts.token.balance_of(owner)),
+        }
+    finally:
+        link.close()
+    if as_json:
+        print_json(found)
+        return
+    amounts = {"active", "unbonding", "held_by_slashes", "in_wallet"}
+    rows = [
+        (name.replace("_", " "), prime(int(str(value))) if name in amounts else value)
+        for name, value in found.items()
+    ]
+    print_fields("stake", rows)
+
+
+@stake_app.command("add")
+@configured
+def stake_add(
+    settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Deposit stake (registers the wallet as a provider first, if it is none)."""
+    from node.owner import Act, parse_amount, stake_acts
+    from protocol.chain.contracts import prime
+
+    wei = parse_amount(amount)
+
+    def acts(context: OwnerContext) -> list[Act]:
+        c, account = context.link.contracts, context.account
+        if not dry_run and (held := c.token.balance_of(account)) < wei:
+            raise UserError(
+                f"{account} holds {prime(held)}, less than {prime(wei)}",
+                hint="send it more, or on a test network: prime-node faucet",
+            )
+        planned = []
+        if not c.registry.is_provider(account):
+            planned.append(Act(f"provider:{context.tag}", c.registry.register_provider(account)))
+        allowance = c.token.allowance(account, c.vault.address)
+        return planned + stake_acts(context.link, wei, allowance, context.tag)
+
+    send_acts(settings, acts, dry_run=dry_run, as_json=as_json)
+
+
+@stake_app.command("unbond")
+@configured
+def stake_unbond(
+    settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Start taking stake out; it stays slashable until it is unbonded."""
+    from node.owner import Act, parse_amount
+
+    wei = parse_amount(amount)
+    send_acts(
+        settings,
+        lambda context: [Act(f"unbond:{context.tag}", context.link.contracts.vault.unbond(wei))],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+@stake_app.command("withdraw")
+@configured
+def stake_withdraw(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Take out the stake whose unbonding has ended."""
+    from node.owner import Act
+
+    send_acts(
+        settings,
+        lambda context: [Act(f"withdraw:{context.tag}", context.link.contracts.vault.withdraw())],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+# -- rewards ---------------------------------------------------------------------------------------
+
+
+@rewards_app.command("show")
+@configured
+def rewards_show(settings: Settings, node: NodeFlag = None, as_json: Json = False) -> None:
+    """What the node earned, what is payable, and what was paid. Needs no password."""
+    from node.rewards import read_rewards
+    from protocol.chain.contracts import prime
+
+    found = read_rewards(settings, node_account(settings, node))
+    if as_json:
+        print_json(found.as_json())
+        return
+    info = found.info
+    when = local_time(info.claimable_at) if info.claimable_at else "not yet settled"
+    print_rows(
+        f"rewards of {info.node}",
+        ("", "amount"),
+        [
+            ("settled up to epoch", info.epoch),
+            ("earned in all", prime(int(info.cumulative))),
+            ("paid so far", "unknown (no --rpc)" if found.paid is None else prime(found.paid)),
+            ("payable", prime(found.payable) if found.payable is not None else None),
+            ("payable from", when),
+            ("not yet settled (tokens)", info.pending_units),
+            ("forfeited", prime(int(info.forfeited))),
+        ],
+    )
+
+
+@rewards_app.command("claim")
+@configured
+def rewards_claim(
+    settings: Settings, node: NodeFlag = None, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Have the node's rewards paid to its owner's payout address. Anyone may send it."""
+    from node.owner import Act
+    from node.rewards import claim_call
+
+    meant = node_account(settings, node)
+
+    def acts(context: OwnerContext) -> list[Act]:
+        return [Act(f"claim:{context.tag}", claim_call(settings, context.link, meant))]
+
+    send_acts(settings, acts, dry_run=dry_run, as_json=as_json)

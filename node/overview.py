@@ -1,0 +1,53 @@
+"""What `prime-node status` shows: the agent here, and where node and owner stand on chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from node.config import Settings
+from node.link import connect
+from node.owner import read_standing
+from node.state import DataFolder
+from node.wallet import wallet_address
+from protocol.chain.contracts import prime
+from protocol.core import ids
+from protocol.core.errors import UnavailableError
+from protocol.transport.client import OrchestratorClient
+
+
+def overview(settings: Settings) -> dict[str, Any]:
+    """Plain values by name. What cannot be reached is said in its place."""
+    data = DataFolder(settings.data)
+    last = data.read_status()
+    holder = data.holder()
+    found: dict[str, Any] = {"agent": f"running (process {holder})" if holder else "not running"}
+    if last is not None:
+        found |= last.model_dump(mode="json", exclude={"pid"})
+    if settings.wallet is not None:
+        found["node"] = wallet_address(settings)
+    if settings.orchestrator and settings.rpc and "node" in found:
+        found |= _on_chain(settings, found["node"])
+    return found
+
+
+def _on_chain(settings: Settings, node: str) -> dict[str, Any]:
+    try:
+        with OrchestratorClient(settings.need_orchestrator(), timeout=5.0) as client:
+            link = connect(settings, client.pool())
+    except UnavailableError as error:
+        return {"orchestrator": f"unreachable: {error}"}
+    try:
+        address = ids.address(node)
+        owner = link.contracts.registry.provider_of(address)
+        if owner is None:
+            return {"provider": "none: the node is not registered"}
+        standing = read_standing(link, address, owner)
+        return {
+            "provider": owner,
+            "stake": prime(standing.active),
+            "member_in_class": standing.member_class or "not a member",
+        }
+    except UnavailableError as error:
+        return {"chain": f"unreachable: {error}"}
+    finally:
+        link.close()
