@@ -6,19 +6,23 @@ heartbeat announced, or what a lease asks for.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection
 
 from node.api import NodeApi
-from node.weights import PolicyFolder
+from node.weights import Arrived, PolicyFolder
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import PrimeError, UnavailableError
 from protocol.core.ids import Digest
 
 log = logging.getLogger("prime.node.policies")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+CATCH_UP = 5
+"""A node at most so many versions behind fetches each of them, in order."""
+JOURNAL = "policies.jsonl"
 
 
 class PolicyKeeper:
@@ -106,11 +110,19 @@ class PolicyKeeper:
             api.close()
 
     def _next(self) -> int | None:
-        """The newest version that is wanted, waiting for one; None once stopped."""
+        """The next version to fetch, waiting for one; None once stopped.
+
+        A node that is a little behind takes every version in turn: each is a small delta to the
+        one before, and a lease may still name it. One that is far behind goes to the newest."""
         with self._changed:
             while not self._stopping and not self._wanted:
                 self._changed.wait()
-            return None if self._stopping else max(self._wanted)
+            if self._stopping:
+                return None
+            newest, asked = max(self._digests, default=None), max(self._wanted)
+            if newest is not None and newest < asked <= newest + CATCH_UP:
+                return newest + 1
+            return asked
 
     def _fetch(self, version: int, api: NodeApi) -> None:
         known = {signed.manifest.version: signed for signed in api.policies().policies}
@@ -126,6 +138,7 @@ class PolicyKeeper:
         arrived = self._folder.ensure(
             version, known[version], relays, others=_others(known, version)
         )
+        self._record(arrived, time.monotonic() - started)
         self._note(version)
         log.info(
             "policy %d is here (%s, %d bytes received, %.1f s)",
@@ -142,6 +155,23 @@ class PolicyKeeper:
         with self._changed:
             self._digests[version] = digest
             self._wanted = {wanted for wanted in self._wanted if wanted > version}
+
+    def _record(self, arrived: Arrived, seconds: float) -> None:
+        """One line a policy in `policies.jsonl`, beside the folder: what came, how, from whom."""
+        manifest = self._folder.manifest(arrived.stats.version).manifest
+        line = {
+            "version": manifest.version,
+            "digest": manifest.digest(),
+            "result_digest": manifest.result_digest,
+            "route": arrived.stats.route,
+            "bytes": arrived.stats.bytes_received,
+            "policy_bytes": arrived.stats.policy_bytes,
+            "seconds": round(seconds, 3),
+            "sources": arrived.stats.by_source,
+            "at": round(time.time(), 3),
+        }
+        with (self._folder.root.parent / JOURNAL).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _drop(self, version: int) -> None:
         with self._changed:
