@@ -1,0 +1,102 @@
+"""A grader cannot hang, exhaust or confuse its caller."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.core.run import LengthBudgets
+from protocol.environments.procedural import ReasoningGym
+from protocol.environments.subprocess_grader import (
+    GradingCrashError,
+    GradingTimeoutError,
+    SubprocessGrader,
+)
+
+BUDGETS = LengthBudgets(by_class={"1": (100,)}, penalty_micro=0)
+
+
+def test_a_grader_that_hangs_is_killed_and_the_next_call_answers() -> None:
+    with SubprocessGrader("time:sleep", timeout=0.5) as grader:
+        with pytest.raises(GradingTimeoutError):
+            grader.call(3600)
+        child = grader._child
+        assert child is None  # killed and waited for
+        assert grader.call(0) is None
+
+
+def test_a_grader_that_dies_is_a_crash_and_the_next_call_answers() -> None:
+    with SubprocessGrader("os:_exit") as grader, pytest.raises(GradingCrashError):
+        grader.call(3)
+    with SubprocessGrader("builtins:abs") as grader:
+        with pytest.raises(GradingCrashError):
+            grader.call("not a number")  # the traceback ends the child
+        assert grader.call(-5) == 5
+
+
+def test_a_memory_hog_ends_at_its_limit() -> None:
+    with (
+        SubprocessGrader("builtins:bytearray", memory_bytes=1 << 30) as grader,
+        pytest.raises(GradingCrashError),
+    ):
+        grader.call(8 << 30)
+
+
+def test_what_a_grader_prints_is_no_answer() -> None:
+    with SubprocessGrader("builtins:print") as grader:
+        assert grader.call('"1.0"\n1') is None
+        assert grader.call("again") is None
+
+
+def test_closing_ends_the_child() -> None:
+    grader = SubprocessGrader("builtins:len")
+    assert grader.call("four") == 4
+    child = grader._child
+    assert child is not None
+    grader.close()
+    assert child.returncode is not None
+
+
+@pytest.mark.parametrize("family", ["basic_arithmetic", "spell_backward", "gcd"])
+def test_gold_answers_score_one_and_wrong_ones_less(family: str) -> None:
+    environment = ReasoningGym({"family": family, "seed": 3}, BUDGETS)
+    try:
+        for index in (0, 17, 999_999):
+            problem = environment.problem(index)
+            right = environment.grade(problem, 100, f"so\nAnswer: {problem.answer}", 10)
+            wrong = environment.grade(problem, 100, "Answer: no idea at all", 10)
+            silent = environment.grade(problem, 100, "", 1)
+            assert right.parts["task_micro"] == 1_000_000
+            assert wrong.parts["task_micro"] < 500_000
+            assert silent.parts["task_micro"] == 0
+            assert not right.uncertain
+    finally:
+        environment.close()
+
+
+def test_problems_are_the_same_in_every_process_and_seeds_differ() -> None:
+    one = ReasoningGym({"family": "gcd", "seed": 1}, BUDGETS)
+    two = ReasoningGym({"family": "gcd", "seed": 2}, BUDGETS)
+    assert one.problem(5) == ReasoningGym({"family": "gcd", "seed": 1}, BUDGETS).problem(5)
+    assert one.problem(5) != two.problem(5)
+    assert one.digest() != two.digest()
+
+
+def test_a_grader_out_of_time_is_marked_uncertain() -> None:
+    environment = ReasoningGym({"family": "gcd", "seed": 1}, BUDGETS)
+    environment._grader = _Slow()
+    try:
+        grade = environment.grade(environment.problem(0), 100, "Answer: 1", 5)
+    finally:
+        environment.close()
+    assert grade.uncertain
+    assert grade.parts["task_micro"] == 0
+
+
+class _Slow(SubprocessGrader):
+    """Asks its child to sleep, whatever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("time:sleep", timeout=0.3)
+
+    def call(self, request: object) -> object:
+        return super().call(3600)
