@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,9 +65,11 @@ class Deployed:
         }
         signed = signer.account.sign_transaction(transaction)
         self.client.send_raw(bytes(signed.raw_transaction))
-        receipt = self.client.receipt(ids.digest(bytes(signed.hash)))
-        if receipt is None:
-            raise UnavailableError(f"not mined at once: {call.description}")
+        deadline = time.monotonic() + 10
+        while (receipt := self.client.receipt(ids.digest(bytes(signed.hash)))) is None:
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"not mined: {call.description}")
+            time.sleep(0.01)
         if not receipt.success:
             raise ChainRevertedError("Unknown", {"tx": receipt.tx_hash}, call.description)
         return receipt

@@ -39,10 +39,12 @@ class Reader:
     events: list[Event] = field(default_factory=list)
     retractions: int = 0
     remembers: int = 1000
+    check: Callable[[BlockRef | None, Confirmed], None] = lambda cursor, step: None
 
     def drain(self, watcher: Watcher) -> None:
         for step in watcher.poll(self.trail):
             if isinstance(step, Confirmed):
+                self.check(self.trail[-1] if self.trail else None, step)
                 assert all(event.block <= step.block.number for event in step.events)
                 self.events += step.events
                 self.trail.append(step.block)
@@ -213,6 +215,7 @@ class FakeChain:
         )
         self._serial = 0
         self.blocks: list[Block] = []
+        self.ever: dict[Digest, Block] = {}
         self.events: dict[Digest, list[int]] = {}
         self.span_limit = 1000
         self.meddle: Callable[[], None] = lambda: None
@@ -224,6 +227,7 @@ class FakeChain:
         parent = self.blocks[-1].hash if self.blocks else ZERO_DIGEST
         block_hash = keccak256(f"{number}/{self._serial}".encode())
         self.blocks.append(Block(number, block_hash, parent, 1000 + self._serial, 1))
+        self.ever[block_hash] = self.blocks[-1]
         self.events[block_hash] = [self._serial * 100 + i for i in range(events)]
 
     def reorg(self, depth: int, events: Sequence[int]) -> None:
@@ -235,6 +239,17 @@ class FakeChain:
 
     def canonical(self) -> list[int]:
         return [at for block in self.blocks[1:] for at in self.events[block.hash]]
+
+    def between(self, after: BlockRef | None, block: BlockRef) -> list[int]:
+        """The events after one block up to another, on the branch of the latter."""
+        found: list[int] = []
+        here = self.ever[block.hash]
+        while here.number > (after.number if after else 0):
+            found = self.events[here.hash] + found
+            here = self.ever[here.parent_hash]
+        if after is not None and after.hash != ZERO_DIGEST:
+            assert here.hash == after.hash  # a step never jumps to another branch
+        return found
 
     def block_number(self) -> int:
         self.meddle()
@@ -273,7 +288,7 @@ Moves = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     moves=Moves,
     seed=st.integers(0, 2**32),
@@ -291,11 +306,17 @@ def test_after_any_mining_and_reorgs_even_between_requests_the_reader_holds_the_
     watcher = Watcher(chain, deployment, confirmations=0, max_span=span)  # type: ignore[arg-type]
     reader = Reader(remembers=remembers)
 
+    def exact(cursor: BlockRef | None, step: Confirmed) -> None:
+        ats = [e.at for e in step.events if isinstance(e, RevokedBefore)]
+        assert ats == chain.between(cursor, step.block)
+
+    reader.check = exact
+
     def meddle() -> None:
         roll = rng.random()
-        if roll < 0.05:
-            chain.reorg(rng.randint(1, 3), [rng.randint(0, 2) for _ in range(rng.randint(1, 4))])
-        elif roll < 0.1:
+        if roll < 0.12:
+            chain.reorg(rng.randint(1, 5), [rng.randint(0, 2) for _ in range(rng.randint(1, 4))])
+        elif roll < 0.25:
             chain.mine(rng.randint(0, 2))
 
     for kind, counts in moves:
