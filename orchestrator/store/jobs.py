@@ -67,13 +67,7 @@ def claim(
         .where(ran_out, _jobs.attempts >= max_deaths)
         .values(status="quarantined", claimed_by=None, claimed_until=None)
     )
-    free = sa.or_(
-        sa.and_(
-            _jobs.status == "ready",
-            sa.or_(_jobs.not_before <= now, _jobs.claimed_by != worker),
-        ),
-        ran_out,
-    )
+    free = _free(worker, now)
     oldest = (
         sa.select(_jobs.submission_digest)
         .where(free)
@@ -146,6 +140,22 @@ def counts(connection: Connection) -> dict[str, int]:
     """Number of jobs by status."""
     query = sa.select(_jobs.status, sa.func.count()).group_by(_jobs.status)
     return {status: int(n) for status, n in connection.execute(query)}
+
+
+def waiting(connection: Connection, worker: str, *, now: float) -> bool:
+    """Whether `claim` would find a job: a look that takes no lock."""
+    query = sa.select(_jobs.submission_digest).where(_free(worker, now)).limit(1)
+    return connection.execute(query).first() is not None
+
+
+def _free(worker: str, now: float) -> sa.ColumnElement[bool]:
+    return sa.or_(
+        sa.and_(
+            _jobs.status == "ready",
+            sa.or_(_jobs.not_before <= now, _jobs.claimed_by != worker),
+        ),
+        sa.and_(_jobs.status == "claimed", _jobs.claimed_until < now),
+    )
 
 
 def _held(submission: Digest, worker: str) -> sa.ColumnElement[bool]:

@@ -1,0 +1,298 @@
+"""The validator: claims submitted files, judges them, and sees its slashes through.
+
+    judge_next   claim a job → policy → file → verify → verdict            (abstain on our trouble)
+    chain_tick   its own lane: `propose` once the root is confirmed, `execute` after the window
+    prepare      secrets of the epoch to come are committed to, those over are revealed
+
+Verification decides nothing by failing: an exception, a missing policy or a lost file is an
+abstention, and another validator takes the job, or this one later. A claim is kept alive while the
+judging lasts; if the process dies, it runs out, and a job that did so three times is set aside.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from orchestrator import judging
+from orchestrator.context import PoolContext, read_object
+from orchestrator.draws import Draw, DrawSecrets
+from orchestrator.judging import Judgement
+from orchestrator.outbox import run_outbox_tick
+from orchestrator.policy_store import PolicyStore
+from orchestrator.slashing import queue_executions
+from orchestrator.store import jobs, leases, submissions
+from orchestrator.store.engine import Store
+from orchestrator.store.leases import LeaseRow
+from orchestrator.store.submissions import SubmissionRow
+from protocol.chain.contracts import Contracts
+from protocol.chain.sender import Sender
+from protocol.core import encoding
+from protocol.core.errors import FatalError, NotFoundError, UnavailableError, UntrustedError
+from protocol.core.ids import Digest
+from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission
+from protocol.core.signing import Signer
+from protocol.core.task import SignedLease
+from protocol.core.verdict import Evidence, Outcome, Reason
+from protocol.environments.base import Environment
+from protocol.proofs.thresholds import Calibration
+from protocol.storage.base import ObjectStore
+from protocol.verification.engines import EngineProvider
+from protocol.verification.verify import Finding, verify_file
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """`claim_seconds`: how long a claim outlives a dead validator; `judge_seconds`: how long one
+    file may take before its claim is no longer kept; `retry_seconds` after an abstention."""
+
+    claim_seconds: float = 30.0
+    judge_seconds: float = 900.0
+    retry_seconds: float = 15.0
+    max_abstentions: int = 20
+
+
+@dataclass(frozen=True)
+class _Job:
+    row: SubmissionRow
+    signed: SignedSubmission
+    lease: LeaseRow
+    signed_lease: SignedLease
+
+
+class _AbstainError(Exception):
+    """Ends the judging of one file; never leaves this module."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Validator:
+    """One validator process. `worker` names this process among those that share its key."""
+
+    def __init__(
+        self,
+        store: Store,
+        objects: ObjectStore,
+        context: PoolContext,
+        signer: Signer,
+        engines: EngineProvider,
+        environment: Environment,
+        policies: PolicyStore,
+        draws: DrawSecrets,
+        *,
+        worker: str,
+        version: str,
+        now: Callable[[], float],
+        calibration: Calibration | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self._store = store
+        self._objects = objects
+        self._context = context
+        self._signer = signer
+        self._engines = engines
+        self._environment = environment
+        self._policies = policies
+        self._draws = draws
+        self._worker = worker
+        self._version = version
+        self._now = now
+        self._calibration = calibration
+        self._patience = patience or Patience()
+
+    def judge_next(self) -> Digest | None:
+        """Claims and judges one file; returns its submission, or None if there is nothing to do.
+
+        Raises UnavailableError if the store cannot be used now.
+        """
+        if not self._work_waits():
+            return None
+        with self._store.begin() as connection:
+            job = jobs.claim(
+                connection, self._worker, now=self._now(), seconds=self._patience.claim_seconds
+            )
+        if job is None:
+            return None
+        with self._keep_claim(job.submission_digest):
+            try:
+                self._judge(job.submission_digest)
+            except _AbstainError as error:
+                self._abstain(job.submission_digest, error.reason, str(error))
+        return job.submission_digest
+
+    def _judge(self, digest: Digest) -> None:
+        job = self._load(digest)
+        draw = self._draws.draw(digest)
+        finding = self._verify(job, draw)
+        if finding.outcome is Outcome.ABSTAINED:
+            raise _AbstainError(finding.reason, finding.detail)
+        evidence = None
+        if finding.outcome is Outcome.REJECTED:
+            evidence = encoding.canonical_json(
+                self._evidence(job, finding, draw).model_dump(mode="json")
+            )
+        table = None
+        if finding.outcome is Outcome.ACCEPTED:
+            row = job.row
+            table = finding.verdict_table(digest, row.sha256, row.policy_version, row.step)
+        judgement = Judgement(finding.reason, int(finding.units), table, evidence)
+        published = judging.publish_verdict(
+            self._objects,
+            self._context,
+            self._signer,
+            digest,
+            judgement,
+            judged_at=int(self._now()),
+        )
+        log.info("submission %s: %s: %s", digest, finding.reason.name, finding.detail)
+        written = judging.record_verdict(
+            self._store, self._context, digest, published, worker=self._worker, now=self._now()
+        )
+        if not written:
+            log.warning("the claim on %s was lost; its verdict is dropped", digest)
+
+    def _load(self, digest: Digest) -> _Job:
+        """The submission and its lease, with their signatures checked anew: evidence names both."""
+        with self._store.read() as connection:
+            row = submissions.get(connection, digest)
+            lease = leases.get(connection, row.lease_digest) if row is not None else None
+        if row is None or lease is None:
+            raise FatalError(f"a job names submission {digest}, which the store does not hold")
+        signed, signed_lease = row.signed(), lease.signed()
+        domain = self._context.domain
+        claim, promise = signed.submission, signed_lease.lease
+        try:
+            holds = (
+                claim.digest(domain(claim)) == digest
+                and promise.digest(domain(promise)) == claim.lease_digest
+                and claim.recover(domain(claim), signed.signature) == signed.node == promise.node
+                and promise.recover(domain(promise), signed_lease.signature)
+                == self._context.manager
+            )
+        except UntrustedError as error:
+            raise _AbstainError(Reason.VALIDATOR_CRASHED, f"the store: {error}") from error
+        if not holds:
+            raise _AbstainError(
+                Reason.VALIDATOR_CRASHED, "lease and submission in the store do not belong together"
+            )
+        return _Job(row, signed, lease, signed_lease)
+
+    def _verify(self, job: _Job, draw: Draw) -> Finding:
+        claim, promise = job.signed.submission, job.signed_lease.lease
+        received_at = job.row.receipt_answer().receipt.received_at
+        if received_at > min(promise.deadline, claim.valid_until):
+            return Finding(Reason.LATE, f"received at {received_at}, due by {promise.deadline}")
+        try:
+            data = read_object(self._objects, claim.sha256, MAX_FILE_BYTES)
+        except (NotFoundError, UnavailableError, UntrustedError) as error:
+            raise _AbstainError(Reason.OUT_OF_RESOURCES, f"our store lost it: {error}") from error
+        try:
+            self._policies.ensure(job.signed_lease.policy_version, promise.policy_digest)
+        except (UnavailableError, UntrustedError) as error:
+            raise _AbstainError(Reason.POLICY_MISSING, str(error)) from error
+        try:
+            return verify_file(
+                data,
+                job.signed_lease,
+                job.row.lease_digest,
+                self._context.run,
+                self._environment,
+                self._engines,
+                draw_secret=draw.secret,
+                submission_digest=job.row.digest,
+                submission=claim,
+                calibration=self._calibration,
+            )
+        except MemoryError as error:
+            raise _AbstainError(Reason.OUT_OF_RESOURCES, f"out of memory: {error}") from error
+        except Exception as error:
+            # Whatever went wrong in there is our trouble, never the node's: it is logged in full,
+            # the job goes to somebody else, and a job that nobody can judge is set aside.
+            log.exception("judging %s failed", job.row.digest)
+            raise _AbstainError(
+                Reason.VALIDATOR_CRASHED, f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _evidence(self, job: _Job, finding: Finding, draw: Draw) -> Evidence:
+        statistics = finding.decimal_statistics() | {
+            "draw_epoch": str(draw.epoch),
+            "draw_commitment": draw.commitment,
+        }
+        return Evidence(
+            chain_id=self._context.deployment.chain_id,
+            submission=job.signed,
+            lease=job.signed_lease,
+            reason=int(finding.reason),
+            detail=finding.detail[:2048],
+            run_digest=self._context.run.digest(),
+            validator=self._signer.address,
+            validator_version=self._version,
+            draw_secret=draw.secret,
+            rows_drawn=finding.rows_drawn,
+            statistics=statistics,
+            thresholds=finding.decimal_thresholds(),
+        )
+
+    def _abstain(self, digest: Digest, reason: Reason, detail: str) -> None:
+        judging.record_abstention(
+            self._store,
+            digest,
+            reason,
+            detail,
+            worker=self._worker,
+            now=self._now(),
+            retry_seconds=self._patience.retry_seconds,
+            max_abstentions=self._patience.max_abstentions,
+        )
+
+    def _work_waits(self) -> bool:
+        """A look without the write lock, so that an idle validator disturbs nobody."""
+        with self._store.read() as connection:
+            return jobs.waiting(connection, self._worker, now=self._now())
+
+    @contextmanager
+    def _keep_claim(self, digest: Digest) -> Iterator[None]:
+        """Extends the claim while the block runs, at most `judge_seconds`."""
+        stop = threading.Event()
+        keeper = threading.Thread(target=self._extend, args=(digest, stop), daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            keeper.join()
+
+    def _extend(self, digest: Digest, stop: threading.Event) -> None:
+        patience = self._patience
+        ends = self._now() + patience.judge_seconds
+        while not stop.wait(patience.claim_seconds / 3) and self._now() < ends:
+            try:
+                with self._store.begin() as connection:
+                    jobs.extend(
+                        connection,
+                        digest,
+                        self._worker,
+                        now=self._now(),
+                        seconds=patience.claim_seconds,
+                    )
+            except UnavailableError as error:
+                log.warning("the claim on %s was not renewed: %s", digest, error)
+
+
+def run_validator_chain_tick(
+    store: Store,
+    context: PoolContext,
+    contracts: Contracts,
+    sender: Sender,
+    now: Callable[[], float],
+) -> int:
+    """One round of the validator's lane; returns how many intents are not finished."""
+    queue_executions(store, sender.address, now)
+    return run_outbox_tick(store, context, contracts, sender, now)

@@ -1,0 +1,225 @@
+"""`orchestrator validate`: one validator process, until SIGTERM.
+
+Judging runs in the main thread, the chain in another. Settings: flag > PRIME_VALIDATOR_* > default.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.context import PoolContext
+from orchestrator.draws import DrawSecrets
+from orchestrator.policy_store import PolicyStore
+from orchestrator.serve import Loops, read_run
+from orchestrator.store import meta, open_store, sqlite_url
+from orchestrator.store.engine import Store
+from orchestrator.validator import Patience, Validator, run_validator_chain_tick
+from protocol.broadcast.manifest import Trust
+from protocol.chain.client import ChainClient
+from protocol.chain.contracts import Contracts
+from protocol.chain.deployment import Deployment
+from protocol.chain.keystore import load_keystore, read_password
+from protocol.chain.sender import Sender
+from protocol.core import ids
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.errors import UnavailableError, UserError
+from protocol.core.ids import Address
+from protocol.environments.registry import environment_for
+from protocol.storage.directory import DirectoryStore
+from protocol.verification.engines import FolderEngines, load_engine
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+log = logging.getLogger(__name__)
+
+CHAIN_SECONDS = 0.7
+IDLE_SECONDS = 0.3
+PREPARE_SECONDS = 1.0
+
+
+@app.command()
+def validate(
+    deployment: Annotated[
+        Path, typer.Option(envvar="PRIME_VALIDATOR_DEPLOYMENT", help="Deployment JSON.")
+    ],
+    run: Annotated[
+        Path, typer.Option(envvar="PRIME_VALIDATOR_RUN", help="Run definition (canonical JSON).")
+    ],
+    wallet: Annotated[
+        Path, typer.Option(envvar="PRIME_VALIDATOR_WALLET", help="Keystore of the validator.")
+    ],
+    rpc: Annotated[
+        list[str],
+        typer.Option(envvar="PRIME_VALIDATOR_RPC", help="RPC endpoint; repeat for more."),
+    ],
+    pool: Annotated[int, typer.Option(envvar="PRIME_VALIDATOR_POOL", help="Number of the pool.")],
+    orchestrator_data: Annotated[
+        Path,
+        typer.Option(
+            envvar="PRIME_VALIDATOR_ORCHESTRATOR_DATA",
+            help="The orchestrator's data folder: its database and objects, unless named below.",
+        ),
+    ] = Path("var/orchestrator"),
+    database: Annotated[
+        str,
+        typer.Option(
+            envvar="PRIME_VALIDATOR_DATABASE", help="sqlite:///PATH or postgresql://… to share."
+        ),
+    ] = "",
+    objects: Annotated[
+        Path | None,
+        typer.Option(envvar="PRIME_VALIDATOR_OBJECTS", help="Folder of the object store."),
+    ] = None,
+    data: Annotated[
+        Path,
+        typer.Option(
+            envvar="PRIME_VALIDATOR_DATA", help="Our own folder: policies and sender's journal."
+        ),
+    ] = Path("var/validator"),
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a relay or origin to fetch policies from; repeat for more."),
+    ] = None,
+    password_file: Annotated[
+        Path | None,
+        typer.Option(envvar="PRIME_VALIDATOR_PASSWORD_FILE", help="File with the password."),
+    ] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    device: Annotated[str, typer.Option(help="Where to replay: cpu, cuda, …")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    engines: Annotated[int, typer.Option(help="Policies to keep loaded.", min=1)] = 3,
+    claim_seconds: Annotated[
+        float, typer.Option(help="How long a claim outlives us if we are killed.", min=3)
+    ] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Judge submitted files (may use a GPU) until SIGTERM."""
+    logging.basicConfig(
+        level=log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+    )
+    stop = _until_stopped()
+    with ExitStack() as stack:
+        place = Deployment.load(deployment)
+        definition = read_run(run, place)
+        environment = environment_for(definition)
+        signer = load_keystore(
+            wallet, read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
+        )
+        data.mkdir(parents=True, exist_ok=True)
+        store = open_store(database or sqlite_url(orchestrator_data / "orchestrator.sqlite"))
+        stack.callback(store.close)
+        store.migrate()
+        client = ChainClient(rpc, place.chain_id)
+        stack.callback(client.close)
+        manager, trainer = pool_facts(store, place, pool, definition.digest())
+        context = PoolContext(deployment=place, pool=pool, manager=manager, run=definition)
+        files = DirectoryStore(objects or orchestrator_data / "objects")
+        draws = DrawSecrets(
+            store, files, context, signer, random=secrets.token_bytes, now=time.time
+        )
+        trust = Trust(trainer, place.domain_of(PolicyStatement), pool)
+        policies = PolicyStore(
+            data / "policies", store, trust, sources=tuple(source or ()), now=time.time
+        )
+        loader = partial(load_engine, dtype=dtype, device=device, threads=threads)
+        validator = Validator(
+            store,
+            files,
+            context,
+            signer,
+            FolderEngines(policies.root, loader, keep=engines),
+            environment,
+            policies,
+            draws,
+            worker=f"{signer.address}:{os.getpid()}:{secrets.token_hex(4)}",
+            version=f"prime-open {importlib.metadata.version('prime-open')}",
+            now=time.time,
+            patience=Patience(claim_seconds=claim_seconds),
+        )
+        sender = Sender(client, signer, data / "validator.journal.sqlite")
+        stack.callback(sender.close)
+        contracts = Contracts(client, place)
+        loops = Loops(on_crash=stop.set)
+        stack.callback(loops.stop)
+        loops.start(
+            "chain",
+            lambda: run_validator_chain_tick(store, context, contracts, sender, time.time),
+            CHAIN_SECONDS,
+        )
+        loops.start("draws", draws.prepare, PREPARE_SECONDS)
+        print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
+        _judge_until(stop, validator)
+        loops.stop()
+        loops.raise_crash()
+    log.info("ended")
+
+
+def _judge_until(stop: threading.Event, validator: Validator) -> None:
+    """Judges what there is; looks again every IDLE_SECONDS when there is nothing."""
+    pause = IDLE_SECONDS
+    while not stop.is_set():
+        try:
+            judged = validator.judge_next()
+            pause = IDLE_SECONDS
+        except UnavailableError as error:
+            pause = min(2 * pause, 30.0)
+            log.warning("judging pauses for %.1f s: %s", pause, error)
+            judged = None
+        if judged is None:
+            stop.wait(pause)
+
+
+def pool_facts(
+    store: Store, deployment: Deployment, pool: int, run_digest: str
+) -> tuple[Address, Address]:
+    """Manager and trainer of the pool, as `orchestrator serve` has found them on chain.
+
+    Raises UserError if the database is another pool's, or the run definition is.
+    """
+    place = f"{deployment.chain_id}/{deployment.contracts.pools}/{pool}"
+    with store.read() as connection:
+        serves, facts = meta.get(connection, "serves"), meta.get(connection, "pool_facts")
+    if serves is None or facts is None:
+        raise UserError(
+            "the database belongs to no pool yet",
+            hint="start `orchestrator serve` with it first",
+        )
+    if serves != place:
+        raise UserError(
+            f"the database belongs to pool {serves}, not {place}",
+            hint="name another --orchestrator-data or --database",
+        )
+    manager, trainer, its_run = json.loads(facts)
+    if its_run != run_digest:
+        raise UserError(
+            f"the run definition's digest is {run_digest}, the pool's is {its_run}",
+            hint="give the file that the pool was made with by --run",
+        )
+    return ids.address(manager), ids.address(trainer)
+
+
+def _until_stopped() -> threading.Event:
+    stop = threading.Event()
+
+    def end(_number: int, _frame: object) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    return stop
