@@ -8,19 +8,23 @@ caller composes several of them into one transaction.
 from __future__ import annotations
 
 import sqlite3
+import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
 
-from protocol.core.errors import UnavailableError, UserError
+from protocol.core.errors import FatalError, UnavailableError, UserError
 
 BUSY_SECONDS = 30
 _READ_ONLY = "prime_read_only"
+_POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
+"""As many connections as the API has threads (40) and loops; ten are kept open."""
 
 
 class Store:
@@ -28,6 +32,8 @@ class Store:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._writing = threading.RLock() if self.is_sqlite else nullcontext()
+        """Writers of this process queue here; those of others at SQLite's own lock, which polls."""
 
     @property
     def is_sqlite(self) -> bool:
@@ -38,7 +44,7 @@ class Store:
         """A read-write transaction. SQLite takes the write lock at once, so what was read inside
         cannot change before the commit. Raises UnavailableError if the database cannot be used
         now."""
-        with _reachable(self.engine), self.engine.begin() as connection:
+        with self._writing, _reachable(self.engine), self.engine.begin() as connection:
             yield connection
 
     @contextmanager
@@ -82,7 +88,7 @@ def open_store(url: str) -> Store:
         case "postgresql":
             return Store(
                 sa.create_engine(
-                    parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, pool_size=10
+                    parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, **_POOL
                 )
             )
         case other:
@@ -95,7 +101,7 @@ def _sqlite(url: sa.URL) -> Engine:
     if not url.database or url.database == ":memory:":
         raise UserError("a SQLite store needs a file", hint="use sqlite:///PATH")
     Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS})
+    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **_POOL)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: sqlite3.Connection, _record: object) -> None:
@@ -118,7 +124,7 @@ def _sqlite(url: sa.URL) -> Engine:
 
 @contextmanager
 def _reachable(engine: Engine) -> Iterator[None]:
-    """Turns an absent, locked or full database into UnavailableError; all else is a defect."""
+    """An absent, locked or full database is UnavailableError, a broken one FatalError."""
     try:
         yield
     except OperationalError as error:
@@ -126,6 +132,9 @@ def _reachable(engine: Engine) -> Iterator[None]:
         where = engine.url.render_as_string(hide_password=True)
         raise UnavailableError(f"the database {where} cannot be used: {cause[0]}") from error
     except DBAPIError as error:
+        if type(error) is DatabaseError:  # SQLite: "not a database", "malformed"
+            where = engine.url.render_as_string(hide_password=True)
+            raise FatalError(f"{where} is damaged ({error.orig}): restore a backup") from error
         if error.connection_invalidated:
             raise UnavailableError("the database closed the connection") from error
         raise

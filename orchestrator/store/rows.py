@@ -24,7 +24,8 @@ def records(kind: type[T], rows: Sequence[RowMapping]) -> list[T]:
 def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
     """Inserts a row unless one with its key is there. True if it was inserted."""
     statement = _insert(connection, table).values(**values).on_conflict_do_nothing()
-    return connection.execute(statement).rowcount == 1
+    done = connection.execute(statement, execution_options={"preserve_rowcount": True})
+    return done.rowcount == 1
 
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:

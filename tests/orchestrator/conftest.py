@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """A PostgreSQL server: PRIME_TEST_POSTGRES_URL, or one of our own from pgserver."""
     if given := os.environ.get("PRIME_TEST_POSTGRES_URL"):
         yield given
@@ -86,11 +88,15 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pgserver = pytest.importorskip(
         "pgserver", reason="PostgreSQL: pip install pgserver, or set PRIME_TEST_POSTGRES_URL"
     )
-    server = pgserver.get_server(tmp_path_factory.mktemp("postgres"))
+    # not below pytest's own folder, which only root may enter: as root, the server runs as another
+    folder = Path(tempfile.mkdtemp(prefix="prime-postgres-"))
+    folder.chmod(0o755)
     try:
+        server = pgserver.get_server(folder)
         yield server.get_uri()
-    finally:
         server.cleanup()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

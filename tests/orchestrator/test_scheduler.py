@@ -1,0 +1,252 @@
+"""The scheduler's rules as properties, and a simulated pool that it keeps fed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.scheduler import (
+    Asker,
+    Grant,
+    Rules,
+    Supply,
+    Wait,
+    decide,
+    first_lacking,
+    speed_class,
+)
+from protocol.core.node import NodeStatus
+
+RULES = Rules(groups_per_batch=8, groups_per_lease=2, max_staleness=2)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rules:
+    return Rules(
+        groups_per_batch=draw(st.integers(1, 40)),
+        groups_per_lease=draw(st.integers(1, 8)),
+        max_staleness=draw(st.integers(0, 4)),
+    )
+
+
+@st.composite
+def supplies(draw: st.DrawFn) -> Supply:
+    latest = draw(st.one_of(st.none(), st.integers(0, 10)))
+    pairs = st.lists(st.tuples(st.integers(0, latest or 0), st.integers(0, 30)), max_size=4)
+    informative = draw(st.integers(0, 300))
+    return Supply(
+        next_step=draw(st.integers(0, 13)),
+        latest_version=latest,
+        free=tuple(draw(pairs)),
+        under_way=tuple(draw(pairs)),
+        informative=(informative, informative + draw(st.integers(0, 300))),
+    )
+
+
+ASKERS = st.builds(
+    Asker,
+    st.sampled_from(["admitted", "active", "silent", "quarantined", "ejected", "left"]),
+    st.integers(0, 12),
+)
+
+
+@given(ASKERS, supplies(), rules())
+def test_a_grant_goes_to_an_active_node_and_is_fresh_when_trained(
+    asker: Asker, supply: Supply, limits: Rules
+) -> None:
+    choice = decide(asker, supply, limits)
+    if isinstance(choice, Grant):
+        assert asker.status == "active"
+        assert supply.latest_version is not None
+        assert choice.policy_version <= min(asker.policy_version, supply.latest_version)
+        assert 0 <= choice.step - choice.policy_version <= limits.max_staleness
+        assert choice.step >= supply.next_step
+        assert choice.step <= supply.latest_version + limits.max_staleness
+        assert choice.policy_version >= supply.latest_version - limits.max_staleness
+    else:
+        assert choice.reason
+
+
+@given(ASKERS, supplies(), rules())
+def test_more_supply_never_calls_for_an_earlier_batch(
+    asker: Asker, supply: Supply, limits: Rules
+) -> None:
+    before = first_lacking(supply, limits)
+    if supply.latest_version is None:
+        assert before is None
+        return
+    more = Supply(
+        next_step=supply.next_step,
+        latest_version=supply.latest_version,
+        free=(*supply.free, (supply.latest_version, limits.groups_per_batch)),
+        under_way=supply.under_way,
+        informative=supply.informative,
+    )
+    after = first_lacking(more, limits)
+    assert after is None or (before is not None and after >= before)
+
+
+@given(rules(), st.integers(0, 10), st.integers(0, 4), st.integers(0, 300), st.integers(0, 300))
+def test_leases_under_way_are_bounded_by_the_lead(
+    limits: Rules, latest: int, ahead: int, informative: int, other: int
+) -> None:
+    """However many nodes ask, work stops being given out once the batches within reach of the
+    newest policy are expected to fill."""
+    lead = max(0, limits.max_staleness + 1 - ahead)
+    supply = Supply(latest + ahead, latest, informative=(informative, informative + other))
+    need, each = lead * limits.groups_per_batch, limits.groups_per_lease * supply.share
+    bound = math.ceil(need / each - 1e-6)
+    granted = 0
+    while isinstance(decide(Asker("active", latest), supply, limits), Grant):
+        granted += 1
+        assert granted <= bound
+        supply = replace(supply, under_way=((latest, granted),))
+    assert granted == bound
+
+
+@pytest.mark.parametrize("status", ["admitted", "silent", "quarantined", "ejected", "left"])
+def test_only_active_nodes_get_work(status: NodeStatus) -> None:
+    choice = decide(Asker(status, 0), Supply(0, 0), RULES)
+    assert choice == Wait(f"the node is {status}")
+
+
+def test_nothing_is_made_before_the_first_policy() -> None:
+    assert isinstance(decide(Asker("active", 0), Supply(0, None), RULES), Wait)
+
+
+def test_a_worker_with_too_old_a_policy_waits() -> None:
+    assert decide(Asker("active", 2), Supply(5, 5), RULES) == Wait("policy 2 is too old; load 5")
+    assert decide(Asker("active", 3), Supply(5, 5), RULES) == Grant(5, 3)
+
+
+def test_a_worker_ahead_of_the_store_works_with_the_newest_known_policy() -> None:
+    assert decide(Asker("active", 9), Supply(5, 5), RULES) == Grant(5, 5)
+
+
+def test_an_old_policy_serves_only_the_batches_it_is_fresh_for() -> None:
+    filled = Supply(5, 5, free=((5, 8),))
+    assert decide(Asker("active", 4), filled, RULES) == Grant(6, 4)
+    assert isinstance(decide(Asker("active", 3), filled, RULES), Wait)
+
+
+def test_what_a_batch_leaves_over_serves_the_next_while_fresh() -> None:
+    assert first_lacking(Supply(5, 5, free=((5, 16),)), RULES) == 7
+    assert first_lacking(Supply(5, 5, free=((3, 16),)), RULES) == 6
+    assert first_lacking(Supply(5, 5, free=((2, 16),)), RULES) == 5
+
+
+def test_batches_take_the_oldest_groups_first() -> None:
+    """8 old groups fill batch 5, so the 8 new ones are there for batch 6."""
+    assert first_lacking(Supply(5, 5, free=((5, 8), (3, 8))), RULES) == 7
+
+
+def test_nobody_works_further_ahead_than_staleness_allows() -> None:
+    full = Supply(5, 5, free=((5, 24),))
+    assert isinstance(decide(Asker("active", 5), full, RULES), Wait)
+    assert decide(Asker("active", 6), Supply(6, 6, free=((5, 16),)), RULES) == Grant(8, 6)
+
+
+def test_uninformative_groups_call_for_more_leases() -> None:
+    """4 leases of 2 groups fill 8 only if nearly every group is informative."""
+    under_way = ((5, 4),)
+    assert first_lacking(Supply(5, 5, (), under_way, (100_000, 100_000)), RULES) in (5, 6)
+    assert first_lacking(Supply(5, 5, (), under_way, (0, 1000)), RULES) == 5
+    assert Supply(5, 5, informative=(0, 100_000)).share == 0.1
+    assert Supply(5, 5).share == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"), [(0, 1), (99, 1), (100, 2), (199, 2), (200, 3), (10**9, 3)]
+)
+def test_speed_class_counts_the_thresholds_reached(rate: int, expected: int) -> None:
+    assert speed_class(rate, (100, 200)) == expected
+    assert speed_class(rate, ()) == 1
+
+
+@dataclass
+class Pool:
+    """A toy pool: nodes take leases, files are judged, batches sealed, policies published."""
+
+    limits: Rules
+    rng: random.Random
+    latest: int = 0
+    next_step: int = 0
+    free: Counter[int] = field(default_factory=Counter)
+    under_way: Counter[int] = field(default_factory=Counter)
+    judged: list[bool] = field(default_factory=list)
+    leases: int = 0
+    idle: int = 0
+    useful: int = 0
+
+    def supply(self) -> Supply:
+        recent = self.judged[-256:]
+        return Supply(
+            self.next_step,
+            self.latest,
+            tuple(self.free.items()),
+            tuple(self.under_way.items()),
+            (sum(recent), len(recent)),
+        )
+
+    def ask(self, version: int) -> Grant | None:
+        choice = decide(Asker("active", version), self.supply(), self.limits)
+        if isinstance(choice, Wait):
+            self.idle += 1
+            return None
+        self.leases += 1
+        self.under_way[choice.policy_version] += 1
+        return choice
+
+    def finish(self, grant: Grant, share: float) -> None:
+        self.under_way[grant.policy_version] -= 1
+        for _ in range(self.limits.groups_per_lease):
+            informative = self.rng.random() < share
+            self.judged.append(informative)
+            if informative:
+                self.free[grant.policy_version] += 1
+
+    def seal(self) -> None:
+        """Seals the next batch if it is full and near enough, as orchestrator.batches does."""
+        step = self.next_step
+        fit = [v for v in sorted(self.free) if 0 <= step - v <= self.limits.max_staleness]
+        if sum(self.free[v] for v in fit) < self.limits.groups_per_batch:
+            return
+        need = self.limits.groups_per_batch
+        for version in fit:
+            taken = min(need, self.free[version])
+            self.free[version] -= taken
+            need -= taken
+        self.useful += self.limits.groups_per_batch
+        self.next_step += 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.floats(0.2, 1.0), rules())
+def test_a_pool_under_this_scheduler_goes_on_and_wastes_little(
+    seed: int, nodes: int, share: float, limits: Rules
+) -> None:
+    pool = Pool(limits, random.Random(seed))
+    working: dict[int, Grant] = {}
+    ticks = 0
+    while pool.latest < 12:
+        ticks += 1
+        assert ticks < 20_000, f"stuck at batch {pool.next_step} with {pool.supply()}"
+        for node in range(nodes):
+            if node in working:
+                if pool.rng.random() < 0.5:
+                    pool.finish(working.pop(node), share)
+            elif grant := pool.ask(pool.latest):
+                working[node] = grant
+        pool.seal()
+        if pool.next_step > pool.latest:  # the trainer trains batch `latest` on policy `latest`
+            pool.latest += 1
+    made = pool.leases * limits.groups_per_lease * share
+    lead = (limits.max_staleness + 2) * limits.groups_per_batch
+    in_hand = nodes * limits.groups_per_lease
+    assert made <= 2 * pool.useful + 2 * lead + 4 * in_hand

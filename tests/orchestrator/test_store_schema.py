@@ -1,0 +1,125 @@
+"""Migrations and metadata say the same on both databases; what cannot be opened is said plainly."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from orchestrator.store import Store, meta, migrate, open_store, schema, sqlite_url
+from protocol.core.errors import FatalError, UnavailableError, UserError
+
+
+def test_migrations_make_exactly_the_tables_of_the_metadata(empty_database: Store) -> None:
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "compare_server_default": True}
+        )
+        assert compare_metadata(context, schema.metadata) == []
+        assert migrate.current(connection) == migrate.head()
+
+
+def test_migrating_twice_and_at_once_changes_nothing(empty_database: Store) -> None:
+    failures: list[BaseException] = []
+
+    def upgrade() -> None:
+        try:
+            empty_database.migrate()
+        except BaseException as error:  # reported by the assertion below
+            failures.append(error)
+
+    threads = [threading.Thread(target=upgrade) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    with empty_database.begin() as connection:
+        meta.put(connection, "kept", "yes")
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        assert meta.get(connection, "kept") == "yes"
+
+
+def test_a_database_of_a_newer_program_is_left_alone(either_store: Store) -> None:
+    with either_store.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(FatalError, match="newer version"):
+        either_store.migrate()
+
+
+def test_an_exception_undoes_the_whole_transaction(either_store: Store) -> None:
+    def fail() -> None:
+        with either_store.begin() as connection:
+            meta.put(connection, "half", "written")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    with either_store.read() as connection:
+        assert meta.get(connection, "half") is None
+
+
+def test_put_replaces(either_store: Store) -> None:
+    with either_store.begin() as connection:
+        meta.put(connection, "key", "old")
+        meta.put(connection, "key", "new")
+        assert meta.get(connection, "key") == "new"
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "mysql://x/y", "sqlite://", "sqlite:///:memory:"])
+def test_a_url_that_names_no_store_is_the_users_error(url: str) -> None:
+    with pytest.raises(UserError) as caught:
+        open_store(url)
+    assert caught.value.hint
+
+
+def test_a_file_that_is_no_database_is_said_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    path.write_bytes(b"this is not a database, however long it is" * 100)
+    store = open_store(sqlite_url(path))
+    with pytest.raises(FatalError, match=r"store\.sqlite is damaged"):
+        store.migrate()
+    store.close()
+
+
+def test_an_absent_postgresql_is_unavailable_and_its_password_unsaid() -> None:
+    store = open_store("postgresql://me:topsecret@127.0.0.1:1/none?connect_timeout=2")
+    with pytest.raises(UnavailableError) as caught, store.begin():
+        pass
+    assert "topsecret" not in str(caught.value)
+
+
+def test_sqlite_keeps_what_it_promised_through_power_loss(store: Store) -> None:
+    with store.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
+        assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+
+
+def test_a_reader_never_waits_for_a_writer(store: Store) -> None:
+    with store.begin() as writing:
+        meta.put(writing, "key", "unseen")
+        with store.read() as connection:
+            assert meta.get(connection, "key") is None
+
+
+def test_a_locked_database_is_unavailable(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = store.engine.url.database
+    assert path is not None
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    impatient = open_store(sqlite_url(Path(path)))
+    with impatient.read() as connection:
+        connection.exec_driver_sql("PRAGMA busy_timeout=50")
+    with pytest.raises(UnavailableError, match="locked"), impatient.begin():
+        pass
+    other.execute("ROLLBACK")
+    other.close()
+    impatient.close()
