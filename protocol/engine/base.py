@@ -101,6 +101,11 @@ class Engine(Protocol):
         """The policy folder's Hugging Face tokenizer."""
         ...
 
+    def twin(self, dtype: str) -> Engine:
+        """The same policy computed in `dtype` (itself if that is its own): the measure of what the
+        dtype alone changes. Raises UnavailableError if it cannot compute in that dtype."""
+        ...
+
     def generate(
         self, requests: Sequence[GenerationRequest], temperature: float
     ) -> list[Generation]:

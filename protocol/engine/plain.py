@@ -61,6 +61,8 @@ class PlainEngine:
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise UnavailableError(f"the plain engine computes in float32 or bfloat16, not {dtype}")
+        self._folder = Path(folder)
+        self._twins: dict[str, PlainEngine] = {}
         self._noise = noise
         self._torch_device = torch.device(device)
         self._batch_rows = batch_rows
@@ -92,7 +94,7 @@ class PlainEngine:
         self._vocabulary = int(self._head.weight.shape[0])
         self._hidden = int(config.hidden_size)
         self._positions = int(config.max_position_embeddings)
-        self._end_tokens = _end_tokens(Path(folder), config)
+        self._end_tokens = _end_tokens(self._folder, config)
 
     @property
     def name(self) -> str:
@@ -123,6 +125,22 @@ class PlainEngine:
     @property
     def tokenizer(self) -> Any:
         return self._tokenizer
+
+    def twin(self, dtype: str) -> PlainEngine:
+        """See Engine.twin. Loaded from the same folder once, then kept."""
+        if dtype == self._dtype:
+            return self
+        if dtype not in self._twins:
+            self._twins[dtype] = PlainEngine(
+                self._folder,
+                noise=self._noise,
+                dtype=dtype,
+                device=str(self._torch_device),
+                batch_rows=self._batch_rows,
+                replay_tokens=self._replay_tokens,
+                logit_elements=self._logit_elements,
+            )
+        return self._twins[dtype]
 
     # generation ----------------------------------------------------------------------------------
 

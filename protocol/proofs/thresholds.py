@@ -5,14 +5,15 @@
     python -m protocol.verification.calibrate --out protocol/proofs/calibration.json
 
 It generates honest files with every set-up on hand, replays them as a validator would, and records
-for each statistic the largest honest value of a row and of a file. A limit is
+for each statistic the largest honest value of a row and of a file, as a multiple of what can be
+explained: one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than
+the replay's, the drift that this dtype itself makes on the very same rows (`reference`). So
 
-    floor + margin × largest honest value
+    limit = max(1, MARGIN × largest honest ratio) × (floor + reference)
 
-where the floors (FLOORS) are what one rounding step of the stored numbers can do, and the margin
-covers what was not measured: other batch sizes, kernels and models of the same set-up. float32
-set-ups afford a wide margin, since real lies lie orders of magnitude beyond; bfloat16 ones do not.
-A set-up that is not in the file has no limits: it is judged in shadow, never punished.
+The reference makes limits independent of the model. The margin covers what was not measured: other
+batch sizes, kernels and models of the same set-up. A set-up that is not in the file has no limits:
+it is judged in shadow, never punished.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from protocol.core.ids import Digest
 from protocol.core.signing import Strict
 
 SHIPPED = Path(__file__).with_name("calibration.json")
-MARGINS: Mapping[str, float] = {"float32": 20.0, "bfloat16": 3.0}
+MARGIN = 2.0
 FLOORS: Mapping[str, float] = {
     "margin_mean": 1e-4,  # float32 logits of magnitude ~100 carry rounding errors near 1e-5
     "margin_max": 1e-3,
@@ -42,8 +43,10 @@ FLOORS: Mapping[str, float] = {
     "mantissa": 1.0,  # one unit in the last of 7 bits
     "sketch": 2.0**-7,  # two roundings to bf16
 }
-"""Added to every limit. Also the names of all statistics that are judged."""
+"""What storage and float32 alone may do. Also the names of all statistics that are judged."""
 STATISTICS = tuple(FLOORS)
+FILE_ROWS = 8
+"""File statistics were calibrated on this many rows; with fewer drawn, only rows are judged."""
 MARGIN_CAP = 4.0
 """One token counts for at most this much in `margin_mean`."""
 LOGPROB_CAP = 2.0
@@ -57,9 +60,10 @@ Scope = Literal["row", "file"]
 
 
 class SetupLimits(Strict):
-    """Honest extremes of one set-up in millionths, so that the object has one encoding.
+    """Honest extremes of one set-up, over `rows` rows in `files` files.
 
-    `row`, `file`: statistic → largest honest value, over `rows` rows in `files` files.
+    `row`, `file`: statistic → largest honest value / (floor + reference), in millionths so that the
+    object has one encoding.
     """
 
     engine: str
@@ -71,11 +75,23 @@ class SetupLimits(Strict):
     row: dict[str, int]
     file: dict[str, int]
 
+    def limits(self, reference: Mapping[str, float]) -> Limits:
+        """Limits for a file whose dtype alone makes the drift `reference` (statistic → value; empty
+        if the file's dtype is the replay's)."""
+        explained = {name: FLOORS[name] + reference.get(name, 0.0) for name in STATISTICS}
+        row, file = (
+            {name: max(1.0, MARGIN * ratios[name] / 1e6) * explained[name] for name in STATISTICS}
+            for ratios in (self.row, self.file)
+        )
+        honest_sketch = MARGIN * self.file["sketch"] / 1e6 * explained["sketch"]
+        return Limits(row=row, file=file, honest_sketch=honest_sketch)
+
 
 class Calibration(Strict):
     """What was measured, on what, by which replaying set-up. Named by its SHA-256."""
 
     version: Literal[1] = 1
+    replay_engine: str
     replay_dtype: str
     source: str
     """Models, batch sizes and machine, in words."""
@@ -87,24 +103,25 @@ class Calibration(Strict):
     def digest(self) -> Digest:
         return encoding.sha256(self.canonical())
 
-    def limits(self, engine: str, dtype: str, device: str) -> Limits | None:
-        """Limits for files made by that set-up; None if it was never calibrated."""
+    def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
+        """What was measured of that set-up; None if it never was."""
         for setup in self.setups:
             if (setup.engine, setup.dtype, setup.device) == (engine, dtype, device):
-                margin = MARGINS.get(dtype, min(MARGINS.values()))
-                return Limits(
-                    row={s: FLOORS[s] + margin * setup.row[s] / 1e6 for s in STATISTICS},
-                    file={s: FLOORS[s] + margin * setup.file[s] / 1e6 for s in STATISTICS},
-                )
+                return setup
         return None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest value of each statistic that is still called honest, of a row and of a file."""
+    """Largest value of each statistic that is still called honest, of a row and of a file.
+
+    `honest_sketch`: sketch distance that honest states stay below even if `file` allows more; it
+    accuses nobody, but tells weights from log-probabilities.
+    """
 
     row: Mapping[str, float]
     file: Mapping[str, float]
+    honest_sketch: float
 
     def named(self) -> dict[str, float]:
         """All limits, as "row.sketch", "file.sketch", …"""

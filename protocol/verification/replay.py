@@ -1,8 +1,13 @@
 """Replay of drawn rows: the statistics of each, and what they say together.
 
-measure:  file row + engine → RowStatistics       (one prefill for all drawn rows)
-combine:  rows → statistics of the file           (means by token or window, maxima)
-accuse:   statistics + limits → Accusation | None (pure)
+    Replayed    drawn rows through the verifier's engine, one prefill for all of them
+    .measure    … against what the file claims           → RowStatistics
+    .reference  … against the same policy in the file's dtype → drift that this dtype explains
+    combine     rows → statistics of the file            (means by token or window, maxima)
+    accuse      statistics + limits → Accusation | None  (pure)
+
+A file made in another dtype than the verifier's is held to a multiple of the drift that the dtype
+itself makes on the very same rows, so that no number depends on the model.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.core import seeds
 from protocol.core.ids import Digest
@@ -19,6 +25,7 @@ from protocol.core.verdict import Reason
 from protocol.engine.base import TAIL_PROBABILITY, Engine, Replay, ReplayRequest
 from protocol.proofs import activations, sampling, sketch
 from protocol.proofs.thresholds import (
+    FILE_ROWS,
     LOGPROB_CAP,
     MARGIN_CAP,
     SIGNIFICANCE,
@@ -60,70 +67,122 @@ class Accusation:
     detail: str
 
 
-def measure(
-    engine: Engine,
-    run: RunDefinition,
-    lease_digest: Digest,
-    numbers: Sequence[int],
-    plan: Sequence[PlannedRow],
-    rows: Sequence[FileRow],
-) -> list[RowStatistics]:
-    """Replays the rows `numbers` of a file and compares.
+@dataclass(frozen=True)
+class _Claim:
+    """What is said of one row: by a file, or by another engine."""
+
+    logprobs: NDArray[np.float32]
+    proofs: Sequence[activations.DecodedProof]
+    sketches: NDArray[np.uint16]
+
+
+class Replayed:
+    """The rows `numbers` of a file, replayed by `engine`.
 
     `rows` have passed the structural checks: prompts as planned, proofs that decode. Raises
     MalformedError if a row does not fit the model.
     """
-    requests = [
-        ReplayRequest(plan[i].prompt_tokens, rows[i].output_tokens, plan[i].noise_key)
-        for i in numbers
-    ]
-    replays = engine.replay(requests, run.temperature)
-    seed = seeds.lease_seed(lease_digest)
-    return [
-        _measure_row(i, rows[i], replay, seed, engine)
-        for i, replay in zip(numbers, replays, strict=True)
-    ]
 
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunDefinition,
+        lease_digest: Digest,
+        numbers: Sequence[int],
+        plan: Sequence[PlannedRow],
+        rows: Sequence[FileRow],
+    ) -> None:
+        self._numbers = numbers
+        self._temperature = run.temperature
+        self._rows = [rows[i] for i in numbers]
+        self._requests = [
+            ReplayRequest(plan[i].prompt_tokens, rows[i].output_tokens, plan[i].noise_key)
+            for i in numbers
+        ]
+        self._replays = engine.replay(self._requests, run.temperature)
+        seed = seeds.lease_seed(lease_digest)
+        self._keys = [
+            sketch_keys(seed, row.group, row.sample, row.output_tokens) for row in self._rows
+        ]
+        self._windows = [activations.split_windows(replay.states) for replay in self._replays]
+        self._sketches = [
+            sketch.build(windows, keys)
+            for windows, keys in zip(self._windows, self._keys, strict=True)
+        ]
 
-def _measure_row(
-    number: int, row: FileRow, replay: Replay, seed: Digest, engine: Engine
-) -> RowStatistics:
-    windows = activations.split_windows(replay.states)
-    packed = activations.unpack(row.proofs, len(windows))
-    proofs = [
-        activations.decode(proof, len(window))
-        for proof, window in zip(packed, windows, strict=True)
-    ]
-    match = activations.verify(proofs, windows)
-    keys = sketch_keys(seed, row.group, row.sample, row.output_tokens)
-    distance = sketch.distances(
-        sketch.decode(row.sketch, len(windows)), sketch.build(windows, keys)
-    )
-    drawn = sampling.match_sampling(replay.margins, MARGIN_CAP)
-    gap = np.abs(row.logprobs.astype(np.float64) - replay.logprobs)
-    improbable = replay.logprobs < np.log(TAIL_PROBABILITY)
-    last_margin = float(replay.margins[-1])
-    return RowStatistics(
-        number=number,
-        tokens=len(row.output_tokens),
-        windows=len(windows),
-        equal=drawn.equal,
-        values={
-            "margin_mean": drawn.margin_mean,
-            "margin_max": drawn.margin_max,
+    @staticmethod
+    def _claim(replay: Replay, keys: Sequence[bytes]) -> _Claim:
+        windows = activations.split_windows(replay.states)
+        proofs = [
+            activations.decode(proof, len(window))
+            for proof, window in zip(activations.build(windows), windows, strict=True)
+        ]
+        return _Claim(replay.logprobs, proofs, sketch.build(windows, keys))
+
+    def measure(self) -> list[RowStatistics]:
+        """What the file claims, against the replay."""
+        found = []
+        for i, row in enumerate(self._rows):
+            replay = self._replays[i]
+            windows = self._windows[i]
+            packed = activations.unpack(row.proofs, len(windows))
+            claim = _Claim(
+                row.logprobs,
+                [
+                    activations.decode(proof, len(window))
+                    for proof, window in zip(packed, windows, strict=True)
+                ],
+                sketch.decode(row.sketch, len(windows)),
+            )
+            drawn = sampling.match_sampling(replay.margins, MARGIN_CAP)
+            last_margin = float(replay.margins[-1])
+            found.append(
+                RowStatistics(
+                    number=self._numbers[i],
+                    tokens=len(row.output_tokens),
+                    windows=len(windows),
+                    equal=drawn.equal,
+                    values={
+                        "margin_mean": drawn.margin_mean,
+                        "margin_max": drawn.margin_max,
+                        **self._compare(claim, i),
+                    },
+                    inner_margin=float(replay.margins[:-1].max(initial=0.0)),
+                    ends_early=row.finish_reason == "end"
+                    and not sampling.ends_plausibly(replay.end_probability, last_margin, 0.0),
+                    tail_observed=int((replay.logprobs < np.log(TAIL_PROBABILITY)).sum()),
+                    tail_expected=float(replay.tail_mass.sum()),
+                )
+            )
+        return found
+
+    def reference(self, twin: Engine) -> dict[str, float]:
+        """Drift between `twin` (the same policy in another dtype) and the replay, over all rows.
+
+        Margins are bounded by errors of logits, so log-probabilities stand in for them.
+        """
+        rows = []
+        for i, replay in enumerate(twin.replay(self._requests, self._temperature)):
+            values = self._compare(self._claim(replay, self._keys[i]), i)
+            values["margin_mean"] = values["logprob_mean"]
+            values["margin_max"] = values["logprob_max"]
+            tokens, windows = len(replay.logprobs), len(self._keys[i])
+            rows.append(RowStatistics(i, tokens, windows, 1.0, values, 0.0, False, 0, 0.0))
+        return combine(rows)
+
+    def _compare(self, claim: _Claim, i: int) -> dict[str, float]:
+        replay = self._replays[i]
+        match = activations.verify(claim.proofs, self._windows[i])
+        distance = sketch.distances(claim.sketches, self._sketches[i])
+        gap = np.abs(claim.logprobs.astype(np.float64) - replay.logprobs)
+        return {
             "logprob_mean": float(np.minimum(gap, LOGPROB_CAP).mean()),
             "logprob_max": float(gap.max()),
             "exponent": float(match.exponent.mean()),
             "sign": float(match.sign.mean()),
             "mantissa": float(match.mantissa.mean()),
             "sketch": float(distance.mean()),
-        },
-        inner_margin=float(replay.margins[:-1].max(initial=0.0)),
-        ends_early=row.finish_reason == "end"
-        and not sampling.ends_plausibly(replay.end_probability, last_margin, 0.0),
-        tail_observed=int(improbable.sum()),
-        tail_expected=float(replay.tail_mass.sum()),
-    )
+        }
 
 
 def combine(rows: Sequence[RowStatistics]) -> dict[str, float]:
@@ -153,7 +212,7 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
     States are judged before sampling: other weights also change what is sampled.
     """
     together = combine(rows)
-    file_excess = limits.exceeded(together, "file")
+    file_excess = limits.exceeded(together, "file") if len(rows) >= FILE_ROWS else set()
     row_excess = {row.number: limits.exceeded(row.values, "row") for row in rows}
     bad = [row for row in rows if row_excess[row.number]] or list(rows)
     excess = file_excess.union(*row_excess.values())
@@ -173,7 +232,9 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
     if together["tail_probability"] < SIGNIFICANCE:
         return Accusation(Reason.TWO_HUMPED, f"tail probability {together['tail_probability']:.3g}")
     if excess & _LOGPROBS:
-        return Accusation(Reason.TAMPERED_LOGPROBS, where)
+        drifted = together["sketch"] > limits.honest_sketch
+        reason = Reason.WRONG_ACTIVATIONS if drifted else Reason.TAMPERED_LOGPROBS
+        return Accusation(reason, where)
     return None
 
 

@@ -312,18 +312,19 @@ def _judge_replay(
     engines: EngineProvider,
     calibration: Calibration | None,
 ) -> Finding:
-    def measure(by: Engine) -> list[replay.RowStatistics]:
-        return replay.measure(by, run, lease_digest, numbers, plan, file.rows)
+    def replayed(by: Engine) -> replay.Replayed:
+        return replay.Replayed(by, run, lease_digest, numbers, plan, file.rows)
 
     drawn = tuple(numbers)
     try:
-        found = measure(engine)
+        replays = replayed(engine)
+        found = tuple(replays.measure())
+        limits = _limits(file, run, engine, replays, calibration)
     except MalformedError as error:
         return Finding(Reason.MALFORMED, str(error), rows_drawn=drawn)
     except MemoryError as error:
         return Finding(Reason.OUT_OF_RESOURCES, f"replay ran out of memory: {error}")
     statistics = replay.combine(found)
-    limits = _limits(file, run, calibration)
     if limits is None:
         made = file.metadata
         return Finding(
@@ -331,38 +332,51 @@ def _judge_replay(
             f"no calibration for {made.engine}, {made.dtype} on {made.device}: measured only",
             statistics=statistics,
             rows_drawn=drawn,
-            row_statistics=tuple(found),
+            row_statistics=found,
         )
     accusation = replay.accuse(found, limits)
     if accusation is not None and accusation.reason is Reason.WRONG_ACTIVATIONS:
-        accusation = _explained_by_earlier(accusation, signed, engines, measure, limits)
+        accusation = _explained_by_earlier(
+            accusation, signed, engines, lambda by: replayed(by).measure(), limits
+        )
     return Finding(
         accusation.reason if accusation else Reason.NONE,
         accusation.detail if accusation else f"{len(drawn)} of {len(file.rows)} rows replayed",
         statistics=statistics,
         thresholds=limits.named(),
         rows_drawn=drawn,
-        row_statistics=tuple(found),
+        row_statistics=found,
         table=() if accusation else table,
         units=Units(0 if accusation else sum(row.output_tokens for row in table)),
     )
 
 
 def _limits(
-    file: RolloutFile, run: RunDefinition, calibration: Calibration | None
+    file: RolloutFile,
+    run: RunDefinition,
+    engine: Engine,
+    replays: replay.Replayed,
+    calibration: Calibration | None,
 ) -> Limits | None:
+    """Limits for the set-up that the file names; None if it was never calibrated, or not for an
+    engine like the validator's."""
     chosen = calibration or shipped()
     if run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return None
     made = file.metadata
-    return chosen.limits(made.engine, made.dtype, made.device)
+    setup = chosen.setup(made.engine, made.dtype, made.device)
+    if setup is None or (chosen.replay_engine, chosen.replay_dtype) != (engine.name, engine.dtype):
+        return None
+    if made.dtype == engine.dtype:
+        return setup.limits({})
+    return setup.limits(replays.reference(engine.twin(made.dtype)))
 
 
 def _explained_by_earlier(
     accusation: replay.Accusation,
     signed: SignedLease,
     engines: EngineProvider,
-    measure: Callable[[Engine], list[replay.RowStatistics]],
+    measure: Callable[[Engine], Sequence[replay.RowStatistics]],
     limits: Limits,
 ) -> replay.Accusation:
     """WRONG_POLICY, with its version, if an earlier policy replays the rows without fault."""
