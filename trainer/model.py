@@ -67,7 +67,7 @@ class Policy(nn.Module):
         logits = self.lm.lm_head(chosen)
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
         all_logprobs = torch.log_softmax(logits, dim=-1)
-        logprobs = all_logprobs.gather(1, batch.targets[:, None])[:, 0]
+        logprobs = -nn.functional.nll_loss(all_logprobs, batch.targets, reduction="none")
         entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
         return logprobs, entropy
 

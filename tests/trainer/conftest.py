@@ -1,0 +1,22 @@
+"""A process group of one for the trainer's tests, and a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trainer_kit as kit
+
+from trainer.parallel import World, joined_world
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    with joined_world() as joined:
+        yield joined
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kit.tiny_model(tmp_path_factory.mktemp("model") / "tiny")

@@ -1,0 +1,121 @@
+"""One gradient, however rows are packed, cut into micro-batches or spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import trainer_kit as kit
+
+from protocol.core.rollout import Rollout
+from protocol.core.run import Objective
+from trainer.advantages import group_advantages
+from trainer.collate import collate
+from trainer.learner import Learner, backward
+from trainer.loss import policy_loss, token_weights
+from trainer.parallel import World
+
+OBJECTIVES = (
+    Objective(name="grpo"),
+    Objective(name="grpo_token_mean", advantage="mean", entropy_micro=1000),
+    Objective(name="dr_grpo", advantage="leave_one_out", kl_micro=1000),
+)
+
+
+def one_at_a_time(learner: Learner, rollouts: list[Rollout]) -> float:
+    """The slow way: each sample alone in a row, one backward each; returns the loss."""
+    run, size = learner.run, learner.run.samples_per_group
+    weights = token_weights(
+        [len(r.output_tokens) for r in rollouts], run.objective.name, run.max_output_tokens
+    )
+    dtype = next(learner.policy.parameters()).dtype
+    loss = 0.0
+    for number, rollout in enumerate(rollouts):
+        start = number - number % size
+        rewards = [r.reward for r in rollouts[start : start + size]]
+        advantage = group_advantages(rewards, run.objective.advantage)[number - start]
+        batch, tokens = collate(
+            [[0]], [rollout], [advantage], [weights[number]], torch.device("cpu"), dtype
+        )
+        if learner.reference is not None:
+            with torch.no_grad():
+                tokens = replace(tokens, reference=learner.reference(batch)[0])
+        logprobs, entropy = learner.policy(batch)
+        terms = policy_loss(logprobs, entropy, tokens, learner.objective)
+        terms.loss.backward()
+        loss += float(terms.loss.detach())
+    return loss
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.name)
+@pytest.mark.parametrize(("row_tokens", "micro_tokens"), [(1, 1), (64, 64), (200, 10_000)])
+def test_packing_and_accumulation_leave_the_gradient_alone_in_float64(
+    model: Path,
+    tmp_path: Path,
+    world: World,
+    objective: Objective,
+    row_tokens: int,
+    micro_tokens: int,
+) -> None:
+    run = kit.run_definition(objective)
+    rollouts = kit.rows()
+    sizes = {"row_tokens": row_tokens, "micro_tokens": micro_tokens}
+    packed = kit.double_learner(kit.learner(model, tmp_path, world, run, **sizes), world)
+    statistics = backward(packed, rollouts)
+    slow = kit.double_learner(packed, world)
+    loss = one_at_a_time(slow, rollouts)
+    found = kit.relative_difference(kit.gradients(packed.policy), kit.gradients(slow.policy))
+    assert found < 1e-9
+    assert statistics["loss"] == pytest.approx(loss, rel=1e-9, abs=1e-12)
+
+
+def test_packing_leaves_the_gradient_alone_in_float32(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    rollouts = kit.rows(6, seed=3)
+    packed = kit.learner(model, tmp_path, world, row_tokens=96, micro_tokens=300)
+    backward(packed, rollouts)
+    slow = kit.learner(model, tmp_path, world)
+    one_at_a_time(slow, rollouts)
+    assert kit.relative_difference(kit.gradients(packed.policy), kit.gradients(slow.policy)) < 1e-4
+
+
+def test_the_ratio_is_against_the_files_log_probabilities(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    # An ancestor took the trainer's current ones: staleness was never corrected.
+    learner = kit.learner(model, tmp_path, world)
+    rollouts = kit.rows()
+    first = backward(learner, rollouts)
+    shifted = [replace(r, logprobs=tuple(value - 1.0 for value in r.logprobs)) for r in rollouts]
+    learner.policy.zero_grad()
+    second = backward(learner, shifted)
+    assert second["ratio"] == pytest.approx(first["ratio"] * torch.e, rel=1e-4)
+    assert first["ratio"] != pytest.approx(1.0, abs=0.05)
+
+
+def test_a_sample_longer_than_a_row_keeps_its_own_reward(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    rollouts = kit.rows(seed=5, longest=39)
+    narrow = kit.learner(model, tmp_path, world, row_tokens=8, micro_tokens=8)
+    wide = kit.learner(model, tmp_path, world, row_tokens=400, micro_tokens=4000)
+    backward(narrow, rollouts)
+    backward(wide, rollouts)
+    assert kit.relative_difference(kit.gradients(narrow.policy), kit.gradients(wide.policy)) < 1e-4
+
+
+def test_each_sample_counts_once(model: Path, tmp_path: Path, world: World) -> None:
+    # An ancestor's rebalancing duplicated a micro-batch: swapping order must change nothing, and
+    # the gradient of a batch is the sum of its groups' (dr_grpo's weights do not depend on rows).
+    run = kit.run_definition(Objective(name="dr_grpo"))
+    rollouts = kit.rows(4)
+    whole = kit.double_learner(kit.learner(model, tmp_path, world, run, micro_tokens=80), world)
+    backward(whole, rollouts)
+    parts = kit.double_learner(whole, world)
+    for start in range(0, len(rollouts), 4):
+        backward(parts, rollouts[start : start + 4])
+    scaled = {name: g / 4 for name, g in kit.gradients(parts.policy).items()}
+    assert kit.relative_difference(kit.gradients(whole.policy), scaled) < 1e-9
