@@ -81,8 +81,16 @@ def check(
     """Derive the six findings of a run anew, from outside; exit code 0 only if all hold."""
     from devnet.check import check as derive
     from devnet.check import print_findings
+    from devnet.network import Network
 
-    findings = derive(root)
+    if (root / "pids.json").exists():
+        raise UserError(f"the network of {root} still runs", hint="python -m devnet stop")
+    network = Network.recorded(root)
+    try:
+        network.revive()
+        findings, _ = derive(network)
+    finally:
+        network.stop()
     print_findings(findings, json_output)
     sys.exit(0 if all(finding.ok for finding in findings) else 1)
 
@@ -146,8 +154,8 @@ def _run(plan: Plan, plain: bool) -> int:
         walk.learn()
         walk.settle()
         note("checking from outside")
-        findings = derive(plan.root, network)
-        write_report(plan.root, network, walk, findings, time.monotonic() - started)
+        findings, seen = derive(network)
+        write_report(network, walk.evaluations, seen, findings, time.monotonic() - started)
     finally:
         if live is not None:
             live.stop()

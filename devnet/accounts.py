@@ -6,7 +6,8 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.chain.keystore import create_keystore, load_keystore
+from protocol.chain.keystore import create_keystore, keystore_address, load_keystore
+from protocol.core.errors import UserError
 from protocol.core.ids import Address
 from protocol.core.signing import LocalSigner
 
@@ -41,3 +42,16 @@ def make(folder: Path, name: str) -> Account:
     keystore = folder / f"{name}.json"
     address = create_keystore(keystore, password, light=True)
     return Account(name, address, keystore, password_file)
+
+
+def recorded(folder: Path) -> dict[str, Account]:
+    """The accounts of an earlier run. Raises UserError if there are none."""
+    accounts = {}
+    for keystore in sorted(folder.glob("*.json")):
+        address = keystore_address(keystore)
+        assert address is not None, "made by us, with its address"
+        password_file = keystore.with_suffix(".password")
+        accounts[keystore.stem] = Account(keystore.stem, address, keystore, password_file)
+    if not accounts:
+        raise UserError(f"there is no run under {folder.parent}", hint="make demo")
+    return accounts

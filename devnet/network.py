@@ -14,21 +14,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from devnet.accounts import PARTIES, Account, make
-from devnet.chain import Anvil
+from devnet.accounts import PARTIES, Account, make, recorded
+from devnet.chain import Anvil, free_port
 from devnet.plan import TOKEN, NodePlan, Plan, measured_mmacs, run_definition
 from devnet.processes import Child, Supervisor
 from protocol.broadcast.manifest import build_manifest
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployment import Deployment
-from protocol.core.errors import PrimeError, UnavailableError
+from protocol.core.errors import PrimeError, UnavailableError, UserError
 from protocol.core.messages import Status
 from protocol.core.run import RunDefinition
 from protocol.transport.client import OrchestratorClient
 
 MODEL = Path(__file__).parent / "model"
 BIN = Path(sys.executable).parent
+RECORD = "network.json"
 POOL_FUNDS = 5_000 * TOKEN
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST")
 
@@ -43,11 +44,33 @@ class Network:
         self.supervisor = Supervisor(
             self.root / "logs", self.root / "pids.json", _environment(self.root)
         )
-        self.anvil = Anvil(block_time=1, log=self.root / "logs" / "anvil.log")
+        self.anvil = Anvil(
+            block_time=1, log=self.root / "logs" / "anvil.log", state=self.root / "chain.json"
+        )
         self.accounts: dict[str, Account] = {}
         self.run_file = self.root / "run.json"
         self.deployment_file = self.root / "deployment.json"
         self.pool = 0
+        self.relay_port = free_port()
+
+    @classmethod
+    def recorded(cls, root: Path) -> Network:
+        """An earlier run's network, as it was when it ended. Raises UserError if there is none."""
+        record = root / RECORD
+        if not record.is_file():
+            raise UserError(f"there is no finished run under {root}", hint="make demo")
+        saved = json.loads(record.read_text())
+        network = cls(Plan.from_json(saved["plan"], root))
+        network.accounts = recorded(network.root / "keys")
+        network.pool = int(saved["pool"])
+        return network
+
+    def revive(self) -> None:
+        """Brings back what outsiders ask: the chain as it was, orchestrator, origin, relay."""
+        self.anvil.start()
+        self.start_orchestrator()
+        self.start_trainer()
+        self.start_relay()
 
     # -- the walk ------------------------------------------------------------------------------
 
@@ -91,6 +114,8 @@ class Network:
             ],
         )
         self.pool = int(json.loads(created)["pool"])
+        record = {"plan": self.plan.to_json(), "pool": self.pool}
+        (self.root / RECORD).write_text(json.dumps(record))
         self.supervisor.run(
             "pool",
             [
@@ -135,24 +160,22 @@ class Network:
             "relay",
             [
                 *self._orchestrator("relay", "--orchestrator", self.url),
-                *("--data", str(self.root / "relay"), "--port", "0"),
+                *("--data", str(self.root / "relay"), "--port", str(self.relay_port)),
                 *self.accounts["relay"].flags(),
             ],
         )
 
     def start_trainer(self) -> None:
         """The trainer; it publishes the base model as policy 0 and waits for batches."""
-        steps = ("--steps", str(self.plan.steps)) if self.plan.fixed_steps else ()
         self.supervisor.start(
             "trainer",
             [
                 *(str(BIN / "trainer"), "run", "--orchestrator", self.url),
                 *("--model", str(MODEL), "--data", str(self.root / "trainer")),
-                *("--learning-rate", "3e-4", "--grad-clip", "1.0", "--seed", str(self.plan.seed)),
-                *("--beta1", "0.9", "--beta2", "0.95", *steps),
+                *("--learning-rate", "3e-4", "--warmup-steps", "0", "--weight-decay", "0"),
+                *("--beta1", "0.9", "--beta2", "0.95", "--gradient-clip", "1.0"),
                 *self.accounts["trainer"].flags(),
             ],
-            required=not self.plan.fixed_steps,
         )
 
     def start_node(self, node: NodePlan) -> Child:
@@ -194,10 +217,19 @@ class Network:
     def run(self) -> RunDefinition:
         return RunDefinition.model_validate_json(self.run_file.read_bytes())
 
+    def deployment(self) -> Deployment:
+        """Where the contracts live."""
+        return Deployment.load(self.deployment_file)
+
     def contracts(self) -> Contracts:
         """The deployed contracts, read through this network's chain."""
-        deployment = Deployment.load(self.deployment_file)
+        deployment = self.deployment()
         return Contracts(ChainClient([self.anvil.url], deployment.chain_id), deployment)
+
+    @property
+    def relay_url(self) -> str:
+        """Where the relay serves."""
+        return f"http://127.0.0.1:{self.relay_port}"
 
     def names(self) -> dict[str, str]:
         """Account address → name in this demo."""

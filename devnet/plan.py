@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from protocol.chain.deployment import DEMO_PERIODS, Periods
 from protocol.core.ids import Digest
@@ -53,6 +53,19 @@ class Plan:
     groups_per_lease: int = 4
     evaluate_every: int = 8
     seed: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the folder is left out, since a run may be moved."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "root"}
+        data["nodes"] = [vars(node) for node in self.nodes]
+        data["periods"] = self.periods.model_dump()
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], root: Path) -> Plan:
+        """What `to_json` gave."""
+        nodes = tuple(NodePlan(**node) for node in data["nodes"])
+        return cls(**{**data, "nodes": nodes, "periods": Periods(**data["periods"]), "root": root})
 
     def quick(self) -> Plan:
         """The same walk with small batches, for tests."""

@@ -77,10 +77,12 @@ class Supervisor:
         self._write_pids()
         return child
 
-    def run(self, name: str, argv: Sequence[str], timeout: float = 300.0) -> str:
+    def run(
+        self, name: str, argv: Sequence[str], timeout: float = 300.0, *, check: bool = True
+    ) -> str:
         """Runs `argv` to its end and returns its standard output.
 
-        Raises FatalError with its last words if it fails.
+        Raises FatalError with its last words if it fails, unless `check` is off.
         """
         done = subprocess.run(
             list(argv),
@@ -92,7 +94,7 @@ class Supervisor:
         )
         with (self.logs / f"{name}.log").open("ab") as log:
             log.write(done.stdout + done.stderr)
-        if done.returncode != 0:
+        if check and done.returncode != 0:
             words = (done.stderr or done.stdout).decode(errors="replace").strip()
             raise FatalError(f"{name} ended with exit code {done.returncode}: {words[-1500:]}")
         return done.stdout.decode()

@@ -14,11 +14,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import httpx
 
 from devnet.findings import NEEDED_REWARD, NEEDED_RISE
 from devnet.network import BIN, Network
+from devnet.plan import HELDOUT
+from protocol.broadcast.layout import INDEX_NAME, POLICIES, parse_index
 from protocol.chain.events import RootPosted
-from protocol.core.errors import FatalError, UnavailableError
+from protocol.core.errors import FatalError, PrimeError, UnavailableError
 from protocol.core.messages import Status
 
 START_SECONDS = 180.0
@@ -63,11 +68,7 @@ class Walk:
         while True:
             due = self.evaluations[-1][0] + plan.evaluate_every
             target = min(due, plan.steps)
-            self._until(
-                f"policy {target}",
-                lambda status, target=target: (status.latest_version or 0) >= target,
-                STEP_SECONDS * plan.evaluate_every,
-            )
+            self._until(f"policy {target}", _published(target), STEP_SECONDS * plan.evaluate_every)
             version = self.network.status().latest_version or target
             self.evaluate(version)
             if plan.fixed_steps and version >= plan.steps:
@@ -126,35 +127,16 @@ class Walk:
                     ],
                 )
 
-    def evaluate(self, version: int) -> float:
-        """`trainer evaluate` on a policy fetched through the relay; remembers and returns its
-        mean reward."""
+    def evaluate(self, version: int) -> None:
+        """Evaluates a policy that came through the relay, and remembers its mean reward."""
         network = self.network
         self.note(f"evaluating policy {version} on held-out problems")
-        folder = network.root / "evaluations" / str(version)
-        if not folder.exists():
-            network.supervisor.run(
-                "fetch",
-                [
-                    *(sys.executable, "-m", "protocol.broadcast", "fetch"),
-                    *("--orchestrator", network.url, "--version", str(version)),
-                    *("--out", str(folder)),
-                ],
-            )
-        said = network.supervisor.run(
-            "evaluate",
-            [
-                *(str(BIN / "trainer"), "evaluate", "--model", str(folder), "--json"),
-                *("--run", str(network.run_file), "--problems", "256"),
-                *("--seed", str(EVALUATION_SEED)),
-            ],
-        )
-        mean = float(json.loads(said)["mean_reward"])
+        folder = fetch_through_relay(network, version)
+        mean = evaluate(network, folder)
         self.evaluations.append((version, mean))
         record = network.root / "evaluations" / "index.json"
         record.write_text(json.dumps(self.evaluations))
         self.tick()
-        return mean
 
     def _good(self) -> bool:
         first, *later = self.evaluations
@@ -184,3 +166,48 @@ class Walk:
                 return False
 
         self.network.supervisor.wait_for(what, poll, timeout, interval=0.5)
+
+
+def _published(version: int) -> Callable[[Status], bool]:
+    return lambda status: status.latest_version is not None and status.latest_version >= version
+
+
+def fetch_through_relay(network: Network, version: int) -> Path:
+    """Brings a policy from the relay alone, verified, into `evaluations/<version>`."""
+    dest = network.root / "evaluations"
+    folder = dest / str(version)
+    if folder.exists():
+        return folder
+    url, name = network.relay_url, f"policy {version} at the relay"
+
+    def there() -> bool:
+        try:
+            index = parse_index(httpx.get(f"{url}/{POLICIES}/{INDEX_NAME}", timeout=5.0).content)
+        except (httpx.HTTPError, PrimeError):
+            return False
+        return any(signed.manifest.version == version for signed in index)
+
+    network.supervisor.wait_for(name, there, 60)
+    network.supervisor.run(
+        "fetch",
+        [
+            *(sys.executable, "-m", "protocol.broadcast", "fetch", url, str(dest), "--json"),
+            *("--version", str(version), "--signer", network.accounts["trainer"].address),
+            *("--chain-id", "31337", "--pool", str(network.pool)),
+            *("--contract", network.deployment().address("pools")),
+        ],
+    )
+    return folder
+
+
+def evaluate(network: Network, folder: Path) -> float:
+    """`trainer evaluate` on held-out problems, always the same: the mean of the run's reward."""
+    said = network.supervisor.run(
+        "evaluate",
+        [
+            *(str(BIN / "trainer"), "evaluate", "--model", str(folder), "--json"),
+            *("--run", str(network.run_file), "--problems", str(HELDOUT)),
+            *("--seed", str(EVALUATION_SEED)),
+        ],
+    )
+    return float(json.loads(said)["mean_reward"])

@@ -1,0 +1,350 @@
+"""What a run did, gathered anew from outside: the chain by RPC, the orchestrator by its public
+pages and signed URLs, the trainer's metrics, the nodes' own folders. Nothing the demo counted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from devnet.findings import (
+    Arrival,
+    Evaluation,
+    NodeFacts,
+    Payment,
+    Replay,
+    TrainedBatch,
+    TrainedFile,
+)
+from devnet.network import BIN, Network
+from devnet.plan import HELDOUT
+from devnet.walk import evaluate
+from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed, verify_folder
+from protocol.chain import events
+from protocol.chain.contracts import Contracts
+from protocol.chain.events import Event
+from protocol.core import encoding
+from protocol.core.batch import SignedBatch
+from protocol.core.errors import ConflictError, PolicyError, PrimeError, UntrustedError
+from protocol.core.ids import Address, Digest
+from protocol.core.messages import LeaseAnswer, LeaseRequest, SubmissionInfo
+from protocol.core.rollout import SignedSubmission
+from protocol.transport.client import OrchestratorClient
+from protocol.transport.problems import NotFoundError
+
+T = TypeVar("T", bound=Event)
+BLOCKS_A_QUERY = 2000
+
+
+@dataclass(frozen=True)
+class ChainFacts:
+    """Every event of the deployment, in order."""
+
+    events: tuple[Event, ...]
+
+    def of(self, kind: type[T]) -> list[T]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@dataclass
+class Observation:
+    """All that the findings judge."""
+
+    chain: ChainFacts
+    evaluations: list[Evaluation] = field(default_factory=list)
+    nodes: list[NodeFacts] = field(default_factory=list)
+    payments: list[Payment] = field(default_factory=list)
+    roots_match: bool = False
+    replays: list[Replay] = field(default_factory=list)
+    batches: list[TrainedBatch] = field(default_factory=list)
+    files: list[TrainedFile] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
+
+
+def chain_events(contracts: Contracts) -> list[Event]:
+    """Every event of the deployment since its first block, decoded."""
+    client, deployment = contracts.work.client, contracts.work.deployment
+    newest = client.block_number()
+    found: list[Event] = []
+    times: dict[int, int] = {}
+    for first in range(deployment.block, newest + 1, BLOCKS_A_QUERY):
+        last = min(newest, first + BLOCKS_A_QUERY - 1)
+        for log in client.logs(first, last, list(deployment.addresses())):
+            if log.block not in times:
+                times[log.block] = client.block(log.block).time
+            event = events.decode(log, times[log.block], deployment)
+            if event is not None:
+                found.append(event)
+    return found
+
+
+def observe(network: Network) -> Observation:
+    """Asks everyone. Takes about a minute, most of it in evaluations and replays."""
+    contracts = network.contracts()
+    seen = Observation(ChainFacts(tuple(chain_events(contracts))))
+    seen.published = sorted(
+        e.version for e in seen.chain.of(events.PolicyPublished) if e.pool == network.pool
+    )
+    seen.evaluations = _evaluations(network, contracts)
+    with network.client() as client:
+        seen.batches, seen.files = _trained(network, client, seen.chain)
+        seen.nodes = [
+            _node(network, contracts, client, seen.chain, node.name) for node in network.plan.nodes
+        ]
+    seen.payments, seen.roots_match = _payments(network, contracts, seen.chain)
+    seen.replays = _replays(network, seen)
+    seen.arrivals = _arrivals(network, contracts)
+    return seen
+
+
+# -- learned --------------------------------------------------------------------------------------
+
+
+def _evaluations(network: Network, contracts: Contracts) -> list[Evaluation]:
+    """Evaluates the first and the last two policies that the walk fetched, once more."""
+    folder = network.root / "evaluations"
+    versions = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    chosen = versions[:1] + [v for v in versions[-2:] if v != versions[0]]
+    return [
+        Evaluation(
+            version,
+            evaluate(network, folder / str(version)),
+            HELDOUT,
+            on_chain(network, contracts, folder / str(version)),
+        )
+        for version in chosen
+    ]
+
+
+def on_chain(network: Network, contracts: Contracts, folder: Path) -> bool:
+    """Whether every byte of `folder` is the policy that the trainer signed and the chain holds."""
+    domain = network.deployment().domain("pools")
+    trust = Trust(network.accounts["trainer"].address, domain, network.pool)
+    try:
+        manifest = trust.check(read_signed(folder / MANIFEST_NAME))
+        verify_folder(folder, manifest)
+    except (UntrustedError, PrimeError):
+        return False
+    return contracts.pools.policy_digest(network.pool, manifest.version) == manifest.digest()
+
+
+# -- fresh ----------------------------------------------------------------------------------------
+
+
+def _trained(
+    network: Network, client: OrchestratorClient, chain: ChainFacts
+) -> tuple[list[TrainedBatch], list[TrainedFile]]:
+    metrics = (network.root / "trainer" / "metrics.jsonl").read_text().splitlines()
+    manager, domain = network.accounts["manager"].address, network.deployment().domain("work")
+    roots = _RootsOnChain(client, chain, network)
+    batches, files = [], []
+    for line in map(json.loads, metrics):
+        step = int(line["step"])
+        signed = client.get(f"/v1/batches/{step}/manifest", SignedBatch)
+        manifest = signed.manifest
+        by_manager = signed.statement().recover(domain, signed.signature) == manager
+        batches.append(
+            TrainedBatch(
+                step, str(line["batch_digest"]), manifest.digest(), by_manager, manifest.rows
+            )
+        )
+        files += [
+            TrainedFile(
+                step,
+                file.sha256,
+                tuple(file.groups),
+                file.policy_version,
+                roots.hold(file.submission_digest, file.sha256),
+            )
+            for file in manifest.files
+        ]
+    return batches, files
+
+
+class _RootsOnChain:
+    """Proves submissions to be leaves of roots that the chain holds, from the published lists."""
+
+    def __init__(self, client: OrchestratorClient, chain: ChainFacts, network: Network) -> None:
+        self._domain = network.deployment().domain("work")
+        self._known: dict[str, str] = {}
+        for event in chain.of(events.RootPosted):
+            raw = client.get_object(event.leaves_object)
+            leaves = [
+                SignedSubmission.model_validate_json(json.dumps(item))
+                for item in encoding.parse_canonical_json(raw)
+            ]
+            digests = [leaf.submission.digest(self._domain) for leaf in leaves]
+            if encoding.merkle_root(digests) != event.root or len(digests) != event.count:
+                continue  # a list that is not the root's proves nothing
+            for leaf, digest in zip(leaves, digests, strict=True):
+                self._known[digest] = leaf.submission.sha256
+
+    def hold(self, submission: str, sha256: str) -> bool:
+        return self._known.get(submission) == sha256
+
+
+# -- liars_slashed --------------------------------------------------------------------------------
+
+
+def _node(
+    network: Network,
+    contracts: Contracts,
+    client: OrchestratorClient,
+    chain: ChainFacts,
+    name: str,
+) -> NodeFacts:
+    address = network.accounts[name].address
+    plan = next(node for node in network.plan.nodes if node.name == name)
+    slashes = [e for e in chain.of(events.SlashExecuted) if e.node == address]
+    joined = [e for e in chain.of(events.NodeJoined) if e.node == address]
+    provider = joined[-1].provider if joined else address
+    rejected = {e.leaf for e in chain.of(events.LeafRejected)}
+    own_slashes = [e for e in chain.of(events.SlashProposed) if e.node == address]
+    deposits = sum(e.amount for e in chain.of(events.Deposited) if e.provider == provider)
+    return NodeFacts(
+        name=name,
+        address=address,
+        liar=plan.liar is not None,
+        slash_transactions=tuple(e.tx_hash for e in slashes),
+        slashed=sum(e.amount for e in slashes),
+        ejected_on_chain=any(e.node == address for e in chain.of(events.NodeEjected)),
+        lease_refused=_lease_refused(network, name) if slashes else None,
+        leases_after_slash=_leases_after(client, address, slashes[0].block_time) if slashes else 0,
+        stake_deposited=deposits,
+        stake_active=contracts.vault.active(provider),
+        rejected_leaves=len(rejected & {e.leaf for e in own_slashes}),
+    )
+
+
+def _lease_refused(network: Network, name: str) -> bool:
+    """Asks for a lease with the node's own key, as its agent would."""
+    with OrchestratorClient(network.url, network.accounts[name].open(), "node") as client:
+        version = client.pool().latest_version or 0
+        try:
+            answer = client.post("/v1/leases", LeaseRequest(policy_version=version), LeaseAnswer)
+        except (PolicyError, ConflictError, UntrustedError):
+            return True
+        return answer.lease is None
+
+
+def _leases_after(client: OrchestratorClient, node: Address, time: int) -> int:
+    raw = client.send("GET", f"/v1/nodes/{node}/leases", signed=False)
+    return sum(lease["created_at"] > time for lease in json.loads(raw))
+
+
+# -- paid -----------------------------------------------------------------------------------------
+
+
+def _payments(
+    network: Network, contracts: Contracts, chain: ChainFacts
+) -> tuple[list[Payment], bool]:
+    """Claims by their events, and what `orchestrator rewards rebuild` gives for the last root."""
+    posted = [e for e in chain.of(events.RewardRootPosted) if e.pool == network.pool]
+    if not posted:
+        return [], False
+    rebuilt: dict[str, int] = {}
+    match = True
+    for event in posted:
+        said = json.loads(
+            network.supervisor.run(
+                "rebuild",
+                [
+                    *(str(BIN / "orchestrator"), "rewards", "rebuild", "--json"),
+                    *("--epoch", str(event.epoch), "--pool", str(network.pool)),
+                    *("--orchestrator", network.url, "--rpc", network.anvil.url),
+                    *("--deployment", str(network.deployment_file)),
+                ],
+            )
+        )
+        match = match and bool(said["match"]) and said["root"] == event.root
+        rebuilt = {entry["node"]: int(entry["cumulative"]) for entry in said["entries"]}
+    claims: dict[str, int] = {}
+    for claim in chain.of(events.Claimed):
+        claims[claim.node] = claims.get(claim.node, 0) + claim.amount
+    return [
+        Payment(
+            node.name,
+            claims.get(network.accounts[node.name].address, 0),
+            rebuilt.get(network.accounts[node.name].address, 0),
+            node.liar is None,
+        )
+        for node in network.plan.nodes
+    ], match
+
+
+# -- replayed -------------------------------------------------------------------------------------
+
+
+def _replays(network: Network, seen: Observation) -> list[Replay]:
+    """`prime-node audit replay` of every executed slash, and of one accepted file."""
+    replays = [
+        Replay(event.tx_hash, "match", _audit(network, event.tx_hash))
+        for event in seen.chain.of(events.SlashExecuted)
+    ]
+    with network.client() as client:
+        accepted = _one_accepted(client, network)
+    if accepted is not None:
+        replays.append(Replay(accepted, "accepted", _audit(network, accepted)))
+    return replays
+
+
+def _audit(network: Network, subject: str) -> str:
+    said = network.supervisor.run(
+        "audit",
+        [
+            *(str(BIN / "prime-node"), "audit", "replay", subject, "--json"),
+            *("--orchestrator", network.url, "--rpc", network.anvil.url),
+            *("--deployment", str(network.deployment_file), "--pool", str(network.pool)),
+            *("--data", str(network.root / "auditor")),
+        ],
+        check=False,
+    )
+    try:
+        return str(json.loads(said)["result"])
+    except (ValueError, KeyError):
+        return f"no answer: {said[-200:]!r}"
+
+
+def _one_accepted(client: OrchestratorClient, network: Network) -> Digest | None:
+    """The submission of the newest sealed batch's first file."""
+    for step in range(client.pool(refresh=True).latest_version or 0, -1, -1):
+        try:
+            signed = client.get(f"/v1/batches/{step}/manifest", SignedBatch)
+        except NotFoundError:
+            continue
+        digest = signed.manifest.files[0].submission_digest
+        info = client.get(f"/v1/submissions/{digest}", SubmissionInfo)
+        if info.status == "accepted":
+            return digest
+    return None
+
+
+# -- delivered ------------------------------------------------------------------------------------
+
+
+def _arrivals(network: Network, contracts: Contracts) -> list[Arrival]:
+    """From each honest node's own journal; folders still there are read again, every byte."""
+    arrivals = []
+    for node in network.plan.nodes:
+        if node.liar is not None:
+            continue
+        data = network.root / "nodes" / node.name
+        for line in (data / "policies.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            version = int(record["version"])
+            chain_digest = contracts.pools.policy_digest(network.pool, version)
+            folder = data / "policies" / str(version)
+            whole = on_chain(network, contracts, folder) if folder.exists() else True
+            arrivals.append(
+                Arrival(
+                    node.name,
+                    version,
+                    as_delta=record["route"] == "delta",
+                    signed=record["digest"] == chain_digest,
+                    identical=whole,
+                )
+            )
+    return arrivals
