@@ -108,9 +108,7 @@ def save(
             shutil.rmtree(final, ignore_errors=True)
             staging.mkdir(parents=True)
         world.barrier()
-        state_dict_saver.save(
-            _tensors(policy, optimizer, world), checkpoint_id=staging, no_dist=world.size == 1
-        )
+        state_dict_saver.save(_tensors(policy, optimizer, world), checkpoint_id=staging)
         world.barrier()
         if world.leads:
             (staging / STATE_NAME).write_text(state.to_json())
@@ -152,7 +150,7 @@ def load(
             hint="Name another --data folder for this run.",
         )
     tensors = _tensors(policy, optimizer, world)
-    state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=world.size == 1)
+    state_dict_loader.load(tensors, checkpoint_id=folder)
     set_model_state_dict(policy, tensors["policy"])
     set_optimizer_state_dict(policy, optimizer, tensors["optimizer"])
     torch.set_rng_state(tensors["random"][str(world.rank)])

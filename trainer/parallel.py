@@ -119,7 +119,7 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, tensor in policy.lm.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        state[name] = whole.detach().cpu()
+        state[name] = whole.detach().to("cpu", copy=True)  # never a view of live weights
     return state
 
 

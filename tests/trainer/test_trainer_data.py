@@ -1,0 +1,253 @@
+"""A sealed batch is held to every line; each test breaks one and names who broke it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import trainer_kit as kit
+
+from protocol.core.batch import SignedBatch
+from protocol.core.errors import (
+    MalformedError,
+    PolicyError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+)
+from protocol.core.ids import Digest
+from protocol.core.rollout import Rollout
+from protocol.transport.client import OrchestratorClient
+from trainer import feed
+from trainer.data import TrainingBatch, assemble
+from trainer.feed import StoppedError, fetcher, insist
+
+RUN = kit.run_definition(groups=3)
+STEP = 4
+
+
+def rollouts(seed: int, version: int = STEP, groups: int = 2) -> list[Rollout]:
+    return kit.rows(groups, RUN.samples_per_group, seed=seed, version=version)
+
+
+def sealed(objects: kit.Objects, *files: list[Rollout]) -> SignedBatch:
+    parts = files or (rollouts(1), rollouts(2, STEP - 2))
+    entries = [
+        kit.seal_file(objects, part, sorted({r.group for r in part}), STEP) for part in parts
+    ]
+    return kit.seal(entries, STEP, RUN)
+
+
+def test_an_honest_batch_comes_whole_with_the_validators_rewards() -> None:
+    objects = kit.Objects()
+    batch = assemble(sealed(objects), STEP, kit.rules(RUN), objects.fetch)
+    assert len(batch.groups) == 4
+    assert len(set(batch.keys)) == 4
+    expected = {(r.prompt_tokens, r.sample): r for r in rollouts(1) + rollouts(2, STEP - 2)}
+    for row in batch.rollouts:
+        twin = expected.pop((row.prompt_tokens, row.sample))
+        # The file says 0.123 for every row (kit.file_of): the node's word counts for nothing.
+        assert row.reward == pytest.approx(twin.reward, abs=1e-6)
+        assert row.logprobs == twin.logprobs
+        assert row.output_tokens == twin.output_tokens
+    assert not expected
+
+
+def test_only_the_groups_that_the_manifest_takes_are_trained() -> None:
+    objects = kit.Objects()
+    file = kit.seal_file(objects, rollouts(1), [1], STEP)
+    batch = assemble(kit.seal([file], STEP, RUN), STEP, kit.rules(RUN), objects.fetch)
+    assert {row.group for row in batch.rollouts} == {1}
+
+
+def test_the_batch_is_the_same_whatever_the_order_of_downloads() -> None:
+    # An ancestor's ranks listed a live directory, unsorted.
+    objects = kit.Objects()
+    signed = sealed(objects)
+    once = assemble(signed, STEP, kit.rules(RUN), objects.fetch)
+    objects.by_digest = dict(reversed(objects.by_digest.items()))
+    assert assemble(signed, STEP, kit.rules(RUN), objects.fetch) == once
+
+
+Spoil = Callable[[kit.Objects], SignedBatch]
+
+
+def _strangers_signature(objects: kit.Objects) -> SignedBatch:
+    file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    return kit.seal([file], STEP, RUN, signer=kit.STRANGER)
+
+
+def _other_pool(objects: kit.Objects) -> SignedBatch:
+    return kit.seal([kit.seal_file(objects, rollouts(1), [0, 1], STEP)], STEP, RUN, pool=8)
+
+
+def _other_step(objects: kit.Objects) -> SignedBatch:
+    return kit.seal([kit.seal_file(objects, rollouts(1), [0, 1], STEP)], STEP - 1, RUN)
+
+
+def _other_run(objects: kit.Objects) -> SignedBatch:
+    other = kit.run_definition(groups=5)
+    return kit.seal([kit.seal_file(objects, rollouts(1), [0, 1], STEP)], STEP, other)
+
+
+def _same_file_twice(objects: kit.Objects) -> SignedBatch:
+    file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    return kit.seal([file, file], STEP, RUN)
+
+
+def _same_group_twice(objects: kit.Objects) -> SignedBatch:
+    return kit.seal([kit.seal_file(objects, rollouts(1), [1, 1], STEP)], STEP, RUN)
+
+
+def _group_that_is_not_there(objects: kit.Objects) -> SignedBatch:
+    return kit.seal([kit.seal_file(objects, rollouts(1), [0, 9], STEP)], STEP, RUN)
+
+
+def _file_spoiled_in_store(objects: kit.Objects) -> SignedBatch:
+    file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    objects.by_digest[file.sha256] = kit.file_of(rollouts(2))[: file.size].ljust(file.size, b"x")
+    return kit.seal([file], STEP, RUN)
+
+
+def _table_spoiled_in_store(objects: kit.Objects) -> SignedBatch:
+    file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    objects.by_digest[file.table] = objects.by_digest[file.table].replace(
+        b"problem-0", b"problem-9"
+    )
+    return kit.seal([file], STEP, RUN)
+
+
+def _table_of_another_file(objects: kit.Objects) -> SignedBatch:
+    one = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    two = kit.seal_file(objects, rollouts(2), [0, 1], STEP)
+    return kit.seal([one.model_copy(update={"table": two.table})], STEP, RUN)
+
+
+def _row_missing(objects: kit.Objects) -> SignedBatch:
+    return kit.seal([kit.seal_file(objects, rollouts(1)[:-1], [0, 1], STEP)], STEP, RUN)
+
+
+def _mixed_prompts(objects: kit.Objects) -> SignedBatch:
+    part = rollouts(1)
+    part[1] = replace(part[1], prompt_tokens=(3, 3, 3))
+    return kit.seal([kit.seal_file(objects, part, [0, 1], STEP)], STEP, RUN)
+
+
+def _equal_rewards(objects: kit.Objects) -> SignedBatch:
+    part = [replace(r, reward=0.5) if r.group == 0 else r for r in rollouts(1)]
+    return kit.seal([kit.seal_file(objects, part, [0, 1], STEP)], STEP, RUN)
+
+
+def _wrong_row_count(objects: kit.Objects) -> SignedBatch:
+    return kit.seal([kit.seal_file(objects, rollouts(1), [0, 1], STEP)], STEP, RUN, rows=4)
+
+
+def _unnamed_version(objects: kit.Objects) -> SignedBatch:
+    file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    return kit.seal([file], STEP, RUN, policy_versions=(STEP, STEP - 1))
+
+
+def _version_of_rows_differs_from_files(objects: kit.Objects) -> SignedBatch:
+    part = [replace(r, policy_version=STEP - 1) for r in rollouts(1)]
+    file = kit.seal_file(objects, part, [0, 1], STEP)
+    return kit.seal([file.model_copy(update={"policy_version": STEP})], STEP, RUN)
+
+
+def _token_outside_vocabulary(objects: kit.Objects) -> SignedBatch:
+    part = rollouts(1)
+    part[0] = replace(part[0], output_tokens=(64, *part[0].output_tokens[1:]))
+    return kit.seal([kit.seal_file(objects, part, [0, 1], STEP)], STEP, RUN)
+
+
+def _output_beyond_the_runs_limit(objects: kit.Objects) -> SignedBatch:
+    part = rollouts(1)
+    part[0] = replace(part[0], output_tokens=(5,) * 41, logprobs=(-1.0,) * 41)
+    return kit.seal([kit.seal_file(objects, part, [0, 1], STEP)], STEP, RUN)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (_strangers_signature, UntrustedError),
+        (_other_pool, UntrustedError),
+        (_other_step, UntrustedError),
+        (_other_run, UntrustedError),
+        (_same_file_twice, MalformedError),
+        (_same_group_twice, MalformedError),
+        (_group_that_is_not_there, UntrustedError),
+        (_file_spoiled_in_store, UntrustedError),
+        (_table_spoiled_in_store, UntrustedError),
+        (_table_of_another_file, UntrustedError),
+        (_row_missing, UntrustedError),
+        (_mixed_prompts, UntrustedError),
+        (_equal_rewards, UntrustedError),
+        (_wrong_row_count, UntrustedError),
+        (_unnamed_version, UntrustedError),
+        (_version_of_rows_differs_from_files, UntrustedError),
+        (_token_outside_vocabulary, MalformedError),
+        (_output_beyond_the_runs_limit, MalformedError),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_batch_with_one_broken_line_is_refused(spoil: Spoil, error: type[PrimeError]) -> None:
+    objects = kit.Objects()
+    with pytest.raises(error):
+        assemble(spoil(objects), STEP, kit.rules(RUN), objects.fetch)
+
+
+@pytest.mark.parametrize(("version", "fresh"), [(1, False), (2, True), (4, True), (5, False)])
+def test_rows_older_than_the_run_allows_or_from_the_future_are_refused(
+    version: int, fresh: bool
+) -> None:
+    objects = kit.Objects()
+    signed = sealed(objects, rollouts(1, version))
+    if fresh:
+        assert isinstance(assemble(signed, STEP, kit.rules(RUN), objects.fetch), TrainingBatch)
+    else:
+        with pytest.raises(PolicyError, match="old at step"):
+            assemble(signed, STEP, kit.rules(RUN), objects.fetch)
+
+
+def test_a_group_trained_before_is_refused() -> None:
+    objects = kit.Objects()
+    signed = sealed(objects)
+    first = assemble(signed, STEP, kit.rules(RUN), objects.fetch)
+    with pytest.raises(UntrustedError, match="trained before"):
+        assemble(signed, STEP, kit.rules(RUN), objects.fetch, trained={first.keys[0]})
+
+
+def test_a_failed_download_is_an_error_and_never_an_empty_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # An ancestor's prefetcher swallowed download errors and marked the file as fetched.
+    monkeypatch.setattr(feed, "FETCH_TRIES", 2)
+    name = Digest("0x" + "ab" * 32)
+    with OrchestratorClient("http://127.0.0.1:9", timeout=0.5) as client:
+        fetch = fetcher(client, {name: "http://127.0.0.1:9/none"}, threading.Event())
+        with pytest.raises(UnavailableError):
+            fetch(name, 10)
+        with pytest.raises(MalformedError, match="no URL"):
+            fetch(Digest("0x" + "cd" * 32), 10)
+
+
+def test_waiting_insists_until_it_answers_or_is_told_to_stop() -> None:
+    answers = iter([UnavailableError("away"), UnavailableError("away"), "here"])
+
+    def ask() -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert insist(ask, threading.Event(), "asking", pause=0.001) == "here"
+
+    stop = threading.Event()
+    stop.set()
+
+    def away() -> str:
+        raise UnavailableError("away")
+
+    with pytest.raises(StoppedError):
+        insist(away, stop, "asking")
