@@ -112,7 +112,7 @@ def match_sampling(margins: NDArray[np.float32], cap: float) -> SamplingMatch:
         tokens=len(margins),
         equal=float((margins <= 0).mean()),
         margin_mean=float(capped.mean()),
-        margin_max=float(capped.max()),
+        margin_max=float(margins.max()),
     )
 
 
