@@ -72,7 +72,7 @@ class PlainEngine:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             if config.model_type not in ARCHITECTURES:
                 raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
-            disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
+            disable_progress_bar()  # a worker's log is no terminal
             model: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
