@@ -79,9 +79,10 @@ def test_no_job_is_claimed_twice_by_validators_at_once(either_store: Store) -> N
     assert sorted(taken) == sorted(name(number) for number in range(12))
 
 
+@pytest.mark.parametrize(
+    "empty_database", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True
+)
 def test_postgresql_claims_past_a_row_that_another_holds(either_store: Store) -> None:
-    if either_store.is_sqlite:
-        pytest.skip("SQLite has one writer at a time; there is nothing to skip past")
     with either_store.begin() as connection:
         jobs.add(connection, name(1), now=0.0)
         jobs.add(connection, name(2), now=1.0)

@@ -1,0 +1,281 @@
+"""Admission, heartbeats, silence: how a node comes in, and what it is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from orchestrator_world import MakeWorld, Session, World, signer
+
+from orchestrator.presence import LifeTicks
+from orchestrator.store import chain, intents, leases, nodes
+from protocol.core.encoding import sha256
+from protocol.core.messages import AdmissionAnswer, Challenge, HeartbeatAnswer
+from protocol.core.node import Requirements
+from protocol.proofs import hardware
+
+GPU = {"model": "NVIDIA H100 80GB", "memory_mb": 81_920}
+MACHINE = {"cpu_model": "x", "cpu_count": 2, "memory_mb": 100, "disk_mb": 100, "gpus": [GPU]}
+
+
+def wish(**changes: Any) -> bytes:
+    return json.dumps({"hardware": MACHINE | changes, "task_runtime": "process"}).encode()
+
+
+def ask(world: World, session: Session) -> Challenge:
+    answer = world.post("/v1/admission/challenge", wish(), session)
+    assert answer.status_code == 200, answer.text
+    return Challenge.model_validate_json(answer.content)
+
+
+def solved(challenge: Challenge) -> bytes:
+    return hardware.encode_solution(
+        hardware.solve(challenge.seed, challenge.size, challenge.rounds)
+    )
+
+
+def admit(world: World, session: Session, seconds: float = 1.0) -> AdmissionAnswer:
+    challenge = ask(world, session)
+    world.clock.advance(seconds)
+    answer = world.post(f"/v1/admission/solution/{challenge.id}", solved(challenge), session)
+    assert answer.status_code == 200, answer.text
+    return AdmissionAnswer.model_validate_json(answer.content)
+
+
+def beat(world: World, session: Session, version: int | None = None) -> HeartbeatAnswer:
+    body = json.dumps({"policy_version": version}).encode()
+    answer = world.post("/v1/heartbeat", body, session)
+    assert answer.status_code == 200, answer.text
+    return HeartbeatAnswer.model_validate_json(answer.content)
+
+
+def on_chain(world: World, what: str, session: Session, block: int = 1, **args: Any) -> None:
+    """The chain shows an event of this node, as the indexer stores it."""
+    from orchestrator.indexer import derive_node
+
+    account = session.account.address
+    with world.backend.store.begin() as connection:
+        chain.add_event(
+            connection,
+            block_hash=sha256(what.encode()),
+            log_index=0,
+            block=block,
+            block_time=1,
+            tx_hash=sha256(b"tx"),
+            name=what,
+            args={"pool": 1, "node": account} | args,
+        )
+        derive_node(connection, world.backend.context, account, world.clock())
+
+
+def join(world: World, session: Session) -> None:
+    on_chain(world, "NodeJoined", session, provider=signer(9).address, speed_class=1)
+
+
+def test_a_right_answer_gives_the_managers_invite_and_queues_the_join(world: World) -> None:
+    session = world.login(signer(1))
+    answer = admit(world, session)
+    invite = answer.invite
+    assert invite.recover(world.domain("pools"), answer.signature) == world.manager.address
+    assert (invite.pool, invite.node, invite.speed_class) == (1, signer(1).address, 1)
+    with world.backend.store.read() as connection:
+        queued = intents.pending(connection, world.manager.address)
+    assert [(i.kind, i.arguments()["invite"]["node"]) for i in queued] == [
+        ("join", signer(1).address)
+    ]
+
+
+def test_speed_is_measured_by_our_clock_and_slowness_only_lowers_the_class(world: World) -> None:
+    """2 rounds of 16³ multiply-adds: 8,192 in 8 µs are 1,024 million a second."""
+    fast = admit(world, world.login(signer(1)), seconds=0.000008)
+    slow = admit(world, world.login(signer(2)), seconds=100)
+    assert (fast.speed_class, slow.speed_class) == (2, 1)
+    assert 990 <= fast.mmacs_per_second <= 1060
+    assert slow.mmacs_per_second == 0
+
+
+@pytest.mark.parametrize("where", [0, 1, -1])
+def test_a_wrong_product_fails_and_uses_the_challenge_up(world: World, where: int) -> None:
+    session = world.login(signer(1))
+    challenge = ask(world, session)
+    products = np.frombuffer(solved(challenge), dtype="<i8").copy()
+    products[where] += 1
+    path = f"/v1/admission/solution/{challenge.id}"
+    assert world.post(path, products.tobytes(), session).status_code == 401
+    assert world.post(path, solved(challenge), session).status_code == 409
+    with world.backend.store.read() as connection:
+        assert nodes.get(connection, signer(1).address) is None
+
+
+def test_a_solution_counts_once_in_time_and_for_its_own_node(world: World) -> None:
+    session, other = world.login(signer(1)), world.login(signer(2))
+    challenge = ask(world, session)
+    path = f"/v1/admission/solution/{challenge.id}"
+    assert world.post(path, solved(challenge), other).status_code == 403
+    assert world.post("/v1/admission/solution/none", solved(challenge), session).status_code == 404
+    world.clock.advance(121)
+    assert world.post(path, solved(challenge), session).status_code == 403
+    late = ask(world, session)
+    path = f"/v1/admission/solution/{late.id}"
+    assert world.post(path, solved(late)[:-1], session).status_code == 400
+    again = ask(world, session)
+    path = f"/v1/admission/solution/{again.id}"
+    assert world.post(path, solved(again) + b"x", session).status_code == 400
+    assert world.post(path, solved(again), session).status_code == 200
+    assert world.post(path, solved(again), session).status_code == 409
+
+
+def test_open_challenges_are_bounded(world: World) -> None:
+    session = world.login(signer(1))
+    for _ in range(8):
+        ask(world, session)
+    assert world.post("/v1/admission/challenge", wish(), session).status_code == 403
+    world.clock.advance(121)
+    ask(world, session)
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"gpu_count": 2}, "2 GPU(s), found 1"),
+        ({"gpu_count": 1, "gpu_model": "b200"}, "1 b200 GPU(s), found 0"),
+        ({"gpu_count": 1, "gpu_memory_mb": 90_000}, "90000 MiB"),
+        ({"cpu_count": 3}, "3 CPUs, found 2"),
+        ({"memory_mb": 101}, "101 MiB of memory"),
+        ({"disk_mb": 101}, "101 MiB of disk"),
+    ],
+)
+def test_a_machine_below_the_requirements_is_told_what_is_missing(
+    make_world: MakeWorld, asked: dict[str, Any], complaint: str
+) -> None:
+    world = make_world(requirements=Requirements(**asked))
+    answer = world.post("/v1/admission/challenge", wish(), world.login(signer(1)))
+    assert answer.status_code == 403
+    assert complaint in answer.json()["detail"]
+
+
+def test_a_machine_that_meets_them_is_challenged(make_world: MakeWorld) -> None:
+    asked = Requirements(gpu_count=1, gpu_model="h100", gpu_memory_mb=80_000, cpu_count=2)
+    world = make_world(requirements=asked)
+    ask(world, world.login(signer(1)))
+
+
+def test_heartbeats_lead_a_node_from_stranger_to_worker(world: World) -> None:
+    session = world.login(signer(1))
+    assert beat(world, session).directive == "join"
+    admit(world, session)
+    waiting = beat(world, session)
+    assert (waiting.directive, waiting.status) == ("wait", "admitted")
+    join(world, session)
+    working = beat(world, session, 0)
+    assert (working.directive, working.status, working.latest_version) == ("work", "active", 0)
+    info = world.http.get("/v1/nodes").json()
+    assert [(n["status"], n["provider"], n["policy_version"]) for n in info] == [
+        ("active", signer(9).address, 0)
+    ]
+
+
+def test_a_failed_join_is_said_and_may_be_tried_again(world: World) -> None:
+    session = world.login(signer(1))
+    admit(world, session)
+    with world.backend.store.begin() as connection:
+        [intent] = intents.pending(connection, world.manager.address)
+        intents.update(
+            connection, intent.id, "failed", now=world.clock(), error="InsufficientStake"
+        )
+    told = beat(world, session)
+    assert (told.directive, "InsufficientStake" in told.reason) == ("join", True)
+    world.clock.advance(1)
+    admit(world, session)
+    assert beat(world, session).directive == "wait"
+
+
+def test_a_member_that_answers_again_keeps_its_class_and_needs_no_join(world: World) -> None:
+    session = world.login(signer(1))
+    admit(world, session)
+    join(world, session)
+    again = admit(world, session, seconds=0.000001)
+    assert again.speed_class == 1
+    with world.backend.store.read() as connection:
+        assert len(intents.pending(connection, world.manager.address)) == 1
+        row = nodes.get(connection, signer(1).address)
+        assert row is not None
+        assert row.status == "active"
+
+
+def test_a_store_that_was_lost_finds_its_members_again(world: World) -> None:
+    """The chain's events are indexed before the node is admitted anew."""
+    session = world.login(signer(1))
+    join(world, session)
+    admit(world, session)
+    assert beat(world, session).directive == "work"
+    with world.backend.store.read() as connection:
+        assert intents.pending(connection, world.manager.address) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "directive"), [("quarantined", "wait"), ("ejected", "stop"), ("left", "join")]
+)
+def test_the_heartbeats_answer_says_what_to_do(world: World, status: Any, directive: str) -> None:
+    session = world.member(1)
+    with world.backend.store.begin() as connection:
+        nodes.set_status(connection, signer(1).address, status, last_heartbeat=world.clock())
+    told = beat(world, session)
+    assert (told.directive, told.status) == (directive, status)
+    assert told.reason
+
+
+@pytest.mark.parametrize("status", ["quarantined", "ejected"])
+def test_who_waits_for_a_slash_or_was_ejected_is_not_admitted(world: World, status: Any) -> None:
+    session = world.member(1)
+    with world.backend.store.begin() as connection:
+        nodes.set_status(connection, signer(1).address, status, last_heartbeat=world.clock())
+    assert world.post("/v1/admission/challenge", wish(), session).status_code == 403
+
+
+def test_the_end_of_the_pool_stops_everybody(world: World) -> None:
+    session = world.member(1)
+    on_chain(world, "PoolEnded", session)
+    assert beat(world, session).directive == "stop"
+
+
+def test_a_node_is_silent_after_the_death_period_and_back_with_its_next_heartbeat(
+    world: World,
+) -> None:
+    session = world.member(1)
+    life = LifeTicks(world.backend)
+    world.clock.advance(20)
+    life.tick()
+    assert world.http.get("/v1/nodes").json()[0]["status"] == "active"
+    world.clock.advance(1)
+    life.tick()
+    assert world.http.get("/v1/nodes").json()[0]["status"] == "silent"
+    answer = world.post("/v1/leases", b'{"policy_version":0}', session).json()
+    assert (answer["lease"], answer["reason"]) == (None, "the node is silent")
+    assert beat(world, session).status == "active"
+
+
+def test_our_own_downtime_counts_against_nobody(world: World) -> None:
+    world.member(1)
+    world.clock.advance(3600)
+    life = LifeTicks(world.backend)  # the orchestrator comes up again
+    life.tick()
+    assert world.http.get("/v1/nodes").json()[0]["status"] == "active"
+    world.clock.advance(21)
+    life.tick()
+    assert world.http.get("/v1/nodes").json()[0]["status"] == "silent"
+
+
+def test_an_overdue_lease_expires(world: World) -> None:
+    session = world.member(1)
+    digest = world.lease_digest(world.lease(session))
+    life = LifeTicks(world.backend)
+    for seconds, status in ((60, "open"), (1, "expired")):
+        world.clock.advance(seconds)
+        life.tick()
+        with world.backend.store.read() as connection:
+            row = leases.get(connection, digest)
+            assert row is not None
+            assert row.status == status
