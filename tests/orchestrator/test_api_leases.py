@@ -1,0 +1,174 @@
+"""Leases over HTTP: who gets which, that they come back unchanged, that indices are used once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from orchestrator_world import MakeWorld, World
+
+from orchestrator.store import leases, nodes
+from protocol.core.encoding import sha256
+from protocol.core.messages import LeaseAnswer
+from protocol.core.task import SignedLease
+
+ASK = b'{"policy_version":0}'
+
+
+def ask(world: World, session: Any, version: int = 0) -> LeaseAnswer:
+    answer = world.post("/v1/leases", b'{"policy_version":%d}' % version, session)
+    assert answer.status_code == 200, answer.text
+    return LeaseAnswer.model_validate_json(answer.content)
+
+
+def test_a_lease_is_the_managers_and_names_all_that_pays(world: World) -> None:
+    session = world.member(1, speed_class=2)
+    signed = world.lease(session)
+    lease = signed.lease
+    assert lease.recover(world.domain("work"), signed.signature) == world.manager.address
+    assert (lease.pool, lease.step, lease.node) == (1, 0, session.account.address)
+    assert (lease.speed_class, signed.policy_version) == (2, 0)
+    assert lease.policy_digest == world.manifest(0).manifest.digest()
+    assert lease.run_digest == world.backend.context.run.digest()
+    assert lease.deadline == int(world.clock()) + 60
+
+
+def test_an_open_lease_comes_back_unchanged_abandoned_or_not(world: World) -> None:
+    session = world.member(1)
+    first = world.lease(session)
+    assert world.lease(session) == first
+    digest = world.lease_digest(first)
+    assert world.post(f"/v1/leases/{digest}/abandon", b"{}", session).json() == {}
+    assert world.post(f"/v1/leases/{digest}/abandon", b"{}", session).json() == {}
+    world.clock.advance(60)
+    assert world.lease(session, 9) == first
+    world.clock.advance(1)
+    assert world.lease(session) != first
+
+
+def test_no_salt_and_no_index_of_a_step_is_given_twice(world: World) -> None:
+    given: list[SignedLease] = []
+    for round_number in range(4):
+        for number in (1, 2, 3):
+            session = world.member(number) if round_number == 0 else world.login(_key(number))
+            answer = ask(world, session)
+            if answer.lease is not None:
+                given.append(answer.lease)
+        world.clock.advance(61)  # all expire; nothing was handed in
+        _beat_all(world)
+    places = [(signed.lease.step, signed.lease.index) for signed in given]
+    assert len(set(places)) == len(places) >= 8
+    assert len({signed.lease.salt for signed in given}) == len(given)
+    for step in {step for step, _ in places}:
+        indices = [index for s, index in places if s == step]
+        assert indices == list(range(len(indices)))
+
+
+def _key(number: int) -> Any:
+    from orchestrator_world import signer
+
+    return signer(number)
+
+
+def _beat_all(world: World) -> None:
+    with world.backend.store.begin() as connection:
+        for node in nodes.every(connection):
+            nodes.set_status(connection, node.address, "active", last_heartbeat=world.clock())
+
+
+def test_work_is_given_out_until_the_lead_is_full(make_world: MakeWorld) -> None:
+    """4 groups a batch, 2 a lease, 70 % informative: 9 leases reach the 3 batches of the lead."""
+    world = make_world()
+    world.publish(0)
+    answers = [ask(world, world.member(number)) for number in range(1, 12)]
+    steps = [answer.lease.lease.step for answer in answers if answer.lease is not None]
+    assert steps == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    refused = answers[-1]
+    assert refused.lease is None
+    assert refused.retry_after_ms > 0
+    assert "under way" in refused.reason
+
+
+def test_a_silent_nodes_lease_no_longer_counts(world: World) -> None:
+    sessions = [world.member(number) for number in range(1, 11)]
+    answers = [ask(world, session) for session in sessions]
+    assert answers[9].lease is None
+    with world.backend.store.begin() as connection:
+        nodes.set_status(
+            connection, sessions[0].account.address, "silent", last_heartbeat=world.clock()
+        )
+    assert ask(world, sessions[9]).lease is not None
+
+
+def test_a_straggler_is_made_up_for(world: World) -> None:
+    sessions = [world.member(number) for number in range(1, 11)]
+    answers = [ask(world, session) for session in sessions]
+    assert answers[9].lease is None
+    world.clock.advance(31)  # half a lease's life
+    _beat_all(world)
+    assert ask(world, sessions[9]).lease is not None
+
+
+def test_before_the_first_policy_everybody_waits(make_world: MakeWorld) -> None:
+    world = make_world()
+    answer = ask(world, world.member(1))
+    assert (answer.lease, answer.reason) == (None, "no policy is published yet")
+
+
+def test_too_old_a_policy_waits(world: World) -> None:
+    world.publish(5)
+    assert "too old" in ask(world, world.member(1), 2).reason
+
+
+@pytest.mark.parametrize("status", ["admitted", "silent", "quarantined"])
+def test_who_is_not_active_waits(world: World, status: Any) -> None:
+    session = world.member(1)
+    world.lease(session)
+    with world.backend.store.begin() as connection:
+        nodes.set_status(connection, session.account.address, status, last_heartbeat=world.clock())
+    answer = ask(world, session)
+    assert (answer.lease, answer.reason) == (None, f"the node is {status}")
+
+
+@pytest.mark.parametrize("status", ["left", "ejected", None])
+def test_who_is_no_member_is_refused(world: World, status: Any) -> None:
+    session = world.member(1) if status else world.login(_key(1))
+    if status:
+        with world.backend.store.begin() as connection:
+            nodes.set_status(
+                connection, session.account.address, status, last_heartbeat=world.clock()
+            )
+    assert world.post("/v1/leases", ASK, session).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'{"policy_version":-1}', b'{"policy_version":"0"}',
+     b'{"policy_version":0.5}', b'{"policy_version":0,"extra":1}', b'{"policy_version":0}{}',
+     b"\xff"],
+)  # fmt: skip
+def test_a_body_that_is_not_exactly_a_lease_request_is_malformed(world: World, body: bytes) -> None:
+    answer = world.post("/v1/leases", body, world.member(1))
+    assert answer.status_code == 400
+    assert "LeaseRequest" in answer.json()["detail"]
+
+
+def test_another_nodes_lease_can_be_neither_abandoned_nor_uploaded_to(world: World) -> None:
+    owner, other = world.member(1), world.member(2)
+    digest = world.lease_digest(world.lease(owner))
+    upload = b'{"sha256":"%s","size":1}' % sha256(b"x").encode()
+    assert world.post(f"/v1/leases/{digest}/abandon", b"{}", other).status_code == 403
+    assert world.post(f"/v1/leases/{digest}/upload", upload, other).status_code == 403
+    for unknown in (sha256(b"none"), "0x00", "x"):
+        code = world.post(f"/v1/leases/{unknown}/abandon", b"{}", owner).status_code
+        assert code == (404 if len(unknown) == 66 else 400)
+
+
+def test_an_ended_lease_cannot_be_abandoned_or_uploaded_to(world: World) -> None:
+    session = world.member(1)
+    digest = world.lease_digest(world.lease(session))
+    with world.backend.store.begin() as connection:
+        leases.set_status(connection, digest, "expired")
+    upload = b'{"sha256":"%s","size":1}' % sha256(b"x").encode()
+    assert world.post(f"/v1/leases/{digest}/abandon", b"{}", session).status_code == 409
+    assert world.post(f"/v1/leases/{digest}/upload", upload, session).status_code == 409
