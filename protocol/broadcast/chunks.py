@@ -33,6 +33,8 @@ from protocol.core.ids import to_bytes
 
 PATIENCE = 60.0
 """Seconds without one verified chunk after which a fetch gives up."""
+TOO_SLOW = 3.0
+"""A chunk that takes more seconds than this, and ten times the usual, is fetched elsewhere."""
 HEDGE_AFTER = 1.0
 """A chunk is asked of a second source after this many seconds, or three usual chunk times."""
 
@@ -144,6 +146,11 @@ class ChunkFetcher:
             raise self._error
         return self.stats
 
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last verified chunk (or the start)."""
+        return self._clock() - self._last_success
+
     # What is there already
 
     def _look_around(self) -> None:
@@ -207,7 +214,7 @@ class ChunkFetcher:
 
     def _choose(self) -> tuple[_Task, Source] | None:
         for position, task in enumerate(self._queue):
-            source = self._pick(task.excluded)
+            source = self._pick(task, task.excluded)
             if source is not None:
                 del self._queue[position]
                 return task, source
@@ -217,9 +224,13 @@ class ChunkFetcher:
             return None
         return self._hedge()
 
-    def _pick(self, excluded: set[str]) -> Source | None:
+    def _pick(self, task: _Task, excluded: set[str]) -> Source | None:
         return self._book.pick(
-            self._urls, excluded, self._per_source, last_resort=self._last_resort
+            self._urls,
+            excluded,
+            self._per_source,
+            length=task.item.span(task.index)[1],
+            last_resort=self._last_resort,
         )
 
     def _hedge(self) -> tuple[_Task, Source] | None:
@@ -228,7 +239,7 @@ class ChunkFetcher:
         for task in self._open:
             if len(task.running) == 1 and now - min(task.running.values()) > limit:
                 avoid = task.excluded | set(task.running)
-                source = self._pick(avoid)
+                source = self._pick(task, avoid)
                 if source is not None:
                     return task, source
         return None
@@ -269,7 +280,7 @@ class ChunkFetcher:
                 offset,
                 task.item.size,
                 view,
-                cancelled=lambda: task.done or self._error is not None,
+                cancelled=lambda: self._unneeded(task, source, begun),
             )
         except SupersededError:
             self._put_back(task, source)
@@ -283,6 +294,15 @@ class ChunkFetcher:
             return
         self._book.good(source, length, self._clock() - begun)
         self._store(task, source, view, offset, self._clock() - begun)
+
+    def _unneeded(self, task: _Task, source: Source, begun: float) -> bool:
+        """True once another source was faster. Raises TransferError for one that crawls while
+        others deliver."""
+        spent = self._clock() - begun
+        usual = self._usual
+        if usual and spent > max(TOO_SLOW, 10 * usual) and len(self._urls) > 1:
+            raise TransferError(f"it is slow: {spent:.1f} s where {usual:.1f} s are usual", 10.0)
+        return task.done or self._error is not None
 
     def _store(
         self, task: _Task, source: Source, view: memoryview, offset: int, seconds: float
@@ -323,8 +343,8 @@ class ChunkFetcher:
             self._book.release(source)
             return
         self._book.bad(source, str(error), pause=error.pause)
-        with self._change:
-            if error.pause is None:
+        if not error.waiting:
+            with self._change:
                 self.stats.faults.append(Fault(source.url, "failed", str(error)))
         self._put_back(task, source)
 

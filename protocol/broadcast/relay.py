@@ -43,6 +43,14 @@ PATIENCE = 20.0
 """Seconds without a chunk after which the next group of sources is tried."""
 
 
+STANDSTILL = 2.0
+"""Seconds without a chunk after which a fetch is begun anew if other sources became known."""
+
+
+class _SourcesChangedError(UnavailableError):
+    """Try again at once, with the sources that are known now."""
+
+
 @dataclass(frozen=True)
 class RelayEvent:
     """Something worth a log line. `kind`: "learned", "refused", "complete", "failed", "fault",
@@ -227,7 +235,7 @@ class Relay:
                     self._tell(RelayEvent("failed", version, str(error)))
                     with self._change:
                         self._failures[version] = self._failures.get(version, 0) + 1
-                        if not self._stopping:
+                        if not self._stopping and not isinstance(error, _SourcesChangedError):
                             self._change.wait(RETRY_SECONDS)
                     continue
                 with self._change:
@@ -264,7 +272,7 @@ class Relay:
     def _get(self, items: Sequence[Item], live: LiveVersion) -> None:
         """Fetches items chunk by chunk from the first group of sources that delivers."""
         with self._change:
-            groups = list(self._sources)
+            groups = self._sources
         for number, urls in enumerate(groups):
             fetcher = ChunkFetcher(
                 items,
@@ -274,13 +282,15 @@ class Relay:
                 # A relay feeds from the origin: other relays may be waiting for this one.
                 last_resort="relay" if len(groups) == 1 else None,
                 patience=PATIENCE,
-                stop=lambda: self._stopping,
+                stop=lambda: self._stopping or self._better_elsewhere(fetcher, groups),
                 on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
             )
             try:
                 fetcher.run()
                 return
-            except UnavailableError:
+            except UnavailableError as error:
+                if self._better_elsewhere(fetcher, groups):
+                    raise _SourcesChangedError("other sources are known now") from error
                 if self._stopping or number == len(groups) - 1:
                     raise
             finally:
@@ -289,6 +299,10 @@ class Relay:
                     self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))
         if items and not groups:
             raise UnavailableError("no source is known")
+
+    def _better_elsewhere(self, fetcher: ChunkFetcher, groups: list[list[str]]) -> bool:
+        """True for a fetch that stands still while other sources were offered meanwhile."""
+        return self._sources != groups and fetcher.idle_seconds > STANDSTILL
 
     def _from_delta(self, signed: SignedManifest, live: LiveVersion) -> bool:
         """Makes the files from a base that is here, if there is one; False if not."""

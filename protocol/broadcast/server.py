@@ -49,7 +49,7 @@ class Limits:
     """How long a connection may keep its place between requests."""
     slice_timeout: float = 30.0
     """A reader must take 1 MiB in this time."""
-    wait_seconds: float = 8.0
+    wait_seconds: float = 4.0
     """How long a request waits for a chunk that is still arriving."""
     requests_per_second: float = 0.0
     """Of one address, on average, over all its connections; 0 means unlimited."""

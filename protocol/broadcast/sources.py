@@ -21,6 +21,8 @@ LONGEST_PAUSE = 30.0
 BAN = 600.0
 """Seconds for which a sender of a wrong chunk is not asked again."""
 SMOOTHING = 0.3
+OVERDUE = 1.0
+"""A request is overdue after this many seconds, or three times what the measured rate promises."""
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Source:
     """"relay", "origin" or "mirror" once it was asked."""
     rate: float = 0.0
     in_use: int = 0
+    overdue_at: float = 0.0
+    """When its present request should long have been answered."""
     failures: int = 0
     resting_until: float = 0.0
     banned: bool = False
@@ -80,24 +84,28 @@ class SourceBook:
         excluded: Collection[str],
         per_source: int,
         *,
+        length: int = 0,
         last_resort: str | None = "origin",
     ) -> Source | None:
-        """Takes the best free source: those of the role `last_resort` only when no other stands,
-        then the fastest, the unmeasured first of all (so that each is tried once), then list
-        order. None if all are busy, resting or banned. Give it back with `good`, `bad`, `lied` or
-        `release`."""
+        """Takes the best free source for `length` bytes: those of the role `last_resort` only when
+        no other stands (resting and overdue ones do not), then the fastest, those that were never
+        asked before all (so that each is tried once), then list order. None if all are busy,
+        resting or banned. Give it back with `good`, `bad`, `lied` or `release`."""
         with self._lock:
             now = self.clock()
             known = [self.get(url) for url in urls if url not in excluded]
             alive = [s for s in known if not s.banned or s.resting_until <= now]
             standing = [s for s in alive if s.resting_until <= now]
             others = [s for s in standing if s.role != last_resort]
-            standing = others or standing
+            if any(not s.in_use or now <= s.overdue_at for s in others):
+                standing = others
             free = [s for s in standing if s.in_use < per_source]
             if not free:
                 return None
-            best = max(free, key=lambda s: s.rate or math.inf)
+            best = max(free, key=lambda s: s.rate or (-s.failures if s.failures else math.inf))
             best.in_use += 1
+            promised = 3 * length / best.rate if best.rate else 0.0
+            best.overdue_at = now + max(OVERDUE, promised)
             return best
 
     def next_chance(self, urls: Collection[str], excluded: Collection[str]) -> float | None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from protocol.core.errors import MalformedError, UnavailableError
 
 CONNECT_TIMEOUT = 5.0
-READ_TIMEOUT = 12.0
+READ_TIMEOUT = 6.0
 """Silence that ends a request; longer than a relay waits for a chunk that is still arriving."""
 READ_SLICE = 256 << 10
 SLOWEST = 32 << 10
@@ -29,11 +29,13 @@ MAX_HEALTH = 1 << 20
 
 
 class TransferError(UnavailableError):
-    """The source did not deliver. `pause` in seconds if the source asked for one."""
+    """The source did not deliver. `pause`: seconds to leave it alone; `waiting`: it asked for
+    patience itself (503 or 429 with Retry-After), which is no fault."""
 
-    def __init__(self, reason: str, pause: float | None = None) -> None:
+    def __init__(self, reason: str, pause: float | None = None, *, waiting: bool = False) -> None:
         super().__init__(reason)
         self.pause = pause
+        self.waiting = waiting
 
 
 class SupersededError(TransferError):
@@ -125,7 +127,7 @@ class Link:
         try:
             health = json.loads(self.read_small("/healthz", MAX_HEALTH))
         except TransferError as error:
-            if error.pause is None and isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__, OSError):
                 raise
             return "mirror"
         except (ValueError, RecursionError, MalformedError):
@@ -194,7 +196,8 @@ class Link:
         after = answer.getheader("Retry-After") or ""
         if after.isascii() and after.isdigit():
             pause = min(30.0, max(0.1, float(after)))
-        raise TransferError(f"it answered {answer.status} {answer.reason}"[:120], pause)
+        reason = f"it answered {answer.status} {answer.reason}"[:120]
+        raise TransferError(reason, pause, waiting=pause is not None)
 
 
 def _say(error: Exception) -> str:

@@ -132,6 +132,7 @@ def bad_server(root: Path, behave: Behave) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             asked.append(self.path)

@@ -1,0 +1,148 @@
+"""The node's folder of policies: verified, whole, one manifest a version."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+from broadcast_world import STRANGER, TRUST, Run, same_files, sign
+
+from node.weights import PolicyFolder
+from protocol.broadcast.client import Base
+from protocol.broadcast.server import Origin
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.errors import UnavailableError, UntrustedError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> PolicyFolder:
+    return PolicyFolder(tmp_path / "policies", TRUST)
+
+
+def test_policies_arrive_whole_then_by_deltas_then_not_at_all(
+    run: Run, folder: PolicyFolder
+) -> None:
+    signed = [run.publish() for _ in range(4)]
+    assert folder.latest() is None
+    with Origin(run.root) as origin:
+        routes = [
+            folder.ensure(0, signed[0], [origin.url]).stats.route,
+            folder.ensure(1, signed[1], [origin.url]).stats.route,
+            folder.ensure(3, signed[3], [origin.url], others=signed).stats.route,
+        ]
+    assert routes == ["whole", "delta", "delta"]
+    assert folder.ensure(3, signed[3], []).stats.route == "present"
+    assert (folder.latest(), folder.versions()) == (3, [0, 1, 3])
+    assert all(same_files(folder.path(v), run, v) for v in (0, 1, 3))
+    assert folder.manifest(3) == signed[3]
+    folder.verify(3)
+
+
+def test_everything_in_it_can_be_read_by_a_container(run: Run, folder: PolicyFolder) -> None:
+    old = os.umask(0o077)
+    try:
+        with Origin(run.root) as origin:
+            path = folder.ensure(0, run.publish(), [origin.url]).path
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert {p.stat().st_mode & 0o777 for p in path.iterdir()} == {0o644}
+
+
+def test_only_the_trainers_policies_are_taken(run: Run, folder: PolicyFolder) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin:
+        with pytest.raises(UntrustedError, match="not by the trainer"):
+            folder.ensure(0, sign(signed.manifest, STRANGER), [origin.url])
+        with pytest.raises(UntrustedError, match="of policy 0, not 1"):
+            folder.ensure(1, signed, [origin.url])
+        assert origin.counters.requests == 0
+    assert folder.versions() == []
+
+
+def test_a_version_that_is_here_cannot_change(run: Run, folder: PolicyFolder) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin:
+        folder.ensure(0, signed, [origin.url])
+        other = sign(signed.manifest.model_copy(update={"step": 5}))
+        with pytest.raises(UntrustedError, match="one version has one manifest"):
+            folder.ensure(0, other, [origin.url])
+
+
+def test_links_of_a_chain_that_are_not_the_trainers_are_left_out(
+    run: Run, folder: PolicyFolder
+) -> None:
+    signed = [run.publish() for _ in range(3)]
+    forged = sign(signed[1].manifest, STRANGER)
+    with Origin(run.root) as origin:
+        folder.ensure(0, signed[0], [origin.url])
+        arrived = folder.ensure(2, signed[2], [origin.url], others=[signed[0], forged])
+    assert arrived.stats.route == "whole"
+    assert same_files(arrived.path, run, 2)
+
+
+def test_damage_on_disk_is_found_and_mended(run: Run, folder: PolicyFolder) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin:
+        path = folder.ensure(0, signed, [origin.url]).path
+        (path / "config.json").write_text("{}")
+        with pytest.raises(UntrustedError, match=r"config\.json"):
+            folder.verify(0)
+        folder.discard(0)
+        assert folder.latest() is None
+        folder.ensure(0, signed, [origin.url])
+    folder.verify(0)
+
+
+def test_a_reader_keeps_what_it_opened_when_the_version_is_pruned(
+    run: Run, folder: PolicyFolder
+) -> None:
+    signed = [run.publish() for _ in range(4)]
+    with Origin(run.root) as origin:
+        for version in range(4):
+            folder.ensure(version, signed[version], [origin.url])
+    with (folder.path(0) / "model.safetensors").open("rb") as file:
+        assert folder.prune(2, pinned={1}) == [0]
+        assert file.read() == run.file(0)
+    assert folder.versions() == [1, 2, 3]
+    assert folder._bases() == [Base(folder.path(v), signed[v].manifest) for v in (1, 2, 3)]
+
+
+def test_what_a_killed_fetch_left_goes_with_its_version(run: Run, folder: PolicyFolder) -> None:
+    signed = [run.publish() for _ in range(3)]
+    with pytest.raises(UnavailableError):
+        folder.ensure(0, signed[0], ["http://127.0.0.1:1"], patience=0.1)
+    assert list(folder.root.glob(".partial-0-*"))
+    with Origin(run.root) as origin:
+        folder.ensure(1, signed[1], [origin.url])
+        folder.ensure(2, signed[2], [origin.url])
+    assert folder.latest() == 2
+    folder.prune(1)
+    assert not list(folder.root.glob(".partial-*"))
+
+
+def _ensure_in_child(root: Path, signed: SignedManifest, url: str, start: object) -> None:
+    start.wait()  # type: ignore[attr-defined]
+    PolicyFolder(root, TRUST).ensure(0, signed, [url])
+
+
+def test_several_processes_may_ask_for_the_same_version(run: Run, folder: PolicyFolder) -> None:
+    signed = run.publish()
+    context = multiprocessing.get_context("spawn")
+    start = context.Event()
+    with Origin(run.root) as origin:
+        children = [
+            context.Process(target=_ensure_in_child, args=(folder.root, signed, origin.url, start))
+            for _ in range(3)
+        ]
+        for child in children:
+            child.start()
+        start.set()
+        for child in children:
+            child.join(60)
+        assert [child.exitcode for child in children] == [0, 0, 0]
+        size = sum(entry.size for entry in signed.manifest.files)
+        assert origin.counters.bytes_sent < size + 1000
+    assert same_files(folder.path(0), run, 0)
