@@ -106,6 +106,15 @@ def _make(
     )
 
 
+def handed_in(backend: Backend, digest: Digest) -> SignedLease:
+    """A lease for which a file was handed in. Raises NotFoundError for any other."""
+    with backend.store.read() as connection:
+        row = leases.get(connection, digest)
+    if row is None or row.status in ("open", "expired"):
+        raise NotFoundError("no file was handed in for a lease of that digest")
+    return row.signed()
+
+
 def abandon(backend: Backend, account: Address, digest: Digest) -> None:
     """The node stops working on a lease. It stays open and comes back to the same node.
 

@@ -17,9 +17,9 @@ from orchestrator.intents import queue_intent
 from orchestrator.store.engine import Store
 from orchestrator.store.schema import roots, submissions
 from protocol.core import encoding
-from protocol.core.errors import FatalError, MalformedError
+from protocol.core.errors import FatalError
 from protocol.core.ids import Digest
-from protocol.core.rollout import SignedSubmission
+from protocol.core.rollout import SignedSubmission, encode_leaves
 from protocol.storage.base import ObjectStore, put_object
 
 log = logging.getLogger(__name__)
@@ -32,24 +32,6 @@ def root_is_due(
     if not received_at:
         return False
     return len(received_at) >= root_submissions or now - min(received_at) >= root_seconds
-
-
-def encode_leaves(leaves: Sequence[SignedSubmission]) -> bytes:
-    """The leaves object: canonical JSON of the signed submissions in leaf order."""
-    return encoding.canonical_json([leaf.model_dump(mode="json") for leaf in leaves])
-
-
-def decode_leaves(data: bytes) -> list[SignedSubmission]:
-    """Reads a leaves object. Raises MalformedError if it is not one, or not canonical."""
-    value = encoding.parse_canonical_json(data)
-    if not isinstance(value, list):
-        raise MalformedError("a leaves object is a list")
-    try:
-        return [
-            SignedSubmission.model_validate_json(encoding.canonical_json(item)) for item in value
-        ]
-    except ValueError as error:
-        raise MalformedError(f"a leaf of the leaves object does not parse: {error}") from error
 
 
 def post_roots(

@@ -24,6 +24,7 @@ from protocol.core.messages import (
     UploadRequest,
 )
 from protocol.core.rollout import SignedSubmission
+from protocol.core.task import SignedLease
 
 
 def router(backend: Backend) -> APIRouter:
@@ -89,6 +90,11 @@ def router(backend: Backend) -> APIRouter:
         """Get the open lease, a new one, or how long to wait."""
         wish = parse(LeaseRequest, request.body)
         return answer(leasing.lease(backend, request.caller.account, wish))
+
+    @routes.get("/v1/leases/{digest}", responses={200: {"model": SignedLease}})
+    def signed_lease(digest: str) -> Response:
+        """A lease whose file was handed in, as the manager signed it: what an audit starts from."""
+        return answer(leasing.handed_in(backend, ids.digest(digest)))
 
     @routes.post("/v1/leases/{digest}/abandon")
     def abandon(digest: str, request: Signed = node) -> Response:

@@ -10,6 +10,7 @@
 | POST /v1/admission/solution/{id} | node* | raw int64 little-endian products → AdmissionAnswer |
 | POST /v1/heartbeat | node* | Heartbeat → HeartbeatAnswer |
 | POST /v1/leases | node* | LeaseRequest → LeaseAnswer |
+| GET  /v1/leases/{digest} | anyone | → SignedLease, once a file was handed in for it |
 | POST /v1/leases/{digest}/abandon | node* | {} → {} |
 | POST /v1/leases/{digest}/upload | node* | UploadRequest → UploadAnswer |
 | PUT/GET /v1/store/{key} | holder of a signed URL | bytes |

@@ -5,9 +5,12 @@ The Parquet schema and every limit on a file live here, in one place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from protocol.core import encoding
+from protocol.core.errors import MalformedError
 from protocol.core.signing import (
     U32,
     U64,
@@ -83,6 +86,24 @@ class SignedSubmission(Strict):
     submission: Submission
     node: AddressField
     signature: SignatureField
+
+
+def encode_leaves(leaves: Sequence[SignedSubmission]) -> bytes:
+    """The object that a work root names: canonical JSON of its submissions, in leaf order."""
+    return encoding.canonical_json([leaf.model_dump(mode="json") for leaf in leaves])
+
+
+def decode_leaves(data: bytes) -> list[SignedSubmission]:
+    """Reads a leaves object. Raises MalformedError if it is not one, or not canonical."""
+    value = encoding.parse_canonical_json(data)
+    if not isinstance(value, list):
+        raise MalformedError("a leaves object is a list")
+    try:
+        return [
+            SignedSubmission.model_validate_json(encoding.canonical_json(item)) for item in value
+        ]
+    except ValueError as error:
+        raise MalformedError("a leaf of the leaves object does not parse") from error
 
 
 @dataclass(frozen=True)

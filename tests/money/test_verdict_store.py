@@ -14,12 +14,13 @@ from orchestrator import batches as batches_module
 from orchestrator import judging
 from orchestrator import roots as roots_module
 from orchestrator.batches import seal_ready_batches
-from orchestrator.roots import decode_leaves, post_roots
+from orchestrator.roots import post_roots
 from orchestrator.store import batches as store_batches
 from orchestrator.store import jobs, schema
 from protocol.core import encoding
 from protocol.core.errors import FatalError
 from protocol.core.ids import Digest
+from protocol.core.rollout import decode_leaves
 from protocol.core.verdict import Reason, SignedVerdict, VerdictTable
 from protocol.storage.base import digest_key
 

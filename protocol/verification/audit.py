@@ -1,0 +1,355 @@
+"""Audit: the validator's own code run again by anyone, on what is published.
+
+    slash      transaction → proposal → evidence object → file, policy → the same drawn rows → the
+               same outcome and reason? → match | mismatch
+    accepted   submission → its leaf in a root on chain → verdict, table, file, policy → every
+               reward graded again, rows replayed → accepted | mismatch
+    void       as accepted; the same reason → match
+
+Every signature and digest on the way is checked: evidence that does not belong to the slash is a
+mismatch as well. What is not to be had (file gone, policy not served, set-up not calibrated here)
+is *cannot tell*: it accuses nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from protocol.chain import history
+from protocol.chain.client import ChainClient
+from protocol.chain.deployment import Deployment
+from protocol.chain.events import RootPosted
+from protocol.chain.history import Slash
+from protocol.core import encoding
+from protocol.core.draws import DrawReveal, file_secret
+from protocol.core.errors import (
+    MalformedError,
+    NotFoundError,
+    UnavailableError,
+    UntrustedError,
+)
+from protocol.core.ids import ZERO_DIGEST, Address, Digest
+from protocol.core.messages import SubmissionInfo
+from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission, decode_leaves
+from protocol.core.run import RunDefinition
+from protocol.core.task import SignedLease
+from protocol.core.verdict import Evidence, Outcome, Reason, SignedVerdict, VerdictTable
+from protocol.environments.base import Environment
+from protocol.proofs.thresholds import Calibration
+from protocol.verification.engines import EngineProvider
+from protocol.verification.verify import Finding, verify_file
+
+MAX_OBJECT_BYTES = 32 << 20
+RELATIVE_TOLERANCE = 0.1
+ABSOLUTE_TOLERANCE = 0.02
+"""How far statistics may lie apart and still be the same finding: devices round differently."""
+
+_SAME_LIE = frozenset({Reason.WRONG_ACTIVATIONS, Reason.WRONG_POLICY})
+"""One finding: whether an earlier policy explains it depends on which of them are at hand."""
+
+Result = Literal["match", "accepted", "mismatch", "cannot tell"]
+
+
+class Library(Protocol):
+    """Where published things come from (an orchestrator, or a copy of its objects)."""
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        """Bytes that hash to `digest` (SHA-256). Raises NotFoundError, UnavailableError."""
+        ...
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        """What the orchestrator says of a submission. Raises NotFoundError."""
+        ...
+
+    def lease(self, digest: Digest) -> SignedLease:
+        """The signed lease of that digest. Raises NotFoundError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an audit rests on: the chain's word on who is who, the run, and this machine's engines.
+
+    `validators`: every account that the pool ever appointed.
+    """
+
+    deployment: Deployment
+    pool: int
+    manager: Address
+    validators: frozenset[Address]
+    run: RunDefinition
+    environment: Environment
+    engines: EngineProvider
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What came of it. `expected` is what was published, `found` what this machine finds."""
+
+    result: Result
+    detail: str
+    expected: Reason | None = None
+    found: Reason | None = None
+    statistics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Name → (published, found here), as decimal text."""
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "result": self.result,
+            "detail": self.detail,
+            "expected": self.expected.name if self.expected is not None else None,
+            "found": self.found.name if self.found is not None else None,
+            "statistics": {name: list(pair) for name, pair in self.statistics.items()},
+            "notes": list(self.notes),
+        }
+
+
+def audit_transaction(
+    tx_hash: Digest, setting: Setting, client: ChainClient, library: Library
+) -> Audit:
+    """Audits the slash that a transaction proposed, executed or cancelled.
+
+    Raises UserError if it is about none, UnavailableError if the chain does not answer.
+    """
+    return audit_slash(history.slash_of(client, setting.deployment, tx_hash), setting, library)
+
+
+def audit_slash(slash: Slash, setting: Setting, library: Library) -> Audit:
+    """Replays a slash's evidence: *match* if this machine finds the same lie in the same file."""
+    expected = Reason(slash.reason)
+    try:
+        raw = library.object(slash.evidence, MAX_OBJECT_BYTES)
+        evidence = _parse_evidence(raw)
+        _check_evidence(evidence, slash, setting)
+        notes = _check_draw(evidence, slash.leaf, library)
+        data = library.object(evidence.submission.submission.sha256, MAX_FILE_BYTES)
+    except (NotFoundError, UnavailableError) as error:
+        return Audit("cannot tell", str(error), expected)
+    except (UntrustedError, MalformedError) as error:
+        return Audit("mismatch", f"the evidence does not hold: {error}", expected)
+    finding = _run(data, evidence.submission, evidence.lease, evidence.draw_secret, setting)
+    return _compare_slash(evidence, finding, notes)
+
+
+def audit_submission(
+    digest: Digest, setting: Setting, client: ChainClient, library: Library
+) -> Audit:
+    """Judges an accepted, void or rejected submission again.
+
+    A rejected one is audited by its evidence, whether or not its slash came on chain. Raises
+    UnavailableError if the chain does not answer.
+    """
+    try:
+        info = library.submission(digest)
+        if info.verdict is None:
+            return Audit("cannot tell", f"it has no verdict yet (it is {info.status})")
+        verdict = _verdict(library.object(info.verdict, MAX_OBJECT_BYTES), digest, setting)
+        if verdict.verdict.outcome == Outcome.REJECTED:
+            return _audit_rejected(digest, verdict, setting, library)
+        signed = _leaf(digest, info, setting, client, library)
+        lease = library.lease(signed.submission.lease_digest)
+        _check_pair(signed, lease, digest, setting)
+        data = library.object(signed.submission.sha256, MAX_FILE_BYTES)
+        table = None
+        if verdict.verdict.outcome == Outcome.ACCEPTED:
+            raw = library.object(verdict.verdict.table, MAX_OBJECT_BYTES)
+            table = VerdictTable.model_validate_json(raw)
+    except (NotFoundError, UnavailableError) as error:
+        return Audit("cannot tell", str(error))
+    except (UntrustedError, MalformedError, ValueError) as error:
+        return Audit("mismatch", f"what is published does not hold: {error}")
+    secret = file_secret(ZERO_DIGEST, digest)  # our own draw: any rows must do
+    finding = _run(data, signed, lease, secret, setting)
+    return _compare_verdict(verdict, table, finding, lease)
+
+
+def _audit_rejected(
+    digest: Digest, verdict: SignedVerdict, setting: Setting, library: Library
+) -> Audit:
+    evidence = _parse_evidence(library.object(verdict.verdict.evidence, MAX_OBJECT_BYTES))
+    slash = Slash(
+        id=0,
+        pool=setting.pool,
+        node=evidence.submission.node,
+        provider=evidence.submission.node,
+        leaf=digest,
+        evidence=verdict.verdict.evidence,
+        reason=verdict.verdict.reason,
+        amount=0,
+        executable_at=0,
+        status="proposed",
+        proposed_at=0,
+        proposed_tx=ZERO_DIGEST,
+    )
+    return audit_slash(slash, setting, library)
+
+
+# ── what is published belongs together ───────────────────────────────────────────────────────────
+
+
+def _parse_evidence(raw: bytes) -> Evidence:
+    try:
+        return Evidence.model_validate_json(raw)
+    except ValueError as error:
+        raise MalformedError("the evidence object does not parse") from error
+
+
+def _check_evidence(evidence: Evidence, slash: Slash, setting: Setting) -> None:
+    """Raises UntrustedError unless the evidence is of this slash, in this pool, and signed."""
+    _check_pair(evidence.submission, evidence.lease, slash.leaf, setting)
+    for name, said, due in (
+        ("chain", evidence.chain_id, setting.deployment.chain_id),
+        ("reason", evidence.reason, slash.reason),
+        ("node", evidence.submission.node, slash.node),
+        ("run", evidence.run_digest, setting.run.digest()),
+    ):
+        if said != due:
+            raise UntrustedError(f"the evidence's {name} is {said}, the slash's is {due}")
+    if evidence.validator not in setting.validators:
+        raise UntrustedError(f"{evidence.validator} was never a validator of pool {setting.pool}")
+
+
+def _check_pair(
+    signed: SignedSubmission, lease: SignedLease, leaf: Digest, setting: Setting
+) -> None:
+    """Raises UntrustedError unless the node signed the leaf and the manager its lease."""
+    claim, promise = signed.submission, lease.lease
+    domain = setting.deployment.domain_of
+    if claim.digest(domain(claim)) != leaf:
+        raise UntrustedError("the submission is not the leaf")
+    if claim.recover(domain(claim), signed.signature) != signed.node:
+        raise UntrustedError("the submission is not signed by its node")
+    if promise.recover(domain(promise), lease.signature) != setting.manager:
+        raise UntrustedError("the lease is not signed by the pool's manager")
+    if promise.digest(domain(promise)) != claim.lease_digest or promise.node != signed.node:
+        raise UntrustedError("the submission answers to another lease")
+    if promise.pool != setting.pool or promise.run_digest != setting.run.digest():
+        raise UntrustedError("the lease is of another pool or run")
+
+
+def _check_draw(evidence: Evidence, leaf: Digest, library: Library) -> tuple[str, ...]:
+    """Whether the draw was committed to: raises UntrustedError if the revealed secret is another,
+    returns a note if it is not revealed yet."""
+    name = evidence.statistics.get("draw_commitment")
+    if name is None:
+        return ("the evidence names no commitment for its draw",)
+    try:
+        reveal = DrawReveal.model_validate_json(library.object(Digest(name), MAX_OBJECT_BYTES))
+    except NotFoundError:
+        return ("the draw's epoch secret is not revealed yet",)
+    except ValueError as error:
+        raise MalformedError("the revealed epoch secret does not parse") from error
+    if reveal.validator != evidence.validator:
+        raise UntrustedError("the revealed epoch secret is another validator's")
+    if file_secret(reveal.secret, leaf) != evidence.draw_secret:
+        raise UntrustedError("the rows were not drawn by the secret that was committed to")
+    return ()
+
+
+def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedVerdict:
+    try:
+        signed = SignedVerdict.model_validate_json(raw)
+    except ValueError as error:
+        raise MalformedError("the verdict object does not parse") from error
+    verdict = signed.verdict
+    signer = verdict.recover(setting.deployment.domain_of(verdict), signed.signature)
+    if signer != signed.validator or signer not in setting.validators:
+        raise UntrustedError("the verdict is not signed by a validator of the pool")
+    if verdict.submission_digest != digest or verdict.pool != setting.pool:
+        raise UntrustedError("the verdict is on another submission")
+    return signed
+
+
+def _leaf(
+    digest: Digest, info: SubmissionInfo, setting: Setting, client: ChainClient, library: Library
+) -> SignedSubmission:
+    """The signed submission, from the leaves object of a root that the chain holds."""
+    events = history.read_events(client, setting.deployment, contracts=("work",))
+    for event in events:
+        if isinstance(event, RootPosted) and event.pool == setting.pool and event.root == info.root:
+            leaves = decode_leaves(library.object(event.leaves_object, MAX_OBJECT_BYTES))
+            domain = setting.deployment.domain_of
+            named = [leaf.submission.digest(domain(leaf.submission)) for leaf in leaves]
+            if encoding.merkle_root(named) != event.root or digest not in named:
+                raise UntrustedError("the root on chain does not hold this submission")
+            return leaves[named.index(digest)]
+    raise NotFoundError(f"no root on chain holds submission {digest} yet")
+
+
+# ── the same code again ──────────────────────────────────────────────────────────────────────────
+
+
+def _run(
+    data: bytes, signed: SignedSubmission, lease: SignedLease, secret: Digest, setting: Setting
+) -> Finding:
+    claim = signed.submission
+    return verify_file(
+        data,
+        lease,
+        claim.lease_digest,
+        setting.run,
+        setting.environment,
+        setting.engines,
+        draw_secret=secret,
+        submission_digest=claim.digest(setting.deployment.domain_of(claim)),
+        submission=claim,
+        calibration=setting.calibration,
+    )
+
+
+def _compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) -> Audit:
+    expected = Reason(evidence.reason)
+    statistics = {
+        name: (evidence.statistics[name], value)
+        for name, value in finding.decimal_statistics().items()
+        if name in evidence.statistics
+    }
+
+    def audit(result: Result, detail: str) -> Audit:
+        return Audit(result, detail, expected, finding.reason, statistics, notes)
+
+    if finding.outcome is Outcome.ABSTAINED:
+        return audit("cannot tell", finding.detail)
+    if finding.reason is not expected and {finding.reason, expected} != _SAME_LIE:
+        return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
+    if finding.rows_drawn != evidence.rows_drawn:
+        return audit("mismatch", "the evidence names other rows than its secret draws")
+    apart = [name for name, pair in statistics.items() if not close(*pair)]
+    if apart:
+        return audit("mismatch", f"statistics differ beyond rounding: {', '.join(apart)}")
+    return audit("match", finding.detail)
+
+
+def _compare_verdict(
+    signed: SignedVerdict, table: VerdictTable | None, finding: Finding, lease: SignedLease
+) -> Audit:
+    verdict = signed.verdict
+    expected = Reason(verdict.reason)
+
+    def audit(result: Result, detail: str) -> Audit:
+        return Audit(result, detail, expected, finding.reason)
+
+    if finding.outcome is Outcome.ABSTAINED:
+        return audit("cannot tell", finding.detail)
+    if finding.reason is not expected:
+        return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
+    if table is None:
+        return audit("match", finding.detail)
+    if verdict.units != finding.units:
+        return audit("mismatch", f"{verdict.units} units were credited, {finding.units} counted")
+    mine = finding.verdict_table(
+        verdict.submission_digest, table.sha256, lease.policy_version, lease.lease.step
+    )
+    if mine != table:
+        return audit("mismatch", "the verdict table holds other rows or rewards")
+    return audit("accepted", f"{finding.units} units; {finding.detail}")
+
+
+def close(published: str, found: str) -> bool:
+    """Whether two statistics are one finding, rounding apart."""
+    a, b = float(published), float(found)
+    return abs(a - b) <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * max(abs(a), abs(b))
