@@ -226,6 +226,7 @@ class Agent:
     def _end_task(self, desk: Desk, task: TaskKeeper) -> None:
         desk.close()
         task.stop(STOP_GRACE_SECONDS)
+        desk.give_back_open("the agent was asked to stop")
 
     def _end_courier(self, courier: Courier) -> None:
         courier.drain(DRAIN_SECONDS, time.monotonic)

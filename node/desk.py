@@ -235,10 +235,18 @@ class Desk:
         signed = self._open
         if signed is None or signed.lease.digest(self._domain) != body.lease_digest:
             raise ConflictError("this lease is not the one that is open")
+        self._give_back(body.lease_digest, body.reason or "no reason")
+
+    def give_back_open(self, reason: str) -> None:
+        """Gives back what an ended worker still held, if anything."""
+        if self._open is not None:
+            self._give_back(self._open.lease.digest(self._domain), reason)
+
+    def _give_back(self, lease_digest: Digest, reason: str) -> None:
         self._open = None
-        log.warning("lease %s given back: %s", body.lease_digest[:10], body.reason or "no reason")
+        log.warning("lease %s given back: %s", lease_digest[:10], reason)
         try:
             with self._api_lock:
-                self._api.abandon(body.lease_digest)
-        except UnavailableError as error:
-            log.warning("the orchestrator was not told (%s); the lease runs out by itself", error)
+                self._api.abandon(lease_digest)
+        except (UnavailableError, ConflictError) as error:
+            log.warning("the orchestrator did not take it back (%s); it runs out by itself", error)

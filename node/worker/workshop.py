@@ -90,7 +90,9 @@ class Workshop:
         return build_rollout_file(job.signed, job.lease_digest, self.run, engine, self.environment)
 
     def build(self, job: Job) -> Built:
-        """Makes the file and puts it into the outbox, whole or not at all."""
+        """Makes the file and puts it into the outbox, whole or not at all. Loading the policy is
+        not throttled: what a slower machine would be slower at is generation."""
+        self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
         started = self._clock()
         content = self.make(job)
         tokens = sum(len(row.output_tokens) for row in read_rollout_file(content).rows)

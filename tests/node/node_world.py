@@ -1,0 +1,234 @@
+"""What an agent meets: the real orchestrator's API over TCP, an origin with a tiny policy.
+
+No chain: a test makes an admitted node a member by hand, as the indexer would.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+import uvicorn
+
+from orchestrator.app import create_app
+from orchestrator.backend import Backend
+from orchestrator.context import PoolContext
+from orchestrator.store import Store, nodes, open_store, policies, schema, sqlite_url
+from protocol.broadcast.publish import finalize, publish
+from protocol.broadcast.server import Origin
+from protocol.chain.deployment import Deployment, Periods
+from protocol.chain.keystore import save_keystore
+from protocol.core import ids
+from protocol.core.checkpoint import PolicyStatement, SignedManifest
+from protocol.core.ids import ZERO_DIGEST, Address
+from protocol.core.messages import ContractAddresses
+from protocol.core.run import LengthBudgets, RunDefinition, SpeedClasses
+from protocol.core.signing import CONTRACT_NAMES, LocalSigner
+from protocol.core.task import Task
+from protocol.engine.tiny import write_tiny_model
+from protocol.environments.registry import environment_ref
+from protocol.storage.directory import DirectoryStore
+
+POOL = 3
+MANAGER, TRAINER, NODE = (LocalSigner(bytes([n]) * 32) for n in (0xA1, 0xA2, 0xA3))
+PASSWORD = "correct horse"
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    """Polls until the condition holds, and returns its value; fails by name after a deadline."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def run_definition(**changes: Any) -> RunDefinition:
+    """2 groups of 2 samples a lease, from the reverse environment."""
+    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000)
+    values: dict[str, Any] = {
+        "name": "node-test",
+        "base_model": ZERO_DIGEST,
+        "environment": environment_ref("reverse", {}, budgets, train_size=100, heldout_size=10),
+        "max_output_tokens": 16,
+        "samples_per_group": 2,
+        "groups_per_lease": 2,
+        "groups_per_batch": 4,
+        "budgets": budgets,
+        "speed": SpeedClasses(challenge_size=64, challenge_rounds=1),
+        "task": Task(image="process"),
+        "price_per_unit": 10,
+        "stake_per_class": 100,
+        "slash_amount": 50,
+        "lease_seconds": 300,
+        "heartbeat_seconds": 1,
+        "death_seconds": 30,
+    }
+    return RunDefinition(**(values | changes))
+
+
+def deployment() -> Deployment:
+    """Made-up contract addresses on chain 31337."""
+    contracts = {
+        name: ids.address("0x" + f"{number:02x}" * 20)
+        for number, name in enumerate(CONTRACT_NAMES, start=0xA0)
+    }
+    return Deployment(
+        chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=Periods()
+    )
+
+
+class ApiThread:
+    """uvicorn in a thread on a fixed port, so that it can go away and come back."""
+
+    def __init__(self, backend: Backend, listener: socket.socket) -> None:
+        config = uvicorn.Config(create_app(backend), log_level="error", lifespan="on")
+        self._server = uvicorn.Server(config)
+        self._listener = listener
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+        self._thread.start()
+        until(lambda: self._server.started, "the API serves")
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(20)
+        self._listener.close()
+
+
+@dataclass
+class NodeWorld:
+    """The pool as one node sees it."""
+
+    backend: Backend
+    store: Store
+    folder: Path
+    port: int
+    keystore: Path
+    password_file: Path
+    api: ApiThread | None = None
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start_api(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
+        self.api = ApiThread(self.backend, listener)
+
+    def stop_api(self) -> None:
+        if self.api is not None:
+            self.api.stop()
+            self.api = None
+
+    def admit(self, account: Address = NODE.address) -> None:
+        """Makes the node an active member, as the indexer does when the chain says so."""
+        with self.backend.store.begin() as connection:
+            now = self.backend.now()
+            nodes.set_status(connection, account, "active", last_heartbeat=now)
+
+    def node_status(self, account: Address = NODE.address) -> str | None:
+        with self.backend.store.read() as connection:
+            row = nodes.get(connection, account)
+        return None if row is None else row.status
+
+    def set_status(self, status: Any, account: Address = NODE.address) -> None:
+        with self.backend.store.begin() as connection:
+            nodes.set_status(connection, account, status, last_heartbeat=self.backend.now())
+
+    def rows(self, table: sa.Table) -> list[Any]:
+        with self.backend.store.read() as connection:
+            return list(connection.execute(sa.select(table)).mappings())
+
+    def submissions(self) -> list[Any]:
+        return self.rows(schema.submissions)
+
+    def leases(self) -> list[Any]:
+        return self.rows(schema.leases)
+
+    def join(self, *flags: str, name: str = "node", runtime: str = "process") -> subprocess.Popen:  # type: ignore[type-arg]
+        """Starts `prime-node join` as a user would."""
+        command = [
+            *(sys.executable, "-m", "node.cli", "join", "--orchestrator", self.url),
+            *("--wallet", str(self.keystore), "--password-file", str(self.password_file)),
+            *("--data", str(self.folder / name), "--runtime", runtime, *flags),
+        ]
+        log = (self.folder / f"{name}.log").open("ab")
+        agent = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        log.close()
+        self.agents.append(agent)
+        return agent
+
+    def log(self, name: str = "node") -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def worker_log(self, name: str = "node") -> str:
+        path = self.folder / name / "logs" / "worker.log"
+        return path.read_text() if path.exists() else ""
+
+
+def publish_tiny(folder: Path, deployed: Deployment, version: int = 0) -> SignedManifest:
+    """Publishes a tiny policy under `folder`/layout; its signed manifest."""
+    source = write_tiny_model(folder / f"model-{version}", seed=version)
+    manifest = publish(source, folder / "layout", pool=POOL, version=version, step=version)
+    statement = PolicyStatement(pool=POOL, version=version, manifest_digest=manifest.digest())
+    signed = SignedManifest(
+        manifest=manifest, signature=TRAINER.sign(statement, deployed.domain("pools"))
+    )
+    finalize(folder / "layout", signed)
+    return signed
+
+
+@contextmanager
+def node_world(folder: Path, **changes: Any) -> Iterator[NodeWorld]:
+    """Serves it, and ends every process and thread afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    deployed, store = deployment(), open_store(sqlite_url(folder / "orchestrator.sqlite"))
+    store.migrate()
+    url = f"http://127.0.0.1:{port}"
+    backend = Backend(
+        context=PoolContext(
+            deployment=deployed, pool=POOL, manager=MANAGER.address, run=run_definition(**changes)
+        ),
+        store=store,
+        objects=DirectoryStore(folder / "objects", url, b"s" * 32),
+        manager=MANAGER,
+        trainer=TRAINER.address,
+        audience=url,
+    )
+    keystore, password_file = folder / "node.json", folder / "pw"
+    password_file.write_text(PASSWORD + "\n")
+    save_keystore(keystore, NODE.account.key, PASSWORD, light=True)
+    world = NodeWorld(backend, store, folder, port, keystore, password_file)
+    signed = publish_tiny(folder, deployed)
+    with Origin(folder / "layout") as origin:
+        with store.begin() as connection:
+            policies.add(connection, signed, now=backend.now())
+            policies.see_relay(
+                connection, origin.url, TRAINER.address, (0,), now=backend.now() + 3600
+            )
+        world.start_api()
+        try:
+            yield world
+        finally:
+            for agent in world.agents:
+                if agent.poll() is None:
+                    agent.send_signal(signal.SIGKILL)
+                agent.wait(20)
+            world.stop_api()
+            store.close()

@@ -1,0 +1,124 @@
+"""The agent as a user runs it: joins, works, survives, stops."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+from node_world import NODE, NodeWorld, until
+
+from protocol.core.ids import Digest
+from protocol.storage.base import digest_key
+from protocol.verification.rollout_file import read_rollout_file
+
+
+def admitted(world: NodeWorld) -> None:
+    until(lambda: world.node_status() == "admitted", "the node solved its challenge")
+    world.admit()
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_node_joins_works_and_stops_cleanly(world: NodeWorld) -> None:
+    # a data folder whose path is longer than a Unix socket's may be
+    name = "a-rather-long-name/" * 5 + "node"
+    (world.folder / name).parent.mkdir(parents=True)
+    agent = world.join("--throttle", "1.5", name=name)
+    admitted(world)
+    until(lambda: len(world.submissions()) >= 2, "two files are handed in")
+    workers = children(agent.pid)
+    assert workers, "the worker is a child of the agent"
+
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(30) == 0
+    assert not [worker for worker in workers if worker.is_running()]
+
+    first = world.submissions()[0]
+    assert first["node"] == NODE.address
+    data = world.backend.objects.get(digest_key(Digest(first["sha256"])), 1 << 20)
+    assert len(read_rollout_file(data).rows) == world.backend.context.run.rows_per_lease
+    log = world.log(name)
+    assert "ISOLATES NOTHING" in log
+    assert "PLAYS ONE 1.5 TIMES SLOWER" in log
+    assert "correct horse" not in log + world.worker_log(name)
+    assert not list((world.folder / name).rglob("*.sock"))
+
+
+def test_agent_killed_while_the_orchestrator_is_down_loses_no_file(world: NodeWorld) -> None:
+    agent = world.join("--throttle", "20")
+    admitted(world)
+    until(lambda: world.leases(), "a lease is taken")
+    world.stop_api()
+    outbox = world.folder / "node" / "outbox"
+    until(lambda: list(outbox.glob("*.parquet")), "the file is finished and kept")
+    workers = children(agent.pid)
+    agent.kill()
+    agent.wait()
+    until(lambda: not any(w.is_running() for w in workers), "the worker died with its agent")
+    assert not world.submissions()
+
+    world.start_api()
+    second = world.join("--throttle", "20")
+    (submission,) = until(world.submissions, "the file is handed in after the restart")
+    assert submission["lease_digest"] == world.leases()[0]["digest"]
+    until(lambda: not list(outbox.glob("*.parquet")), "the receipted file is removed")
+    second.send_signal(signal.SIGINT)
+    assert second.wait(30) == 0
+
+
+def test_stop_while_generating_gives_the_lease_back_to_the_same_node(world: NodeWorld) -> None:
+    agent = world.join("--throttle", "1000")
+    admitted(world)
+    until(lambda: world.leases(), "a lease is taken")
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(30) == 0
+    assert "given back: " in world.log()
+    (lease,) = world.leases()
+    assert lease["status"] == "open"
+
+    world.join()
+    until(world.submissions, "the same lease is fulfilled after all")
+    assert world.submissions()[0]["lease_digest"] == lease["digest"]
+
+
+def test_quarantined_node_waits_and_ejected_node_stops_and_says_why(world: NodeWorld) -> None:
+    agent = world.join()
+    admitted(world)
+    until(world.submissions, "it works")
+    world.set_status("quarantined")
+    until(lambda: "directive wait" in world.log(), "it was told to wait")
+    assert agent.poll() is None
+    world.set_status("ejected")
+    assert agent.wait(30) == 77
+    last = world.log().strip().splitlines()[-1]
+    assert last == "prime-node: the orchestrator says stop: the node was ejected from the pool"
+
+
+def test_orchestrator_that_is_down_is_waited_for(world: NodeWorld) -> None:
+    world.stop_api()
+    agent = world.join()
+    until(lambda: "does not answer" in world.log(), "it says what it waits for")
+    assert agent.poll() is None
+    world.start_api()
+    until(lambda: world.node_status() == "admitted", "it joins once the orchestrator is there")
+
+
+def test_two_agents_do_not_share_a_data_folder(world: NodeWorld) -> None:
+    first = world.join()
+    admitted(world)
+    second = world.join()
+    assert second.wait(30) == 64
+    assert f"an agent (process {first.pid}) already uses" in world.log()
+
+
+def test_worker_that_dies_is_started_again(world: NodeWorld) -> None:
+    agent = world.join()
+    admitted(world)
+    until(world.submissions, "it works")
+    handed_in = len(world.submissions())
+    for worker in children(agent.pid):
+        worker.kill()
+    until(lambda: "ended with status -9; again in" in world.log(), "the death is noticed")
+    until(lambda: len(world.submissions()) > handed_in, "it works again")
