@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
@@ -33,6 +34,7 @@ from protocol.engine.base import (
 NAME = "plain/1"
 ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Families whose logits are exactly the LM head applied to the final norm's output."""
+_LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 Noise = Callable[[Tensor, Tensor, int], Tensor]
 """(keys int64 (N, 2), positions int64 (N,), vocabulary) → Gumbel noise float32 (N, vocabulary):
 proofs.sampling_torch.gumbel, handed in so that the rooms stay apart."""
@@ -73,17 +75,22 @@ class PlainEngine:
             if config.model_type not in ARCHITECTURES:
                 raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
             disable_progress_bar()  # a worker's log is no terminal
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
+                output_loading_info=True,
             )
+            model, report = loaded
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
+        wrong = [name for key in _LOADING_FAULTS for name in report[key]]
+        if wrong:  # transformers would fill gaps with random weights and go on
+            raise UnavailableError(f"{folder} lacks or misnames weights: {sorted(wrong)[:3]}")
         model.to(self._torch_device).eval().requires_grad_(False)
         if prepare is not None:
             prepare(model)
