@@ -273,32 +273,43 @@ class Relay:
         """Fetches items chunk by chunk from the first group of sources that delivers."""
         with self._change:
             groups = self._sources
-        for number, urls in enumerate(groups):
-            fetcher = ChunkFetcher(
-                items,
-                live.folder,
-                urls,
-                self._book,
-                # A relay feeds from the origin: other relays may be waiting for this one.
-                last_resort="relay" if len(groups) == 1 else None,
-                patience=PATIENCE,
-                stop=lambda: self._stopping or self._better_elsewhere(fetcher, groups),
-                on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
-            )
-            try:
-                fetcher.run()
-                return
-            except UnavailableError as error:
-                if self._better_elsewhere(fetcher, groups):
-                    raise _SourcesChangedError("other sources are known now") from error
-                if self._stopping or number == len(groups) - 1:
-                    raise
-            finally:
-                for fault in fetcher.stats.faults:
-                    version = live.signed.manifest.version
-                    self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))
         if items and not groups:
             raise UnavailableError("no source is known")
+        for number, urls in enumerate(groups):
+            try:
+                self._get_from(items, live, urls, groups)
+                return
+            except _SourcesChangedError:
+                raise
+            except UnavailableError:
+                if self._stopping or number == len(groups) - 1:
+                    raise
+
+    def _get_from(
+        self, items: Sequence[Item], live: LiveVersion, urls: list[str], groups: list[list[str]]
+    ) -> None:
+        """One run of the chunk engine over one of the `groups` of sources."""
+        fetcher = ChunkFetcher(
+            items,
+            live.folder,
+            urls,
+            self._book,
+            # A relay feeds from the origin: other relays may be waiting for this one.
+            last_resort="relay" if len(groups) == 1 else None,
+            patience=PATIENCE,
+            stop=lambda: self._stopping or self._better_elsewhere(fetcher, groups),
+            on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
+        )
+        try:
+            fetcher.run()
+        except UnavailableError as error:
+            if self._better_elsewhere(fetcher, groups):
+                raise _SourcesChangedError("other sources are known now") from error
+            raise
+        finally:
+            for fault in fetcher.stats.faults:
+                version = live.signed.manifest.version
+                self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))
 
     def _better_elsewhere(self, fetcher: ChunkFetcher, groups: list[list[str]]) -> bool:
         """True for a fetch that stands still while other sources were offered meanwhile."""
