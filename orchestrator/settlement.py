@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
@@ -35,6 +35,7 @@ from protocol.core.messages import ReceiptAnswer
 from protocol.core.settlement import (
     JudgedFact,
     LeafFact,
+    SettledFile,
     Settlement,
     SlashFact,
     SlashState,
@@ -76,93 +77,138 @@ def due_epoch(chain_time: int, *, epoch_seconds: int, validity_seconds: int) -> 
     return (chain_time - validity_seconds) // epoch_seconds - 1
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What is to be settled next: `epoch`, with the leaves since `after`."""
+
+    epoch: int
+    after: int
+    previous: Digest | None
+    new_leaves: bool
+
+
 def settle_epochs(
     store: Store,
     objects: ObjectStore,
     context: PoolContext,
     now: Callable[[], float],
 ) -> Settlement | None:
-    """Posts the next reward root if one is due and changes what anyone is owed; returns it.
+    """Posts the next reward root if one is due; returns its settlement.
 
-    The settlement object is written first, then one transaction writes the row and queues the
-    intent. A reward root that failed (say, for want of funds) is queued again.
+    Due is the oldest unsettled epoch with work on chain, once its leaves are past their validity;
+    without new work, an epoch in which a held credit was decided. The settlement object is written
+    first, then one transaction writes the row and queues the intent. A reward root that failed
+    (say, for want of funds) is queued again.
     """
-    run = context.run
     with store.begin() as connection:
-        clock = chain_clock(connection)
-        last = connection.execute(
-            select(reward_roots).order_by(reward_roots.c.epoch.desc()).limit(1)
-        ).first()
-        if last is not None and last.claimable_at is None:
-            requeue_failed(
-                connection,
-                f"reward_root:{last.epoch}:{last.object}",
-                now(),
-                not_before=now() - run.epoch_seconds,
-            )
-            return None
-        if clock is None:
-            return None
-        epoch = due_epoch(
-            clock.time, epoch_seconds=run.epoch_seconds, validity_seconds=run.validity_seconds
+        turn = _next_turn(connection, context, now())
+    if turn is None:
+        return None
+    previous = None if turn.previous is None else _load(objects, turn.previous)
+    held = [f for f in previous.files if f.state == "held"] if previous else []
+    settlement = None
+    if turn.new_leaves or held:
+        settlement = _settle(store, context, turn, previous, held)
+    if settlement is None or not settlement.entries:
+        # Nobody is owed anything, or nothing was decided: these leaves come up with a later epoch.
+        with store.begin() as connection:
+            store_meta.put(connection, _LOOKED, str(turn.epoch))
+        return None
+    _queue(store, objects, context, settlement, now())
+    return settlement
+
+
+def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Turn | None:
+    run, clock = context.run, chain_clock(connection)
+    last = connection.execute(
+        select(reward_roots).order_by(reward_roots.c.epoch.desc()).limit(1)
+    ).first()
+    if last is not None and last.claimable_at is None:
+        intent = f"reward_root:{last.epoch}:{last.object}"
+        requeue_failed(connection, intent, now, not_before=now - run.epoch_seconds)
+        return None
+    if clock is None:
+        return None
+    due = due_epoch(
+        clock.time, epoch_seconds=run.epoch_seconds, validity_seconds=run.validity_seconds
+    )
+    after = -1 if last is None else int(last.epoch)
+    looked = max(after, int(store_meta.get(connection, _LOOKED) or -1))
+    if due <= looked:
+        return None
+    with_work = connection.execute(
+        select(func.min(roots.c.epoch)).where(
+            roots.c.chain_seq.is_not(None), roots.c.epoch > looked, roots.c.epoch <= due
         )
-        settled_to = -1 if last is None else int(last.epoch)
-        looked_to = store_meta.get(connection, _LOOKED)
-        if epoch <= max(settled_to, int(looked_to or -1)):
-            return None
-        store_meta.put(connection, _LOOKED, str(epoch))
-    previous = None if last is None else _load(objects, Digest(last.object))
-    held = [f.submission_digest for f in previous.files if f.state == "held"] if previous else []
+    ).scalar()
+    return _Turn(
+        epoch=due if with_work is None else int(with_work),
+        after=after,
+        previous=None if last is None else Digest(last.object),
+        new_leaves=with_work is not None,
+    )
+
+
+def _settle(
+    store: Store,
+    context: PoolContext,
+    turn: _Turn,
+    previous: Settlement | None,
+    held: Sequence[SettledFile],
+) -> Settlement | None:
+    """The settlement of a turn; None if there is no new leaf and every held one is held still."""
+    names = [file.submission_digest for file in held]
+    condition = or_(
+        roots.c.epoch.between(turn.after + 1, turn.epoch), submissions.c.digest.in_(names)
+    )
     with store.read() as connection:
-        clock = chain_clock(connection) or clock  # of the same moment as the facts
-        leaves = _leaves(
-            connection,
-            or_(
-                roots.c.epoch.between(settled_to + 1, epoch),
-                submissions.c.digest.in_(held),
-            ),
-            run.validity_seconds,
-        )
+        clock = chain_clock(connection)
+        assert clock is not None
+        leaves = _leaves(connection, condition, context.run.validity_seconds)
         slash_facts = _slash_facts(connection)
     settlement = settle(
         chain_id=context.deployment.chain_id,
         pool=context.pool,
-        epoch=epoch,
+        epoch=turn.epoch,
         as_of_block=clock.block,
         previous=previous,
         leaves=leaves,
         slashes=slash_facts,
-        price_per_unit=run.price_per_unit,
+        price_per_unit=context.run.price_per_unit,
     )
-    if settlement.entries == (previous.entries if previous else ()):
-        return None  # nobody is owed more; these leaves are taken up by a later settlement
-    digest = put_object(objects, settlement.canonical())
-    root = settlement.root()
+    still = [file.submission_digest for file in settlement.files if file.state == "held"]
+    return settlement if len(leaves) > len(names) or set(still) != set(names) else None
+
+
+def _queue(
+    store: Store, objects: ObjectStore, context: PoolContext, settlement: Settlement, now: float
+) -> None:
+    digest, root = put_object(objects, settlement.canonical()), settlement.root()
+    total = settlement.cumulative_total
     with store.begin() as connection:
         connection.execute(
             insert(reward_roots).values(
-                epoch=epoch,
+                epoch=settlement.epoch,
                 root=root,
-                cumulative_total=settlement.cumulative_total,
+                cumulative_total=total,
                 object=digest,
-                created_at=now(),
+                created_at=now,
             )
         )
         queue_intent(
             connection,
             lane=context.manager,
             kind="reward_root",
-            key=f"{epoch}:{digest}",
+            key=f"{settlement.epoch}:{digest}",
             payload={
-                "epoch": epoch,
+                "epoch": settlement.epoch,
                 "root": root,
-                "cumulative_total": settlement.cumulative_total,
+                "cumulative_total": total,
                 "object": digest,
             },
-            now=now(),
+            now=now,
         )
-    log.info("reward root of epoch %d over %s wei is queued", epoch, settlement.cumulative_total)
-    return settlement
+    log.info("reward root of epoch %d over %s wei is queued", settlement.epoch, total)
 
 
 def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
