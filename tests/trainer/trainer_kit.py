@@ -260,6 +260,7 @@ def seal(
     run: RunDefinition,
     *,
     signer: LocalSigner = MANAGER,
+    domain: Domain = DOMAIN,
     **changes: object,
 ) -> SignedBatch:
     """A signed manifest over `files`."""
@@ -273,7 +274,7 @@ def seal(
         seed=Digest("0x" + "5e" * 32),
     ).model_copy(update=changes)
     unsigned = SignedBatch.model_construct(manifest=manifest)
-    return SignedBatch(manifest=manifest, signature=signer.sign(unsigned.statement(), DOMAIN))
+    return SignedBatch(manifest=manifest, signature=signer.sign(unsigned.statement(), domain))
 
 
 def rules(run: RunDefinition, vocabulary: int = 64) -> BatchRules:

@@ -1,0 +1,176 @@
+"""`trainer run` against a real orchestrator API: trained once, published once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import torch
+import trainer_kit as kit
+from safetensors.torch import load_file
+from trainer_pool import Pool, finished, pool_server, started, wait_until
+
+from protocol.broadcast.manifest import verify_folder
+from protocol.chain.keystore import save_keystore
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kit.tiny_model(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture
+def pool(tmp_path: Path, model: Path) -> Iterator[Pool]:
+    root = tmp_path / "pool"
+    root.mkdir()
+    with pool_server(root, model) as served:
+        yield served
+
+
+def lines(data: Path) -> list[dict[str, object]]:
+    path = data / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> tuple[list[str], list[dict[str, object]]]:
+    """Policy digests and metrics of a run that nobody disturbed."""
+    root = tmp_path_factory.mktemp("straight")
+    with pool_server(root, model) as pool:
+        for step in range(STEPS):
+            pool.seal_random(step)
+        ended = finished(pool.command(root / "data", "--steps", str(STEPS)))
+        assert ended.returncode == 0, ended.stdout
+        published = pool.published()
+        for signed in published:
+            version = signed.manifest.version
+            folder = root / "data" / "origin" / "policies" / str(version)
+            names = {entry.name for entry in signed.manifest.files}
+            for path in folder.iterdir():  # deltas are beside the policy's own files
+                if path.name.startswith("delta-"):
+                    path.unlink()
+            verify_folder(folder, signed.manifest)
+            weights = load_file(folder / "model.safetensors")
+            assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+            assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+        return [signed.manifest.digest() for signed in published], lines(root / "data")
+
+
+def test_each_sealed_batch_becomes_one_published_policy(
+    uninterrupted: tuple[list[str], list[dict[str, object]]],
+) -> None:
+    digests, metrics = uninterrupted
+    assert len(set(digests)) == len(digests) == STEPS + 1
+    assert [line["step"] for line in metrics] == list(range(STEPS))
+    assert all(line["applied"] for line in metrics)
+    assert metrics[3]["staleness"] == {"0": 8, "2": 4}
+    for name in ("wait_batch", "fetch", "forward_backward", "optimizer"):
+        assert name in metrics[0]["seconds"]  # type: ignore[operator]
+
+
+def test_a_trainer_killed_again_and_again_trains_no_batch_twice_and_publishes_the_same_bytes(
+    pool: Pool, tmp_path: Path, uninterrupted: tuple[list[str], list[dict[str, object]]]
+) -> None:
+    data = tmp_path / "data"
+    command = pool.command(data, "--steps", str(STEPS))
+    for step in range(STEPS):
+        pool.seal_random(step)
+    checkpoints = data / "checkpoints"
+    moments = [
+        lambda: (checkpoints / ".staging-1").exists(),  # in the middle of a checkpoint
+        lambda: (checkpoints / "2").exists(),  # trained, not yet published
+        lambda: len(pool.published()) >= 4,  # published, the next one under way
+    ]
+    for reached in moments:
+        with started(command) as child:
+            wait_until(lambda r=reached: r() or child.poll() is not None, "the moment")
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    ended = finished(command)
+    assert ended.returncode == 0, ended.stdout
+    digests, metrics = uninterrupted
+    assert [signed.manifest.digest() for signed in pool.published()] == digests
+    found = lines(data)
+    assert [line["step"] for line in found] == list(range(STEPS))
+    for ours, theirs in zip(found, metrics, strict=True):
+        for name in ("batch", "loss", "gradient_norm", "reward", "rows"):
+            assert ours[name] == theirs[name], name
+
+
+def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
+    pool: Pool, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    with started(pool.command(data)) as child:
+        wait_until(lambda: len(pool.published()) == 1, "policy 0")
+        wait_until(lambda: bool(pool.relays()), "the origin's announcement")
+        (origin,) = pool.relays()
+        assert (data / "origin.url").read_text().strip() == origin
+        manifest = httpx.get(f"{origin}/policies/0/manifest.json").json()
+        assert manifest["manifest"]["result_digest"] == pool.run.base_model
+        pool.seal_random(0)
+        wait_until(lambda: len(pool.published()) == 2, "policy 1")
+        started_at = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) == 0
+        assert time.monotonic() - started_at < 25
+        with socket.socket() as probe:  # the port is free again
+            probe.bind(("127.0.0.1", urlsplit(origin).port or 0))
+    assert len(lines(data)) == 1
+
+
+def test_an_orchestrator_that_comes_late_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+    with started(
+        [*pool.command(tmp_path / "data"), "--orchestrator", "http://127.0.0.1:9"]
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if "does not answer" in line:
+                break
+        else:
+            pytest.fail("it did not say what it waits for")
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--wallet", "{tmp}/none.json"], 64, "no keystore"),
+        (["--password-file", "{tmp}/wrong"], 64, "password does not open"),
+        (["--wallet", "{tmp}/stranger.json"], 64, "not the trainer of pool"),
+        (["--model", "{tmp}/other"], 64, "base model is"),
+        (["--model", "{tmp}"], 64, "no model folder"),
+        (["--pool", "99"], 64, "serves pool 7"),
+        (["--gradient-clip", "-1"], 64, "gradient_clip"),
+        (["--origin-port", "{taken}"], 64, "cannot listen"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_users_mistake_is_one_sentence_and_an_exit_code(
+    pool: Pool, tmp_path: Path, flags: list[str], code: int, words: str
+) -> None:
+    (tmp_path / "wrong").write_text("wrong")
+    save_keystore(tmp_path / "stranger.json", b"\x33" * 32, "correct horse", light=True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        if any("other" in flag for flag in flags):
+            kit.tiny_model(tmp_path / "other", seed=9)
+        filled = [f.format(tmp=tmp_path, taken=taken.getsockname()[1]) for f in flags]
+        ended = finished([*pool.command(tmp_path / "data"), *filled])
+    assert ended.returncode == code, ended.stdout
+    assert words in ended.stdout
+    assert "Traceback" not in ended.stdout
+    assert ended.stdout.strip().splitlines()[-1].startswith("trainer: ")

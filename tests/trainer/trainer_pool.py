@@ -1,0 +1,201 @@
+"""A pool with a real orchestrator API over a real store, whose batches a test seals by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import trainer_kit as kit
+import uvicorn
+from sqlalchemy import select
+
+from orchestrator.app import create_app
+from orchestrator.backend import Backend
+from orchestrator.context import PoolContext
+from orchestrator.store import batches, open_store, policies, schema, sqlite_url
+from orchestrator.store.batches import BatchRow
+from protocol.broadcast.manifest import build_manifest
+from protocol.chain.deployment import Deployment, Periods
+from protocol.chain.keystore import save_keystore
+from protocol.core import ids
+from protocol.core.batch import BatchFile
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.ids import Digest
+from protocol.core.messages import ContractAddresses
+from protocol.core.rollout import Rollout
+from protocol.core.signing import CONTRACT_NAMES
+from protocol.storage.base import put_object
+from protocol.storage.directory import DirectoryStore
+
+PASSWORD = "correct horse"
+REPOSITORY = Path(__file__).parents[2]
+
+
+def base_digest(model: Path) -> Digest:
+    """What a run names as its base model."""
+    return build_manifest(model, pool=0, version=0, step=0).result_digest
+
+
+class Pool:
+    """The pool's public side at `url`, its store, and hands to seal batches with."""
+
+    def __init__(self, root: Path, model: Path, url: str) -> None:
+        self.root, self.model, self.url = root, model, url
+        contracts = {
+            name: ids.address("0x" + f"{number:02x}" * 20)
+            for number, name in enumerate(CONTRACT_NAMES, start=0xA0)
+        }
+        deployment = Deployment(
+            chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=Periods()
+        )
+        self.run = kit.run_definition(base_model=base_digest(model))
+        self.store = open_store(sqlite_url(root / "orchestrator.sqlite"))
+        self.store.migrate()
+        self.backend = Backend(
+            context=PoolContext(deployment, kit.POOL, kit.MANAGER.address, self.run),
+            store=self.store,
+            objects=DirectoryStore(root / "objects", url, b"s" * 32),
+            manager=kit.MANAGER,
+            trainer=kit.TRAINER.address,
+            audience=url,
+        )
+        self.wallet = root / "trainer.json"
+        save_keystore(self.wallet, b"\x22" * 32, PASSWORD, light=True)
+        self.password = root / "password"
+        self.password.write_text(PASSWORD)
+
+    def seal(self, step: int, *parts: Sequence[Rollout]) -> None:
+        """Seals batch `step` of whole files into store and objects."""
+        objects = kit.Objects()
+        files: list[BatchFile] = [
+            kit.seal_file(objects, part, sorted({row.group for row in part}), step)
+            for part in parts
+        ]
+        for data in objects.by_digest.values():
+            put_object(self.backend.objects, data)
+        domain = self.backend.context.deployment.domain("work")
+        signed = kit.seal(files, step, self.run, domain=domain)
+        with self.store.begin() as connection:
+            batches.add(
+                connection,
+                BatchRow(
+                    step=step,
+                    digest=signed.manifest.digest(),
+                    body=signed.model_dump_json(),
+                    rows=signed.manifest.rows,
+                    mean_reward_micro=0,
+                    staleness_max=0,
+                    sealed_at=time.time(),
+                ),
+            )
+
+    def seal_random(self, step: int) -> None:
+        """A batch of two files of random rows, one of them an older policy's."""
+        size = self.run.samples_per_group
+        older = max(0, step - 2)
+        self.seal(
+            step,
+            kit.rows(2, size, seed=2 * step, version=step),
+            kit.rows(1, size, seed=2 * step + 1, version=older),
+        )
+
+    def published(self) -> list[SignedManifest]:
+        """Policies as the orchestrator took them, oldest first."""
+        with self.store.read() as connection:
+            return [row.signed() for row in policies.newest(connection, 100)][::-1]
+
+    def relays(self) -> list[str]:
+        """Announced origins and relays."""
+        with self.store.read() as connection:
+            return list(connection.execute(select(schema.relays.c.url)).scalars())
+
+    def command(self, data: Path, *more: str) -> list[str]:
+        """`trainer run` as an operator types it."""
+        return [
+            sys.executable, "-m", "trainer.cli", "run",
+            "--orchestrator", self.url,
+            "--model", str(self.model),
+            "--data", str(data),
+            "--wallet", str(self.wallet),
+            "--password-file", str(self.password),
+            "--learning-rate", "1e-3",
+            "--warmup-steps", "1",
+            "--row-tokens", "64",
+            *more,
+        ]  # fmt: skip
+
+
+@contextmanager
+def pool_server(root: Path, model: Path) -> Iterator[Pool]:
+    """Serves a pool's API on a free port, from a thread."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        pool = Pool(root, model, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        app = create_app(pool.backend)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            wait_until(lambda: server.started, "the API to start")
+            yield pool
+        finally:
+            server.should_exit = True
+            thread.join()
+            pool.store.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+    """Polls until it holds. Fails the test at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def environment() -> dict[str, str]:
+    """One thread, our repository, no settings of the machine's own."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PRIME_")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """The command as a child in a group of its own, which is gone afterwards."""
+    child = subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def finished(command: list[str], seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """The command, to its end."""
+    return subprocess.run(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
