@@ -178,32 +178,20 @@ contract Slasher is ReentrancyGuardTransient {
         uint8 reason,
         uint256 amount
     ) external returns (uint256 id) {
-        uint256 pool = submission.pool;
-        if (!pools.isValidator(pool, msg.sender)) revert Errors.NotAllowed(msg.sender);
         if (evidence == 0) revert Errors.ZeroDigest();
         if (reason == 0 || reason > LAST_SLASHABLE_REASON) revert Errors.BadReason(reason);
         if (amount == 0) revert Errors.ZeroAmount();
-        _checkBond(msg.sender);
-        (address provider, uint256 most) = pools.liabilityOf(pool, node);
-        if (provider == address(0)) revert Errors.NotMember(pool, node);
+        _checkProposer(submission.pool);
         bytes32 leaf = work.checkSubmission(submission, node, nodeSignature, rootSeq, proof);
         if (proposalOf[leaf] != 0) revert Errors.AlreadyProposed(leaf, proposalOf[leaf]);
 
         id = ++count;
-        uint64 executableAt = uint64(block.timestamp) + _slashWindow;
         proposalOf[leaf] = id;
-        uint256 held = vault.openSlash(provider, Math.min(amount, most));
-        _proposals[id] = Proposal({
-            node: node,
-            deadline: executableAt,
-            reason: reason,
-            state: State.Proposed,
-            provider: provider,
-            amount: held.toUint96(),
-            validator: msg.sender,
-            pool: pool.toUint96()
-        });
-        emit SlashProposed(id, pool, node, provider, leaf, evidence, reason, held, executableAt);
+        Proposal memory p = _open(submission.pool, node, reason, amount);
+        _proposals[id] = p;
+        emit SlashProposed(
+            id, p.pool, node, p.provider, leaf, evidence, reason, p.amount, p.deadline
+        );
     }
 
     /// @notice Carries out an undisputed proposal once its window has closed. By anyone.
@@ -293,12 +281,34 @@ contract Slasher is ReentrancyGuardTransient {
         if (block.timestamp >= p.deadline) revert Errors.WindowClosed(id, p.deadline);
     }
 
-    function _checkBond(address validator) private view {
+    /// @dev The caller is a validator of the pool and has a bond to lose.
+    function _checkProposer(uint256 pool) private view {
+        if (!pools.isValidator(pool, msg.sender)) revert Errors.NotAllowed(msg.sender);
         if (validatorBond == 0) return;
-        uint256 active = vault.active(validator);
+        uint256 active = vault.active(msg.sender);
         if (active < validatorBond) {
-            revert Errors.InsufficientStake(validator, active, validatorBond);
+            revert Errors.InsufficientStake(msg.sender, active, validatorBond);
         }
+    }
+
+    /// @dev Holds the stake of whoever answers for the node: at most what its seat needs.
+    function _open(uint256 pool, address node, uint8 reason, uint256 amount)
+        private
+        returns (Proposal memory)
+    {
+        (address provider, uint256 most) = pools.liabilityOf(pool, node);
+        if (provider == address(0)) revert Errors.NotMember(pool, node);
+        uint256 held = vault.openSlash(provider, Math.min(amount, most));
+        return Proposal({
+            node: node,
+            deadline: uint64(block.timestamp) + _slashWindow,
+            reason: reason,
+            state: State.Proposed,
+            provider: provider,
+            amount: held.toUint96(),
+            validator: msg.sender,
+            pool: pool.toUint96()
+        });
     }
 
     function _execute(uint256 id, Proposal memory p) private {

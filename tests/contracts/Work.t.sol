@@ -56,9 +56,9 @@ contract WorkTest is Network {
         vm.stopPrank();
     }
 
-    function testFuzz_LeafIn_HoldsForEveryLeafAndNoOther(uint8 size, uint8 at) public {
+    function testFuzz_LeafIn_HoldsForEveryLeafAndNoOther(uint8 size, uint8 place) public {
         uint256 n = uint256(size) % 40 + 1;
-        uint256 index = at % n;
+        uint256 index = place % n;
         bytes32[] memory leaves = someLeaves(n);
         uint64 seq = postRoot(leaves);
         bytes32[] memory proof = Tree.proof(leaves, index);

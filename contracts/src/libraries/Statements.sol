@@ -214,7 +214,8 @@ library Statements {
         pure
         returns (bool)
     {
-        (address recovered, ECDSA.RecoverError error,) = ECDSA.tryRecoverCalldata(digest, signature);
-        return error == ECDSA.RecoverError.NoError && recovered == signer;
+        (address recovered, ECDSA.RecoverError problem,) =
+            ECDSA.tryRecoverCalldata(digest, signature);
+        return problem == ECDSA.RecoverError.NoError && recovered == signer;
     }
 }

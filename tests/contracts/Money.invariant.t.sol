@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { Pools } from "../../contracts/src/Pools.sol";
+import { PrimeToken } from "../../contracts/src/PrimeToken.sol";
+import { Rewards } from "../../contracts/src/Rewards.sol";
+import { Slasher } from "../../contracts/src/Slasher.sol";
+import { StakeVault } from "../../contracts/src/StakeVault.sol";
+import { Handler } from "./utils/Handler.sol";
+import { vm } from "./utils/Vm.sol";
+
+/// @notice What must hold of the money after any sequence of anybody's acts.
+contract MoneyInvariant {
+    /// @dev forge prints it.
+    event log_named_uint(string name, uint256 count);
+
+    Handler private handler;
+    PrimeToken private token;
+    StakeVault private vault;
+    Pools private pools;
+    Rewards private rewards;
+    Slasher private slasher;
+    address[] private accounts;
+
+    function setUp() public {
+        handler = new Handler();
+        handler.open();
+        (address t, address v, address p,, address r, address s) = handler.contracts();
+        token = PrimeToken(t);
+        vault = StakeVault(v);
+        pools = Pools(p);
+        rewards = Rewards(r);
+        slasher = Slasher(s);
+        accounts = handler.accounts();
+    }
+
+    function targetContracts() public view returns (address[] memory list) {
+        list = new address[](1);
+        list[0] = address(handler);
+    }
+
+    struct FuzzSelector {
+        address addr;
+        bytes4[] selectors;
+    }
+
+    /// @dev The acts alone: neither `open` nor the views.
+    function targetSelectors() public view returns (FuzzSelector[] memory list) {
+        bytes4[] memory s = new bytes4[](21);
+        s[0] = Handler.clock.selector;
+        s[1] = Handler.addStake.selector;
+        s[2] = Handler.unbond.selector;
+        s[3] = Handler.rebond.selector;
+        s[4] = Handler.withdraw.selector;
+        s[5] = Handler.takeSeat.selector;
+        s[6] = Handler.giveUpSeat.selector;
+        s[7] = Handler.work_.selector;
+        s[8] = Handler.reject.selector;
+        s[9] = Handler.proposeSlash.selector;
+        s[10] = Handler.executeSlash.selector;
+        s[11] = Handler.disputeSlash.selector;
+        s[12] = Handler.judgeSlash.selector;
+        s[13] = Handler.lapseSlash.selector;
+        s[14] = Handler.cancelSlash.selector;
+        s[15] = Handler.fundMore.selector;
+        s[16] = Handler.postRewards.selector;
+        s[17] = Handler.claim.selector;
+        s[18] = Handler.disableRewards.selector;
+        s[19] = Handler.endPool.selector;
+        s[20] = Handler.thief.selector;
+        list = new FuzzSelector[](1);
+        list[0] = FuzzSelector(address(handler), s);
+    }
+
+    function invariant_Money() public view {
+        vaultHoldsActiveUnbondingAndPending();
+        stakeMovesByItsOwnersActOrAFinalVerdictOnly();
+        nothingIsWithdrawnBeforeItsUnbondingEnds();
+        openSlashesStayWithinTheFirstSnapshot();
+        committedIsWhatSeatsNeed();
+        slasherHoldsTheDepositsOfDisputes();
+        noSubmissionIsSlashedTwice();
+        rewardsHoldFreeAndReserved();
+        nothingIsBothRejectedAndPaid();
+        thievesGetNothing();
+    }
+
+    /// @dev The invariant would be empty if the acts never took place.
+    function test_ActsTakePlace() public {
+        FuzzSelector memory acts = targetSelectors()[0];
+        for (uint256 i; i < 2000; ++i) {
+            bytes32 seed = keccak256(abi.encode(i));
+            bytes4 act = acts.selectors[uint256(seed) % acts.selectors.length];
+            bytes memory seeds =
+                abi.encode(keccak256(abi.encode(seed, 1)), keccak256(abi.encode(seed, 2)));
+            // The last argument is small where its type is.
+            if (act == Handler.takeSeat.selector || act == Handler.giveUpSeat.selector) {
+                seeds = abi.encodePacked(seeds, uint256(seed) % 2);
+            } else if (act == Handler.judgeSlash.selector) {
+                seeds = abi.encode(keccak256(abi.encode(seed, 1)), (uint256(seed) >> 9) % 2);
+            } else {
+                seeds = abi.encodePacked(seeds, keccak256(abi.encode(seed, 3)));
+            }
+            (bool done, bytes memory what) = acts.addr.call(abi.encodePacked(act, seeds));
+            if (!done) {
+                assembly ("memory-safe") {
+                    revert(add(what, 32), mload(what))
+                }
+            }
+            if (i % 500 == 0) invariant_Money();
+        }
+        invariant_Money();
+        bytes32[20] memory names = [
+            bytes32("addStake"),
+            "unbond",
+            "rebond",
+            "withdraw",
+            "takeSeat",
+            "giveUpSeat",
+            "work",
+            "reject",
+            "proposeSlash",
+            "executeSlash",
+            "disputeSlash",
+            "confirm",
+            "overturn",
+            "lapseSlash",
+            "cancelSlash",
+            "postRewards",
+            "claim",
+            "disableRewards",
+            "refund",
+            "liftBan"
+        ];
+        for (uint256 i; i < names.length; ++i) {
+            emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));
+        }
+        for (uint256 i; i < names.length; ++i) {
+            vm.assertTrue(handler.calls(names[i]) > 0, string(abi.encodePacked(names[i])));
+        }
+    }
+
+    function vaultHoldsActiveUnbondingAndPending() private view {
+        uint256 sum;
+        for (uint256 i; i < accounts.length; ++i) {
+            sum += vault.active(accounts[i]) + vault.unbonding(accounts[i])
+            + vault.pendingSlash(accounts[i]);
+        }
+        vm.assertEq(token.balanceOf(address(vault)), sum, "vault");
+    }
+
+    function stakeMovesByItsOwnersActOrAFinalVerdictOnly() private view {
+        for (uint256 i; i < accounts.length; ++i) {
+            address a = accounts[i];
+            vm.assertEq(
+                vault.slashable(a) + vault.pendingSlash(a),
+                handler.deposited(a) - handler.withdrawn(a) - handler.slashed(a),
+                "account"
+            );
+            uint256 queued;
+            StakeVault.Unbonding[] memory queue = vault.unbondings(a);
+            for (uint256 j; j < queue.length; ++j) {
+                queued += queue[j].amount;
+                vm.assertTrue(queue[j].amount > 0, "empty entry in the queue");
+                if (j > 0) vm.assertTrue(queue[j].matureAt > queue[j - 1].matureAt, "order");
+            }
+            vm.assertEq(vault.accountOf(a).queued, queued, "queue");
+        }
+    }
+
+    function nothingIsWithdrawnBeforeItsUnbondingEnds() private view {
+        for (uint256 i; i < accounts.length; ++i) {
+            vm.assertLe(
+                handler.withdrawn(accounts[i]), handler.matured(accounts[i]), "withdrawn early"
+            );
+        }
+    }
+
+    function openSlashesStayWithinTheFirstSnapshot() private view {
+        for (uint256 i; i < 3; ++i) {
+            address a = accounts[i];
+            if (handler.openCount(a) == 0) vm.assertEq(vault.pendingSlash(a), 0, "stuck");
+            vm.assertLe(handler.taken(a), handler.snapshot(a), "snapshot");
+            vm.assertEq(vault.accountOf(a).openSlashes, handler.openCount(a), "open");
+        }
+    }
+
+    function committedIsWhatSeatsNeed() private view {
+        for (uint256 i; i < 3; ++i) {
+            vm.assertEq(vault.committed(accounts[i]), handler.seatsOf(i), "committed");
+        }
+    }
+
+    function slasherHoldsTheDepositsOfDisputes() private view {
+        vm.assertEq(
+            token.balanceOf(address(slasher)),
+            handler.disputed() * slasher.disputeDeposit(),
+            "deposits"
+        );
+    }
+
+    function noSubmissionIsSlashedTwice() private view {
+        vm.assertLe(handler.mostExecutions(), 1, "twice");
+    }
+
+    function rewardsHoldFreeAndReserved() private view {
+        uint256 sum;
+        for (uint256 where; where < 2; ++where) {
+            uint256 id = handler.poolIds(where);
+            (uint256 free, uint256 reserved) = rewards.funds(id);
+            uint256 paid;
+            for (uint256 n; n < 6; ++n) {
+                paid += handler.paid(id, n);
+                vm.assertEq(rewards.claimed(id, handler.nodes(n)), handler.paid(id, n), "claimed");
+            }
+            vm.assertEq(
+                free + reserved, handler.funded(id) - handler.refunded(id) - paid, "pool's books"
+            );
+            (uint256 total,) = rewards.progress(id);
+            vm.assertEq(reserved, total - paid, "reserved is promised less paid");
+            sum += free + reserved;
+        }
+        vm.assertEq(token.balanceOf(address(rewards)), sum, "rewards");
+    }
+
+    function nothingIsBothRejectedAndPaid() private view {
+        for (uint256 where; where < 2; ++where) {
+            (uint256 good, uint256 both) = handler.credits(where);
+            vm.assertEq(both, 0, "rejected and credited");
+            uint256 paid;
+            for (uint256 n; n < 6; ++n) {
+                paid += handler.paid(handler.poolIds(where), n);
+            }
+            vm.assertLe(paid, good * 1e18, "paid more than was earned");
+        }
+    }
+
+    function thievesGetNothing() private view {
+        vm.assertEq(handler.thefts(), 0, "thefts");
+        vm.assertEq(token.balanceOf(address(0x57A)), 0, "the thief has tokens");
+    }
+}
