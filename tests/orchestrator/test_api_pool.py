@@ -1,0 +1,355 @@
+"""Policies, relays, batches, rewards, status, events, metrics and pages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from orchestrator_world import World, run_definition, signer
+
+from orchestrator.routes.watch import StatusFeed
+from orchestrator.store import batches, intents, meta, nodes, policies, schema
+from orchestrator.store.batches import BatchRow
+from protocol.core.batch import BatchFile, BatchManifest, SignedBatch
+from protocol.core.encoding import merkle_verify, reward_leaf, sha256
+from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.messages import BatchAnswer, PolicyList, PoolInfo, RewardInfo, Status
+from protocol.core.run import RunDefinition
+from protocol.core.settlement import RewardEntry, Settlement
+from protocol.storage.base import put_object
+
+# -- the pool and its policies -----------------------------------------------------------------
+
+
+def test_the_run_definition_is_served_to_the_byte(world: World) -> None:
+    raw = world.http.get("/v1/run").content
+    info = PoolInfo.model_validate_json(world.http.get("/v1/pool").content)
+    assert sha256(raw) == info.run_digest
+    assert RunDefinition.model_validate_json(raw) == run_definition()
+    assert (info.latest_version, info.manager) == (0, world.manager.address)
+
+
+def test_the_trainer_publishes_one_version_after_the_other(world: World) -> None:
+    trainer = world.login(world.trainer, "trainer")
+    assert world.post("/v1/policies", world.manifest(1), trainer).json() == {}
+    assert world.post("/v1/policies", world.manifest(1), trainer).json() == {}
+    assert world.post("/v1/policies", world.manifest(3), trainer).status_code == 409
+    other = world.manifest(1, b"other weights")
+    assert world.post("/v1/policies", other, trainer).status_code == 409
+    listed = PolicyList.model_validate_json(world.http.get("/v1/policies").content)
+    assert [signed.manifest.version for signed in listed.policies] == [1, 0]
+    assert listed.policies[0] == world.manifest(1)
+    with world.backend.store.read() as connection:
+        queued = intents.pending(connection, world.manager.address)
+    assert [(i.id, i.arguments()["signature"]) for i in queued] == [
+        ("policy:1", world.manifest(1).signature)
+    ]
+
+
+def test_a_policy_signed_by_another_is_refused(world: World) -> None:
+    trainer = world.login(world.trainer, "trainer")
+    forged = world.manifest(1).model_copy(update={"signature": world.manifest(2).signature})
+    assert world.post("/v1/policies", forged, trainer).status_code == 401
+    assert world.post("/v1/policies", world.manifest(1), world.member(1)).status_code == 403
+
+
+def test_policy_0_is_the_base_model_of_the_run(make_world: Any) -> None:
+    world = make_world(base_model=sha256(b"the right base"))
+    trainer = world.login(world.trainer, "trainer")
+    answer = world.post("/v1/policies", world.manifest(0), trainer)
+    assert (answer.status_code, "base model" in answer.text) == (401, True)
+
+
+# -- relays ------------------------------------------------------------------------------------
+
+
+def test_relays_are_named_to_nodes_while_they_announce_themselves(world: World) -> None:
+    relay = world.login(signer(5), "relay")
+    body = b'{"url":"http://relay:9000","versions":[0,1]}'
+    assert world.post("/v1/relays", body, relay).json() == {}
+    assert world.http.get("/v1/relays").json() == [{"url": "http://relay:9000", "versions": [0, 1]}]
+    node = world.member(1)
+    beat = world.post("/v1/heartbeat", b'{"policy_version":null}', node).json()
+    assert beat["relays"] == ["http://relay:9000"]
+    world.clock.advance(121)
+    assert world.http.get("/v1/relays").json() == []
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://x", "//x", "javascript:alert(1)", "http://", "http://x?q=1", "http://x#f"]
+)
+def test_a_relay_has_a_plain_address(world: World, url: str) -> None:
+    relay = world.login(signer(5), "relay")
+    body = json.dumps({"url": url, "versions": []}).encode()
+    assert world.post("/v1/relays", body, relay).status_code == 400
+
+
+def test_a_relays_address_belongs_to_its_first_account_and_their_number_is_bounded(
+    world: World,
+) -> None:
+    first, second = world.login(signer(5), "relay"), world.login(signer(6), "relay")
+    codes = [
+        world.post("/v1/relays", b'{"url":"http://r%d"}' % number, first).status_code
+        for number in range(9)
+    ]
+    assert codes == [200] * 8 + [403]
+    assert world.post("/v1/relays", b'{"url":"http://r0"}', second).status_code == 403
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+def seal(world: World, step: int) -> SignedBatch:
+    """A sealed batch of one file and its table, both in the store."""
+    file, table = (put_object(world.backend.objects, b"%d" % (step * 2 + i)) for i in (0, 1))
+    manifest = BatchManifest(
+        pool=1,
+        step=step,
+        run_digest=world.backend.context.run.digest(),
+        files=(
+            BatchFile(
+                sha256=file,
+                size=1,
+                table=table,
+                submission_digest=sha256(b"s"),
+                policy_version=0,
+                groups=(0,),
+            ),
+        ),
+        rows=2,
+        policy_versions=(0,),
+        seed=ZERO_DIGEST,
+    )
+    unsigned = SignedBatch(manifest=manifest, signature="0x" + "00" * 65)  # type: ignore[arg-type]
+    signed = SignedBatch(manifest=manifest, signature=world.backend.sign(unsigned.statement()))
+    row = BatchRow(step, manifest.digest(), signed.model_dump_json(), 2, 250_000, 1, world.clock())
+    with world.backend.store.begin() as connection:
+        batches.add(connection, row)
+    return signed
+
+
+def test_a_batch_is_not_found_until_sealed_then_comes_with_a_url_for_each_object(
+    world: World,
+) -> None:
+    trainer = world.login(world.trainer, "trainer")
+    assert world.send("GET", "/v1/batches/0", b"", trainer).status_code == 404
+    assert world.http.get("/v1/batches/0/manifest").status_code == 404
+    sealed = seal(world, 0)
+    raw = world.send("GET", "/v1/batches/0", b"", trainer).content
+    answer = BatchAnswer.model_validate_json(raw)
+    assert answer.batch == sealed
+    [file] = sealed.manifest.files
+    assert set(answer.urls) == {file.sha256, file.table}
+    for name, url in answer.urls.items():
+        assert sha256(world.http.get(url).content) == name
+    public = world.http.get("/v1/batches/0/manifest").content
+    assert SignedBatch.model_validate_json(public) == sealed
+
+
+def test_batches_are_the_trainers(world: World) -> None:
+    seal(world, 0)
+    assert world.http.get("/v1/batches/0").status_code == 400
+    assert world.send("GET", "/v1/batches/0", b"", world.member(1)).status_code == 403
+
+
+@pytest.mark.parametrize("step", ["-1", "x", "1.0", "1e3", "9" * 30, "٣", "%20"])
+def test_a_step_is_a_whole_number(world: World, step: str) -> None:
+    assert world.http.get(f"/v1/batches/{step}/manifest").status_code == 400
+
+
+# -- rewards -----------------------------------------------------------------------------------
+
+
+def test_rewards_are_the_newest_confirmed_roots_entry_with_its_proof(world: World) -> None:
+    mine, other = signer(1).address, signer(2).address
+    entries = tuple(
+        RewardEntry(node=node, cumulative=amount)
+        for node, amount in sorted(((mine, "70"), (other, "30")), key=lambda e: e[0].lower())
+    )
+    settlement = Settlement(
+        chain_id=31337,
+        pool=1,
+        epoch=4,
+        previous=ZERO_DIGEST,
+        as_of_block=9,
+        files=(),
+        entries=entries,
+        cumulative_total="100",
+    )
+    name = put_object(world.backend.objects, settlement.canonical())
+    credits = [("a", 7, "70", "earned"), ("b", 5, "50", "held"), ("c", 2, "20", "forfeited")]
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            sa.insert(schema.reward_roots).values(
+                epoch=4,
+                root=settlement.root(),
+                cumulative_total="100",
+                object=name,
+                created_at=1.0,
+                claimable_at=1234,
+            )
+        )
+        for key, units, amount, status in credits:
+            connection.execute(
+                sa.insert(schema.credits).values(
+                    submission_digest=sha256(key.encode()),
+                    node=mine,
+                    units=units,
+                    amount=amount,
+                    earned_at=1,
+                    status=status,
+                )
+            )
+    info = RewardInfo.model_validate_json(world.http.get(f"/v1/rewards/{mine}").content)
+    assert (info.epoch, info.cumulative, info.claimable_at) == (4, "70", 1234)
+    assert merkle_verify(settlement.root(), reward_leaf(mine, 70), info.proof)
+    assert (info.pending_units, info.forfeited) == (5, "20")
+
+
+def test_a_node_without_rewards_has_none(world: World) -> None:
+    info = RewardInfo.model_validate_json(
+        world.http.get(f"/v1/rewards/{signer(1).address}").content
+    )
+    assert (info.epoch, info.cumulative, info.proof) == (None, "0", ())
+    assert world.http.get("/v1/rewards/0x12").status_code == 400
+
+
+# -- status, events, metrics, pages ------------------------------------------------------------
+
+
+def status(world: World) -> Status:
+    return Status.model_validate_json(world.http.get("/v1/status").content)
+
+
+def test_status_is_one_picture_of_the_store(world: World) -> None:
+    world.hand_in(world.member(1))
+    seal(world, 0)
+    with world.backend.store.begin() as connection:
+        intents.enqueue(connection, "root:x", lane="m", kind="root", payload={}, now=1.0)
+        intents.update(connection, "root:x", "sent", now=2.0, tx_hash=sha256(b"tx"))
+        connection.execute(
+            sa.insert(schema.slashes).values(
+                submission_digest=sha256(b"bad"),
+                node=signer(2).address,
+                validator=signer(3).address,
+                evidence=sha256(b"e"),
+                reason=4,
+                amount="50",
+                status="queued",
+                created_at=3.0,
+            )
+        )
+    seen = status(world)
+    assert (seen.step, seen.latest_version, seen.published) == (1, 0, (0,))
+    assert seen.files == {"submitted": 1}
+    assert [node.status for node in seen.nodes] == ["active"]
+    assert [batch["mean_reward_micro"] for batch in seen.batches] == [250_000]
+    assert [(t["kind"], t["status"]) for t in seen.transactions] == [("root", "sent")]
+    assert [(s["reason"], s["status"]) for s in seen.slashes] == [("wrong_activations", "queued")]
+    assert not seen.chain_reachable
+
+
+def test_the_chain_is_reachable_while_it_was_seen_lately(world: World) -> None:
+    with world.backend.store.begin() as connection:
+        meta.put(connection, meta.CHAIN_SEEN_AT, str(int(world.clock())))
+    assert status(world).chain_reachable
+    world.clock.advance(31)
+    assert not status(world).chain_reachable
+
+
+def test_events_are_statuses_sent_when_something_changed(world: World) -> None:
+    async def watch() -> list[str]:
+        feed = StatusFeed(world.backend)
+        seen = []
+        async for event in feed.events():
+            seen.append(event)
+            if len(seen) == 2:
+                feed.end()
+            else:
+                world.clock.advance(1)  # the status carries the time
+        return seen
+
+    events = asyncio.run(asyncio.wait_for(watch(), 30))
+    assert len(events) == 2
+    for event in events:
+        assert event.startswith("data: ")
+        assert event.endswith("\n\n")
+        Status.model_validate_json(event.removeprefix("data: "))
+
+
+def test_too_many_watchers_are_turned_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.routes.watch.MAX_WATCHERS", 0)
+    assert world.http.get("/v1/events").status_code == 503
+
+
+def test_metrics_are_prometheus_text(world: World) -> None:
+    world.hand_in(world.member(1))
+    world.http.request("WEIRD", "/v1/none")
+    answer = world.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    pattern = re.compile(r'[a-z_]+(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? [0-9.e+-]+')
+    assert all(line.startswith("# TYPE ") or pattern.fullmatch(line) for line in lines)
+    assert 'prime_nodes{status="active"} 1' in lines
+    assert 'prime_submissions{status="submitted"} 1' in lines
+    assert any(line.startswith('prime_http_requests_total{method="other"') for line in lines)
+
+
+def test_health_is_the_databases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world.http.get("/healthz").json() == {"status": "ok"}
+    world.backend.store.close()
+
+    def gone(*_: Any) -> Any:
+        from protocol.core.errors import UnavailableError
+
+        raise UnavailableError("the database cannot be used")
+
+    monkeypatch.setattr("orchestrator.store.engine.Store.read", gone)
+    answer = world.http.get("/healthz")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+
+
+def test_the_dashboard_serves_its_own_files_only(world: World) -> None:
+    page = world.http.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    for asset in re.findall(r'(?:href|src)="(/dashboard/[^"]+)"', page.text):
+        assert world.http.get(asset).status_code == 200, asset
+    for trick in ("..%2fapp.py", "%2e%2e", "none.js", "index.html%00"):
+        assert world.http.get(f"/dashboard/{trick}").status_code == 404
+
+
+def test_node_infos_count_what_became_of_files(world: World) -> None:
+    session = world.member(1)
+    digest: Digest = world.hand_in(session)
+    table = schema.submissions
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            sa.update(table).where(table.c.digest == digest).values(status="accepted", units=77)
+        )
+        assert nodes.get(connection, session.account.address) is not None
+    [info] = world.http.get("/v1/nodes").json()
+    assert (info["accepted"], info["rejected"], info["void"], info["units"]) == (1, 0, 0, 77)
+
+
+def test_the_api_process_needs_neither_torch_nor_docker() -> None:
+    code = (
+        "import sys, orchestrator.app, orchestrator.serve, orchestrator.cli;"
+        "bad = {'torch', 'transformers', 'docker', 'vllm'} & set(sys.modules);"
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_versions_in_status_are_those_published(world: World) -> None:
+    world.publish(3)
+    assert status(world).published == (0, 1, 2, 3)
+    with world.backend.store.read() as connection:
+        assert policies.by_digest(connection, world.manifest(2).manifest.digest()) is not None
