@@ -6,6 +6,7 @@ the contract that checks it. Identity always comes from the recovered signer, ne
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -18,6 +19,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from protocol.core import ids
 from protocol.core.errors import UntrustedError
 from protocol.core.ids import Address, Digest, Signature
+
+# py_ecc, which eth-account brings along, lifts the interpreter's recursion limit to 100,000 when it
+# is imported. With that, deeply nested JSON from outside overflows the C stack and kills the process
+# where it should raise RecursionError.
+sys.setrecursionlimit(min(sys.getrecursionlimit(), 1000))
 
 ContractName = Literal["token", "registry", "vault", "pools", "work", "rewards", "slasher"]
 CONTRACT_NAMES: tuple[ContractName, ...] = (
