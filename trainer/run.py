@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
@@ -21,7 +23,9 @@ from trainer.feed import (
     pool_facts,
     require_trainer,
 )
-from trainer.publish import Origin, Publisher, write_address
+
+if TYPE_CHECKING:
+    from trainer.publish import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,8 @@ def new_publisher(
     settings: Settings, facts: PoolFacts, signer: LocalSigner, client: OrchestratorClient
 ) -> Publisher:
     """The publisher over `<data>/origin`."""
+    from trainer.publish import Publisher
+
     return Publisher(
         settings.data / "origin",
         pool=facts.info.pool,
@@ -63,29 +69,37 @@ def new_publisher(
 
 
 def run_trainer(settings: Settings, stop: threading.Event) -> None:
-    """Runs this rank until `stop`, or the wished number of steps. Raises PrimeError."""
-    from trainer.learner import make_learner
-    from trainer.parallel import joined_world
-    from trainer.train import Trainer
+    """Runs this rank until `stop`, or the wished number of steps. Raises PrimeError.
 
+    What a person can have got wrong is found before torch is loaded.
+    """
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     url = settings.need("orchestrator")
+    settings.need("model")
+    leads = os.environ.get("RANK", "0") == "0"
+    signer = unlock(settings) if leads else None
     settings.data.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        world = stack.enter_context(joined_world())
-        signer = unlock(settings) if world.leads else None
         client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
         try:
             facts = known_facts(settings, client, stop)
         except StoppedError:
             return
+        if signer is not None:
+            require_trainer(facts, signer.address)
+
+        from trainer.learner import make_learner
+        from trainer.parallel import joined_world
+        from trainer.publish import Origin, write_address
+        from trainer.train import Trainer
+
+        world = stack.enter_context(joined_world())
         learner = make_learner(facts.run, settings, world)
         publisher, origin = None, None
         if signer is not None:
-            require_trainer(facts, signer.address)
             publisher = new_publisher(settings, facts, signer, client)
             origin = Origin(
                 publisher.root,

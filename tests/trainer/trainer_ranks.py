@@ -1,0 +1,52 @@
+"""Run by torchrun in test_trainer_ranks.py: one batch's gradient, two steps, a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import trainer_kit as kit
+
+from protocol.core.ids import ZERO_DIGEST, Step
+from protocol.core.run import Objective
+from trainer import checkpoint
+from trainer.checkpoint import TrainerState
+from trainer.data import TrainingBatch
+from trainer.learner import backward, train_step
+from trainer.metrics import Stopwatch
+from trainer.parallel import full_state, joined_world
+
+
+def main() -> None:
+    model, data = Path(sys.argv[1]), Path(sys.argv[2])
+    run = kit.run_definition(Objective(kl_micro=1000, entropy_micro=100))
+    with joined_world() as world:
+        # Five rows on two ranks: one rank has a micro-batch more than the other.
+        learner = kit.learner(model, data, world, run, row_tokens=30, micro_tokens=30)
+        statistics = backward(learner, kit.rows())
+        gradients = kit.gradients(learner.policy)
+        learner.policy.zero_grad()
+        state = TrainerState(run.digest())
+        for step in range(2):
+            rollouts = kit.rows(seed=step)
+            groups = tuple(tuple(rollouts[i : i + 4]) for i in range(0, len(rollouts), 4))
+            batch = TrainingBatch(Step(step), ZERO_DIGEST, groups, ())
+            line = train_step(learner, batch, Stopwatch())
+            state = state.after((), line, 2)
+        checkpoint.save(data, state, learner.policy, learner.optimizer, world)
+        files = sorted(p.name for p in (data / "checkpoints" / "2").iterdir())
+        weights = full_state(learner.policy)
+        if world.leads:
+            found = {
+                "gradients": gradients,
+                "statistics": statistics,
+                "weights": weights,
+                "files": files,
+                "size": world.size,
+            }
+            torch.save(found, data / "found.pt")
+
+
+if __name__ == "__main__":
+    main()
