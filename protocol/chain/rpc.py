@@ -102,7 +102,7 @@ class Endpoint:
             answer = self._provider.make_request(RPCEndpoint(method), list(params))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
-        except ValueError as error:  # not JSON: a proxy's page, a cut answer
+        except (ValueError, RecursionError) as error:  # not JSON: a proxy's page, a cut answer
             raise UnavailableError(f"the answer is not JSON: {error}"[:200]) from error
         if not isinstance(answer, dict) or not ("result" in answer or "error" in answer):
             raise UnavailableError("the answer is not JSON-RPC")

@@ -21,8 +21,8 @@ from protocol.core.errors import UntrustedError
 from protocol.core.ids import Address, Digest, Signature
 
 # py_ecc, which eth-account brings along, lifts the interpreter's recursion limit to 100,000 when it
-# is imported. With that, deeply nested JSON from outside overflows the C stack and kills the process
-# where it should raise RecursionError.
+# is imported. With that, deeply nested JSON from outside overflows the C stack and kills the
+# process, where it should raise RecursionError.
 sys.setrecursionlimit(min(sys.getrecursionlimit(), 1000))
 
 ContractName = Literal["token", "registry", "vault", "pools", "work", "rewards", "slasher"]

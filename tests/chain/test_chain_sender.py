@@ -18,8 +18,9 @@ from devnet.chain import CHAIN_ID, Anvil, free_port
 from devnet.deployed import Deployed
 from protocol.chain.client import Call, ChainClient, Fees
 from protocol.chain.errors import ChainRevertedError
+from protocol.chain.fees import FeePolicy, bumped, default_policy
 from protocol.chain.journal import Attempt
-from protocol.chain.sender import FeePolicy, Sender, bumped, default_policy
+from protocol.chain.sender import Sender
 from protocol.core.errors import ConflictError, FatalError, UnavailableError, UserError
 from protocol.core.ids import ZERO_DIGEST, Address, address
 from protocol.core.signing import LocalSigner
