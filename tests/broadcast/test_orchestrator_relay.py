@@ -1,0 +1,250 @@
+"""`orchestrator relay` against a real orchestrator: learns, checks, serves, announces, ends."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvicorn
+from broadcast_world import CHUNK, STRANGER, Run, same_files, until
+from pydantic import TypeAdapter
+
+from orchestrator.app import create_app
+from orchestrator.backend import Backend
+from orchestrator.context import PoolContext
+from orchestrator.store import open_store, sqlite_url
+from protocol.broadcast.client import fetch
+from protocol.broadcast.publish import finalize, publish
+from protocol.broadcast.server import Origin
+from protocol.chain.deployment import Deployment, Periods
+from protocol.chain.keystore import save_keystore
+from protocol.core import ids
+from protocol.core.checkpoint import PolicyStatement, SignedManifest
+from protocol.core.ids import ZERO_DIGEST
+from protocol.core.messages import ContractAddresses, PolicyList, RelayInfo
+from protocol.core.run import EnvironmentRef, LengthBudgets, RunDefinition
+from protocol.core.signing import CONTRACT_NAMES, LocalSigner
+from protocol.core.task import Task
+from protocol.storage.directory import DirectoryStore
+from protocol.transport.client import Empty, OrchestratorClient
+
+TRAINER, MANAGER = (LocalSigner(bytes([number]) * 32) for number in (91, 92))
+RELAYS = TypeAdapter(list[RelayInfo])
+
+
+@dataclass
+class Pool:
+    """An orchestrator that listens, and a trainer who publishes to it."""
+
+    url: str
+    run: Run
+    origin: Origin
+    deployment: Deployment
+    client: OrchestratorClient
+    versions: int = 0
+
+    def publish(self) -> SignedManifest:
+        version = self.versions
+        self.versions += 1
+        folder = self.run.folder / f"checkpoint-{version}"
+        if version:
+            self.run.step()
+            self.run.checkpoint(folder)
+        manifest = publish(
+            folder, self.run.root, pool=1, version=version, step=version, chunk_size=CHUNK
+        )
+        statement = PolicyStatement(pool=1, version=version, manifest_digest=manifest.digest())
+        signature = TRAINER.sign(statement, self.deployment.domain("pools"))
+        signed = SignedManifest(manifest=manifest, signature=signature)
+        finalize(self.run.root, signed)
+        self.client.post("/v1/policies", signed, Empty)
+        return signed
+
+    def relays(self) -> dict[str, tuple[int, ...]]:
+        raw = self.client.request("GET", "/v1/relays", b"", signed=False)
+        return {info.url: info.versions for info in RELAYS.validate_json(raw)}
+
+
+@pytest.fixture
+def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
+    from protocol.broadcast.manifest import build_manifest
+
+    base = run.checkpoint(run.folder / "checkpoint-0")
+    manifest = build_manifest(base, pool=1, version=0, step=0, chunk_size=CHUNK)
+    contracts = {
+        name: ids.address("0x" + f"{number:02x}" * 20)
+        for number, name in enumerate(CONTRACT_NAMES, start=0xA0)
+    }
+    deployment = Deployment(
+        chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=Periods()
+    )
+    definition = RunDefinition(
+        name="test",
+        base_model=manifest.result_digest,
+        environment=EnvironmentRef(
+            name="reverse", digest=ZERO_DIGEST, train_size=10, heldout_size=1
+        ),
+        max_output_tokens=16,
+        samples_per_group=2,
+        groups_per_lease=2,
+        groups_per_batch=4,
+        budgets=LengthBudgets(by_class={"1": (2,)}, penalty_micro=0),
+        task=Task(image="process"),
+        price_per_unit=10,
+        stake_per_class=100,
+        slash_amount=50,
+    )
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    store = open_store(sqlite_url(tmp_path / "orchestrator.sqlite"))
+    store.migrate()
+    backend = Backend(
+        context=PoolContext(deployment=deployment, pool=1, manager=MANAGER.address, run=definition),
+        store=store,
+        objects=DirectoryStore(tmp_path / "objects", url, b"s" * 32),
+        manager=MANAGER,
+        trainer=TRAINER.address,
+        audience=url,
+        now=time.time,
+        random=random.Random(7).randbytes,
+    )
+    server = uvicorn.Server(uvicorn.Config(create_app(backend), log_level="warning"))
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
+    thread.start()
+    with (
+        Origin(run.root) as origin,
+        OrchestratorClient(url, TRAINER, "trainer") as client,
+        OrchestratorClient(url, TRAINER, "relay") as announcer,
+    ):
+        until(lambda: server.started, "the orchestrator")
+        announcer.post("/v1/relays", RelayInfo(url=origin.url), Empty)
+        yield Pool(url, run, origin, deployment, client)
+    server.should_exit = True
+    thread.join()
+    store.close()
+
+
+@contextmanager
+def relay_process(orchestrator: str, data: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "orchestrator.cli", "relay", "--orchestrator", orchestrator),
+            *("--data", str(data), "--port", "0", "--poll", "0.2", *flags),
+        ],
+        stdout=(data.parent / f"{data.name}.log").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def log_of(data: Path) -> list[dict[str, object]]:
+    raw = (data.parent / f"{data.name}.log").read_text().splitlines()
+    return [json.loads(line) for line in raw if line.startswith("{")]
+
+
+def url_of(data: Path) -> str:
+    until(lambda: (data / "relay.json").exists(), "the relay's address")
+    return str(json.loads((data / "relay.json").read_text())["url"])
+
+
+RELAYER_KEY = bytes([93]) * 32
+
+
+@pytest.fixture
+def wallet_flags(tmp_path: Path) -> list[str]:
+    save_keystore(tmp_path / "relay.keystore", RELAYER_KEY, "password", light=True)
+    (tmp_path / "password").write_text("password\n")
+    return [
+        *("--wallet", str(tmp_path / "relay.keystore")),
+        *("--password-file", str(tmp_path / "password")),
+    ]
+
+
+def test_policies_reach_nodes_through_announced_relays_and_a_relay_of_a_relay(
+    pool: Pool, tmp_path: Path, wallet_flags: list[str]
+) -> None:
+    with relay_process(pool.url, tmp_path / "a", *wallet_flags) as first:
+        url = url_of(tmp_path / "a")
+        zero = pool.publish()
+        until(lambda: pool.relays().get(url) == (0,), "the relay's announcement")
+        with relay_process(pool.url, tmp_path / "b", *wallet_flags, "--upstream", url) as second:
+            below = url_of(tmp_path / "b")
+            before = pool.origin.counters.bytes_sent
+            until(lambda: pool.relays().get(below) == (0,), "the second relay's announcement")
+            fetch(zero, [below], tmp_path / "n" / "0", patience=10.0)
+            assert pool.origin.counters.bytes_sent == before, "it feeds from the first relay"
+            one = pool.publish()
+            until(lambda: pool.relays().get(below) == (0, 1), "version 1 at the second relay")
+            listed = pool.client.get("/v1/policies", PolicyList).policies
+            assert [signed.manifest.version for signed in listed] == [1, 0]
+            fetch(one, [below], tmp_path / "n" / "1", patience=10.0)
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(20) == 0
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(20) == 0
+    assert same_files(tmp_path / "n" / "0", pool.run, 0)
+    assert same_files(tmp_path / "n" / "1", pool.run, 1)
+    assert "trouble" not in {line["event"] for line in log_of(tmp_path / "a")}
+
+
+def test_without_a_wallet_a_relay_serves_and_announces_nothing(pool: Pool, tmp_path: Path) -> None:
+    signed = pool.publish()
+    with relay_process(pool.url, tmp_path / "a"):
+        url = url_of(tmp_path / "a")
+        until(lambda: any(e["event"] == "complete" for e in log_of(tmp_path / "a")), "version 0")
+        fetch(signed, [url], tmp_path / "n" / "0", patience=10.0)
+        assert url not in pool.relays()
+    assert same_files(tmp_path / "n" / "0", pool.run, 0)
+
+
+def test_a_relay_that_knows_the_trainer_refuses_what_another_signed(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.publish()
+    with relay_process(pool.url, tmp_path / "a", "--trainer", STRANGER.address):
+        until(lambda: any(e["event"] == "refused" for e in log_of(tmp_path / "a")), "a refusal")
+        assert not [e for e in log_of(tmp_path / "a") if e["event"] == "learned"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "code"),
+    [
+        (["--upstream", "nonsense"], "give --upstream", 64),
+        (["--trainer", "0x12"], "not an Ethereum address", 65),
+        (["--rpc", "http://127.0.0.1:1"], "--rpc needs --deployment", 64),
+        (["--wallet", "/nowhere/keystore", "--password-file", "/nowhere/pw"], "/nowhere", 64),
+        (["--port", "TAKEN"], "cannot listen on", 64),
+    ],
+)
+def test_mistakes_are_one_sentence_and_an_exit_code(
+    pool: Pool, tmp_path: Path, flags: list[str], said: str, code: int
+) -> None:
+    flags = [str(pool.origin.port) if flag == "TAKEN" else flag for flag in flags]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "orchestrator.cli", "relay", "--orchestrator", pool.url),
+            *("--data", str(tmp_path / "a"), *flags),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
