@@ -6,6 +6,7 @@ One instance belongs to one thread (its client holds one HTTP session).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,6 +24,7 @@ from protocol.core.messages import (
     NodeInfo,
     PolicyList,
     ReceiptAnswer,
+    RelayInfo,
     UploadAnswer,
     UploadRequest,
 )
@@ -31,7 +33,9 @@ from protocol.core.run import RunDefinition
 from protocol.core.signing import Signer
 from protocol.transport.client import Empty, OrchestratorClient
 
+T = TypeVar("T")
 _NODE_LIST = TypeAdapter(tuple[NodeInfo, ...])
+_RELAY_LIST = TypeAdapter(tuple[RelayInfo, ...])
 
 
 class NodeApi:
@@ -43,10 +47,11 @@ class NodeApi:
     def close(self) -> None:
         self.client.close()
 
-    def run(self) -> RunDefinition:
-        """The run definition. Raises UntrustedError unless its digest is the pool's."""
+    def run(self, expected: Digest | None = None) -> RunDefinition:
+        """The run definition. Raises UntrustedError unless its digest is the expected one (by
+        default the one that the orchestrator names for the pool)."""
         raw = self.client.request("GET", "/v1/run", b"", signed=False)
-        expected = self.client.pool().run_digest
+        expected = expected or self.client.pool().run_digest
         if sha256(raw) != expected:
             raise UntrustedError(f"the orchestrator's run definition is not the pool's {expected}")
         return RunDefinition.model_validate_json(raw)
@@ -62,11 +67,17 @@ class NodeApi:
 
     def nodes(self) -> tuple[NodeInfo, ...]:
         """Every node ever admitted to the pool."""
-        raw = self.client.request("GET", "/v1/nodes", b"", signed=False)
+        return self._list("/v1/nodes", _NODE_LIST)
+
+    def relays(self) -> tuple[RelayInfo, ...]:
+        """Who serves policies."""
+        return self._list("/v1/relays", _RELAY_LIST)
+
+    def _list(self, path: str, items: TypeAdapter[tuple[T, ...]]) -> tuple[T, ...]:
         try:
-            return _NODE_LIST.validate_json(raw)
+            return items.validate_json(self.client.request("GET", path, b"", signed=False))
         except ValidationError as error:
-            raise MalformedError(f"the answer is no list of nodes: {error}") from error
+            raise MalformedError(f"the answer of {path} is no such list: {error}") from error
 
     def policies(self) -> PolicyList:
         return self.client.get("/v1/policies", PolicyList)

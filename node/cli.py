@@ -131,13 +131,14 @@ def leave(settings: Settings, dry_run: DryRun = False, as_json: Json = False) ->
 @configured
 def faucet(settings: Settings, as_json: Json = False) -> None:
     """Take test tokens (test networks only)."""
-    from node.cli_owner import send_acts
-    from node.owner import Act
+    from node.cli_owner import send_calls
 
-    def acts(context: Any) -> list[Act]:
-        return [Act(f"faucet:{context.tag}", context.link.contracts.token.faucet())]
-
-    send_acts(settings, acts, dry_run=False, as_json=as_json)
+    send_calls(
+        settings,
+        lambda context: [context.link.contracts.token.faucet()],
+        dry_run=False,
+        as_json=as_json,
+    )
 
 
 def _logging(verbose: bool) -> None:

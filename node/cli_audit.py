@@ -1,7 +1,84 @@
-"""`prime-node audit`: every slash from the chain, and the validator's own check run again."""
+"""`prime-node audit`: every slash from the chain, and the validator's own check run again.
+
+`list` and `show` need neither torch nor docker; `replay` needs the engine (torch).
+"""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from node.cli_common import Json, configured, local_time, print_fields, print_json, print_rows
+from node.config import Settings
+
 audit_app = typer.Typer(help="Check what others were slashed or paid for.", no_args_is_help=True)
+Subject = Annotated[
+    str,
+    typer.Argument(help="Transaction, evidence digest or submission digest (0x + 64 digits)."),
+]
+EXIT_STATUS = {"match": 0, "accepted": 0, "mismatch": 65, "cannot tell": 69}
+
+
+@audit_app.command("list")
+@configured
+def audit_list(settings: Settings, as_json: Json = False) -> None:
+    """Every slash of the pool, from the chain's events."""
+    from dataclasses import asdict
+
+    from node.cli_owner import open_link
+    from protocol.chain.contracts import prime
+    from protocol.chain.history import read_slashes
+    from protocol.core.verdict import Reason
+
+    link = open_link(settings)
+    try:
+        found = [
+            slash for slash in read_slashes(link.client, link.deployment) if slash.pool == link.pool
+        ]
+    finally:
+        link.close()
+    if as_json:
+        print_json([asdict(slash) | {"amount": str(slash.amount)} for slash in found])
+        return
+    rows = [
+        (s.id, local_time(s.proposed_at), s.status, s.node, Reason(s.reason).name,
+         prime(s.amount), s.ended_tx or s.proposed_tx)
+        for s in found
+    ]  # fmt: skip
+    columns = ("no.", "proposed", "status", "node", "reason", "amount", "transaction")
+    print_rows(f"slashes of pool {link.pool}", columns, rows)
+
+
+@audit_app.command("show")
+@configured
+def audit_show(settings: Settings, subject: Subject, as_json: Json = False) -> None:
+    """What is published on a slash or a submission."""
+    from node.audit import published
+
+    found = published(settings, subject)
+    if as_json:
+        print_json(found)
+    else:
+        print_fields(subject, list(found.items()))
+
+
+@audit_app.command("replay")
+@configured
+def audit_replay(settings: Settings, subject: Subject, as_json: Json = False) -> None:
+    """Run the validator's own code again: match, accepted, mismatch, or cannot tell."""
+    from node.audit import replay
+
+    found = replay(settings, subject)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        typer.echo(f"{found.result}: {found.detail}")
+        if found.expected is not None:
+            here = found.found.name if found.found is not None else "–"
+            typer.echo(f"  published {found.expected.name}, found here {here}")
+        for name, (said, here) in found.statistics.items():
+            typer.echo(f"  {name}: {said} published, {here} here")
+        for note in found.notes:
+            typer.echo(f"  note: {note}")
+    raise typer.Exit(EXIT_STATUS[found.result])

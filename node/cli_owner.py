@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from protocol.core.ids import Address
 
 if TYPE_CHECKING:
     from node.link import Link
-    from node.owner import Act
+    from protocol.chain.client import Call
 
 wallet_app = typer.Typer(help="The node's key.", no_args_is_help=True)
 stake_app = typer.Typer(help="The owner's stake.", no_args_is_help=True)
@@ -74,11 +73,10 @@ def wallet_show(settings: Settings, as_json: Json = False) -> None:
 
 @dataclass(frozen=True)
 class OwnerContext:
-    """What an owner's command decides from. `account` sends; `tag` makes its intents unique."""
+    """What an owner's command decides from. `account` sends."""
 
     link: Link
     account: Address
-    tag: str
 
 
 def owner_account(settings: Settings) -> Address:
@@ -111,9 +109,9 @@ def open_link(settings: Settings) -> Link:
         return connect(settings, client.pool())
 
 
-def send_acts(
+def send_calls(
     settings: Settings,
-    decide: Callable[[OwnerContext], list[Act]],
+    decide: Callable[[OwnerContext], list[Call]],
     *,
     dry_run: bool,
     as_json: bool,
@@ -127,14 +125,14 @@ def send_acts(
     link = open_link(settings)
     try:
         account = owner_account(settings) if signer is None else signer.address
-        acts = decide(OwnerContext(link, account, secrets.token_hex(4)))
-        rows = describe(acts)
+        calls = decide(OwnerContext(link, account))
+        rows = describe(calls)
         if signer is not None:
             data = DataFolder(settings.data)
             data.make()
             owner = Owner(link, signer, data.chain)
             try:
-                for row, hash_ in zip(rows, owner.perform(acts), strict=True):
+                for row, hash_ in zip(rows, owner.perform(calls), strict=True):
                     row["transaction"] = hash_
             finally:
                 owner.close()
@@ -157,29 +155,28 @@ def send_acts(
 @configured
 def stake_show(settings: Settings, as_json: Json = False) -> None:
     """An owner's stake, as the chain has it. Needs no password."""
+    from dataclasses import asdict
+
+    from protocol.chain import flows
     from protocol.chain.contracts import prime
 
     link = open_link(settings)
     try:
-        owner, vault = owner_account(settings), link.contracts.vault
-        found = {
-            "provider": owner,
-            "registered": link.contracts.registry.is_provider(owner),
-            "payout": link.contracts.registry.payout_of(owner),
-            "active": str(vault.active(owner)),
-            "unbonding": str(vault.unbonding(owner)),
-            "held_by_slashes": str(vault.pending_slash(owner)),
-            "in_wallet": str(link.contracts.token.balance_of(owner)),
-        }
+        now = link.client.block("latest").time
+        view = flows.stake_view(link.contracts, owner_account(settings), now)
     finally:
         link.close()
+    amounts = ("active", "committed", "unbondable", "pending", "withdrawable", "wallet")
     if as_json:
-        print_json(found)
+        texts = {name: str(getattr(view, name)) for name in amounts}
+        queue = [one | {"amount": str(one["amount"])} for one in map(asdict, view.unbonding)]
+        print_json(asdict(view) | texts | {"unbonding": queue})
         return
-    amounts = {"active", "unbonding", "held_by_slashes", "in_wallet"}
-    rows = [
-        (name.replace("_", " "), prime(int(str(value))) if name in amounts else value)
-        for name, value in found.items()
+    rows: list[tuple[str, object]] = [("provider", view.provider), ("payout", view.payout)]
+    rows += [(name, prime(getattr(view, name))) for name in amounts]
+    rows += [
+        (f"unbonding until {local_time(one.mature_at)}", prime(one.amount))
+        for one in view.unbonding
     ]
     print_fields("stake", rows)
 
@@ -190,25 +187,22 @@ def stake_add(
     settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
     """Deposit stake (registers the wallet as a provider first, if it is none)."""
-    from node.owner import Act, parse_amount, stake_acts
+    from node.owner import parse_amount
+    from protocol.chain import flows
     from protocol.chain.contracts import prime
 
     wei = parse_amount(amount)
 
-    def acts(context: OwnerContext) -> list[Act]:
+    def calls(context: OwnerContext) -> list[Call]:
         c, account = context.link.contracts, context.account
         if not dry_run and (held := c.token.balance_of(account)) < wei:
             raise UserError(
                 f"{account} holds {prime(held)}, less than {prime(wei)}",
                 hint="send it more, or on a test network: prime-node faucet",
             )
-        planned = []
-        if not c.registry.is_provider(account):
-            planned.append(Act(f"provider:{context.tag}", c.registry.register_provider(account)))
-        allowance = c.token.allowance(account, c.vault.address)
-        return planned + stake_acts(context.link, wei, allowance, context.tag)
+        return flows.register_and_stake(c, account, account, c.vault.active(account) + wei)
 
-    send_acts(settings, acts, dry_run=dry_run, as_json=as_json)
+    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
 
 
 @stake_app.command("unbond")
@@ -217,12 +211,12 @@ def stake_unbond(
     settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
     """Start taking stake out; it stays slashable until it is unbonded."""
-    from node.owner import Act, parse_amount
+    from node.owner import parse_amount
 
     wei = parse_amount(amount)
-    send_acts(
+    send_calls(
         settings,
-        lambda context: [Act(f"unbond:{context.tag}", context.link.contracts.vault.unbond(wei))],
+        lambda context: [context.link.contracts.vault.unbond(wei)],
         dry_run=dry_run,
         as_json=as_json,
     )
@@ -232,11 +226,9 @@ def stake_unbond(
 @configured
 def stake_withdraw(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
     """Take out the stake whose unbonding has ended."""
-    from node.owner import Act
-
-    send_acts(
+    send_calls(
         settings,
-        lambda context: [Act(f"withdraw:{context.tag}", context.link.contracts.vault.withdraw())],
+        lambda context: [context.link.contracts.vault.withdraw()],
         dry_run=dry_run,
         as_json=as_json,
     )
@@ -279,12 +271,12 @@ def rewards_claim(
     settings: Settings, node: NodeFlag = None, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
     """Have the node's rewards paid to its owner's payout address. Anyone may send it."""
-    from node.owner import Act
     from node.rewards import claim_call
 
     meant = node_account(settings, node)
-
-    def acts(context: OwnerContext) -> list[Act]:
-        return [Act(f"claim:{context.tag}", claim_call(settings, context.link, meant))]
-
-    send_acts(settings, acts, dry_run=dry_run, as_json=as_json)
+    send_calls(
+        settings,
+        lambda context: [claim_call(settings, context.link, meant)],
+        dry_run=dry_run,
+        as_json=as_json,
+    )

@@ -18,8 +18,9 @@ from node.admission import admit
 from node.api import NodeApi
 from node.config import Settings
 from node.link import Link
-from node.owner import Act, Owner, describe, missing_acts, read_standing, stake_needed
+from node.owner import Owner, describe, missing_calls, read_standing, stake_needed
 from node.state import DataFolder
+from protocol.chain.client import Call
 from protocol.chain.contracts import prime
 from protocol.core.errors import PolicyError, UnavailableError
 from protocol.core.ids import Address
@@ -96,14 +97,14 @@ class Join:
             return True
         printed = False
         while not self._stop.is_set():
-            acts = self._missing(self._link, speed_class)
-            if not acts:
+            calls = self._missing(self._link, speed_class)
+            if not calls:
                 return True
             if self._acts_itself:
                 self._perform(self._link, speed_class)
                 continue
             if not printed:
-                self._ask_owner(acts)
+                self._ask_owner(calls)
                 printed = True
             self._stop.wait(OWNER_POLL_SECONDS)
         return False
@@ -117,12 +118,12 @@ class Join:
             self._api.nodes(),
         )
 
-    def _missing(self, link: Link, speed_class: int) -> list[Act]:
+    def _missing(self, link: Link, speed_class: int) -> list[Call]:
         standing = read_standing(link, self._signer.address, self._provider)
         needed = self._needed(speed_class)
         if standing.member_class or standing.ready(needed):
             return []
-        return missing_acts(link, standing, needed, self._signer, int(self._now()))
+        return missing_calls(link, standing, needed, self._signer, int(self._now()))
 
     def _perform(self, link: Link, speed_class: int) -> None:
         assert self._owner_signer is not None, "_acts_itself"
@@ -130,23 +131,23 @@ class Join:
         try:
             owner.settle_open()  # what a killed agent sent counts before anything is sent again
             standing = read_standing(link, self._signer.address, self._provider)
-            acts = self._missing(link, speed_class)
+            calls = self._missing(link, speed_class)
             if (short := self._needed(speed_class) - standing.active) > 0:
                 owner.fill_from_faucet(short)
-            for act in acts:
-                log.info("on chain: %s", act.call.description)
-            owner.perform(acts)
+            for call in calls:
+                log.info("on chain: %s", call.description)
+            owner.perform(calls)
         finally:
             owner.close()
 
-    def _ask_owner(self, acts: list[Act]) -> None:
+    def _ask_owner(self, calls: list[Call]) -> None:
         log.warning(
             "the owner %s has to send %d transaction(s) before this node may join; waiting for "
             "them (calldata below; the consent in it is good for 7 days)",
             self._provider,
-            len(acts),
+            len(calls),
         )
-        for number, act in enumerate(describe(acts), 1):
+        for number, act in enumerate(describe(calls), 1):
             log.warning(
                 "%d. %s\n   to   %s\n   data %s", number, act["what"], act["to"], act["data"]
             )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import time
 
 from node.config import Settings
 from node.link import connect
-from node.owner import Act, Owner, describe
+from node.owner import Owner, describe
 from node.state import DataFolder
 from node.wallet import open_provider, open_wallet, wallet_address
 from protocol.core.errors import UnavailableError
@@ -32,8 +31,7 @@ def leave_pool(settings: Settings, *, dry_run: bool) -> list[dict[str, str]]:
         try:
             node = wallet_address(settings)
             call = link.contracts.pools.leave(link.pool, node)
-            acts = [Act(f"leave:{secrets.token_hex(4)}", call)]
-            rows = describe(acts)
+            rows = describe([call])
             if dry_run:
                 return rows
             signer = open_wallet(settings)
@@ -44,7 +42,7 @@ def leave_pool(settings: Settings, *, dry_run: bool) -> list[dict[str, str]]:
             data.make()
             owner = Owner(link, open_provider(settings, signer) or signer, data.chain)
             try:
-                for row, hash_ in zip(rows, owner.perform(acts), strict=True):
+                for row, hash_ in zip(rows, owner.perform([call]), strict=True):
                     row["transaction"] = hash_
             finally:
                 owner.close()

@@ -1,6 +1,6 @@
 """What the owner of a node does on chain: become a provider, stake, take a node in, take it out.
 
-    standing (read) → acts still missing (decided here, unsent) → sent, or printed for the owner
+    standing (read) → calls still missing (decided here, unsent) → sent, or printed for the owner
 
 The node's own key sends nothing; where one wallet plays both parts (test networks) it sends these.
 """
@@ -8,10 +8,12 @@ The node's own key sends nothing; where one wallet plays both parts (test networ
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from node.link import Link
+from protocol.chain import flows
 from protocol.chain.client import Call
 from protocol.chain.contracts import ETHER, prime
 from protocol.chain.errors import ChainRevertedError
@@ -34,21 +36,11 @@ class Standing:
     registered: bool
     owner_of_node: Address | None
     active: int
-    balance: int
-    allowance: int
     member_class: int
 
     def ready(self, needed: int) -> bool:
         """True once the node may be admitted with `needed` wei of active stake."""
         return self.registered and self.owner_of_node == self.provider and self.active >= needed
-
-
-@dataclass(frozen=True)
-class Act:
-    """One transaction of the owner. `id` names it in the sender's journal."""
-
-    id: str
-    call: Call
 
 
 def read_standing(link: Link, node: Address, provider: Address) -> Standing:
@@ -59,8 +51,6 @@ def read_standing(link: Link, node: Address, provider: Address) -> Standing:
         registered=c.registry.is_provider(provider),
         owner_of_node=c.registry.provider_of(node),
         active=c.vault.active(provider),
-        balance=c.token.balance_of(provider),
-        allowance=c.token.allowance(provider, c.vault.address),
         member_class=c.pools.class_of(link.pool, node),
     )
 
@@ -81,21 +71,20 @@ def stake_needed(
     return stake_per_class * (speed_class + others)
 
 
-def missing_acts(link: Link, standing: Standing, needed: int, node: Signer, now: int) -> list[Act]:
+def missing_calls(
+    link: Link, standing: Standing, needed: int, node: Signer, now: int
+) -> list[Call]:
     """The owner's transactions that are still missing, in order; empty if there are none.
 
     Raises UserError if the node belongs to another provider.
     """
-    c, provider = link.contracts, standing.provider
-    acts: list[Act] = []
-    tag = secrets.token_hex(4)
-    if not standing.registered:
-        acts.append(Act(f"provider:{tag}", c.registry.register_provider(provider)))
+    provider = standing.provider
     if standing.owner_of_node not in (None, provider):
         raise UserError(
             f"node {node.address} belongs to provider {standing.owner_of_node}, not {provider}",
             hint="name that provider by --provider, or let it remove the node first",
         )
+    calls = flows.register_and_stake(link.contracts, provider, provider, needed)
     if standing.owner_of_node is None:
         consent = NodeConsent(
             provider=provider,
@@ -104,24 +93,12 @@ def missing_acts(link: Link, standing: Standing, needed: int, node: Signer, now:
             deadline=now + CONSENT_SECONDS,
         )
         signature = node.sign(consent, link.deployment.domain_of(consent))
-        acts.append(Act(f"node:{tag}", c.registry.add_node(consent, signature)))
-    if (short := needed - standing.active) > 0:
-        acts += stake_acts(link, short, standing.allowance, tag)
-    return acts
-
-
-def stake_acts(link: Link, amount: int, allowance: int, tag: str) -> list[Act]:
-    """Approve (where the allowance falls short) and deposit `amount` wei."""
-    c = link.contracts
-    acts = []
-    if allowance < amount:
-        acts.append(Act(f"approve:{tag}", c.token.approve(c.vault.address, amount)))
-    acts.append(Act(f"deposit:{tag}", c.vault.deposit(amount)))
-    return acts
+        calls += flows.add_node(link.contracts, consent, signature)
+    return calls
 
 
 class Owner:
-    """An owner whose key is at this machine. Sends acts one by one, each journalled."""
+    """An owner whose key is at this machine. Sends calls one by one, each journalled."""
 
     def __init__(self, link: Link, signer: LocalSigner, journal_folder: Path) -> None:
         self.address = signer.address
@@ -138,22 +115,22 @@ class Owner:
         for intent in self._sender.open_intents():
             self._sender.wait(intent.id, timeout)
 
-    def perform(self, acts: list[Act]) -> list[Digest]:
-        """Sends the acts in order and waits for each; their transaction hashes.
+    def perform(self, calls: Sequence[Call]) -> list[Digest]:
+        """Sends the calls in order and waits for each; their transaction hashes.
 
         Raises UserError without ETH for gas, ChainRevertedError with the contract's reason,
         UnavailableError if the chain does not take one (it stays journalled).
         """
-        if acts and self._link.client.balance(self.address) == 0:
+        if calls and self._link.client.balance(self.address) == 0:
             raise UserError(
                 f"the account {self.address} has no ETH to pay for transactions",
                 hint=f"send it some on {self._link.client.network.name}, then run this again",
             )
-        hashes = []
-        for act in acts:
-            intent = self._sender.send_and_wait(act.id, act.call)
-            if intent.tx_hash is not None:
-                hashes.append(intent.tx_hash)
+        act, hashes = secrets.token_hex(8), []
+        for number, call in enumerate(calls):
+            intent = self._sender.send_and_wait(f"{act}:{number}", call)
+            assert intent.tx_hash is not None, "a confirmed intent has its transaction"
+            hashes.append(intent.tx_hash)
         return hashes
 
     def fill_from_faucet(self, needed: int) -> None:
@@ -166,7 +143,7 @@ class Owner:
                     hint="join with a smaller stake",
                 )
             try:
-                self.perform([Act(f"faucet:{secrets.token_hex(4)}", token.faucet())])
+                self.perform([token.faucet()])
             except ChainRevertedError as error:
                 raise UserError(
                     f"the token's faucet gives nothing here: {error.reason}",
@@ -174,11 +151,9 @@ class Owner:
                 ) from error
 
 
-def describe(acts: list[Act]) -> list[dict[str, str]]:
-    """The acts as an owner elsewhere (a wallet, a multisig) needs them."""
-    return [
-        {"what": a.call.description, "to": str(a.call.to), "data": a.call.calldata()} for a in acts
-    ]
+def describe(calls: Sequence[Call]) -> list[dict[str, str]]:
+    """The calls as an owner elsewhere (a wallet, a multisig) needs them."""
+    return [{"what": c.description, "to": str(c.to), "data": c.calldata()} for c in calls]
 
 
 def parse_amount(text: str) -> int:

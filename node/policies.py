@@ -50,6 +50,7 @@ class PolicyKeeper:
         self._relays: tuple[str, ...] = ()
         self._digests: dict[int, Digest] = {}
         self._stopping = False
+        self._failed: int | None = None
         self._thread = threading.Thread(target=self._run, name="policies", daemon=True)
         for version in folder.versions():
             self._note(version)
@@ -102,6 +103,7 @@ class PolicyKeeper:
                     pause = FIRST_PAUSE
                 except PrimeError as error:
                     log.warning("policy %d does not arrive: %s", version, error)
+                    self._failed = version
                     with self._changed:
                         if not self._stopping:
                             self._changed.wait(pause)
@@ -113,7 +115,8 @@ class PolicyKeeper:
         """The next version to fetch, waiting for one; None once stopped.
 
         A node that is a little behind takes every version in turn: each is a small delta to the
-        one before, and a lease may still name it. One that is far behind goes to the newest."""
+        one before, and a lease may still name it. One that is far behind, or whose next version
+        does not arrive, goes to the newest."""
         with self._changed:
             while not self._stopping and not self._wanted:
                 self._changed.wait()
@@ -121,7 +124,7 @@ class PolicyKeeper:
                 return None
             newest, asked = max(self._digests, default=None), max(self._wanted)
             if newest is not None and newest < asked <= newest + CATCH_UP:
-                return newest + 1
+                return newest + 1 if newest + 1 != self._failed else asked
             return asked
 
     def _fetch(self, version: int, api: NodeApi) -> None:

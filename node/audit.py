@@ -1,0 +1,177 @@
+"""What an audit rests on, gathered: the chain's word, published objects, this machine's engine.
+
+    subject (transaction, evidence or submission digest) ──► protocol.verification.audit ──► result
+
+The judging itself is protocol/verification/audit.py; policies come through the relays, verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from node.api import NodeApi
+from node.config import Settings
+from node.link import Link, connect
+from node.state import DataFolder
+from node.weights import PolicyFolder
+from protocol.chain import history
+from protocol.chain.events import ValidatorSet
+from protocol.chain.history import Slash
+from protocol.core import ids
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.errors import NotFoundError, PrimeError, UnavailableError
+from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.messages import SubmissionInfo
+from protocol.core.run import RunDefinition
+from protocol.core.task import SignedLease
+from protocol.engine.base import Engine
+from protocol.proofs.thresholds import Calibration
+from protocol.verification.audit import (
+    MAX_OBJECT_BYTES,
+    Audit,
+    Setting,
+    audit_slash,
+    audit_submission,
+    audit_transaction,
+)
+from protocol.verification.engines import FolderEngines, load_engine
+
+
+class OrchestratorLibrary:
+    """Published things as an orchestrator serves them; objects are checked by their digest."""
+
+    def __init__(self, api: NodeApi) -> None:
+        self._client = api.client
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        return self._client.get_object(digest, limit)
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        return self._client.get(f"/v1/submissions/{digest}", SubmissionInfo)
+
+    def lease(self, digest: Digest) -> SignedLease:
+        return self._client.get(f"/v1/leases/{digest}", SignedLease)
+
+
+class FetchedEngines(FolderEngines):
+    """Engines whose policies are fetched, verified, when they are asked for."""
+
+    def __init__(self, folder: PolicyFolder, api: NodeApi, threads: int) -> None:
+        super().__init__(folder.root, partial(load_engine, threads=threads), keep=2)
+        self._folder = folder
+        self._api = api
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        if version not in self._folder.versions():
+            self._fetch(version)
+        return super().engine(version, policy_digest)
+
+    def _fetch(self, version: int) -> None:
+        known = {p.manifest.version: p for p in self._api.policies().policies}
+        if version not in known:
+            raise UnavailableError(f"policy {version} is no longer published")
+        sources = [relay.url for relay in self._api.relays()]
+        if not sources:
+            raise UnavailableError("no relay or origin is announced to fetch the policy from")
+        try:
+            self._folder.ensure(version, known[version], sources, others=known.values())
+        except PrimeError as error:
+            raise UnavailableError(f"policy {version} cannot be fetched: {error}") from error
+
+
+@contextmanager
+def _opened(settings: Settings) -> Iterator[tuple[NodeApi, Link]]:
+    settings.need_rpc()
+    api = NodeApi(settings.need_orchestrator(), None)
+    try:
+        link = connect(settings, api.client.pool())
+        try:
+            yield api, link
+        finally:
+            link.close()
+    finally:
+        api.close()
+
+
+def replay(settings: Settings, subject: str) -> Audit:
+    """Audits what `subject` names. Raises UserError if it names nothing of this pool."""
+    digest = ids.digest(subject)
+    with _opened(settings) as (api, link):
+        library = OrchestratorLibrary(api)
+        setting = _setting(settings, api, link, library)
+        slash = find_slash(link, digest)
+        if slash is not None:
+            return audit_slash(slash, setting, library)
+        try:
+            library.submission(digest)
+        except NotFoundError:
+            return audit_transaction(digest, setting, link.client, library)
+        return audit_submission(digest, setting, link.client, library)
+
+
+def published(settings: Settings, subject: str) -> dict[str, Any]:
+    """What is published on a slash (its evidence) or a submission (its verdict), as plain values.
+
+    Raises NotFoundError if nothing is.
+    """
+    from pydantic_core import from_json
+
+    digest = ids.digest(subject)
+    with _opened(settings) as (api, link):
+        library = OrchestratorLibrary(api)
+        slash = find_slash(link, digest)
+        if slash is not None:
+            evidence = from_json(library.object(slash.evidence, MAX_OBJECT_BYTES))
+            return {"slash": vars(slash) | {"amount": str(slash.amount)}, "evidence": evidence}
+        info = library.submission(digest)
+        verdict = None
+        if info.verdict is not None:
+            verdict = from_json(library.object(info.verdict, MAX_OBJECT_BYTES))
+        return {"submission": info.model_dump(mode="json"), "verdict": verdict}
+
+
+def find_slash(link: Link, digest: Digest) -> Slash | None:
+    """The slash whose transaction, evidence or submission has this digest."""
+    for slash in history.read_slashes(link.client, link.deployment):
+        named = (slash.proposed_tx, slash.ended_tx, slash.evidence, slash.leaf)
+        if slash.pool == link.pool and digest in named:
+            return slash
+    return None
+
+
+def _setting(settings: Settings, api: NodeApi, link: Link, library: OrchestratorLibrary) -> Setting:
+    from protocol.broadcast.manifest import Trust
+    from protocol.environments.registry import environment_for
+
+    pool = link.contracts.pools.pool_of(link.pool)
+    run = api.run(pool.run_digest)
+    data = DataFolder(settings.data)
+    data.make()
+    trust = Trust(pool.trainer, link.deployment.domain_of(PolicyStatement), link.pool)
+    folder = PolicyFolder(data.root / "audit" / "policies", trust)
+    events = history.read_events(link.client, link.deployment, contracts=("pools",))
+    validators = frozenset(
+        event.validator
+        for event in events
+        if isinstance(event, ValidatorSet) and event.pool == link.pool and event.on
+    )
+    return Setting(
+        deployment=link.deployment,
+        pool=link.pool,
+        manager=pool.manager,
+        validators=validators,
+        run=run,
+        environment=environment_for(run),
+        engines=FetchedEngines(folder, api, settings.threads or 1),
+        calibration=_calibration(run, library),
+    )
+
+
+def _calibration(run: RunDefinition, library: OrchestratorLibrary) -> Calibration | None:
+    """The run's own calibration object; None where it uses the shipped one."""
+    if run.calibration == ZERO_DIGEST:
+        return None
+    return Calibration.model_validate_json(library.object(run.calibration, MAX_OBJECT_BYTES))
