@@ -68,6 +68,8 @@ def run(settings: Settings) -> None:
         stream=sys.stderr,
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
     )
+    for name in ("alembic", "httpx", "uvicorn"):  # their everyday business is not ours
+        logging.getLogger(name).setLevel(logging.WARNING)
     with ExitStack() as stack:
         deployment = Deployment.load(settings.need("deployment"))
         definition = read_run(settings.need("run"), deployment)
@@ -155,6 +157,7 @@ async def _serve(
     try:
         if server.started:
             announce(serve_file, url, listener.getsockname()[1])
+            log.info("serving pool %d at %s", backend.context.pool, url)
             loops.start("chain", manager.chain_tick, CHAIN_SECONDS)
             loops.start("batches", manager.batch_tick, BATCH_SECONDS)
             loops.start("money", manager.money_tick, MONEY_SECONDS)
@@ -243,7 +246,10 @@ def read_run(path: Path, deployment: Deployment) -> RunDefinition:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path} is no run definition: {where}: {first['msg']}") from error
+        raise UserError(
+            f"{path} is no run definition: {where + ': ' if where else ''}{first['msg']}",
+            hint="give the file that the pool was made with by --run",
+        ) from error
     for name, ours, theirs in (
         ("epoch_seconds", definition.epoch_seconds, deployment.periods.epoch_length),
         ("validity_seconds", definition.validity_seconds, deployment.periods.validity),
@@ -287,9 +293,6 @@ def check_pool(
                 hint="make one with: orchestrator pool create",
             ) from error
         facts = json.dumps([found.manager, found.trainer, found.run_digest])
-        with store.begin() as connection:
-            meta.put(connection, "serves", place)
-            meta.put(connection, "pool_facts", facts)
     its_manager, trainer, run_digest = json.loads(facts)
     if its_manager != manager:
         raise UserError(
@@ -301,6 +304,10 @@ def check_pool(
             f"the run definition's digest is {definition.digest()}, the pool's is {run_digest}",
             hint="give the file that the pool was made with by --run",
         )
+    if known is None:
+        with store.begin() as connection:
+            meta.put(connection, "serves", place)
+            meta.put(connection, "pool_facts", facts)
     return ids.address(trainer)
 
 
@@ -321,7 +328,8 @@ def only_one(path: Path) -> Iterator[None]:
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket. Raises UserError if the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only where the protocol is named: without it, each answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
