@@ -277,9 +277,15 @@ def _slash_facts(connection: Connection, node: Address | None = None) -> list[Sl
     facts = []
     for row in connection.execute(query):
         state: SlashState = "open" if row.status in _OPEN else row.status
-        receipt = ReceiptAnswer.model_validate_json(row.receipt).receipt
+        receipt = ReceiptAnswer.model_validate_json(row.receipt)
         facts.append(
-            SlashFact(Digest(row.submission_digest), Address(row.node), receipt.received_at, state)
+            SlashFact(
+                Digest(row.submission_digest),
+                Address(row.node),
+                receipt.receipt.received_at,
+                Signature(receipt.signature),
+                state,
+            )
         )
     return facts
 

@@ -14,7 +14,7 @@ Amounts are cumulative per node and never shrink: what a settlement has paid sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,19 @@ class SettledFile(Strict):
     because: DigestField
 
 
+class SettledSlash(Strict):
+    """A slash that stood over nodes of this settlement: `receipt` says when its bad file came.
+
+    `open` may be one that a verdict calls for and that is not proposed on chain yet.
+    """
+
+    submission_digest: DigestField
+    node: AddressField
+    received_at: int = Field(ge=0)
+    receipt: SignatureField
+    state: Literal["open", "executed"]
+
+
 class RewardEntry(Strict):
     """One leaf of the reward tree; `cumulative` in wei as decimal text."""
 
@@ -62,8 +75,8 @@ class RewardEntry(Strict):
 
 class Settlement(Strict):
     """The object behind a reward root. `previous` is the digest of the settlement before (zero for
-    the first); `files` are the leaves of the epochs since then and those it held; chain facts are
-    those up to `as_of_block`."""
+    the first); `files` are the leaves of the epochs since then and those it held; `slashes` all
+    that were not cancelled, of the nodes among them; chain facts are those up to `as_of_block`."""
 
     version: Literal[1] = 1
     chain_id: int
@@ -72,6 +85,7 @@ class Settlement(Strict):
     previous: DigestField
     as_of_block: int = Field(ge=0)
     files: tuple[SettledFile, ...]
+    slashes: tuple[SettledSlash, ...]
     entries: tuple[RewardEntry, ...]
     cumulative_total: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
 
@@ -130,11 +144,12 @@ class LeafFact:
 
 @dataclass(frozen=True)
 class SlashFact:
-    """A slash over `node` for the file `bad`, handed in at `received_at`."""
+    """A slash over `node` for the file `bad`, handed in at `received_at` as `receipt` says."""
 
     bad: Digest
     node: Address
     received_at: int
+    receipt: Signature
     state: SlashState
 
 
@@ -221,9 +236,27 @@ def settle(
         previous=previous.digest() if previous else ZERO_DIGEST,
         as_of_block=as_of_block,
         files=tuple(files[name] for name in sorted(files)),
+        slashes=_standing_slashes(slashes, {file.node for file in files.values()}),
         entries=entries_of(amounts),
         cumulative_total=str(sum(amounts.values())),
     )
+
+
+def _standing_slashes(
+    slashes: Iterable[SlashFact], nodes: Collection[Address]
+) -> tuple[SettledSlash, ...]:
+    found = [
+        SettledSlash(
+            submission_digest=s.bad,
+            node=s.node,
+            received_at=s.received_at,
+            receipt=s.receipt,
+            state=s.state,
+        )
+        for s in slashes
+        if s.state != "cancelled" and s.node in nodes
+    ]
+    return tuple(sorted(found, key=lambda slash: slash.submission_digest))
 
 
 def entries_of(amounts: Mapping[Address, int]) -> tuple[RewardEntry, ...]:

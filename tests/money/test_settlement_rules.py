@@ -91,6 +91,7 @@ def histories(draw: st.DrawFn) -> tuple[list[list[LeafFact]], list[SlashFact]]:
             name(5000 + i),
             NODES[draw(st.integers(0, 2))],
             draw(st.integers(0, 3 * DAY)),
+            RECEIPT,
             draw(st.sampled_from(["open", "executed", "cancelled"])),
         )
         for i in range(draw(st.integers(0, 4)))
@@ -153,7 +154,7 @@ def test_amounts_never_shrink_and_equal_what_the_paid_files_earned(
 
 
 def test_an_open_slash_holds_and_its_end_pays_or_forfeits() -> None:
-    open_ = SlashFact(name(9), NODES[0], 1500, "open")
+    open_ = SlashFact(name(9), NODES[0], 1500, RECEIPT, "open")
     first = run([leaf(1), leaf(2, 1)], [open_])
     assert state_of(first, 1) == "held"
     assert first.amounts() == {NODES[1]: 70}
@@ -177,7 +178,7 @@ def test_an_open_slash_holds_and_its_end_pays_or_forfeits() -> None:
 def test_a_slash_forfeits_the_day_up_to_the_bad_file_and_nothing_else(
     earned: int, bad: int, state: str
 ) -> None:
-    slash = SlashFact(name(9), NODES[0], bad, "executed")
+    slash = SlashFact(name(9), NODES[0], bad, RECEIPT, "executed")
     assert state_of(run([leaf(1, received_at=earned)], [slash]), 1) == state
 
 

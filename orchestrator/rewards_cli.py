@@ -1,0 +1,128 @@
+"""`orchestrator rewards list|rebuild`: reward roots as the chain holds them, checked by anyone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.rewards import Rebuilder
+from protocol.chain.client import ChainClient
+from protocol.chain.contracts import prime
+from protocol.chain.deployment import Deployment
+from protocol.chain.history import read_events
+from protocol.core import ids
+from protocol.core.errors import FatalError, NotFoundError, UserError
+from protocol.core.run import RunDefinition
+from protocol.transport.client import OrchestratorClient
+
+app = typer.Typer(
+    help="Reward roots: list those on chain, rebuild one from events and published objects.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Rpc = Annotated[list[str], typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
+File = Annotated[Path, typer.Option("--deployment", help="Deployment JSON.")]
+Pool = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0)]
+Server = Annotated[
+    str, typer.Option("--orchestrator", help="URL that serves the run definition and the objects.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+@app.command("list")
+def list_roots(
+    rpc: Rpc, deployment: File, pool: Pool, orchestrator: Server, json_output: Json = False
+) -> None:
+    """Every reward root that stands, oldest first."""
+    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+        rows = [
+            {
+                "epoch": event.epoch,
+                "root": event.root,
+                "cumulative_total": str(event.cumulative_total),
+                "object": event.object,
+                "claimable_at": event.claimable_at,
+                "transaction": event.tx_hash,
+            }
+            for event in rebuilder.posted()
+        ]
+    if json_output:
+        typer.echo(json.dumps(rows))
+        return
+    for row in rows:
+        total = prime(int(str(row["cumulative_total"])))
+        typer.echo(f"epoch {row['epoch']}: {total} in all, root {row['root']}")
+    if not rows:
+        typer.echo("no reward root stands yet")
+
+
+@app.command()
+def rebuild(
+    rpc: Rpc,
+    deployment: File,
+    pool: Pool,
+    orchestrator: Server,
+    epoch: Annotated[
+        int | None, typer.Option(help="Epoch of the reward root; the newest if not given.", min=0)
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Rebuild a reward root, and all that it builds on, and compare them with the chain's.
+
+    Exits with 1 if they differ.
+    """
+    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+        standing = rebuilder.posted()
+        if epoch is None and not standing:
+            raise NotFoundError("no reward root stands yet")
+        rebuilt = rebuilder.rebuild(standing[-1].epoch if epoch is None else epoch)
+    if json_output:
+        typer.echo(json.dumps(rebuilt.as_json()))
+    else:
+        said = "match" if rebuilt.match else "MISMATCH"
+        total = prime(int(rebuilt.settlement.cumulative_total))
+        typer.echo(f"epoch {rebuilt.epoch}: {said}; {total} in all")
+        for entry in rebuilt.settlement.entries:
+            typer.echo(f"  {entry.node}  {prime(int(entry.cumulative))}")
+        for problem in rebuilt.problems:
+            typer.echo(f"  {problem}")
+    if not rebuilt.match:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _rebuilder(rpc: list[str], file: Path, pool: int, orchestrator: str) -> Iterator[Rebuilder]:
+    deployment = Deployment.load(file)
+    client = ChainClient(rpc, deployment.chain_id)
+    try:
+        events = read_events(client, deployment, contracts=("pools", "work", "rewards", "slasher"))
+        with OrchestratorClient(orchestrator) as server:
+            run = _run_definition(server)
+            yield Rebuilder(events, deployment, pool, run, server)
+    finally:
+        client.close()
+
+
+def _run_definition(server: OrchestratorClient) -> RunDefinition:
+    """The run definition that the orchestrator serves, held to the digest that it names.
+
+    Whether it is the pool's is checked against the chain by Rebuilder.
+    """
+    raw = server.request("GET", "/v1/run", b"", signed=False)
+    try:
+        run = RunDefinition.model_validate_json(raw)
+    except ValueError as error:
+        raise UserError(
+            "the orchestrator serves no run definition that this program can read",
+            hint="update the program, or name another --orchestrator",
+        ) from error
+    if run.digest() != ids.digest(hashlib.sha256(raw).digest()):
+        raise FatalError("the run definition reads back as other bytes than were served")
+    return run
