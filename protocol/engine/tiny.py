@@ -23,9 +23,7 @@ def character_tokenizer(characters: str = CHARACTERS, end: str = END) -> PreTrai
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, eos_token=end, pad_token=end
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 
 
 def write_tiny_model(
@@ -54,7 +52,7 @@ def write_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
     )
     generator = torch.Generator().manual_seed(seed)
-    model: Any = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: Any = Qwen3ForCausalLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:

@@ -53,8 +53,9 @@ LOGPROB_CAP = 2.0
 """One token counts for at most this much in `logprob_mean`."""
 SIGNIFICANCE = 1e-9
 """Probability under honest sampling below which a count of improbable tokens is a lie."""
-UNRELATED = 0.7
-"""Sketch distance (√2 for unrelated states) beyond which states are no relative of the policy's."""
+BROKEN: Mapping[str, float] = {"exponent": 1 / 3, "sign": 1 / 4, "sketch": 0.7}
+"""Beyond these, proof or sketch is no relative of the policy's states (unrelated ones: nearly 1,
+1/2, √2). They accuse nobody; they tell made-up evidence from other weights."""
 
 Scope = Literal["row", "file"]
 

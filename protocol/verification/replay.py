@@ -25,11 +25,11 @@ from protocol.core.verdict import Reason
 from protocol.engine.base import TAIL_PROBABILITY, Engine, Replay, ReplayRequest
 from protocol.proofs import activations, sampling, sketch
 from protocol.proofs.thresholds import (
+    BROKEN,
     FILE_ROWS,
     LOGPROB_CAP,
     MARGIN_CAP,
     SIGNIFICANCE,
-    UNRELATED,
     Limits,
 )
 from protocol.verification.build import PlannedRow, sketch_keys
@@ -239,12 +239,13 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
 
 
 def _states_reason(excess: set[str], bad: Sequence[RowStatistics]) -> Reason:
-    """Which lie about states: proof and sketch check one another, tokens check both."""
-    if "sketch" not in excess:
-        return Reason.FORGED_PROOF  # the states were there, the proof is not of them
-    if not excess & _STATES:
-        return Reason.WRONG_SKETCH
-    unrelated = float(np.mean([row.values["sketch"] for row in bad])) > UNRELATED
-    if unrelated and not excess & (_SAMPLING | _LOGPROBS):
-        return Reason.FORGED_PROOF  # the tokens are the policy's, proof and sketch are not theirs
+    """Which lie about states. Other weights shift proof, sketch and log-probabilities together;
+    what is made up is broken alone, or beside tokens that are right."""
+    mean = {name: float(np.mean([row.values[name] for row in bad])) for name in BROKEN}
+    sketch_broken = mean["sketch"] > BROKEN["sketch"]
+    proof_broken = any(mean[name] > BROKEN[name] for name in _STATES & BROKEN.keys())
+    if sketch_broken != proof_broken:
+        return Reason.WRONG_SKETCH if sketch_broken else Reason.FORGED_PROOF
+    if proof_broken and not excess & (_SAMPLING | _LOGPROBS):
+        return Reason.FORGED_PROOF
     return Reason.WRONG_ACTIVATIONS

@@ -1,0 +1,181 @@
+"""No honest file is ever rejected; what is not a lie ends in another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.core import encoding
+from protocol.core.errors import PolicyError
+from protocol.core.ids import ZERO_DIGEST
+from protocol.core.rollout import Submission
+from protocol.core.verdict import Outcome, Reason, VerdictTable
+from protocol.engine.tiny import write_tiny_model
+from protocol.environments.registry import environment_for
+from protocol.proofs import thresholds
+from protocol.verification.calibrate import synthetic_run
+from protocol.verification.engines import load_engine
+from protocol.verification.rollout_file import load_rollouts, read_rollout_file
+
+TRAINED = Path(__file__).parents[2] / "devnet" / "model"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch_rows", [3, 16, 64])
+def test_honest_files_are_accepted_whatever_the_batch_and_dtype(
+    world: Any, dtype: str, batch_rows: int
+) -> None:
+    engine = load_engine(TRAINED, dtype=dtype, batch_rows=batch_rows)
+    for number in range(100, 104):
+        found = world.judge(world.honest(number, engine), secret=number)
+        assert found.outcome is Outcome.ACCEPTED, found
+        assert len(found.rows_drawn) == 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_honest_files_of_models_never_calibrated_are_accepted(
+    world: Any, tmp_path: Path, seed: int, dtype: str
+) -> None:
+    folder = write_tiny_model(
+        tmp_path / "m", seed=50 + seed, hidden=(48, 96, 160)[seed], layers=3 + seed, logit_scale=3.0
+    )
+    run = synthetic_run(70, temperature_micro=(700_000, 1_000_000, 1_300_000)[seed])
+    other = type(world)(run, environment_for(run), load_engine(folder))
+    engine = load_engine(folder, dtype=dtype, batch_rows=20)
+    for number in range(2):
+        found = other.judge(other.honest(number, engine))
+        assert found.outcome is Outcome.ACCEPTED, found
+
+
+def test_one_drawn_row_is_enough_for_an_honest_file(world: Any) -> None:
+    run = world.run.model_copy(update={"replay_rows_micro": 1})
+    lonely = type(world)(run, world.environment, world.engine)
+    for number in range(20):
+        found = lonely.judge(lonely.honest(number), secret=number)
+        assert found.outcome is Outcome.ACCEPTED, found
+        assert len(found.rows_drawn) == 1
+
+
+def test_an_accepted_file_yields_its_table_units_and_rollouts(world: Any) -> None:
+    file = world.honest(1)
+    found = world.judge(file)
+    rows = read_rollout_file(file.data).rows
+    assert found.units == sum(len(row.output_tokens) for row in rows)
+    assert [(r.group, r.sample) for r in found.table] == [(i // 16, i % 16) for i in range(64)]
+    table = found.verdict_table(ZERO_DIGEST, encoding.sha256(file.data), 1, 0)
+    assert VerdictTable.model_validate_json(table.model_dump_json()) == table
+    rollouts = load_rollouts(file.data, table)
+    assert len(rollouts) == 64
+    for row, rollout, entry in zip(rows, rollouts, found.table, strict=True):
+        assert rollout.output_tokens == row.output_tokens
+        assert rollout.reward == entry.reward_micro / 1e6 == row.reward
+        assert rollout.logprobs == tuple(row.logprobs.tolist())
+
+
+def test_the_same_inputs_give_the_same_finding(world: Any) -> None:
+    file = world.honest(2)
+    assert world.judge(file) == world.judge(file)
+    assert world.judge(file, secret=1).rows_drawn != world.judge(file, secret=2).rows_drawn
+
+
+def test_statistics_and_limits_are_decimal_text_for_evidence(world: Any) -> None:
+    found = world.judge(world.honest(3))
+    assert set(thresholds.STATISTICS) <= set(found.decimal_statistics())
+    assert set(found.decimal_thresholds()) == {
+        f"{scope}.{name}" for scope in ("row", "file") for name in thresholds.STATISTICS
+    }
+    encoding.canonical_json({**found.decimal_statistics(), **found.decimal_thresholds()})
+
+
+def test_a_policy_that_is_not_here_is_the_validators_trouble(world: Any) -> None:
+    empty = type(world)(world.run, world.environment, world.engine)
+    empty.policies.engines.clear()
+    found = empty.judge(world.honest(4))
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.POLICY_MISSING)
+
+
+@pytest.mark.parametrize(
+    "setup", [{"device": "NVIDIA H200"}, {"dtype": "float8"}, {"engine": "vllm/1"}]
+)
+def test_an_uncalibrated_setup_is_measured_and_never_rejected(
+    world: Any, setup: dict[str, str]
+) -> None:
+    greedy = world.made(
+        5,
+        generate=lambda plan, engine: engine.generate(
+            [world_request(row, world.run) for row in plan], 1.0
+        ),
+        metadata=setup,
+    )
+    found = world.judge(greedy)
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.UNKNOWN_SETUP)
+    assert found.statistics["margin_max"] > 1
+
+
+def world_request(row: Any, run: Any) -> Any:
+    from protocol.engine.base import GenerationRequest
+
+    return GenerationRequest(row.prompt_tokens, run.max_output_tokens, None)
+
+
+def test_a_run_that_names_an_unknown_calibration_is_only_measured(world: Any) -> None:
+    run = world.run.model_copy(update={"calibration": encoding.sha256(b"another")})
+    other = type(world)(run, world.environment, world.engine)
+    assert other.judge(other.honest(6)).reason is Reason.UNKNOWN_SETUP
+
+
+def test_a_run_may_name_the_shipped_calibration(world: Any) -> None:
+    run = world.run.model_copy(update={"calibration": thresholds.shipped().digest()})
+    other = type(world)(run, world.environment, world.engine)
+    assert other.judge(other.honest(6)).outcome is Outcome.ACCEPTED
+
+
+def test_a_lease_of_another_run_is_refused_loudly(world: Any) -> None:
+    run = world.run.model_copy(update={"name": "another"})
+    with pytest.raises(PolicyError):
+        world.judge(world.honest(7), run=run)
+
+
+def test_a_submission_must_be_of_these_very_bytes(world: Any) -> None:
+    from protocol.core.ids import digest
+    from protocol.verification.verify import verify_file
+
+    file = world.honest(8)
+    lease = file.signed.lease
+    right = Submission(
+        pool=lease.pool,
+        lease_digest=file.lease_digest,
+        step=lease.step,
+        policy_digest=lease.policy_digest,
+        sha256=encoding.sha256(file.data),
+        size=len(file.data),
+        rows=64,
+        valid_until=0,
+    )
+
+    def judged(submission: Submission) -> Reason:
+        return verify_file(
+            file.data, file.signed, file.lease_digest, world.run, world.environment,
+            world.policies, draw_secret=digest(bytes(32)), submission_digest=digest(bytes(32)),
+            submission=submission,
+        ).reason  # fmt: skip
+
+    assert judged(right) is Reason.NONE
+    for change, reason in (
+        ({"sha256": encoding.sha256(b"")}, Reason.WRONG_SIZE_OR_DIGEST),
+        ({"size": 1}, Reason.WRONG_SIZE_OR_DIGEST),
+        ({"rows": 63}, Reason.WRONG_ROWS),
+        ({"step": 9}, Reason.WRONG_LEASE),
+        ({"lease_digest": ZERO_DIGEST}, Reason.WRONG_LEASE),
+    ):
+        assert judged(right.model_copy(update=change)) is reason
+
+
+def test_a_file_of_another_lease_is_void(world: Any) -> None:
+    first, second = world.honest(9), world.honest(10)
+    found = world.judge(replace(first, data=second.data))
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_LEASE)

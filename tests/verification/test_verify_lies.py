@@ -1,0 +1,367 @@
+"""Every known lie about a rollout file is found, and named, at the shipped thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from devnet.lies import LIES
+from protocol.core.seeds import lease_seed
+from protocol.core.verdict import Outcome, Reason
+from protocol.engine.base import Generation, GenerationRequest, ReplayRequest
+from protocol.engine.quantize import quantizer
+from protocol.proofs import activations, sketch
+from protocol.verification import build
+from protocol.verification.engines import load_engine
+
+TRAINED = Path(__file__).parents[2] / "devnet" / "model"
+LEASES = range(200, 206)
+WEIGHTS = {Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING, Reason.WRONG_SKETCH}
+
+
+def _rejected(world: Any, make: Callable[[int], Any], reasons: set[Reason]) -> None:
+    for number in LEASES:
+        found = world.judge(make(number), secret=number)
+        assert found.outcome is Outcome.REJECTED, (number, found)
+        assert found.reason in reasons, found
+        assert not found.table
+        assert found.units == 0
+
+
+def _sampled(temperature: float, greedy: bool = False, other_seed: int = 0) -> Any:
+    def generate(plan: list, engine: Any) -> list[Generation]:
+        requests = [
+            GenerationRequest(
+                row.prompt_tokens,
+                24,
+                None if greedy else (row.noise_key[0] ^ other_seed, row.noise_key[1]),
+            )
+            for row in plan
+        ]
+        return engine.generate(requests, temperature)
+
+    return generate
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_four_bit_weights_are_rejected_whatever_dtype_they_declare(world: Any, dtype: str) -> None:
+    liar = load_engine(TRAINED, dtype=dtype, prepare=quantizer(4))
+    _rejected(world, lambda n: world.honest(n, liar), WEIGHTS)
+
+
+def test_bfloat16_passed_off_as_float32_is_rejected(world: Any) -> None:
+    liar = load_engine(TRAINED, dtype="bfloat16")
+    _rejected(world, lambda n: world.made(n, engine=liar, metadata={"dtype": "float32"}), WEIGHTS)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.9, 1.1, 1.25])
+def test_another_temperature_is_rejected(world: Any, temperature: float) -> None:
+    """Log-probabilities give it away even where no drawn token changed."""
+    generate = _sampled(temperature)
+    _rejected(
+        world,
+        lambda n: world.made(n, generate=generate),
+        {Reason.WRONG_SAMPLING, Reason.TAMPERED_LOGPROBS},
+    )
+
+
+def test_greedy_decoding_is_rejected(world: Any) -> None:
+    generate = _sampled(1.0, greedy=True)
+    _rejected(world, lambda n: world.made(n, generate=generate), {Reason.WRONG_SAMPLING})
+
+
+def test_another_seed_is_rejected(world: Any) -> None:
+    generate = _sampled(1.0, other_seed=1)
+    _rejected(world, lambda n: world.made(n, generate=generate), {Reason.WRONG_SAMPLING})
+
+
+@pytest.mark.parametrize(
+    ("lie", "reasons"),
+    [
+        ("best_of_4", {Reason.WRONG_SAMPLING}),
+        ("copied_proof", {Reason.COPIED_ROWS}),
+        ("made_up_proof", {Reason.FORGED_PROOF}),
+    ],
+)
+def test_the_devnets_liars_are_rejected(world: Any, lie: str, reasons: set[Reason]) -> None:
+    def make(number: int) -> Any:
+        lease = world.lease(number)
+        data = LIES[lie](
+            lease.signed, lease.lease_digest, world.run, world.engine, world.environment
+        )
+        return replace(lease, data=data)
+
+    _rejected(world, make, reasons)
+
+
+def _with_proofs(make_proof: Callable[[list, int, Any], list[bytes]]) -> Any:
+    def change(rows: list, plan: list, generations: list) -> list:
+        changed = []
+        for row, generation in zip(rows, generations, strict=True):
+            windows = activations.split_windows(generation.states)
+            proofs = make_proof(windows, generation.states.shape[1], generation)
+            changed.append(replace(row, proofs=activations.pack(proofs)))
+        return changed
+
+    return change
+
+
+def _polynomial(modulus: int, window: Any, coefficient: int) -> bytes:
+    count = min(128, len(window))
+    words = np.zeros(count + 1, dtype=">u2")
+    words[0], words[1] = modulus, coefficient
+    return words.tobytes()
+
+
+def _constant(windows: list, hidden: int, _: Any) -> list[bytes]:
+    """One typical magnitude everywhere, knowing the true one."""
+    return [
+        _polynomial(65497, w, int(np.median(w[activations.largest(w)] & 0x7FFF))) for w in windows
+    ]
+
+
+def _modulus_h(windows: list, hidden: int, _: Any) -> list[bytes]:
+    return [_polynomial(hidden, w, 0x4000) for w in windows]
+
+
+def _negated(windows: list, hidden: int, _: Any) -> list[bytes]:
+    return activations.build([w ^ np.uint16(0x8000) for w in windows])
+
+
+def _of_random_states(windows: list, hidden: int, _: Any) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    drawn = [rng.normal(0, 1, len(w)).astype(np.float32) for w in windows]
+    return activations.build([sketch.float_to_bf16(values) for values in drawn])
+
+
+@pytest.mark.parametrize("forgery", [_constant, _modulus_h, _negated, _of_random_states])
+def test_a_forged_proof_is_rejected_even_beside_a_true_sketch(world: Any, forgery: Any) -> None:
+    _rejected(world, lambda n: world.made(n, change=_with_proofs(forgery)), {Reason.FORGED_PROOF})
+
+
+def test_a_sketch_without_the_states_is_rejected_even_beside_a_true_proof(world: Any) -> None:
+    """The forger knows projection, keys and all but the sign of one state in four."""
+
+    def make(number: int) -> Any:
+        seed = lease_seed(world.lease(number).lease_digest)
+
+        def change(rows: list, plan: list, generations: list) -> list:
+            rng = np.random.default_rng(number)
+            changed = []
+            for row, generation in zip(rows, generations, strict=True):
+                wrong = generation.states ^ (
+                    (rng.random(generation.states.shape) < 0.25).astype(np.uint16) << 15
+                )
+                keys = build.sketch_keys(seed, row.group, row.sample, row.output_tokens)
+                made_up = sketch.build(activations.split_windows(wrong), keys)
+                changed.append(replace(row, sketch=sketch.pack(made_up)))
+            return changed
+
+        return world.made(number, change=change)
+
+    _rejected(world, make, {Reason.WRONG_SKETCH})
+
+
+def test_an_empty_sketch_is_rejected(world: Any) -> None:
+    def change(rows: list, plan: list, generations: list) -> list:
+        return [replace(row, sketch=bytes(len(row.sketch))) for row in rows]
+
+    _rejected(world, lambda n: world.made(n, change=change), {Reason.WRONG_SKETCH})
+
+
+def test_a_tampered_reward_is_rejected_in_any_row(world: Any) -> None:
+    def make(number: int) -> Any:
+        def change(rows: list, plan: list, generations: list) -> list:
+            rows[number % 64] = replace(rows[number % 64], reward=rows[number % 64].reward + 0.01)
+            return rows
+
+        return world.made(number, change=change)
+
+    _rejected(world, make, {Reason.TAMPERED_REWARD})
+
+
+@pytest.mark.parametrize("shift", [-0.02, -1.0])
+def test_tampered_logprobs_are_rejected(world: Any, shift: float) -> None:
+    def change(rows: list, plan: list, generations: list) -> list:
+        return [replace(row, logprobs=row.logprobs + np.float32(shift)) for row in rows]
+
+    _rejected(world, lambda n: world.made(n, change=change), {Reason.TAMPERED_LOGPROBS})
+
+
+def test_prompts_and_targets_that_the_seed_does_not_give_are_rejected(world: Any) -> None:
+    def make_prompt(number: int) -> Any:
+        def change(rows: list, plan: list, generations: list) -> list:
+            easier = plan[0]
+            return [
+                replace(
+                    row,
+                    prompt_tokens=easier.prompt_tokens,
+                    problem_id=easier.problem.problem_id,
+                    target_length=row.target_length,
+                )
+                for row in rows
+            ]
+
+        return world.made(number, change=change)
+
+    def make_target(number: int) -> Any:
+        def change(rows: list, plan: list, generations: list) -> list:
+            return [replace(row, target_length=row.target_length + 4) for row in rows]
+
+        return world.made(number, change=change)
+
+    _rejected(world, make_prompt, {Reason.WRONG_PROMPTS})
+    _rejected(world, make_target, {Reason.WRONG_TARGETS})
+
+
+def test_a_paraphrased_prompt_behind_the_right_one_is_rejected(world: Any) -> None:
+    """The true prompt is written down, a friendlier one was given to the model."""
+    hint = tuple(world.engine.tokenizer.encode(".", add_special_tokens=False))
+
+    def generate(plan: list, engine: Any) -> list[Generation]:
+        asked = [replace(row, prompt_tokens=row.prompt_tokens[:-1] + hint) for row in plan]
+        return build.generate_rows(asked, world.run, engine)
+
+    _rejected(world, lambda n: world.made(n, generate=generate), WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def older_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy one optimizer step of size 3e-4 before, as far as weights go."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("older")
+    model = AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 3e-4 * torch.randn(weight.shape, generator=generator).sign()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TRAINED).save_pretrained(folder)
+    return folder
+
+
+def test_an_older_policy_is_rejected_and_named(world: Any, older_folder: Path) -> None:
+    older = load_engine(older_folder)
+    both = type(world)(world.run, world.environment, world.engine)
+    both.policies.engines[0] = older
+    _rejected(both, lambda n: both.honest(n, older), {Reason.WRONG_POLICY})
+    assert "made with policy 0" in both.judge(both.honest(1, older)).detail
+
+
+def test_an_older_policy_is_rejected_even_if_it_is_not_at_hand(
+    world: Any, older_folder: Path
+) -> None:
+    older = load_engine(older_folder)
+    _rejected(world, lambda n: world.honest(n, older), WEIGHTS)
+
+
+def _forced(world: Any, outputs: Callable[[Any, tuple[int, ...]], tuple[int, ...]]) -> Any:
+    """Rows whose tokens were chosen by hand, everything else computed by the true policy."""
+
+    def generate(plan: list, engine: Any) -> list[Generation]:
+        honest = build.generate_rows(plan, world.run, engine)
+        chosen = [outputs(row, made.output_tokens) for row, made in zip(plan, honest, strict=True)]
+        replays = engine.replay(
+            [
+                ReplayRequest(row.prompt_tokens, tokens, row.noise_key)
+                for row, tokens in zip(plan, chosen, strict=True)
+            ],
+            world.run.temperature,
+        )
+        return [
+            Generation(
+                tokens,
+                found.logprobs,
+                found.states,
+                "end" if tokens[-1] in engine.end_tokens else "length",
+            )
+            for tokens, found in zip(chosen, replays, strict=True)
+        ]
+
+    return generate
+
+
+def test_a_forced_early_end_is_rejected(world: Any) -> None:
+    (end,) = world.engine.end_tokens
+
+    def cut(row: Any, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return (*tokens[:3], end)
+
+    _rejected(world, lambda n: world.made(n, generate=_forced(world, cut)), {Reason.EARLY_END})
+
+
+def test_the_right_answers_written_by_hand_are_rejected(world: Any) -> None:
+    """Perfect rewards: every row is the gold answer, scored by the true policy."""
+
+    def gold(row: Any, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        text = "." * row.target_length + "=" + row.problem.answer + "\n"
+        return tuple(world.engine.tokenizer.encode(text, add_special_tokens=False))
+
+    _rejected(
+        world,
+        lambda n: world.made(n, generate=_forced(world, gold)),
+        {Reason.WRONG_SAMPLING, Reason.TWO_HUMPED, Reason.EARLY_END},
+    )
+
+
+def test_text_that_the_policy_finds_impossible_is_two_humped(world: Any) -> None:
+    def odd(row: Any, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        text = "zq,:+-zq0\n"
+        return tuple(world.engine.tokenizer.encode(text, add_special_tokens=False))
+
+    _rejected(world, lambda n: world.made(n, generate=_forced(world, odd)), {Reason.TWO_HUMPED})
+
+
+def test_one_lying_row_is_found_when_it_is_drawn(world: Any) -> None:
+    run = world.run.model_copy(update={"replay_rows_micro": 1_000_000})
+    every = type(world)(run, world.environment, world.engine)
+
+    def one_greedy(plan: list, engine: Any) -> list[Generation]:
+        honest = build.generate_rows(plan, run, engine)
+        other = _sampled(1.0, other_seed=1)(plan, engine)
+        changed = next(i for i in range(64) if honest[i].output_tokens != other[i].output_tokens)
+        honest[changed] = other[changed]
+        return honest
+
+    _rejected(every, lambda n: every.made(n, generate=one_greedy), {Reason.WRONG_SAMPLING})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"policy_version": 0}, Reason.WRONG_ROWS),
+        ({"group": 5}, Reason.WRONG_ROWS),
+        ({"finish_reason": "length"}, Reason.WRONG_ROWS),
+        ({"proofs": b""}, Reason.MALFORMED),
+        ({"sketch": b"\x00"}, Reason.MALFORMED),
+        ({"output_tokens": (9999, 0)}, Reason.MALFORMED),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_void(
+    world: Any, change: dict[str, Any], reason: Reason
+) -> None:
+    def corrupt(rows: list, plan: list, generations: list) -> list:
+        number = next(i for i, row in enumerate(rows) if row.finish_reason == "end")
+        row = replace(rows[number], **change)
+        rows[number] = replace(row, logprobs=np.zeros(len(row.output_tokens), dtype=np.float32))
+        return rows
+
+    found = world.judge(world.made(1, change=corrupt))
+    assert (found.outcome, found.reason) == (Outcome.VOID, reason), found
+
+
+def test_going_on_after_an_end_token_is_void(world: Any) -> None:
+    (end,) = world.engine.end_tokens
+
+    def padded(row: Any, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return (*tokens[:2], end, *tokens[:3], end)
+
+    found = world.judge(world.made(1, generate=_forced(world, padded)))
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
