@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS intents (
     updated_at   REAL NOT NULL
 );
 CREATE INDEX IF NOT EXISTS intents_open ON intents (status, seq);
+CREATE INDEX IF NOT EXISTS intents_nonce ON intents (nonce);
 CREATE TABLE IF NOT EXISTS attempts (
     hash          TEXT PRIMARY KEY,
     intent_id     TEXT NOT NULL,
@@ -138,7 +139,8 @@ class Journal:
                 try:
                     yield self._db
                 except BaseException:
-                    self._db.execute("ROLLBACK")
+                    if self._db.in_transaction:  # a full disk has rolled it back already
+                        self._db.execute("ROLLBACK")
                     raise
                 self._db.execute("COMMIT")
             except sqlite3.Error as error:

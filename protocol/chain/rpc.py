@@ -22,6 +22,11 @@ MAX_ANSWER_BYTES = 32 << 20
 COOL_DOWN_SECONDS = 5.0
 
 _BUSY_CODES = frozenset({-32005, -32016, -32097, -32007, 429})
+_EVM_WORDS = (
+    "revert", "evm error", "vm execution error", "out of gas", "gas required exceeds",
+    "invalid opcode", "invalid jump", "stack underflow", "stack limit",
+)  # fmt: skip
+"""How endpoints say that the execution itself failed, which asking again will not change."""
 _BUSY_WORDS = ("rate limit", "too many requests", "limit exceeded", "over capacity", "timed out")
 
 
@@ -125,14 +130,15 @@ def _raise(method: str, fault: Any) -> None:
     if isinstance(data, dict):
         data = data.get("data") or data.get("result")
     text = data.removeprefix("Reverted ") if isinstance(data, str) else ""
+    words = message.lower()
     calls = method in ("eth_call", "eth_estimateGas")
-    if calls and (code == 3 or "revert" in message.lower() or text.startswith("0x")):
+    failed = code == 3 or any(word in words for word in _EVM_WORDS)
+    if calls and (failed or text.startswith("0x")):
         try:
             raw = bytes.fromhex(text.removeprefix("0x")) if text.startswith("0x") else b""
         except ValueError:
             raw = b""
         raise RevertSignal(raw, message)
-    words = message.lower()
     busy = code in _BUSY_CODES or any(word in words for word in _BUSY_WORDS)
     if busy and method != "eth_getLogs":  # there the same words mean: ask for a smaller range
         raise UnavailableError(f"the endpoint is busy: {message}")

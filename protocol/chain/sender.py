@@ -46,8 +46,9 @@ class _View:
 class Sender:
     """Sends transactions from one local key; see the module's docstring.
 
-    Several threads and processes may share a journal: ticks exclude one another. `now` gives Unix
-    seconds; `sleep` is used only by `wait`.
+    Several threads and processes may share a journal: ticks exclude one another. `agree` is for
+    senders that put stake at risk: a call's dry run must then end alike on as many endpoints as the
+    network asks. `now` gives Unix seconds; `sleep` is used only by `wait`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Sender:
         journal: Path,
         *,
         policy: FeePolicy | None = None,
+        agree: bool = False,
         now: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -66,12 +68,14 @@ class Sender:
         """Why the last tick could not finish; empty if it could."""
         self._signer = signer
         self._policy = policy or default_policy(client)
+        self._agree = agree and client.network.min_agreeing > 1
         self._now = now
         self._sleep = sleep
         self._journal = Journal(journal, signer.address, client.chain_id)
         self._lock_path = journal.with_name(journal.name + ".lock")
         self._thread_lock = threading.Lock()
         self._bound = False
+        self._first_seen: dict[Digest, int] = {}  # of the lowest waiting one: the head back then
 
     def submit(self, intent_id: str, call: Call) -> Intent:
         """Writes `call` down under `intent_id`; the same id and call again change nothing.
@@ -153,8 +157,8 @@ class Sender:
         with self._exclusive() as mine:
             if mine and self._has_work():
                 try:
-                    self._act()
                     self.trouble = ""
+                    self._act()
                 except (UnavailableError, MalformedError) as error:
                     self.trouble = str(error)
         return self._journal.open_count()
@@ -207,12 +211,16 @@ class Sender:
         if view.head.number < newest.block:
             self.trouble = "the RPC endpoint lags behind the chain"
             return True
+        reopened = False
         for intent in self._journal.with_status("confirmed", "failed"):
             gone = intent.tx_hash is not None and (intent.nonce or 0) >= view.nonce
             if gone and self._mined(intent) is None:
                 note = "its block left the chain (reorg); it is sent again"
                 self._journal.reopen(intent.id, note, self._now())
-        return False
+                reopened = True
+        if not reopened:  # the receipts are there: only the nonce is an old one
+            self.trouble = "the RPC endpoint lags behind the chain"
+        return not reopened
 
     def _mined(self, intent: Intent) -> TxReceipt | None:
         """The receipt of whichever of the intent's transactions was mined."""
@@ -271,7 +279,7 @@ class Sender:
         if not waiting:
             return
         lowest, now = waiting[0], self._now()
-        stuck = now - lowest.live[-1].signed_at >= self._policy.stuck_seconds
+        stuck = self._is_stuck(lowest.live[-1], view)
         if stuck and lowest.nonce is not None and lowest.nonce > view.nonce:
             self._fill_gap(view.nonce)
         for intent in waiting:
@@ -280,6 +288,15 @@ class Sender:
                 continue
             if last.sent_at is None or now - last.sent_at >= self._policy.resend_seconds:
                 self._broadcast(intent.id, last.hash, last.raw)
+
+    def _is_stuck(self, attempt: Attempt, view: _View) -> bool:
+        """Passed over for long enough, by blocks that did come: in a chain that stands still a
+        higher fee buys nothing."""
+        if attempt.hash not in self._first_seen:
+            self._first_seen = {attempt.hash: view.head.number}
+        passed_over = view.head.number > self._first_seen[attempt.hash]
+        late = self._now() - attempt.signed_at >= self._policy.stuck_seconds
+        return late and passed_over
 
     def _replace(self, intent: Intent, last: Attempt) -> bool:
         fees = bumped(last, self.client.fees(), self._policy.max_fee)
@@ -349,6 +366,8 @@ class Sender:
             self._journal.note(intent.id, note, self._now())
             return None
         try:
+            if self._agree:
+                self.client.agree(lambda one: one.call(intent.call, sender=self.address))
             estimate = self.client.estimate_gas(intent.call, self.address)
         except ChainRevertedError as error:
             if others_in_flight:  # it may depend on them: ask again when they are in

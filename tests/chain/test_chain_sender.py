@@ -282,9 +282,13 @@ def test_a_stuck_transaction_is_replaced_with_an_eighth_more_up_to_the_cap(
     by_hand.anvil.rpc("anvil_setNextBlockBaseFeePerGas", hex(GWEI))
     sender.submit("a", _transfer(_target(7)))
     sender.tick()
-    for _ in range(40):  # blocks do not come: bump and bump
+    for _ in range(40):
         clock.time += 11
         sender.tick()
+    calm = sender.status("a")
+    assert calm is not None
+    assert len(calm.hashes) == 1  # no block came: a higher fee would buy nothing
+    _pass_over(by_hand, sender, clock, times=12)
     stuck = sender.status("a")
     assert stuck is not None
     fees = [attempt.max_fee for attempt in stuck.attempts]
@@ -303,6 +307,16 @@ def test_a_stuck_transaction_is_replaced_with_an_eighth_more_up_to_the_cap(
     assert by_hand.client.balance(_target(7)) == 1  # one of them, once
 
 
+def _pass_over(deployed: Deployed, sender: Sender, clock: Clock, times: int) -> None:
+    """Mines blocks that leave the sender's transactions out, and lets time pass."""
+    for _ in range(times):
+        deployed.anvil.rpc("anvil_dropAllTransactions")
+        deployed.anvil.rpc("anvil_setNextBlockBaseFeePerGas", hex(GWEI))
+        deployed.anvil.mine()
+        clock.time += 11
+        sender.tick()
+
+
 def test_only_the_lowest_waiting_nonce_is_replaced(
     by_hand: Deployed, make: Make, clock: Clock
 ) -> None:
@@ -310,8 +324,8 @@ def test_only_the_lowest_waiting_nonce_is_replaced(
     sender.submit("low", _transfer(_target(8)))
     sender.submit("high", _transfer(_target(8)))
     sender.tick()
-    clock.time += 11
     sender.tick()
+    _pass_over(by_hand, sender, clock, times=1)
     low, high = sender.status("low"), sender.status("high")
     assert low is not None
     assert high is not None
@@ -500,6 +514,64 @@ def test_a_gap_of_nonces_is_filled_so_that_later_ones_are_mined(
     sender.tick()
     assert by_hand.client.balance(_target(18)) == 1
     assert sender.open_intents() == []
+
+
+def test_an_endpoint_that_shows_an_old_nonce_is_not_believed(
+    deployed: Deployed, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = make()
+    sender.submit("a", _transfer(_target(21)))
+    done = sender.wait("a", 60)
+    real = ChainClient.nonce
+    monkeypatch.setattr(ChainClient, "nonce", lambda self, account, **kw: done.nonce)
+    sender.submit("b", _transfer(_target(21)))
+    sender.tick()
+    held = sender.status("b")
+    assert held is not None
+    assert held.status == "queued"
+    assert "lags" in sender.trouble
+    monkeypatch.setattr(ChainClient, "nonce", real)
+    assert sender.wait("b", 60).nonce == (done.nonce or 0) + 1
+    assert deployed.client.balance(_target(21)) == 2
+
+
+def test_where_endpoints_must_agree_nothing_is_sent_until_they_do(
+    deployed: Deployed, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ChainClient([deployed.url, deployed.url + "/"], CHAIN_ID)
+    monkeypatch.setattr(client, "network", replace(client.network, min_agreeing=2))
+    second = client.singles()[1]
+    monkeypatch.setattr(second, "call", lambda call, **kw: b"another answer")
+    sender = Sender(
+        client, deployed.accounts[3], tmp_path / "j", agree=True, now=clock, sleep=clock.sleep
+    )
+    sender.submit("a", _transfer(_target(22)))
+    sender.tick()
+    assert "disagree" in sender.trouble
+    assert deployed.client.balance(_target(22)) == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(client, "network", replace(client.network, min_agreeing=2))
+    assert sender.wait("a", 60).status == "confirmed"
+    sender.close()
+    client.close()
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing_written(make: Make) -> None:
+    sender = make()
+    sender.submit("first", _transfer(_target(23)))
+    pages = sender._journal._db.execute("PRAGMA page_count").fetchone()[0]
+    sender._journal._db.execute(f"PRAGMA max_page_count = {pages + 1}")
+
+    def fill() -> None:
+        for number in range(100):
+            sender.submit(f"i{number}", Call(_target(23), bytes(4000), 0, "large"))
+
+    with pytest.raises(FatalError, match="full"):
+        fill()
+    kept = [intent.id for intent in sender.open_intents()]
+    assert "first" in kept
+    sender.close()
+    assert [intent.id for intent in make().open_intents()] == kept
 
 
 def test_an_idle_sender_asks_no_rpc(
