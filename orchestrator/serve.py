@@ -328,7 +328,7 @@ def only_one(path: Path) -> Iterator[None]:
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket. Raises UserError if the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is named: without it, each answer waits 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it, answers wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
