@@ -75,6 +75,9 @@ class Policy(nn.Module):
 def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.float32) -> Policy:
     """Loads a Hugging Face folder from disk, never from a hub. Raises UserError if it is none."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a log is no terminal
 
     if not (folder / "config.json").is_file():
         raise UserError(

@@ -214,6 +214,9 @@ def verify_loadable(folder: Path) -> None:
     """Loads the exported folder as a node would and runs it once. Raises FatalError if
     what it predicts is not finite."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a log is no terminal
 
     lm = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True

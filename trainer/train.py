@@ -76,12 +76,14 @@ class Trainer:
         state = self.resume()
         skipped = 0
         limit = self.learner.settings.steps
+        watch = Stopwatch()
         try:
-            self.publish(state.step, Stopwatch())
+            self.publish(state.step, watch)
             while limit is None or state.step < limit:
-                watch = Stopwatch()
                 batch = self.next_batch(state, watch)
                 line = train_step(self.learner, batch, watch)
+                line = {**line, "time": time.time(), "seconds": watch.seconds}
+                watch = Stopwatch()  # keeping and publishing are told in the next step's line
                 state = self.keep(state, batch, line, watch)
                 self.publish(state.step, watch)
                 skipped = 0 if line["applied"] else skipped + 1
@@ -124,7 +126,6 @@ class Trainer:
     ) -> TrainerState:
         """Checkpoints the step and writes its line. From here on the batch is trained."""
         learner = self.learner
-        line = {**line, "time": time.time(), "seconds": dict(watch.seconds)}
         after = state.after(batch.keys, line, learner.run.max_staleness)
         with watch.timed("checkpoint"):
             checkpoint.save(self.data, after, learner.policy, learner.optimizer, self.world)

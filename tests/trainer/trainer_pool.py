@@ -136,7 +136,8 @@ class Pool:
 @contextmanager
 def pool_server(root: Path, model: Path) -> Iterator[Pool]:
     """Serves a pool's API on a free port, from a thread."""
-    with socket.socket() as listener:
+    # The protocol is named so that asyncio sets TCP_NODELAY.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         pool = Pool(root, model, f"http://127.0.0.1:{listener.getsockname()[1]}")
