@@ -79,6 +79,10 @@ class World:
             )
         return seen
 
+    def start_of_an_epoch(self) -> None:
+        """So that what follows within half a minute falls into one."""
+        self.forward(RUN.epoch_seconds - self.client.block("latest").time % RUN.epoch_seconds)
+
     def until_rooted(self) -> None:
         """Lets waiting submissions come of age and their root be confirmed."""
         self.forward(RUN.root_seconds)

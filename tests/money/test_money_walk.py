@@ -15,10 +15,15 @@ from money_kit import MANAGER, RUN, TOKEN, key
 
 from devnet.chain import find_anvil
 from orchestrator.indexer import run_indexer_tick
-from orchestrator.settlement import newest_settlement
+from orchestrator.rewards import Rebuilt, rebuild
+from orchestrator.settlement import newest_settlement, settle_epochs
 from orchestrator.store import intents, schema
-from protocol.core.errors import UnavailableError, UserError
+from protocol.chain.history import read_events
+from protocol.core.errors import UnavailableError, UntrustedError, UserError
+from protocol.core.ids import Digest
+from protocol.core.settlement import Settlement
 from protocol.core.verdict import Reason
+from protocol.storage.base import digest_key
 
 HONEST, LIAR = key(10), key(11)
 OWNER, OTHER = key(12), key(13)
@@ -75,6 +80,28 @@ def until(world: World, holds: Callable[[], bool]) -> None:
         with contextlib.suppress(UnavailableError):
             world.ticks(1)
         time.sleep(0.05)
+
+
+class Published:
+    """The object store as anyone reads it."""
+
+    def __init__(self, world: World) -> None:
+        self._objects = world.shop.objects
+
+    def get_object(self, digest: Digest, limit: int) -> bytes:
+        return self._objects.get(digest_key(digest), limit)
+
+
+def rebuild_root(world: World, epoch: int) -> Rebuilt:
+    events = read_events(world.client, world.deployment)
+    return rebuild(events, world.deployment, 1, world.shop.context.run, Published(world), epoch)
+
+
+def settled(world: World) -> Settlement:
+    with world.shop.store.read() as connection:
+        found = newest_settlement(connection, world.shop.objects)
+    assert found is not None
+    return found
 
 
 def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(members: World) -> None:
@@ -143,10 +170,8 @@ def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World)
     world.ticks(1)
     world.forward(RUN.epoch_seconds)
     world.ticks()
-    with shop.store.read() as connection:
-        settlement = newest_settlement(connection, shop.objects)
-    assert settlement is not None
-    assert settlement.epoch >= epoch
+    settlement = settled(world)
+    assert settlement.epoch == epoch
     due = 2 * 20 * TOKEN // 1000
     assert settlement.amounts() == {HONEST.address: due}
     assert [f.state for f in settlement.files].count("paid") == 2
@@ -162,13 +187,14 @@ def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World)
     world.send(key(30), claim)
     assert world.contracts.token.balance_of(OWNER.address) - before == due
     assert rewards.claimed(1, HONEST.address) == due
+    rebuilt = rebuild_root(world, settlement.epoch)
+    assert rebuilt.match, rebuilt.problems
+    assert rebuilt.settlement.amounts() == {HONEST.address: due}
 
     # nothing new is owed: no further root
     world.forward(3 * RUN.epoch_seconds)
     world.ticks()
-    with shop.store.read() as connection:
-        later = newest_settlement(connection, shop.objects)
-    assert later == settlement
+    assert settled(world) == settlement
 
 
 def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) -> None:
@@ -297,3 +323,80 @@ def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members
     world.ticks()
     assert one(world, schema.reward_roots)["claimable_at"] is not None
     assert c.rewards.funds(1).reserved == 2000 * TOKEN
+
+
+def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(members: World) -> None:
+    world, shop = members, members.shop
+    world.start_of_an_epoch()
+    shop.judge(shop.submit(HONEST))
+    kept, bad = shop.submit(LIAR), shop.submit(LIAR)
+    shop.judge(kept)
+    shop.judge(bad, Reason.WRONG_SKETCH)
+    shop.submit(HONEST)  # never judged
+    world.until_rooted()
+    number = one(world, schema.slashes)["proposal_id"]
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    # still open when the epoch is settled: the validator does not execute it now
+    world.loops.chain_tick()
+    world.loops.money_tick()
+    world.loops.chain_tick()
+    world.anvil.mine(1)
+    world.loops.chain_tick()
+    first = settled(world)
+    states = sorted(f.state for f in first.files)
+    assert states == ["held", "paid", "rejected", "unjudged"]
+    assert [s.state for s in first.slashes] == ["open"]
+    assert rebuild_root(world, first.epoch).match
+
+    world.send(GUARDIAN, world.contracts.slasher.cancel(number))
+    world.loops.chain_tick()
+    world.forward(RUN.epoch_seconds)
+    world.ticks()
+    second = settled(world)
+    assert second.previous == first.digest()
+    assert [(f.submission_digest, f.state) for f in second.files] == [(kept.digest, "paid")]
+    assert second.amounts() == {
+        HONEST.address: 20 * TOKEN // 1000,
+        LIAR.address: 20 * TOKEN // 1000,
+    }
+    rebuilt = rebuild_root(world, second.epoch)
+    assert rebuilt.match, rebuilt.problems
+
+
+def test_rebuild_finds_a_root_that_promises_more_than_was_earned(members: World) -> None:
+    world, shop = members, members.shop
+    shop.judge(shop.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now)
+    with shop.store.begin() as connection:
+        connection.execute(sa.update(schema.submissions).values(units=1_000_000))
+    world.ticks()
+    greedy = settled(world)
+    assert greedy.amounts() == {HONEST.address: 1_000_000 * TOKEN // 1000}
+    rebuilt = rebuild_root(world, greedy.epoch)
+    assert not rebuilt.match
+    assert rebuilt.settlement.amounts() == {HONEST.address: 20 * TOKEN // 1000}
+
+
+def test_rebuild_refuses_a_settlement_that_leaves_a_file_out(members: World) -> None:
+    world, shop = members, members.shop
+    shop.judge(shop.submit(HONEST))
+    left_out = shop.submit(HONEST)
+    shop.judge(left_out)
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now)
+    with shop.store.begin() as connection:
+        connection.execute(
+            sa.update(schema.submissions)
+            .where(schema.submissions.c.digest == left_out.digest)
+            .values(root_id=None)
+        )
+    world.loops.chain_tick()
+    settle_epochs(shop.store, shop.objects, shop.context, shop.now)
+    world.loops.chain_tick()
+    world.anvil.mine(1)
+    world.loops.chain_tick()
+    with pytest.raises(UntrustedError, match="leaves out"):
+        rebuild_root(world, settled(world).epoch)
