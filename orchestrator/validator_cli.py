@@ -152,7 +152,8 @@ def validate(
             now=time.time,
             patience=Patience(claim_seconds=claim_seconds),
         )
-        sender = Sender(client, signer, data / "validator.journal.sqlite")
+        # a slash takes stake: where the network asks for it, endpoints must agree on its dry run
+        sender = Sender(client, signer, data / "validator.journal.sqlite", agree=True)
         stack.callback(sender.close)
         contracts = Contracts(client, place)
         loops = Loops(on_crash=stop.set)

@@ -15,6 +15,7 @@ Left out: cancelling a sent transaction.
 from __future__ import annotations
 
 import fcntl
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,8 +32,12 @@ from protocol.core.errors import MalformedError, UnavailableError
 from protocol.core.ids import Address, Digest
 from protocol.core.signing import LocalSigner
 
+log = logging.getLogger(__name__)
+
 _YOUNG_BLOCKS = 32
 """For so many blocks' time after the last receipt, its block is looked at again."""
+
+_REFUSED = "the endpoint refuses it"
 
 
 @dataclass(frozen=True)
@@ -156,11 +161,15 @@ class Sender:
         is down: `trouble` says so, and the next tick tries again."""
         with self._exclusive() as mine:
             if mine and self._has_work():
+                before, self.trouble = self.trouble, ""
                 try:
-                    self.trouble = ""
                     self._act()
                 except (UnavailableError, MalformedError) as error:
                     self.trouble = str(error)
+                if self.trouble and self.trouble != before:
+                    log.warning("%s cannot send for now: %s", self.address, self.trouble)
+                elif before and not self.trouble:
+                    log.info("%s sends again", self.address)
         return self._journal.open_count()
 
     def _has_work(self) -> bool:
@@ -252,7 +261,7 @@ class Sender:
         depth = view.head.number - receipt.block
         if depth < self.client.network.confirmations:
             note = f"in block {receipt.block}, waiting for blocks on top of it"
-            self._journal.note(intent.id, note, self._now())
+            self._note(intent, note, logging.DEBUG)
             return
         error = None if receipt.success else self._why(intent, receipt)
         self._journal.record_mined(intent.id, receipt, error, self._now())
@@ -303,7 +312,7 @@ class Sender:
         if fees is None:
             cap = self._policy.max_fee / 10**9
             note = f"the fee cap of {cap:g} gwei is reached; it waits for fees to fall"
-            self._journal.note(intent.id, note, self._now())
+            self._note(intent, note)
             return False
         assert intent.gas is not None
         self._sign_and_send(intent.id, intent.call, last.nonce, intent.gas, *fees)
@@ -363,7 +372,7 @@ class Sender:
                 f"fees of {(fees.base_fee + fees.priority_fee) / 10**9:g} gwei exceed the cap of "
                 f"{self._policy.max_fee / 10**9:g} gwei; it waits for them to fall"
             )
-            self._journal.note(intent.id, note, self._now())
+            self._note(intent, note)
             return None
         try:
             if self._agree:
@@ -371,7 +380,7 @@ class Sender:
             estimate = self.client.estimate_gas(intent.call, self.address)
         except ChainRevertedError as error:
             if others_in_flight:  # it may depend on them: ask again when they are in
-                self._journal.note(intent.id, "waits for earlier transactions", self._now())
+                self._note(intent, "waits for earlier transactions", logging.DEBUG)
                 return None
             self._journal.record_refused(intent.id, error, self._now())
             return 0
@@ -387,12 +396,18 @@ class Sender:
             return None
         return gas
 
+    def _note(self, intent: Intent, text: str, level: int = logging.WARNING) -> None:
+        """Says why the intent waits: in the journal, and in the log when it is news."""
+        if text != intent.note:
+            log.log(level, "%s: %s", intent.call.description or intent.id, text)
+            self._journal.note(intent.id, text, self._now())
+
     def _note_funds(self, intent: Intent, balance: int, need: int) -> None:
         note = (
             f"insufficient funds: {self.address} has {max(balance, 0) / 10**18:.6f} ETH free and "
             f"needs {need / 10**18:.6f} ETH; send it some, nothing else is needed"
         )
-        self._journal.note(intent.id, note, self._now())
+        self._note(intent, note)
 
     def _sign_and_send(
         self, intent_id: str, call: Call, nonce: int, gas: int, max_fee: int, priority_fee: int
@@ -416,16 +431,19 @@ class Sender:
         self._broadcast(intent_id, tx_hash, raw)
 
     def _broadcast(self, intent_id: str, tx_hash: Digest, raw: bytes) -> None:
+        intent = self._journal.get(intent_id)
+        assert intent is not None
         try:
             self.client.send_raw(raw)
         except RpcError as error:
             words = error.message.lower()
             if "nonce too low" in words:
                 return  # mined meanwhile, by us or a stranger: the next tick settles it
+            why = f"{_REFUSED}: {error.message[:200]}"
             if "insufficient funds" in words:
-                note = f"insufficient funds: top up {self.address}, it is sent again by itself"
-            else:
-                note = f"the endpoint refuses it: {error.message[:200]}"
-            self._journal.note(intent_id, note, self._now())
+                why = f"{_REFUSED}: insufficient funds; top up {self.address}, nothing else"
+            self._note(intent, why)
             return
         self._journal.record_sent(tx_hash, self._now())
+        if intent.note.startswith(_REFUSED):
+            self._note(intent, "", logging.DEBUG)
