@@ -106,8 +106,7 @@ class Gate:
 
         client = (scope.get("client") or ("?", 0))[0]
         if self._rate and not self._admit(client, time.monotonic()):
-            refusal = problem(UnavailableError("too many requests: slow down"))
-            refusal.status_code = 429
+            refusal = problem(UnavailableError("too many requests: slow down"), code=429)
             await refusal(scope, receive, counting)
             return
         await self._app(scope, receive, counting)

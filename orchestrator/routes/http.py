@@ -120,11 +120,12 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def problem(error: PrimeError) -> Response:
-    """The RFC 9457 document of an expected error."""
-    code, document = to_problem(error)
-    headers = {"Retry-After": "2"} if code == 503 else {}
-    return _document(code, document, headers)
+def problem(error: PrimeError, code: int | None = None) -> Response:
+    """The RFC 9457 document of an expected error, under its own status or `code`."""
+    usual, document = to_problem(error)
+    document["status"] = code or usual
+    headers = {"Retry-After": "2"} if code == 429 or usual == 503 else {}
+    return _document(document["status"], document, headers)
 
 
 def _document(code: int, document: dict[str, Any], headers: dict[str, str]) -> Response:

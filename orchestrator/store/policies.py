@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.store import schema
-from orchestrator.store.rows import record, records, upsert
+from orchestrator.store.rows import insert_new, record, records
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.ids import Address, Digest
 
@@ -84,21 +84,18 @@ def see_relay(
     connection: Connection, url: str, account: Address, versions: tuple[int, ...], *, now: float
 ) -> None:
     """Notes that a relay is there and what it has."""
-    values = {
-        "url": url,
-        "account": account,
-        "versions": json.dumps(list(versions)),
-        "last_seen": now,
-    }
-    upsert(connection, schema.relays, values)
+    known = {"versions": json.dumps(list(versions)), "last_seen": now}
+    values = {"url": url, "account": account, "first_seen": now, **known}
+    if not insert_new(connection, schema.relays, values):
+        connection.execute(sa.update(schema.relays).where(_relays.url == url).values(known))
 
 
 def relays(connection: Connection, *, since: float, limit: int = 64) -> list[RelayRow]:
-    """Relays heard of since then, the ones heard last first."""
+    """Relays heard of since then, those known longest first: newcomers cannot crowd them out."""
     query = (
         sa.select(schema.relays)
         .where(_relays.last_seen >= since)
-        .order_by(_relays.last_seen.desc(), _relays.url)
+        .order_by(_relays.first_seen, _relays.url)
         .limit(limit)
     )
     return [

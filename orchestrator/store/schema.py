@@ -180,6 +180,7 @@ relays = Table(
     Column("url", Text, primary_key=True),
     Column("account", Text, nullable=False),
     Column("versions", Text, nullable=False),
+    Column("first_seen", Float, nullable=False),
     Column("last_seen", Float, nullable=False),
 )
 

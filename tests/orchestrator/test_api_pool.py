@@ -179,6 +179,7 @@ def test_rewards_are_the_newest_confirmed_roots_entry_with_its_proof(world: Worl
         previous=ZERO_DIGEST,
         as_of_block=9,
         files=(),
+        slashes=(),
         entries=entries,
         cumulative_total="100",
     )

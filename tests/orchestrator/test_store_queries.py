@@ -218,16 +218,21 @@ def test_a_step_has_one_batch(either_store: Store) -> None:
         batches.add(connection, row)
 
 
-def test_relays_are_listed_while_they_are_heard_of(either_store: Store) -> None:
+def test_relays_are_listed_while_heard_of_those_known_longest_first(either_store: Store) -> None:
     with either_store.begin() as connection:
         policies.see_relay(connection, "http://a", NODE, (1, 2), now=1.0)
         policies.see_relay(connection, "http://b", NODE, (), now=50.0)
         policies.see_relay(connection, "http://a", NODE, (2, 3), now=60.0)
+        policies.see_relay(connection, "http://0", NODE, (), now=60.0)
         listed = policies.relays(connection, since=40.0)
-        assert [(r.url, r.versions) for r in listed] == [("http://a", (2, 3)), ("http://b", ())]
+        assert [(r.url, r.versions) for r in listed] == [
+            ("http://a", (2, 3)),
+            ("http://b", ()),
+            ("http://0", ()),
+        ]
         policies.forget_relays(connection, 55.0)
         assert policies.relay_owner(connection, "http://b") is None
-        assert policies.relay_count(connection, NODE) == 1
+        assert policies.relay_count(connection, NODE) == 2
 
 
 # -- chain copy, intents, locks ----------------------------------------------------------------

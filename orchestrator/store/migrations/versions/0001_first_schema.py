@@ -178,6 +178,7 @@ def upgrade() -> None:
         sa.Column("url", sa.Text(), nullable=False),
         sa.Column("account", sa.Text(), nullable=False),
         sa.Column("versions", sa.Text(), nullable=False),
+        sa.Column("first_seen", sa.Float(), nullable=False),
         sa.Column("last_seen", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("url"),
     )
