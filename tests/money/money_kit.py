@@ -6,7 +6,7 @@ Files hold arbitrary bytes: what a verdict says of them is handed in, and what f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,12 +149,24 @@ class Shop:
             manifest=manifest,
             signature=TRAINER.sign(statement, self.context.domain(statement)),
         )
-        with self.store.begin() as connection:
-            policies.add(connection, signed, now=self.now())
+        self.add_policy(signed)
         return signed
 
-    def submit(self, node: LocalSigner, *, step: int = 0, version: int = 0) -> SubmissionRow:
-        """A lease, a file and its submission through the real intake."""
+    def add_policy(self, signed: SignedManifest) -> None:
+        """A published policy, as the API leaves it."""
+        with self.store.begin() as connection:
+            policies.add(connection, signed, now=self.now())
+
+    def submit(
+        self,
+        node: LocalSigner,
+        *,
+        step: int = 0,
+        version: int = 0,
+        make: Callable[[SignedLease, Digest], bytes] | None = None,
+    ) -> SubmissionRow:
+        """A lease, a file (by `make`, else arbitrary bytes) and its submission through the real
+        intake."""
         number = next(self._number)
         with self.store.begin() as connection:
             policy = policies.get(connection, version)
@@ -165,7 +177,7 @@ class Shop:
             node=node.address,
             index=number,
             policy_digest=policy.digest,
-            run_digest=RUN.digest(),
+            run_digest=self.context.run.digest(),
             speed_class=1,
             salt=encoding.sha256(f"salt {number}".encode()),
             deadline=int(self.now()) + 60,
@@ -177,6 +189,8 @@ class Shop:
         )
         lease_digest = lease.digest(self.context.domain(lease))
         content = f"file {number} of {node.address}".encode()
+        if make is not None:
+            content = make(signed_lease, lease_digest)
         claim = Submission(
             pool=self.context.pool,
             lease_digest=lease_digest,
@@ -184,7 +198,7 @@ class Shop:
             policy_digest=lease.policy_digest,
             sha256=put_object(self.objects, content),
             size=len(content),
-            rows=RUN.rows_per_lease,
+            rows=self.context.run.rows_per_lease,
             valid_until=int(self.now()) + 86_400,
         )
         with self.store.begin() as connection:
@@ -260,7 +274,12 @@ class Shop:
         return row.status
 
 
-def open_shop(folder: Path, deployment: Deployment = FAKE_DEPLOYMENT, pool: int = 1) -> Shop:
+def open_shop(
+    folder: Path,
+    deployment: Deployment = FAKE_DEPLOYMENT,
+    pool: int = 1,
+    run: RunDefinition = RUN,
+) -> Shop:
     """A new pool (or the one that lies in `folder`)."""
     url = sqlite_url(folder / "store.sqlite")
     store = open_store(url)
@@ -268,7 +287,7 @@ def open_shop(folder: Path, deployment: Deployment = FAKE_DEPLOYMENT, pool: int 
     return Shop(
         store=store,
         objects=DirectoryStore(folder / "objects"),
-        context=PoolContext(deployment, pool, MANAGER.address, RUN),
+        context=PoolContext(deployment, pool, MANAGER.address, run),
         now=Clock(),
         url=url,
     )

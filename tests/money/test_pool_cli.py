@@ -1,0 +1,135 @@
+"""`orchestrator pool` against a real chain: create, fund, show, end; twice, dry, and wrongly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chain_kit import DEPLOYER, FUNDS, GUARDIAN
+from money_kit import RUN, TOKEN, TRAINER, VALIDATOR, key
+from typer.testing import CliRunner
+
+from devnet.chain import Anvil, find_anvil
+from orchestrator.pool_cli import app, parse_amount
+from protocol.chain.client import ChainClient
+from protocol.chain.contracts import Contracts
+from protocol.chain.deployer import Options, deploy
+from protocol.chain.deployment import DEMO_PERIODS
+from protocol.chain.keystore import save_keystore
+from protocol.core.errors import UserError
+
+MANAGER = key(40)
+
+
+def _anvil_is_here() -> bool:
+    try:
+        find_anvil()
+    except UserError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+
+
+class Desk:
+    """A chain with contracts, a keystore, and the command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.anvil = Anvil().start()
+        self.client = ChainClient([self.anvil.url], 31337)
+        for account in (DEPLOYER.address, MANAGER.address):
+            self.anvil.fund(account)
+        options = Options(
+            periods=DEMO_PERIODS,
+            testnet=True,
+            holder=DEPLOYER.address,
+            supply=FUNDS,
+            guardian=GUARDIAN.address,
+        )
+        deployment = deploy(self.client, DEPLOYER, options, journal=folder / "deploy.sqlite")
+        self.contracts = Contracts(self.client, deployment)
+        self.deployment = folder / "deployment.json"
+        deployment.save(self.deployment)
+        self.run_file = folder / "run.json"
+        self.run_file.write_bytes(RUN.canonical())
+        self.keystore, self.password = folder / "manager.json", folder / "password"
+        save_keystore(self.keystore, (0x1000 + 40).to_bytes(32, "big"), "secret", light=True)
+        self.password.write_text("secret\n")
+
+    def __call__(self, command: str, *words: str, key: bool = True) -> Any:
+        flags = ["--rpc", self.anvil.url, "--deployment", str(self.deployment), "--json"]
+        if key:
+            flags += ["--wallet", str(self.keystore), "--password-file", str(self.password)]
+        result = CliRunner().invoke(app, [command, *flags, *words], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    def create(self, *words: str) -> Any:
+        return self(
+            "create",
+            *("--run", str(self.run_file), "--trainer", TRAINER.address),
+            *("--validator", VALIDATOR.address, "--faucet", *words),
+        )
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.client.close()
+    made.anvil.stop()
+
+
+def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
+    created = desk.create()
+    pool = created["pool"]
+    on_chain = desk.contracts.pools.pool_of(pool)
+    assert on_chain.manager == created["manager"] == MANAGER.address
+    assert (on_chain.trainer, on_chain.run_digest) == (TRAINER.address, RUN.digest())
+    assert desk.contracts.pools.is_validator(pool, VALIDATOR.address)
+
+    again = desk.create()
+    assert again["pool"] == pool, "typed again it repeats its answer"
+
+    desk("fund", "--pool", str(pool), "--amount", "12.5")
+    desk("fund", "--pool", str(pool), "--amount", "12.5")
+    assert desk.contracts.rewards.funds(pool).free == 25 * TOKEN
+
+    shown = desk("show", "--pool", str(pool), key=False)
+    assert (shown["free"], shown["members"], shown["ended"]) == (str(25 * TOKEN), 0, False)
+    desk("end", "--pool", str(pool), "--refund")
+    assert desk("show", "--pool", str(pool), key=False)["ended"]
+    assert desk.contracts.rewards.funds(pool).free == 0
+
+
+def test_a_dry_run_prints_calldata_and_sends_nothing(desk: Desk) -> None:
+    before = desk.client.nonce(MANAGER.address)
+    said = desk.create("--dry-run")
+    assert [call["description"].split()[0] for call in said["calls"]] == ["take", "create"]
+    assert all(call["data"].startswith("0x") for call in said["calls"])
+    assert desk.client.nonce(MANAGER.address) == before
+
+
+def test_mistakes_are_one_sentence(desk: Desk) -> None:
+    with pytest.raises(UserError, match="holds 0 PRIME"):
+        desk("fund", "--pool", "1", "--amount", "5")
+    with pytest.raises(UserError, match="no pool 7"):
+        desk("show", "--pool", "7", key=False)
+    other = RUN.model_copy(update={"epoch_seconds": 60})
+    desk.run_file.write_bytes(other.canonical())
+    with pytest.raises(UserError, match="epoch_seconds is 60"):
+        desk.create()
+    desk.run_file.write_text("{}")
+    with pytest.raises(UserError, match="is no run definition"):
+        desk.create()
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "0.0000000000000000001"])
+def test_amounts_are_positive_and_exact(text: str) -> None:
+    with pytest.raises(UserError):
+        parse_amount(text)
+    assert parse_amount("12.5") == 125 * TOKEN // 10

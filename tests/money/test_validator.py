@@ -1,0 +1,385 @@
+"""The validator with the real model and checks: verdicts, abstentions, draws, and their audits."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
+
+from orchestrator.draws import DrawSecrets
+from orchestrator.policy_store import PolicyStore
+from orchestrator.store import jobs, leases, schema
+from orchestrator.store.submissions import SubmissionRow
+from orchestrator.validator import Patience, Validator
+from protocol.broadcast.manifest import Trust, build_manifest, signed_bytes
+from protocol.chain.history import Slash
+from protocol.core import encoding
+from protocol.core.checkpoint import PolicyStatement, SignedManifest
+from protocol.core.draws import DrawReveal, SignedDrawCommitment, file_secret
+from protocol.core.errors import NotFoundError
+from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.messages import SubmissionInfo
+from protocol.core.run import LengthBudgets, RunDefinition
+from protocol.core.task import SignedLease
+from protocol.core.verdict import Evidence, Reason, SignedVerdict, VerdictTable
+from protocol.environments.base import Environment, Problem, TaskScore
+from protocol.environments.registry import environment_for, environment_ref
+from protocol.environments.reverse import Reverse
+from protocol.storage.base import digest_key, put_object
+from protocol.verification import build
+from protocol.verification.audit import Audit, Setting, audit_slash
+from protocol.verification.engines import FolderEngines, load_engine
+from protocol.verification.rollout_file import write_rollout_file
+
+MODEL = Path(__file__).parents[2] / "devnet" / "model"
+HONEST, LIAR = key(10), key(11)
+Make = Callable[[SignedLease, Digest], bytes]
+
+
+def small_run() -> RunDefinition:
+    """The demo's task in a file of eight rows."""
+    from money_kit import RUN
+
+    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000)
+    return RUN.model_copy(
+        update={
+            "environment": environment_ref("reverse", {}, budgets, train_size=100, heldout_size=10),
+            "budgets": budgets,
+            "max_output_tokens": 24,
+            "samples_per_group": 4,
+            "groups_per_lease": 2,
+            "replay_rows_micro": 500_000,
+        }
+    )
+
+
+@dataclass
+class Court:
+    """A shop with a validator that judges for real."""
+
+    shop: Shop
+    environment: Environment
+    engines: FolderEngines
+    validator: Validator
+    draws: DrawSecrets
+
+    def honest(self, signed: SignedLease, lease_digest: Digest) -> bytes:
+        engine = self.engines.engine(0, signed.lease.policy_digest)
+        return build.build_rollout_file(
+            signed, lease_digest, self.shop.context.run, engine, self.environment
+        )
+
+    def tampered(self, signed: SignedLease, lease_digest: Digest) -> bytes:
+        """Every reward raised to one."""
+        run, engine = self.shop.context.run, self.engines.engine(0, signed.lease.policy_digest)
+        plan = build.plan_rows(signed.lease, lease_digest, run, self.environment, engine.tokenizer)
+        rows = build.generate_rows(plan, run, engine)
+        proofs = build.prove_rows(lease_digest, plan, rows)
+        made = build.assemble_rows(signed, plan, rows, [1.0] * len(plan), proofs)
+        return write_rollout_file(made, build.metadata_of(lease_digest, engine))
+
+    def forged(self, signed: SignedLease, lease_digest: Digest) -> bytes:
+        """Honest text with another policy's arithmetic: log-probabilities moved by a tenth."""
+        run, engine = self.shop.context.run, self.engines.engine(0, signed.lease.policy_digest)
+        plan = build.plan_rows(signed.lease, lease_digest, run, self.environment, engine.tokenizer)
+        rows = [
+            dataclasses.replace(row, logprobs=row.logprobs - 0.3)
+            for row in build.generate_rows(plan, run, engine)
+        ]
+        rewards = build.grade_rows(plan, rows, self.environment, engine.tokenizer)
+        proofs = build.prove_rows(lease_digest, plan, rows)
+        made = build.assemble_rows(signed, plan, rows, rewards, proofs)
+        return write_rollout_file(made, build.metadata_of(lease_digest, engine))
+
+    def judged(self, make: Make, node: object = HONEST) -> SubmissionRow:
+        row = self.shop.submit(node, make=make)  # type: ignore[arg-type]
+        assert self.validator.judge_next() == row.digest
+        return self.shop.row(row.digest)
+
+    def evidence(self, row: SubmissionRow) -> Evidence:
+        assert row.evidence is not None
+        raw = self.shop.objects.get(digest_key(row.evidence), 1 << 20)
+        return Evidence.model_validate_json(raw)
+
+    def slash(self, row: SubmissionRow, evidence: Digest | None = None) -> Slash:
+        """The proposal as it would stand on chain."""
+        return Slash(
+            id=1,
+            pool=1,
+            node=row.node,
+            provider=row.node,
+            leaf=row.digest,
+            evidence=evidence or row.evidence or ZERO_DIGEST,
+            reason=row.reason,
+            amount=1,
+            executable_at=0,
+            status="executed",
+            proposed_at=0,
+            proposed_tx=ZERO_DIGEST,
+        )
+
+    def audit(self, slash: Slash) -> Audit:
+        return audit_slash(slash, self.setting(), Shelf(self.shop))
+
+    def setting(self) -> Setting:
+        context = self.shop.context
+        return Setting(
+            deployment=context.deployment,
+            pool=1,
+            manager=MANAGER.address,
+            validators=frozenset({VALIDATOR.address}),
+            run=context.run,
+            environment=self.environment,
+            engines=self.engines,
+        )
+
+
+class Shelf:
+    """What the orchestrator publishes, read from its store."""
+
+    def __init__(self, shop: Shop) -> None:
+        self._shop = shop
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        return self._shop.objects.get(digest_key(digest), limit)
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        raise NotFoundError("not asked here")
+
+    def lease(self, digest: Digest) -> SignedLease:
+        with self._shop.store.read() as connection:
+            row = leases.get(connection, digest)
+        assert row is not None
+        return row.signed()
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model as policy 0 of pool 1, signed."""
+    from money_kit import FAKE_DEPLOYMENT
+
+    folder = tmp_path_factory.mktemp("policies") / "0"
+    shutil.copytree(MODEL, folder)
+    manifest = build_manifest(folder, pool=1, version=0, step=0)
+    statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
+    signature = TRAINER.sign(statement, FAKE_DEPLOYMENT.domain_of(statement))
+    signed = SignedManifest(manifest=manifest, signature=signature)
+    (folder / "manifest.json").write_bytes(signed_bytes(signed))
+    return folder.parent
+
+
+@pytest.fixture
+def court(tmp_path: Path, policy_folder: Path) -> Iterator[Court]:
+    import torch
+
+    torch.set_num_threads(1)
+    shop = open_shop(tmp_path, run=small_run())
+    signed = SignedManifest.model_validate_json((policy_folder / "0/manifest.json").read_bytes())
+    shop.add_policy(signed)
+    shop.admit(HONEST)
+    shop.admit(LIAR)
+    context = shop.context
+    environment = environment_for(context.run)
+    draws = DrawSecrets(
+        shop.store,
+        shop.objects,
+        context,
+        VALIDATOR,
+        random=lambda n: encoding.keccak256(str(shop.now()).encode()).encode()[:n],
+        now=shop.now,
+    )
+    trust = Trust(TRAINER.address, context.domain(PolicyStatement), 1)
+    engines = FolderEngines(policy_folder, load_engine)
+    yield Court(
+        shop,
+        environment,
+        engines,
+        Validator(
+            shop.store,
+            shop.objects,
+            context,
+            VALIDATOR,
+            engines,
+            environment,
+            PolicyStore(policy_folder, shop.store, trust, now=shop.now),
+            draws,
+            worker="v1",
+            version="test",
+            now=shop.now,
+            patience=Patience(retry_seconds=10, max_abstentions=3),
+        ),
+        draws,
+    )
+    shop.store.close()
+
+
+def test_an_honest_file_is_accepted_paid_and_grouped(court: Court) -> None:
+    row = court.judged(court.honest)
+    assert (row.status, row.reason) == ("accepted", Reason.NONE)
+    assert row.verdict is not None
+    assert row.verdict_table is not None
+    shop = court.shop
+    table = VerdictTable.model_validate_json(shop.objects.get(digest_key(row.verdict_table), 9999))
+    assert row.units == sum(r.output_tokens for r in table.rows) > 0
+    verdict = SignedVerdict.model_validate_json(shop.objects.get(digest_key(row.verdict), 9999))
+    assert verdict.verdict.table == row.verdict_table
+    with shop.store.read() as connection:
+        assert len(connection.execute(schema.groups.select()).all()) == 2
+    assert court.validator.judge_next() is None
+
+
+def test_a_lie_is_rejected_on_evidence_that_an_auditor_replays(court: Court) -> None:
+    row = court.judged(court.tampered, LIAR)
+    assert (row.status, row.reason) == ("rejected", Reason.TAMPERED_REWARD)
+    assert court.shop.node_status(LIAR.address) == "quarantined"
+    evidence = court.evidence(row)
+    assert evidence.validator == VALIDATOR.address
+    found = court.audit(court.slash(row))
+    assert (found.result, found.expected) == ("match", Reason.TAMPERED_REWARD), found
+
+
+def test_replayed_rows_and_statistics_are_part_of_the_match(court: Court) -> None:
+    row = court.judged(court.forged, LIAR)
+    assert row.status == "rejected"
+    evidence = court.evidence(row)
+    assert evidence.rows_drawn
+    found = court.audit(court.slash(row))
+    assert found.result == "match", found
+    assert found.statistics
+
+    other_rows = tuple(n + 1 for n in evidence.rows_drawn)
+    lying = evidence.model_copy(update={"rows_drawn": other_rows})
+    assert court.audit(replaced(court, row, lying)).result == "mismatch"
+    statistics = {n: "123" for n in evidence.statistics if not n.startswith("draw")}
+    inflated = evidence.model_copy(update={"statistics": evidence.statistics | statistics})
+    assert court.audit(replaced(court, row, inflated)).result == "mismatch"
+
+
+def replaced(court: Court, row: SubmissionRow, evidence: Evidence) -> Slash:
+    """The slash as it would stand with other evidence published."""
+    raw = encoding.canonical_json(evidence.model_dump(mode="json"))
+    slash = court.slash(row, put_object(court.shop.objects, raw))
+    return replace(slash, reason=evidence.reason)
+
+
+def test_a_slash_of_an_honest_file_is_a_mismatch(court: Court) -> None:
+    """A validator that makes evidence up is found out by anyone."""
+    bad, good = court.judged(court.tampered, LIAR), court.judged(court.honest)
+    template = court.evidence(bad)
+    with court.shop.store.read() as connection:
+        lease = leases.get(connection, good.lease_digest)
+    assert lease is not None
+    made_up = template.model_copy(update={"submission": good.signed(), "lease": lease.signed()})
+    slash = replace(replaced(court, good, made_up), node=HONEST.address)
+    found = court.audit(slash)
+    assert found.result == "mismatch", found
+
+
+def test_evidence_of_another_file_or_reason_or_validator_is_a_mismatch(court: Court) -> None:
+    row = court.judged(court.tampered, LIAR)
+    evidence, slash = court.evidence(row), court.slash(row)
+    assert court.audit(replace(slash, leaf=encoding.sha256(b"x"))).result == "mismatch"
+    assert court.audit(replace(slash, reason=int(Reason.WRONG_SKETCH))).result == "mismatch"
+    stranger = evidence.model_copy(update={"validator": key(99).address})
+    assert court.audit(replaced(court, row, stranger)).result == "mismatch"
+
+
+def test_an_audit_without_the_file_or_the_policy_cannot_tell(court: Court, tmp_path: Path) -> None:
+    row = court.judged(court.forged, LIAR)
+    nowhere = FolderEngines(tmp_path / "none", load_engine)
+    setting = replace(court.setting(), engines=nowhere)
+    assert audit_slash(court.slash(row), setting, Shelf(court.shop)).result == "cannot tell"
+    court.shop.objects.delete(digest_key(row.sha256))
+    assert court.audit(court.slash(row)).result == "cannot tell"
+
+
+def test_a_malformed_file_is_void(court: Court) -> None:
+    row = court.judged(lambda signed, digest: b"not parquet")
+    assert row.status == "void"
+    assert court.shop.node_status(HONEST.address) == "active"
+
+
+class Broken(Reverse):
+    """A grader with a defect."""
+
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        raise ZeroDivisionError("a defect in the grader")
+
+
+def test_a_crash_in_verification_is_an_abstention_and_punishes_nobody(court: Court) -> None:
+    court.validator._environment = Broken({}, court.shop.context.run.budgets)
+    row = court.judged(court.honest)
+    assert row.status == "submitted"
+    assert court.shop.node_status(HONEST.address) == "active"
+    with court.shop.store.read() as connection:
+        job = jobs.get(connection, row.digest)
+    assert job is not None
+    assert (job.status, job.abstentions, job.attempts) == ("ready", 1, 0)
+    assert court.validator.judge_next() is None, "this validator waits; others need not"
+
+    court.validator._environment = court.environment
+    court.shop.now.time += 11
+    assert court.validator.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "accepted"
+
+
+def test_a_file_that_our_store_lost_is_an_abstention(court: Court) -> None:
+    row = court.shop.submit(HONEST, make=court.honest)
+    court.shop.objects.delete(digest_key(row.sha256))
+    assert court.validator.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "submitted"
+
+
+def test_a_policy_that_nobody_serves_is_an_abstention(court: Court, tmp_path: Path) -> None:
+    court.validator._policies.root = tmp_path / "empty"
+    court.validator._policies.root.mkdir()
+    row = court.judged(court.honest)
+    assert row.status == "submitted"
+
+
+def test_draws_are_committed_before_their_epoch_and_revealed_after_it(court: Court) -> None:
+    shop, draws = court.shop, court.draws
+    objects = shop.objects
+    draw = draws.draw(encoding.sha256(b"file"))
+    other = draws.draw(encoding.sha256(b"another"))
+    assert draw.secret != other.secret
+    assert draw.commitment == other.commitment
+    assert not objects.exists(digest_key(draw.commitment)), "not revealed while it is in use"
+    committed = [
+        SignedDrawCommitment.model_validate_json(raw)
+        for name in objects.keys("sha256/")
+        if b"commitment" in (raw := objects.get(name, 1 << 20))
+    ]
+    assert {c.commitment.epoch for c in committed} == {draw.epoch, draw.epoch + 1}
+    for found in committed:
+        statement = found.commitment
+        signer = statement.recover(shop.context.domain(statement), found.signature)
+        assert signer == VALIDATOR.address
+
+    shop.now.time += shop.context.run.epoch_seconds
+    draws.prepare()
+    reveal = DrawReveal.model_validate_json(objects.get(digest_key(draw.commitment), 9999))
+    assert file_secret(reveal.secret, encoding.sha256(b"file")) == draw.secret
+    ahead = next(c for c in committed if c.commitment.epoch == draw.epoch + 1)
+    assert draws.draw(ZERO_DIGEST).commitment == ahead.commitment.commitment
+
+
+def test_an_audit_checks_the_revealed_draw(court: Court) -> None:
+    row = court.judged(court.forged, LIAR)
+    evidence = court.evidence(row)
+    before = court.audit(court.slash(row))
+    assert before.notes == ("the draw's epoch secret is not revealed yet",)
+    court.shop.now.time += court.shop.context.run.epoch_seconds
+    court.draws.prepare()
+    after = court.audit(court.slash(row))
+    assert (after.result, after.notes) == ("match", ())
+    chosen = evidence.model_copy(update={"draw_secret": encoding.sha256(b"chosen")})
+    assert court.audit(replaced(court, row, chosen)).result == "mismatch"
