@@ -34,7 +34,7 @@ from protocol.verification.build import build_rollout_file, plan_rows
 from protocol.verification.engines import load_engine
 from protocol.verification.rollout_file import read_rollout_file
 
-BATCH_FILES = {64: 60, 16: 24, 1: 6}
+BATCH_FILES = {64: 40, 16: 16, 1: 2}
 """Rows generated together → files of 64 rows measured, for each model, dtype and length."""
 LENGTHS = (24, 80)
 """Output limits in tokens: rows of one proof window, and of three."""

@@ -1,0 +1,72 @@
+"""Engines by policy: only the policy that a lease names, from a folder of verified policies."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
+from protocol.core.errors import UnavailableError
+from protocol.core.ids import ZERO_DIGEST, Digest, signature
+from protocol.verification.engines import MANIFEST, FolderEngines, load_engine
+
+TRAINED = Path(__file__).parents[2] / "devnet" / "model"
+
+
+def _policy(root: Path, version: int) -> Digest:
+    folder = root / str(version)
+    shutil.copytree(TRAINED, folder)
+    entry = FileEntry(name="model.safetensors", size=1, digest=ZERO_DIGEST, chunks=(ZERO_DIGEST,))
+    manifest = Manifest(
+        pool=1, version=version, step=version, chunk_size=4096, files=(entry,),
+        result_digest=ZERO_DIGEST,
+    )  # fmt: skip
+    signed = SignedManifest(manifest=manifest, signature=signature(bytes(65)))
+    (folder / MANIFEST).write_text(signed.model_dump_json())
+    return manifest.digest()
+
+
+def test_the_policy_of_the_lease_is_loaded_once(tmp_path: Path) -> None:
+    wanted = _policy(tmp_path, 0)
+    engines = FolderEngines(tmp_path)
+    engine = engines.engine(0, wanted)
+    assert engine is engines.engine(0, wanted)
+    assert engine.name == "plain/1"
+
+
+def test_another_digest_or_an_absent_version_is_unavailable(tmp_path: Path) -> None:
+    wanted = _policy(tmp_path, 0)
+    engines = FolderEngines(tmp_path)
+    with pytest.raises(UnavailableError):
+        engines.engine(0, ZERO_DIGEST)
+    with pytest.raises(UnavailableError):
+        engines.engine(1, wanted)
+    (tmp_path / "0" / MANIFEST).write_text("{}")
+    with pytest.raises(UnavailableError):
+        engines.engine(0, wanted)
+
+
+def test_only_the_last_policies_stay_loaded_and_earlier_ones_come_newest_first(
+    tmp_path: Path,
+) -> None:
+    digests = [_policy(tmp_path, version) for version in range(4)]
+    loads: list[str] = []
+
+    def load(folder: Path) -> Any:
+        loads.append(folder.name)
+        return object()
+
+    engines = FolderEngines(tmp_path, load, keep=2, look_back=2)
+    for version in (0, 1, 2, 2, 0):
+        engines.engine(version, digests[version])
+    assert loads == ["0", "1", "2", "0"]
+    assert [version for version, _ in engines.earlier(3)] == [2, 1]
+    assert list(engines.earlier(0)) == []
+
+
+def test_an_unknown_engine_is_unavailable() -> None:
+    with pytest.raises(UnavailableError, match="vllm"):
+        load_engine(TRAINED, engine="vllm")
