@@ -80,9 +80,6 @@ class PolicyFolder:
         policy = self._trust.check(manifest)
         if policy.version != version:
             raise UntrustedError(f"the manifest is of policy {policy.version}, not {version}")
-        if version in self.versions():
-            self._same(version, policy)
-            return Arrived(self.path(version), FetchStats(version, route="present"))
         stats = fetch(
             manifest,
             sources,
@@ -93,8 +90,6 @@ class PolicyFolder:
             patience=patience,
             progress=progress,
         )
-        if stats.route == "present":  # another process was faster
-            self._same(version, policy)
         return Arrived(self.path(version), stats)
 
     def verify(self, version: int) -> None:
@@ -119,14 +114,6 @@ class PolicyFolder:
             if number.isdigit() and int(number) < oldest and int(number) not in set(pinned):
                 shutil.rmtree(path, ignore_errors=True)
         return gone
-
-    def _same(self, version: int, policy: Manifest) -> None:
-        present = self.manifest(version).manifest.digest()
-        if present != policy.digest():
-            raise UntrustedError(
-                f"policy {version} is here as {present}, and now {policy.digest()} is offered for "
-                "it: one version has one manifest"
-            )
 
     def _bases(self) -> list[Base]:
         found = []

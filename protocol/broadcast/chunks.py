@@ -176,7 +176,7 @@ class ChunkFetcher:
 
     def _work(self) -> None:
         links: dict[str, Link] = {}
-        buffer = bytearray(max(item.chunk_size for item in self._items))
+        buffer = bytearray(max(min(item.chunk_size, item.size) for item in self._items))
         try:
             while True:
                 choice = self._next()
@@ -342,8 +342,10 @@ class ChunkFetcher:
             self._put_back(task, source)
             self._book.release(source)
             return
-        self._book.bad(source, str(error), pause=error.pause)
-        if not error.waiting:
+        if error.waiting and error.pause is not None:
+            self._book.wait(source, error.pause)
+        else:
+            self._book.bad(source, str(error), pause=error.pause)
             with self._change:
                 self.stats.faults.append(Fault(source.url, "failed", str(error)))
         self._put_back(task, source)

@@ -30,6 +30,7 @@ from protocol.broadcast.manifest import (
     MANIFEST_NAME,
     check_manifest,
     file_digest,
+    read_signed,
     signed_bytes,
     total_size,
 )
@@ -157,7 +158,7 @@ def fetch(
 
     Safe against a second process doing the same. Raises UnavailableError (sources or disk; what
     was verified is kept and the next call goes on), UntrustedError (the manifest contradicts
-    itself), MalformedError.
+    itself, or `dest` holds another policy), MalformedError.
     """
     signed = manifest if isinstance(manifest, SignedManifest) else None
     policy = check_manifest(signed.manifest if signed else manifest)  # type: ignore[arg-type]
@@ -166,6 +167,7 @@ def fetch(
     dest.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with _locked(dest):
         if dest.exists():
+            _require_same(dest, policy)
             stats.route = "present"
             return stats
         partial = dest.parent / f".partial-{dest.name}-{policy.digest()[2:18]}"
@@ -253,6 +255,18 @@ class _Arriving:
             fetcher.run()
         finally:
             self.stats.add(fetcher.stats)
+
+
+def _require_same(dest: Path, policy: Manifest) -> None:
+    """Raises UntrustedError if the manifest beside the files in `dest` is another one."""
+    path = dest / MANIFEST_NAME
+    if path.is_file():
+        present = read_signed(path).manifest.digest()
+        if present != policy.digest():
+            raise UntrustedError(
+                f"{dest} holds policy {present}, and now {policy.digest()} is offered under the "
+                "same name: one version has one manifest"
+            )
 
 
 @contextmanager

@@ -204,7 +204,6 @@ class Relay:
         return LiveVersion(signed, folder, items, arrivals)
 
     def _restore(self) -> None:
-        layout.prune(self._root, self._keep)
         for version in layout.versions(self._root):
             try:
                 signed = layout.manifest_of(self._root, version)
@@ -219,6 +218,7 @@ class Relay:
                 arrival.mark_all()
             self._complete.add(version)
             self._content.put(live)
+        self._drop_old()
 
     # The fetching thread
 

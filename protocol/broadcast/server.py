@@ -220,6 +220,10 @@ class Server:
             await self._converse(reader, connection)
         except (ConnectionError, TimeoutError, asyncio.IncompleteReadError, PrimeError):
             pass  # the peer went away, stalled, or the file vanished under it: only it is affected
+        except asyncio.CancelledError:
+            # Only stop() cancels; asyncio's streams would log a cancelled handler as an error.
+            if self._stopping is None or not self._stopping.is_set():
+                raise
         finally:
             self._connections.discard(connection)
             self._tasks.discard(task)

@@ -142,6 +142,13 @@ class SourceBook:
             source.resting_until = self.clock() + min(LONGEST_PAUSE, pause or grown)
             source.rate /= 2
 
+    def wait(self, source: Source, pause: float) -> None:
+        """It asked for patience: a chunk is still on its way to it. No fault."""
+        with self._lock:
+            source.in_use -= 1
+            source.last_error = "it is still waiting for the chunk itself"
+            source.resting_until = self.clock() + min(LONGEST_PAUSE, pause)
+
     def lied(self, source: Source, reason: str) -> None:
         """It sent bytes that do not hash to what was asked for."""
         with self._lock:

@@ -22,6 +22,7 @@ from broadcast_world import (
     bad_server,
     dead_url,
     same_files,
+    sign,
     until,
 )
 
@@ -72,6 +73,15 @@ def test_what_is_there_already_is_not_fetched_again(run: Run, tmp_path: Path) ->
     with Origin(run.root) as origin:
         get(signed, [origin.url], tmp_path / "0")
     assert get(signed, [], tmp_path / "0").route == "present"
+
+
+def test_another_policy_under_the_same_name_is_refused(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin:
+        get(signed, [origin.url], tmp_path / "0")
+    other = sign(signed.manifest.model_copy(update={"step": 5}))
+    with pytest.raises(UntrustedError, match="one version has one manifest"):
+        get(other, [], tmp_path / "0")
 
 
 def test_one_connection_serves_many_chunks(run: Run, tmp_path: Path) -> None:
@@ -575,7 +585,15 @@ def test_the_fastest_source_is_asked_first_and_failures_rest_longer_each_time() 
     assert pick() == "http://b"
     book.bad(book.get("http://b"), "refused")
     assert book.next_chance(["http://b"], ()) == pytest.approx(0.5)
-    book.lied(book.get("http://a"), "wrong chunk") if pick() == "http://a" else None
+    assert pick() == "http://a"
+    book.wait(book.get("http://a"), 2.0)
+    assert book.next_chance(["http://a"], ()) == pytest.approx(2.0)
+    assert book.get("http://a").failures == 0, "to ask for patience is no fault"
+    now[0] += 2
+    assert pick() == "http://b"
+    assert pick() == "http://a"
+    book.lied(book.get("http://a"), "wrong chunk")
     assert book.next_chance(["http://a"], ()) is None
+    assert pick() is None
     now[0] += 601
-    assert pick() is not None
+    assert pick() == "http://a"

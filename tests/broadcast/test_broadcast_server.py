@@ -234,7 +234,9 @@ def test_a_taken_port_is_said_in_one_sentence(origin: Origin, run: Run) -> None:
         Origin(run.root, port=origin.port).start()
 
 
-def test_stopping_frees_the_port_and_ends_the_thread(run: Run) -> None:
+def test_stopping_frees_the_port_and_ends_the_thread_quietly(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     run.publish()
     before = threading.active_count()
     server = Origin(run.root)
@@ -244,6 +246,7 @@ def test_stopping_frees_the_port_and_ends_the_thread(run: Run) -> None:
         server.stop()
         server.stop()
     assert threading.active_count() == before
+    assert not caplog.records
     with Origin(run.root, port=server.port) as again:
         assert ask(again, FILE, "HEAD")[0] == 200
 
