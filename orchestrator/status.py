@@ -7,11 +7,21 @@ from sqlalchemy import Connection
 
 from orchestrator.backend import Backend
 from orchestrator.settlement import counted_units, newest_settlement
-from orchestrator.store import batches, intents, meta, nodes, policies, schema, submissions
+from orchestrator.store import (
+    batches,
+    intents,
+    leases,
+    meta,
+    nodes,
+    policies,
+    schema,
+    submissions,
+)
 from protocol.core.errors import NotFoundError
 from protocol.core.ids import Address, Digest
 from protocol.core.messages import (
     ContractAddresses,
+    LeaseInfo,
     NodeInfo,
     PoolInfo,
     RewardInfo,
@@ -21,7 +31,8 @@ from protocol.core.messages import (
 from protocol.core.verdict import Reason
 
 CHAIN_SILENT_SECONDS = 30
-MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS = 200, 20, 50, 200
+LEASES_SHOWN = 1000
+MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS, MAX_NODES = 200, 20, 50, 200, 500
 
 
 def pool_info(backend: Backend) -> PoolInfo:
@@ -56,7 +67,7 @@ def status(backend: Backend) -> Status:
             step=batches.next_step(connection),
             latest_version=versions[-1] if versions else None,
             published=tuple(versions),
-            nodes=tuple(_nodes(connection)),
+            nodes=tuple(_heard_last(_nodes(connection))),
             files=submissions.counts(connection),
             batches=tuple(_batches(connection)),
             transactions=tuple(_transactions(connection)),
@@ -69,6 +80,24 @@ def node_list(backend: Backend) -> list[NodeInfo]:
     """Every node ever admitted, oldest first."""
     with backend.store.read() as connection:
         return _nodes(connection)
+
+
+def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
+    """The newest leases of one node, newest last: who was given what, for anyone to see."""
+    with backend.store.read() as connection:
+        rows = leases.newest_of(connection, node, LEASES_SHOWN)
+    return [
+        LeaseInfo(
+            digest=row.digest,
+            step=row.step,
+            index=row.lease_index,
+            policy_version=row.policy_version,
+            status=row.status,
+            created_at=int(row.created_at),
+            deadline=row.deadline,
+        )
+        for row in rows
+    ]
 
 
 def _nodes(connection: Connection) -> list[NodeInfo]:
@@ -91,6 +120,14 @@ def _nodes(connection: Connection) -> list[NodeInfo]:
             )
         )
     return found
+
+
+def _heard_last(found: list[NodeInfo]) -> list[NodeInfo]:
+    """At most MAX_NODES, in the same order: /v1/nodes has them all."""
+    if len(found) <= MAX_NODES:
+        return found
+    limit = sorted(node.last_heartbeat for node in found)[-MAX_NODES]
+    return [node for node in found if node.last_heartbeat >= limit][:MAX_NODES]
 
 
 def _batches(connection: Connection) -> list[dict[str, int | str]]:

@@ -17,6 +17,7 @@ from protocol.core.encoding import MAX_JSON_BYTES
 from protocol.core.errors import MalformedError, NotFoundError
 from protocol.core.messages import (
     BatchAnswer,
+    LeaseInfo,
     NodeInfo,
     PolicyList,
     PoolInfo,
@@ -91,6 +92,11 @@ def router(backend: Backend) -> APIRouter:
     def node_list() -> Response:
         """Every node ever admitted."""
         return answer(list(status.node_list(backend)))
+
+    @routes.get("/v1/nodes/{node}/leases", responses={200: {"model": list[LeaseInfo]}})
+    def lease_list(node: str) -> Response:
+        """The newest leases of one node."""
+        return answer(list(status.lease_list(backend, ids.address(node))))
 
     @routes.get("/v1/rewards/{node}", responses={200: {"model": RewardInfo}})
     def rewards(node: str) -> Response:

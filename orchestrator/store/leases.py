@@ -77,6 +77,17 @@ def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
     return records(LeaseRow, connection.execute(query).mappings().all())
 
 
+def newest_of(connection: Connection, node: Address, limit: int) -> list[LeaseRow]:
+    """The newest `limit` leases of `node` in any state, newest last."""
+    query = (
+        sa.select(schema.leases)
+        .where(_leases.node == node)
+        .order_by(_leases.created_at.desc(), _leases.lease_index.desc())
+        .limit(limit)
+    )
+    return records(LeaseRow, connection.execute(query).mappings().all())[::-1]
+
+
 def overdue(connection: Connection, now: float) -> list[LeaseRow]:
     """Open leases whose deadline has passed."""
     query = sa.select(schema.leases).where(_leases.status == "open", _leases.deadline < now)

@@ -23,6 +23,7 @@
 | GET  /v1/batches/{step} | trainer* | → BatchAnswer, or 404 problem until it is sealed |
 | GET  /v1/batches/{step}/manifest | anyone | → SignedBatch |
 | GET  /v1/nodes | anyone | → list[NodeInfo] |
+| GET  /v1/nodes/{node}/leases | anyone | → list[LeaseInfo], newest last, at most 1,000 |
 | GET  /v1/rewards/{node} | anyone | → RewardInfo |
 | GET  /v1/status | anyone | → Status (what the dashboard and the live table draw) |
 | GET  /v1/events | anyone | → server-sent events, each a Status |
@@ -214,6 +215,18 @@ class NodeInfo(Strict):
     rejected: int
     void: int
     units: int
+
+
+class LeaseInfo(Strict):
+    """One lease as anyone may see it; times in Unix seconds."""
+
+    digest: DigestField
+    step: int
+    index: int
+    policy_version: int
+    status: LeaseStatus
+    created_at: int
+    deadline: int
 
 
 class RewardInfo(Strict):
