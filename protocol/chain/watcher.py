@@ -6,7 +6,8 @@
 The consumer owns the cursor: it stores each step's `block` and events in one transaction, and hands
 in the blocks it remembers (`trail`, oldest first, the last one its cursor). The more it remembers,
 the less is read again after a reorg; correctness needs only the cursor. No server-side filters, so
-any endpoint will do and none has to remember us.
+any endpoint will do and none has to remember us. Where many machines stand behind one URL, a log
+may be missing for a moment where its block is shown already: that is what confirmations are for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from protocol.chain.client import Block, BlockId, ChainClient
+from protocol.chain.client import Block, ChainClient
 from protocol.chain.deployment import Deployment
 from protocol.chain.errors import RpcError
 from protocol.chain.events import Event, decode
@@ -175,11 +176,3 @@ class Watcher:
         if self._client.block(last.number).hash != last.hash:
             return None
         return Confirmed(BlockRef(last.number, last.hash), last.time, tuple(events))
-
-
-def settled(client: ChainClient, tag: BlockId) -> int:
-    """Number of the newest block that is as deep as `tag` says ("safe", "finalized").
-
-    Events at or below it count for what the network's tags ask (see networks.Network).
-    """
-    return client.block(tag).number

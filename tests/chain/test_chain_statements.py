@@ -1,0 +1,107 @@
+"""The structs of protocol.core are the contracts' EIP-712 types: same digests on both sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from devnet.deployed import Deployed
+from protocol.core.batch import BatchStatement
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.ids import Digest, address
+from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
+from protocol.core.rollout import Receipt, Submission
+from protocol.core.signing import Domain, LocalSigner, Statement
+from protocol.core.task import Lease
+from protocol.core.verdict import Verdict
+
+VECTORS = json.loads(
+    (Path(__file__).parent.parent / "vectors" / "eip712.json").read_text(encoding="utf-8")
+)
+KINDS: dict[str, type[Statement]] = {
+    kind.__name__: kind
+    for kind in (
+        BatchStatement, Invite, Lease, NodeConsent, PolicyStatement, Receipt, SessionGrant,
+        SessionRevocation, Submission, Verdict,
+    )
+}  # fmt: skip
+
+DIGEST_VIEWS: dict[type[Statement], str] = {
+    NodeConsent: "consentDigest",
+    Invite: "inviteDigest",
+    PolicyStatement: "policyStatementDigest",
+    Lease: "leaseDigest",
+    Submission: "submissionDigest",
+    Receipt: "receiptDigest",
+}
+
+
+def _from_vector(kind: type[Statement], message: dict[str, object]) -> Statement:
+    types = kind.eip712_types()[kind.__name__]
+    values = {}
+    for name, member in zip(kind.model_fields, types, strict=True):
+        value = message[member["name"]]
+        values[name] = int(str(value)) if member["type"].startswith("uint") else value
+    return kind(**values)
+
+
+@pytest.mark.parametrize("name", sorted(VECTORS["statements"]))
+def test_vectors_shared_with_the_contracts_hold(name: str) -> None:
+    kind = KINDS[name]
+    for vector in VECTORS["statements"][name]:
+        assert vector["contract"] == kind.CONTRACT
+        statement = _from_vector(kind, vector["message"])
+        domain = Domain(chain_id=VECTORS["chainId"], contract=VECTORS["contracts"][kind.CONTRACT])
+        assert statement.digest(domain) == vector["digest"]
+        assert statement.recover(domain, vector["signature"]) == VECTORS["signer"]
+
+
+def _statements() -> st.SearchStrategy[Statement]:
+    digests = st.binary(min_size=32, max_size=32).map(lambda b: Digest("0x" + b.hex()))
+    accounts = st.binary(min_size=20, max_size=20).map(address)
+    by_type = {
+        "address": accounts,
+        "bytes32": digests,
+        **{f"uint{bits}": st.integers(0, 2**bits - 1) for bits in (8, 32, 64, 256)},
+    }
+
+    def of(kind: type[Statement]) -> st.SearchStrategy[Statement]:
+        members = kind.eip712_types()[kind.__name__]
+        fields = {
+            name: by_type[member["type"]]
+            for name, member in zip(kind.model_fields, members, strict=True)
+        }
+        return st.builds(kind, **fields)
+
+    return st.one_of(*(of(kind) for kind in DIGEST_VIEWS))
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(statement=_statements())
+def test_the_deployed_contracts_hash_every_statement_as_we_do(
+    deployed: Deployed, statement: Statement
+) -> None:
+    contract = getattr(deployed.contracts, statement.CONTRACT)
+    (found,) = contract.read(DIGEST_VIEWS[type(statement)], statement)
+    assert found == statement.digest(deployed.deployment.domain_of(statement))
+
+
+def test_a_signature_for_one_deployment_means_nothing_to_another(deployed: Deployed) -> None:
+    signer = LocalSigner(b"\x07" * 32)
+    statement = Receipt(submission_digest=Digest("0x" + "11" * 32), received_at=5)
+    ours = deployed.deployment.domain_of(statement)
+    signature = signer.sign(statement, ours)
+    assert statement.recover(ours, signature) == signer.address
+    for other in (
+        Domain(chain_id=84532, contract=ours.contract),
+        Domain(chain_id=ours.chain_id, contract=deployed.deployment.address("pools")),
+    ):
+        assert statement.recover(other, signature) != signer.address
