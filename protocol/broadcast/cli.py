@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -242,10 +242,11 @@ def diff_command(
     _print(facts, as_json)
 
 
-def main() -> None:
-    """Entry point: expected errors become one sentence on stderr and their exit code."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: expected errors become one sentence on stderr and their exit code. `arguments`:
+    by default the process's own."""
     try:
-        app()
+        app(arguments, prog_name="python -m protocol.broadcast")
     except PrimeError as error:
         hint = error.hint if isinstance(error, UserError) else ""
         print(f"broadcast: {error}" + (f"; {hint}" if hint else ""), file=sys.stderr)

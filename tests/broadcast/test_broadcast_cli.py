@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,25 @@ from typing import Any
 import pytest
 from broadcast_world import Run, until
 
+from protocol.broadcast.cli import main
+
+Call = Callable[..., Any]
 COMMAND = [sys.executable, "-m", "protocol.broadcast"]
 
 
-def call(*arguments: object, code: int = 0) -> Any:
-    """Runs one command with --json; its last line parsed, or what it said when it failed."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.stderr
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs one command to its end; its last line parsed, or what it said when it failed."""
+
+    def run_it(*arguments: object, code: int = 0) -> Any:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+        said = capsys.readouterr()
+        assert (ended.value.code or 0) == code, said
+        return json.loads(said.out.splitlines()[-1]) if code == 0 else said.err
+
+    return run_it
 
 
 @contextmanager
@@ -44,7 +52,9 @@ def running(*arguments: object) -> Iterator[dict[str, Any]]:
         child.stdout.close()
 
 
-def test_any_folder_can_be_served_relayed_fetched_and_verified(run: Run, tmp_path: Path) -> None:
+def test_any_folder_can_be_served_relayed_fetched_and_verified(
+    call: Call, run: Run, tmp_path: Path
+) -> None:
     folder, data, key = run.checkpoint(tmp_path / "c"), tmp_path / "data", tmp_path / "key"
     dest = tmp_path / "dest"
     first = call("serve", folder, "--data", data, "--key", key, "--once", "--json")
@@ -81,7 +91,9 @@ def test_any_folder_can_be_served_relayed_fetched_and_verified(run: Run, tmp_pat
     assert "config.json" in call("verify", dest / "1", code=65)
 
 
-def test_a_server_that_replays_an_older_version_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_server_that_replays_an_older_version_is_refused(
+    call: Call, run: Run, tmp_path: Path
+) -> None:
     data, key, dest = tmp_path / "data", tmp_path / "key", tmp_path / "dest"
     for number in range(2):
         folder = run.checkpoint(tmp_path / f"c{number}")
@@ -97,7 +109,7 @@ def test_a_server_that_replays_an_older_version_is_refused(run: Run, tmp_path: P
 
 
 def test_a_stranger_signature_a_dead_server_and_an_open_key_are_said_in_one_sentence(
-    run: Run, tmp_path: Path
+    call: Call, run: Run, tmp_path: Path
 ) -> None:
     folder, data, key = run.checkpoint(tmp_path / "c"), tmp_path / "data", tmp_path / "key"
     stranger = "0x000000000000000000000000000000000000dEaD"
@@ -112,7 +124,9 @@ def test_a_stranger_signature_a_dead_server_and_an_open_key_are_said_in_one_sent
     assert f"chmod 600 {key}" in said
 
 
-def test_diff_says_how_small_the_delta_is_and_that_it_is_lossless(run: Run, tmp_path: Path) -> None:
+def test_diff_says_how_small_the_delta_is_and_that_it_is_lossless(
+    call: Call, run: Run, tmp_path: Path
+) -> None:
     old = run.checkpoint(tmp_path / "old")
     run.step()
     facts = call("diff", old, run.checkpoint(tmp_path / "new"), "--json")
