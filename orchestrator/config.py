@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -107,8 +108,14 @@ class Settings(BaseSettings):
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
     """Settings from flags (None or () = not given), environment and TOML file.
 
-    Raises UserError with the setting's name if a value is wrong or the file cannot be read.
+    Raises UserError with the setting's name if a value is wrong, the file cannot be read, or a
+    password was given as a flag.
     """
+    if urlsplit(str(flags.get("database") or "")).password:
+        raise UserError(
+            "a password on the command line can be read by everybody on this machine",
+            hint=f"set {ENV_PREFIX}DATABASE, or keep the password in ~/.pgpass",
+        )
     if config is not None and not config.is_file():
         raise UserError(f"there is no settings file {config}", hint="name another by --config")
 

@@ -56,7 +56,7 @@ CHAIN_SECONDS = 0.5
 BATCH_SECONDS = 0.5
 MONEY_SECONDS = 1.0
 LIFE_SECONDS = 1.0
-LONGEST_PAUSE = 30.0
+LONGEST_PAUSE = 10.0
 GRACE_SECONDS = 5
 """How long running requests may still take when the process is told to end."""
 

@@ -100,3 +100,14 @@ def test_a_wrong_file_is_said_with_what_to_mend(tmp_path: Path, text: str, compl
     assert caught.value.hint
     with pytest.raises(UserError, match="no settings file"):
         load({}, tmp_path / "none.toml")
+
+
+def test_a_database_password_is_not_taken_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = "postgresql://me:secret@host/db"
+    with pytest.raises(UserError, match="command line") as caught:
+        load({"database": url})
+    assert "secret" not in str(caught.value) + caught.value.hint
+    monkeypatch.setenv("PRIME_ORCHESTRATOR_DATABASE", url)
+    assert load({}).database_url == url

@@ -20,7 +20,7 @@ from orchestrator_world import run_definition
 from devnet.deployed import TEST_PERIODS, Deployed
 from orchestrator.config import load
 from orchestrator.serve import Loops, address_of, bind, run
-from orchestrator.store import jobs, meta, open_store, policies, sqlite_url
+from orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
 from protocol.chain.keystore import save_keystore
 from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
 from protocol.core.encoding import sha256
@@ -220,9 +220,12 @@ def hand_in(client: OrchestratorClient, data: bytes) -> tuple[SignedSubmission, 
     return signed, client.post("/v1/submissions", signed, ReceiptAnswer, signed=False)
 
 
-def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(operator: Operator) -> None:
+def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
+    operator: Operator, empty_database: Store
+) -> None:
+    database = empty_database.engine.url.render_as_string(hide_password=False)
     register(operator.deployed)
-    child = operator.serve()
+    child = operator.serve(database=database)
     with OrchestratorClient(operator.url, NODE) as client:
         publish(operator, client)
         assert admit(client).invite.node == NODE.address
@@ -238,7 +241,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(operator: Ope
 
     child.kill()
     child.wait(20)
-    child = operator.serve()
+    child = operator.serve(database=database)
     with OrchestratorClient(operator.url, NODE) as client:
         again = client.post("/v1/submissions", signed, ReceiptAnswer, signed=False)
         assert again == receipt
@@ -252,13 +255,11 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(operator: Ope
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == 0
     assert not (operator.data / "serve.json").exists()
-    store = open_store(sqlite_url(operator.data / "orchestrator.sqlite"))
-    with store.read() as connection:
+    with empty_database.read() as connection:
         job = jobs.get(connection, digest)
         assert job is not None
         assert job.status == "ready"
         assert policies.latest_version(connection) == 0
-    store.close()
 
 
 def test_a_restart_needs_no_rpc_and_watchers_do_not_keep_it_alive(operator: Operator) -> None:
