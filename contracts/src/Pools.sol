@@ -27,7 +27,7 @@ contract Pools is EIP712 {
     event NodeLeft(uint256 indexed pool, address indexed node);
     /// @notice A node lost its seat.
     event NodeEjected(uint256 indexed pool, address indexed node);
-    /// @notice A node may not come back, or may again.
+    /// @notice A node may not come back, or may again. A slash bans as well, without this event.
     event BanSet(uint256 indexed pool, address indexed node, bool on);
     /// @notice The trainer published a policy.
     event PolicyPublished(uint256 indexed pool, uint64 indexed version, bytes32 manifestDigest);
@@ -35,6 +35,7 @@ contract Pools is EIP712 {
     event PoolEnded(uint256 indexed pool);
 
     /// @param nextVersion The policy version to be published next.
+    /// @param validators Number of accounts ever appointed.
     struct Pool {
         address manager;
         uint32 capacity;
@@ -44,7 +45,15 @@ contract Pools is EIP712 {
         uint96 stakePerClass;
         address treasury;
         uint64 nextVersion;
+        uint8 validators;
         bytes32 runDigest;
+    }
+
+    /// @param number Given at the first appointment, never again to another account.
+    /// @param on Whether its verdicts count now.
+    struct Validator {
+        uint8 number;
+        bool on;
     }
 
     /// @notice A node's seat. It stays on record when given up: who answered for the node's work
@@ -73,10 +82,11 @@ contract Pools is EIP712 {
     address public slasher;
     /// @notice Number of pools; they are numbered from 1.
     uint256 public count;
-    /// @notice Whether an account's verdicts count in a pool.
-    mapping(uint256 pool => mapping(address account => bool)) public isValidator;
     /// @notice Digest of each published policy.
     mapping(uint256 pool => mapping(uint64 version => bytes32)) public policyDigest;
+    /// @notice The account that got a validator's number in a pool, from 1.
+    mapping(uint256 pool => mapping(uint8 number => address)) public validatorAt;
+    mapping(uint256 pool => mapping(address account => Validator)) private _validators;
     mapping(uint256 pool => Pool) private _pools;
     mapping(uint256 pool => mapping(address node => Seat)) private _seats;
 
@@ -137,7 +147,13 @@ contract Pools is EIP712 {
         Pool storage p = _managed(pool);
         if (validator == address(0)) revert Errors.ZeroAddress();
         if (on && validator == p.treasury) revert Errors.ValidatorIsTreasury(validator);
-        isValidator[pool][validator] = on;
+        Validator storage v = _validators[pool][validator];
+        if (v.number == 0) {
+            if (p.validators == type(uint8).max) revert Errors.TooManyValidators(p.validators);
+            v.number = ++p.validators;
+            validatorAt[pool][v.number] = validator;
+        }
+        v.on = on;
         emit ValidatorSet(pool, validator, on);
     }
 
@@ -167,11 +183,12 @@ contract Pools is EIP712 {
     // ----------------------------------------------------------------------------- the slasher's
 
     /// @notice Takes the seat away if there is one, and bars the node from coming back.
-    function expel(uint256 pool, address node) external {
+    /// @return treasury Where the slashed stake goes, zero if it is burned.
+    function expel(uint256 pool, address node) external returns (address treasury) {
         if (msg.sender != slasher) revert Errors.NotAllowed(msg.sender);
         _seats[pool][node].banned = true;
-        emit BanSet(pool, node, true);
         if (_vacate(pool, node)) emit NodeEjected(pool, node);
+        return _pools[pool].treasury;
     }
 
     // --------------------------------------------------------------------------------- anybody's
@@ -278,6 +295,17 @@ contract Pools is EIP712 {
         );
     }
 
+    /// @notice Whether an account's verdicts count in a pool.
+    function isValidator(uint256 pool, address account) external view returns (bool) {
+        return _validators[pool][account].on;
+    }
+
+    /// @notice A validator's number in a pool, zero if its verdicts do not count.
+    function validatorNumber(uint256 pool, address account) external view returns (uint8) {
+        Validator memory v = _validators[pool][account];
+        return v.on ? v.number : 0;
+    }
+
     /// @notice A pool's manager. Reverts if there is no such pool.
     function managerOf(uint256 pool) external view returns (address) {
         return _known(pool).manager;
@@ -307,6 +335,11 @@ contract Pools is EIP712 {
     /// @notice A node's present or last seat.
     function seatOf(uint256 pool, address node) external view returns (Seat memory) {
         return _seats[pool][node];
+    }
+
+    /// @notice Who answers for a node's work in a pool; it outlasts the seat.
+    function liableFor(uint256 pool, address node) external view returns (address provider) {
+        return _seats[pool][node].provider;
     }
 
     /// @notice Who answers for a node's work in a pool, and with how much for each submission.

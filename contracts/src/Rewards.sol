@@ -46,21 +46,22 @@ contract Rewards is ReentrancyGuardTransient {
     event Claimed(uint256 indexed pool, address indexed node, address payout, uint256 amount);
 
     /// @param free Funds that nobody is promised.
-    /// @param reserved Promised by the live roots and not yet claimed.
     /// @param total Cumulative total of the last live root.
+    /// @param reserved Promised by the live roots and not yet claimed.
     /// @param liveRoots Number of live roots.
     /// @param nextEpoch The earliest epoch that the next root can be for.
     struct Funds {
         uint128 free;
-        uint128 reserved;
         uint128 total;
+        uint128 reserved;
         uint64 liveRoots;
         uint64 nextEpoch;
     }
 
-    /// @param previousTotal Cumulative total before this root.
-    /// @param index Its place among the live roots.
+    /// @param claimableAt When the public check ends.
+    /// @param index Its place among the live roots; it is live while that is below `liveRoots`.
     /// @param previousNextEpoch `nextEpoch` before this root.
+    /// @param previousTotal Cumulative total before this root.
     struct RewardRoot {
         bytes32 root;
         uint64 claimableAt;
@@ -87,7 +88,7 @@ contract Rewards is ReentrancyGuardTransient {
     mapping(uint256 pool => mapping(address node => uint256)) public claimed;
     mapping(uint256 pool => Funds) private _funds;
     mapping(uint256 pool => mapping(uint64 epoch => RewardRoot)) private _roots;
-    /// @dev Epochs of the live roots; entries from `liveRoots` on are stale.
+    /// @dev Epochs of the live roots; those from `liveRoots` on are of voided ones.
     mapping(uint256 pool => mapping(uint64 index => uint64)) private _epochs;
 
     /// @param token_ A plain ERC-20.
@@ -173,6 +174,12 @@ contract Rewards is ReentrancyGuardTransient {
         if (added > f.free) revert Errors.InsufficientFunds(pool, f.free, added);
 
         uint64 claimableAt = uint64(block.timestamp) + _rewardDelay;
+        // A voided root must not come to life again when its place is taken.
+        uint64 voided = _epochs[pool][f.liveRoots];
+        if (_roots[pool][voided].index == f.liveRoots) {
+            _roots[pool][voided].index = type(uint64).max;
+        }
+        _epochs[pool][f.liveRoots] = epoch;
         _roots[pool][epoch] = RewardRoot({
             root: root,
             claimableAt: claimableAt,
@@ -180,7 +187,6 @@ contract Rewards is ReentrancyGuardTransient {
             previousNextEpoch: f.nextEpoch,
             previousTotal: f.total
         });
-        _epochs[pool][f.liveRoots] = epoch;
         // `added` is at most `free`, and `cumulativeTotal` the sum of two 128-bit numbers' parts.
         _funds[pool] = Funds({
             free: f.free - added.toUint128(),
@@ -214,7 +220,8 @@ contract Rewards is ReentrancyGuardTransient {
     }
 
     /// @notice Pays what a node has earned and not yet been paid, to its provider's payout account.
-    /// @dev Anyone may call; the money has one place to go.
+    /// @dev Anyone may call; the money has one place to go. No guard against reentrance: the books
+    /// are closed before the token is called, and all other calls are views of our own contracts.
     /// @param pool The pool.
     /// @param epoch A live reward root's epoch; the newest claimable pays most.
     /// @param node The node.
@@ -226,8 +233,8 @@ contract Rewards is ReentrancyGuardTransient {
         address node,
         uint256 cumulative,
         bytes32[] calldata proof
-    ) external nonReentrant {
-        RewardRoot memory r = _live(pool, epoch);
+    ) external {
+        RewardRoot storage r = _live(pool, epoch);
         if (block.timestamp < r.claimableAt) {
             revert Errors.NotClaimableYet(r.claimableAt, block.timestamp);
         }
@@ -240,8 +247,7 @@ contract Rewards is ReentrancyGuardTransient {
         uint256 amount = cumulative - paid;
         uint256 reserved = _funds[pool].reserved;
         if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);
-        (address provider,) = pools.liabilityOf(pool, node);
-        address payout = registry.payoutOf(provider);
+        address payout = registry.payoutOf(pools.liableFor(pool, node));
         if (payout == address(0)) revert Errors.UnknownNode(node);
 
         claimed[pool][node] = cumulative;
@@ -268,17 +274,13 @@ contract Rewards is ReentrancyGuardTransient {
         returns (bytes32 root, uint64 claimableAt, bool disabled)
     {
         RewardRoot storage r = _roots[pool][epoch];
-        return (r.root, r.claimableAt, r.root != 0 && !_isLive(pool, epoch, r.index));
+        return (r.root, r.claimableAt, r.root != 0 && r.index >= _funds[pool].liveRoots);
     }
 
-    function _live(uint256 pool, uint64 epoch) private view returns (RewardRoot memory r) {
+    function _live(uint256 pool, uint64 epoch) private view returns (RewardRoot storage r) {
         r = _roots[pool][epoch];
-        if (r.root == 0 || !_isLive(pool, epoch, r.index)) {
+        if (r.root == 0 || r.index >= _funds[pool].liveRoots) {
             revert Errors.UnknownRewardRoot(pool, epoch);
         }
-    }
-
-    function _isLive(uint256 pool, uint64 epoch, uint64 index) private view returns (bool) {
-        return index < _funds[pool].liveRoots && _epochs[pool][index] == epoch;
     }
 }

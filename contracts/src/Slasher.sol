@@ -79,6 +79,18 @@ contract Slasher is ReentrancyGuardTransient {
         Cancelled
     }
 
+    /// @dev A proposal as stored: two slots. `number` is the proposer's in the pool.
+    struct Entry {
+        address node;
+        uint40 deadline;
+        uint32 pool;
+        uint8 reason;
+        State state;
+        uint8 number;
+        address provider;
+        uint96 amount;
+    }
+
     /// @param node Whose submission it is.
     /// @param deadline End of the window; once disputed, end of the dispute window.
     /// @param reason Why (protocol/core/verdict.py).
@@ -135,7 +147,7 @@ contract Slasher is ReentrancyGuardTransient {
     uint256 public count;
     /// @notice The proposal about a submission, zero if there is none.
     mapping(bytes32 leaf => uint256) public proposalOf;
-    mapping(uint256 id => Proposal) private _proposals;
+    mapping(uint256 id => Entry) private _entries;
 
     /// @param vault_ Holds the stake.
     /// @param pools_ The training runs.
@@ -181,14 +193,15 @@ contract Slasher is ReentrancyGuardTransient {
         if (evidence == 0) revert Errors.ZeroDigest();
         if (reason == 0 || reason > LAST_SLASHABLE_REASON) revert Errors.BadReason(reason);
         if (amount == 0) revert Errors.ZeroAmount();
-        _checkProposer(submission.pool);
+        uint8 number = _checkProposer(submission.pool);
         bytes32 leaf = work.checkSubmission(submission, node, nodeSignature, rootSeq, proof);
         if (proposalOf[leaf] != 0) revert Errors.AlreadyProposed(leaf, proposalOf[leaf]);
 
         id = ++count;
         proposalOf[leaf] = id;
-        Proposal memory p = _open(submission.pool, node, reason, amount);
-        _proposals[id] = p;
+        Entry memory p = _open(submission.pool, node, reason, amount);
+        p.number = number;
+        _entries[id] = p;
         emit SlashProposed(
             id, p.pool, node, p.provider, leaf, evidence, reason, p.amount, p.deadline
         );
@@ -196,7 +209,7 @@ contract Slasher is ReentrancyGuardTransient {
 
     /// @notice Carries out an undisputed proposal once its window has closed. By anyone.
     function execute(uint256 id) external nonReentrant {
-        Proposal memory p = _in(id, State.Proposed);
+        Entry memory p = _in(id, State.Proposed);
         if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);
         _execute(id, p);
     }
@@ -204,13 +217,13 @@ contract Slasher is ReentrancyGuardTransient {
     /// @notice Stops the proposal until another validator has judged. By the provider, within the
     /// window; takes the deposit, which needs an allowance.
     function dispute(uint256 id) external nonReentrant {
-        Proposal memory p = _in(id, State.Proposed);
+        Entry memory p = _in(id, State.Proposed);
         if (msg.sender != p.provider) revert Errors.NotAllowed(msg.sender);
         if (block.timestamp >= p.deadline) revert Errors.WindowClosed(id, p.deadline);
 
         uint64 judgeBy = uint64(block.timestamp) + _disputeWindow;
-        _proposals[id].state = State.Disputed;
-        _proposals[id].deadline = judgeBy;
+        _entries[id].state = State.Disputed;
+        _entries[id].deadline = uint40(judgeBy);
         emit SlashDisputed(id, p.pool, p.node, disputeDeposit, judgeBy);
 
         if (disputeDeposit == 0) return;
@@ -222,7 +235,7 @@ contract Slasher is ReentrancyGuardTransient {
 
     /// @notice Finds the same as the proposer: the slash is carried out and the deposit lost.
     function confirm(uint256 id) external nonReentrant {
-        Proposal memory p = _judged(id);
+        Entry memory p = _judged(id);
         emit SlashConfirmed(id, msg.sender);
         _execute(id, p);
 
@@ -234,16 +247,17 @@ contract Slasher is ReentrancyGuardTransient {
 
     /// @notice Finds otherwise: the deposit goes back and the proposer pays from its stake.
     function overturn(uint256 id) external nonReentrant {
-        Proposal memory p = _judged(id);
-        uint256 penalty = validatorBond == 0 ? 0 : vault.openSlash(p.validator, validatorBond);
+        Entry memory p = _judged(id);
+        address proposer = pools.validatorAt(p.pool, p.number);
+        uint256 penalty = validatorBond == 0 ? 0 : vault.openSlash(proposer, validatorBond);
         emit SlashOverturned(id, msg.sender, penalty);
         _cancel(id, p, true);
-        if (validatorBond > 0) vault.settleSlash(p.validator, penalty, pools.treasuryOf(p.pool));
+        if (validatorBond > 0) vault.settleSlash(proposer, penalty, pools.treasuryOf(p.pool));
     }
 
     /// @notice Ends a dispute that nobody judged in time: the deposit goes back. By anyone.
     function lapse(uint256 id) external nonReentrant {
-        Proposal memory p = _in(id, State.Disputed);
+        Entry memory p = _in(id, State.Disputed);
         if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);
         _cancel(id, p, true);
     }
@@ -252,7 +266,7 @@ contract Slasher is ReentrancyGuardTransient {
     function cancel(uint256 id) external nonReentrant {
         if (msg.sender != guardian) revert Errors.NotAllowed(msg.sender);
         if (block.timestamp >= guardianEnds) revert Errors.GuardianEnded(guardianEnds);
-        Proposal memory p = _proposals[id];
+        Entry memory p = _entries[id];
         if (p.state == State.None) revert Errors.UnknownProposal(id);
         if (p.state != State.Proposed && p.state != State.Disputed) {
             revert Errors.WrongState(id, uint8(p.state));
@@ -262,29 +276,41 @@ contract Slasher is ReentrancyGuardTransient {
 
     /// @notice A proposal, zeros if there is none of this number.
     function proposal(uint256 id) external view returns (Proposal memory) {
-        return _proposals[id];
+        Entry memory p = _entries[id];
+        return Proposal({
+            node: p.node,
+            deadline: p.deadline,
+            reason: p.reason,
+            state: p.state,
+            provider: p.provider,
+            amount: p.amount,
+            validator: pools.validatorAt(p.pool, p.number),
+            pool: p.pool
+        });
     }
 
     // ------------------------------------------------------------------------------------ private
 
-    function _in(uint256 id, State state) private view returns (Proposal memory p) {
-        p = _proposals[id];
+    function _in(uint256 id, State state) private view returns (Entry memory p) {
+        p = _entries[id];
         if (p.state == State.None) revert Errors.UnknownProposal(id);
         if (p.state != state) revert Errors.WrongState(id, uint8(p.state));
     }
 
     /// @dev A disputed proposal that the caller may judge now.
-    function _judged(uint256 id) private view returns (Proposal memory p) {
+    function _judged(uint256 id) private view returns (Entry memory p) {
         p = _in(id, State.Disputed);
-        if (!pools.isValidator(p.pool, msg.sender)) revert Errors.NotAllowed(msg.sender);
-        if (msg.sender == p.validator) revert Errors.OwnProposal(id, msg.sender);
+        uint8 number = pools.validatorNumber(p.pool, msg.sender);
+        if (number == 0) revert Errors.NotAllowed(msg.sender);
+        if (number == p.number) revert Errors.OwnProposal(id, msg.sender);
         if (block.timestamp >= p.deadline) revert Errors.WindowClosed(id, p.deadline);
     }
 
     /// @dev The caller is a validator of the pool and has a bond to lose.
-    function _checkProposer(uint256 pool) private view {
-        if (!pools.isValidator(pool, msg.sender)) revert Errors.NotAllowed(msg.sender);
-        if (validatorBond == 0) return;
+    function _checkProposer(uint256 pool) private view returns (uint8 number) {
+        number = pools.validatorNumber(pool, msg.sender);
+        if (number == 0) revert Errors.NotAllowed(msg.sender);
+        if (validatorBond == 0) return number;
         uint256 active = vault.active(msg.sender);
         if (active < validatorBond) {
             revert Errors.InsufficientStake(msg.sender, active, validatorBond);
@@ -294,32 +320,32 @@ contract Slasher is ReentrancyGuardTransient {
     /// @dev Holds the stake of whoever answers for the node: at most what its seat needs.
     function _open(uint256 pool, address node, uint8 reason, uint256 amount)
         private
-        returns (Proposal memory)
+        returns (Entry memory)
     {
         (address provider, uint256 most) = pools.liabilityOf(pool, node);
         if (provider == address(0)) revert Errors.NotMember(pool, node);
         uint256 held = vault.openSlash(provider, Math.min(amount, most));
-        return Proposal({
+        return Entry({
             node: node,
-            deadline: uint64(block.timestamp) + _slashWindow,
+            deadline: uint40(block.timestamp + _slashWindow),
+            pool: pool.toUint32(),
             reason: reason,
             state: State.Proposed,
+            number: 0,
             provider: provider,
-            amount: held.toUint96(),
-            validator: msg.sender,
-            pool: pool.toUint96()
+            amount: held.toUint96()
         });
     }
 
-    function _execute(uint256 id, Proposal memory p) private {
-        _proposals[id].state = State.Executed;
+    function _execute(uint256 id, Entry memory p) private {
+        _entries[id].state = State.Executed;
         emit SlashExecuted(id, p.pool, p.node, p.provider, p.amount);
-        pools.expel(p.pool, p.node);
-        vault.settleSlash(p.provider, p.amount, pools.treasuryOf(p.pool));
+        address treasury = pools.expel(p.pool, p.node);
+        vault.settleSlash(p.provider, p.amount, treasury);
     }
 
-    function _cancel(uint256 id, Proposal memory p, bool hasDeposit) private {
-        _proposals[id].state = State.Cancelled;
+    function _cancel(uint256 id, Entry memory p, bool hasDeposit) private {
+        _entries[id].state = State.Cancelled;
         emit SlashCancelled(id, p.pool, p.node);
         vault.releaseSlash(p.provider, p.amount);
         if (hasDeposit && disputeDeposit > 0) token.safeTransfer(p.provider, disputeDeposit);

@@ -45,19 +45,19 @@ contract StakeVault is ReentrancyGuardTransient {
 
     /// @param bonded Stake that is not unbonding, the part held for slashes included.
     /// @param committed What seats in pools need.
-    /// @param openSlashes Number of open slashes.
+    /// @param queueLength Number of entries in the queue, oldest first.
     /// @param pending Sum held for open slashes.
     /// @param room What further slashes may take until all open ones are settled.
-    /// @param queued Sum of the queue, the part held for slashes included.
-    /// @param queueLength Number of entries in the queue, oldest first.
+    /// @param openSlashes Number of open slashes.
+    /// @param queued Sum of the queue, the part held for slashes included; zero if it is empty.
     struct Account {
         uint96 bonded;
         uint96 committed;
-        uint32 openSlashes;
+        uint8 queueLength;
         uint96 pending;
         uint96 room;
+        uint32 openSlashes;
         uint96 queued;
-        uint8 queueLength;
     }
 
     /// @param amount Stake on its way out.
@@ -248,7 +248,7 @@ contract StakeVault is ReentrancyGuardTransient {
         returns (uint256 held)
     {
         Account storage account = _accounts[provider];
-        uint256 slashable_ = uint256(account.bonded) + account.queued - account.pending;
+        uint256 slashable_ = uint256(account.bonded) + _queued(account) - account.pending;
         uint256 room = account.openSlashes == 0 ? slashable_ : account.room;
         held = Math.min(amount, Math.min(room, slashable_));
 
@@ -377,8 +377,13 @@ contract StakeVault is ReentrancyGuardTransient {
     function _split(Account storage account) private view returns (uint256 free, uint256 leaving) {
         uint256 bonded = account.bonded;
         uint256 pending = account.pending;
-        if (pending <= bonded) return (bonded - pending, account.queued);
-        return (0, account.queued - (pending - bonded));
+        if (pending <= bonded) return (bonded - pending, _queued(account));
+        return (0, _queued(account) - (pending - bonded));
+    }
+
+    /// @dev Saves a read where nothing is unbonding.
+    function _queued(Account storage account) private view returns (uint256) {
+        return account.queueLength == 0 ? 0 : account.queued;
     }
 
     function _unbondable(Account storage account) private view returns (uint256) {

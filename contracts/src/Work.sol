@@ -137,7 +137,8 @@ contract Work is EIP712 {
         emit LeafRejected(pool, leaf, reason);
     }
 
-    /// @notice Reverts unless `node` signed the submission and its leaf is in the root and valid.
+    /// @notice Reverts unless `node` signed the submission, its leaf is in the root and valid, and the
+    /// root was posted at most one validity after the submission's own end.
     /// @return leaf The submission's digest.
     function checkSubmission(
         Submission calldata submission,
@@ -149,6 +150,10 @@ contract Work is EIP712 {
         leaf = submissionDigest(submission);
         Statements.checkKey(node, leaf, nodeSignature);
         _checkLiable(submission.pool, seq, leaf, proof);
+        // Rooting the same leaf again and again must not keep its node liable for ever.
+        uint256 until = uint256(submission.validUntil) + _validity;
+        uint64 postedAt = _roots[submission.pool][seq].postedAt;
+        if (postedAt > until) revert Errors.RootedLate(postedAt, until);
     }
 
     /// @notice A root, zeros if there is none of this number.

@@ -119,6 +119,22 @@ contract PoolsTest is Network {
         vm.assertTrue(pools.isValidator(pool, validator2));
     }
 
+    function test_SetValidator_NumbersLastAndAreBounded() public {
+        vm.startPrank(manager);
+        vm.assertEq(pools.validatorNumber(pool, validator2), 2);
+        pools.setValidator(pool, validator2, false);
+        vm.assertEq(pools.validatorNumber(pool, validator2), 0);
+        vm.assertEq(pools.validatorAt(pool, 2), validator2);
+        for (uint160 i = 3; i <= 255; ++i) {
+            pools.setValidator(pool, address(0xFF000 + i), true);
+        }
+        expect(abi.encodeWithSelector(Errors.TooManyValidators.selector, 255));
+        pools.setValidator(pool, stranger, true);
+        pools.setValidator(pool, validator2, true);
+        vm.stopPrank();
+        vm.assertEq(pools.validatorNumber(pool, validator2), 2);
+    }
+
     // ------------------------------------------------------------------------------------- seats
 
     function test_Join_SeatsTheNodeAndCommitsItsStake() public {

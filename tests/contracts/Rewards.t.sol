@@ -284,6 +284,23 @@ contract RewardsTest is Network {
         assertFunds(75, 0);
     }
 
+    function test_Disable_TakingAVoidedRootsPlaceKillsNoLiveOne() public {
+        post(E, 10, 10);
+        vm.warp(postable(E + 4));
+        post(E + 1, 20, 10);
+        post(E + 2, 30, 10);
+        disable(E + 1);
+        post(E + 2, 12, 10);
+        post(E + 3, 14, 10);
+        vm.warp(postable(E + 4) + DELAY);
+        claim(E + 2, 12, 10);
+        claimSecond(E + 3, 14, 10);
+        claim(E + 3, 14, 10);
+        (,, bool disabled) = rewards.rewardRoot(pool, E + 1);
+        vm.assertTrue(disabled);
+        assertFunds(76, 0);
+    }
+
     function test_Disable_ByTheGuardianWithinTheCheckAndItsTerm() public {
         post(E, 30, 10);
         expectNotAllowed(manager);

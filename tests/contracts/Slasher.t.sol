@@ -133,6 +133,22 @@ contract SlasherTest is Network {
         slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, SLASH);
     }
 
+    function test_Propose_ARootLongAfterTheSubmissionsEndMakesNobodyAnswer() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = work.submissionDigest(s);
+        bytes memory signature = sign(NODE_KEY, leaf);
+        uint256 until = uint256(s.validUntil) + VALIDITY;
+        vm.warp(until);
+        uint64 inTime = postRoot(one(leaf));
+        vm.warp(until + 1);
+        uint64 late = postRoot(one(leaf));
+        expect(abi.encodeWithSelector(Errors.RootedLate.selector, until + 1, until));
+        vm.prank(validator);
+        slasher.propose(s, node, signature, late, none(), EVIDENCE, 3, SLASH);
+        vm.prank(validator);
+        slasher.propose(s, node, signature, inTime, none(), EVIDENCE, 3, SLASH);
+    }
+
     function test_Propose_ASubmissionOnce_EvenAfterItWasCancelled() public {
         Submission memory s = submission(1);
         bytes32 leaf = work.submissionDigest(s);

@@ -83,6 +83,8 @@ library Errors {
     error StillLiable(address node, address provider, uint256 until);
     /// @notice Policies are published in order; `expected` is next.
     error WrongVersion(uint64 expected, uint64 given);
+    /// @notice A pool appoints at most `limit` accounts over its life.
+    error TooManyValidators(uint256 limit);
     /// @notice Who judges must not receive what is slashed.
     error ValidatorIsTreasury(address validator);
 
@@ -96,6 +98,8 @@ library Errors {
     error NotInRoot(uint256 pool, uint64 seq, bytes32 leaf);
     /// @notice The root's validity ended at `until`.
     error ValidityOver(uint256 until, uint256 timestamp);
+    /// @notice The root came too late (after `until`) to make anybody answer for the submission.
+    error RootedLate(uint64 postedAt, uint256 until);
     /// @notice `leaf` was rejected before.
     error AlreadyRejected(uint256 pool, bytes32 leaf);
     /// @notice `leaf` was posted by its node before.

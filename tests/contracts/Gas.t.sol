@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import {
+    Invite,
+    NodeConsent,
+    Statements,
+    Submission
+} from "../../contracts/src/libraries/Statements.sol";
+import { Network } from "./utils/Network.sol";
+import { Tree } from "./utils/Tree.sol";
+import { vm } from "./utils/Vm.sol";
+
+/// @notice What each act costs as a transaction of its own (base cost, calldata, cold storage) in a
+/// warm pool of 400 nodes, with the bar that it must stay under.
+/// @dev FOUNDRY_PROFILE=gas forge test; the numbers go to tests/contracts/snapshots/.
+contract GasTest is Network {
+    uint256 private constant NODES = 400;
+    uint256 private constant NEW_KEY = 0x2EE;
+    uint64 private constant E = START / EPOCH;
+
+    function setUp() public {
+        deployNetwork();
+        vm.prank(manager);
+        pool = pools.create(trainer, RUN, STAKE, 100_000, treasury);
+        vm.startPrank(manager);
+        pools.setValidator(pool, validator, true);
+        pools.setValidator(pool, validator2, true);
+        vm.stopPrank();
+        seatNode(10 * STAKE);
+        stake(provider, NODES * STAKE);
+        for (uint256 i = 1; i < NODES; ++i) {
+            uint256 key = 0xA0000 + i;
+            addNode(provider, key);
+            join(vm.addr(key), 1);
+        }
+        fund(1000e18);
+        give(treasury, 1);
+        give(payout, 1);
+        postRoot(one(RUN));
+    }
+
+    /// @dev Records the last call's gas and holds it to its bar.
+    function bar(string memory name, uint256 most) private {
+        uint256 gas = vm.snapshotGasLastCall("Gas", name);
+        vm.assertLe(gas, most, name);
+    }
+
+    function leavesOf(uint256 n, uint256 from) private view returns (bytes32[] memory leaves) {
+        leaves = new bytes32[](n);
+        for (uint256 i; i < n; ++i) {
+            leaves[i] = work.submissionDigest(submission(from + i));
+        }
+    }
+
+    function test_Join_WithPermitInOneTransaction() public {
+        address who = vm.addr(NEW_KEY);
+        give(who, STAKE);
+        NodeConsent memory c = consent(who, node2);
+        bytes memory nodeSignature = signed(c, NODE2_KEY);
+        Invite memory i = invite(node2, 1);
+        bytes memory managerSignature = signed(i);
+        (uint8 v, bytes32 r, bytes32 s) = permit(who);
+        vm.prank(who);
+        registry.enroll(who, STAKE, START, v, r, s, c, nodeSignature, i, managerSignature);
+        bar("newcomer to member with permit", 280_000);
+        vm.assertEq(pools.classOf(pool, node2), 1);
+    }
+
+    function permit(address who) private view returns (uint8 v, bytes32 r, bytes32 s) {
+        bytes32 structHash = keccak256(
+            abi.encode(
+                keccak256(
+                    "Permit(address owner,address spender,uint256 value,uint256 nonce,uint256 deadline)"
+                ),
+                who,
+                address(vault),
+                STAKE,
+                0,
+                START
+            )
+        );
+        return vm.sign(
+            NEW_KEY, keccak256(abi.encodePacked("\x19\x01", token.DOMAIN_SEPARATOR(), structHash))
+        );
+    }
+
+    function test_Join_AnotherNodeOfAProvider() public {
+        addNode(provider, NODE2_KEY);
+        Invite memory i = invite(node2, 1);
+        bytes memory signature = signed(i);
+        pools.join(i, signature);
+        bar("join", 120_000);
+    }
+
+    function test_Leave() public {
+        vm.prank(node);
+        pools.leave(pool, node);
+        bar("leave at 400 nodes", 60_000);
+    }
+
+    function test_Eject() public {
+        vm.prank(manager);
+        pools.eject(pool, node);
+        bar("eject at 400 nodes", 60_000);
+    }
+
+    function test_PostRoot() public {
+        vm.prank(manager);
+        work.postRoot(pool, RUN, 64, EVIDENCE);
+        bar("work root", 64 * 2700);
+        vm.prank(manager);
+        work.postRoot(pool, RUN, 1024, EVIDENCE);
+        bar("work root of 1024", 1024 * 250);
+    }
+
+    function test_Reject() public {
+        bytes32[] memory leaves = leavesOf(64, 0);
+        uint64 seq = postRoot(leaves);
+        bytes32[] memory proof = Tree.proof(leaves, 7);
+        vm.prank(validator);
+        work.reject(pool, seq, leaves[7], proof, 3);
+        bar("reject of a leaf", 120_000);
+    }
+
+    /// @dev The pool's treasury has tokens, and the provider had a slash before.
+    function test_ProposeAndExecute() public {
+        uint256 id = propose(100, STAKE);
+        vm.warp(START + WINDOW);
+        slasher.execute(id);
+        vm.prank(manager);
+        pools.setBan(pool, node, false);
+        join(node, 1);
+        uint256 gas = proposeAndExecute("");
+        vm.assertLe(gas, 260_000, "propose and execute");
+    }
+
+    /// @dev The same, where the provider's account in the vault never held a slash.
+    function test_ProposeAndExecute_FirstOfAProvider() public {
+        // Another provider's, so that the network has seen one.
+        address other = vm.addr(NEW_KEY);
+        register(other, other);
+        stake(other, STAKE);
+        addNode(other, NODE2_KEY);
+        join(node2, 1);
+        bytes32 leaf = work.submissionDigest(submission(9));
+        uint64 seq = postRoot(one(leaf));
+        bytes memory signature = sign(NODE2_KEY, leaf);
+        Submission memory s = submission(9);
+        vm.prank(validator);
+        slasher.propose(s, node2, signature, seq, none(), EVIDENCE, 3, STAKE);
+        uint256 gas = proposeAndExecute(", first of a provider");
+        vm.assertLe(gas, 280_000, "propose and execute");
+    }
+
+    function proposeAndExecute(string memory which) private returns (uint256 gas) {
+        bytes32[] memory leaves = leavesOf(64, 0);
+        uint64 seq = postRoot(leaves);
+        bytes memory signature = sign(NODE_KEY, leaves[7]);
+        bytes32[] memory proof = Tree.proof(leaves, 7);
+        Submission memory s = submission(7);
+        vm.prank(validator);
+        uint256 id = slasher.propose(s, node, signature, seq, proof, EVIDENCE, 3, STAKE);
+        gas = vm.snapshotGasLastCall("Gas", string.concat("propose", which));
+        vm.warp(START + 2 * WINDOW);
+        slasher.execute(id);
+        gas += vm.snapshotGasLastCall("Gas", string.concat("execute", which));
+        vm.snapshotValue("Gas", string.concat("propose and execute", which), gas);
+    }
+
+    function test_Claim() public {
+        bytes32[] memory leaves = new bytes32[](NODES);
+        bytes32[] memory later = new bytes32[](NODES);
+        for (uint256 i; i < NODES; ++i) {
+            address who = i == 5 ? node : vm.addr(0xA0000 + i);
+            leaves[i] = Statements.rewardLeaf(who, 1e18);
+            later[i] = Statements.rewardLeaf(who, 2e18);
+        }
+        bytes32 root = Tree.root(leaves);
+        bytes32 laterRoot = Tree.root(later);
+        vm.warp(postable(E + 1));
+        vm.prank(manager);
+        rewards.postRewardRoot(pool, E, root, 400e18, EVIDENCE);
+        bar("reward root", 220_000);
+        vm.prank(manager);
+        rewards.postRewardRoot(pool, E + 1, laterRoot, 800e18, EVIDENCE);
+        bar("later reward root", 160_000);
+        bytes32[] memory proof = Tree.proof(leaves, 5);
+        bytes32[] memory laterProof = Tree.proof(later, 5);
+        vm.warp(postable(E + 1) + DELAY);
+        rewards.claim(pool, E, node, 1e18, proof);
+        bar("first claim of a node", 100_000);
+        uint256 state = vm.snapshotState();
+        vm.prank(provider);
+        registry.setPayout(address(0xF2E5));
+        rewards.claim(pool, E + 1, node, 2e18, laterProof);
+        bar("later claim to an empty account", 95_000);
+        vm.revertToState(state);
+        rewards.claim(pool, E + 1, node, 2e18, laterProof);
+        bar("later claim of a node", 75_000);
+    }
+}

@@ -1,0 +1,47 @@
+"""Runs forge's own tests, so that `make test` covers the contracts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from forge_kit import forge, need_forge
+
+pytestmark = pytest.mark.forge
+
+
+def _passed(output: str) -> int:
+    found = re.search(r"(\d+) tests passed, 0 failed", output)
+    return int(found[1]) if found else 0
+
+
+def test_unit_fuzz_and_invariant_tests_pass() -> None:
+    need_forge()
+    done = forge("test")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert _passed(done.stdout) >= 120
+
+
+def test_gas_stays_under_its_bars_and_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_forge()
+    monkeypatch.setenv("FORGE_SNAPSHOT_CHECK", "true")
+    monkeypatch.setenv("FORGE_SNAPSHOT_EMIT", "false")
+    done = forge("test", profile="gas")
+    said = done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.returncode == 0, f"run `FOUNDRY_PROFILE=gas scripts/forge test`, commit\n{said}"
+    assert _passed(done.stdout) >= 8
+
+
+def test_sources_are_formatted() -> None:
+    need_forge()
+    done = forge("fmt", "--check")
+    assert done.returncode == 0, f"run `scripts/forge fmt`\n{done.stdout[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_money_invariants_hold_in_long_runs() -> None:
+    need_forge()
+    done = forge("test", "--match-contract", "MoneyInvariant", profile="ci")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "runs: 1024, calls: 65536, reverts: 0" in done.stdout

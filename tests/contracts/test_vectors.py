@@ -1,0 +1,93 @@
+"""protocol.core gives the digests, roots and leaves that the contracts are tested with."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+from forge_kit import ROOT
+
+from protocol.core import encoding
+from protocol.core.batch import BatchStatement
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.errors import UntrustedError
+from protocol.core.ids import address, digest, signature
+from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
+from protocol.core.rollout import Receipt, Submission
+from protocol.core.signing import Domain, Statement
+from protocol.core.task import Lease
+from protocol.core.verdict import Verdict
+
+VECTORS: dict[str, Any] = json.loads((ROOT / "tests" / "vectors" / "eip712.json").read_text())
+KINDS: dict[str, type[Statement]] = {
+    kind.__name__: kind
+    for kind in (
+        NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
+        Lease, Submission, Receipt, BatchStatement, Verdict,
+    )
+}  # fmt: skip
+
+
+def _statements_of_core() -> set[str]:
+    return {
+        kind.__name__
+        for kind in Statement.__subclasses__()
+        if kind.__module__.startswith("protocol.core.")
+    }
+
+
+def _parse(kind: type[Statement], message: dict[str, str]) -> Statement:
+    """A statement from the vector's camelCase members, numbers as decimal text."""
+    types = kind.eip712_types()[kind.__name__]
+    values: dict[str, Any] = {}
+    for member, name in zip(types, kind.model_fields, strict=True):
+        text = message[member["name"]]
+        values[name] = int(text) if member["type"].startswith("uint") else text
+    return kind(**values)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_statements_digest_and_recover_as_the_vectors_say(name: str) -> None:
+    for vector in VECTORS["statements"][name]:
+        assert vector["contract"] == KINDS[name].CONTRACT
+        statement = _parse(KINDS[name], vector["message"])
+        contract = address(VECTORS["contracts"][vector["contract"]])
+        domain = Domain(chain_id=VECTORS["chainId"], contract=contract)
+        assert statement.digest(domain) == vector["digest"]
+        signed = signature(vector["signature"])
+        assert statement.recover(domain, signed) == VECTORS["signer"]
+        elsewhere = Domain(chain_id=1, contract=contract)
+        with contextlib.suppress(UntrustedError):  # recovering to no account is as good
+            assert statement.recover(elsewhere, signed) != VECTORS["signer"]
+
+
+def test_every_statement_has_vectors() -> None:
+    assert _statements_of_core() == set(VECTORS["statements"]) == set(KINDS)
+
+
+@pytest.mark.parametrize("tree", VECTORS["trees"], ids=lambda tree: len(tree["leaves"]))
+def test_trees_give_the_vectors_roots_and_proofs(tree: dict[str, Any]) -> None:
+    leaves = [digest(leaf) for leaf in tree["leaves"]]
+    assert encoding.merkle_root(leaves) == tree["root"]
+    for index, leaf in enumerate(leaves):
+        proof = encoding.merkle_proof(leaves, index)
+        assert proof == tree["proofs"][index]
+        assert encoding.merkle_verify(digest(tree["root"]), leaf, proof)
+
+
+@pytest.mark.parametrize("vector", VECTORS["rewards"], ids=lambda v: v["cumulative"])
+def test_reward_leaves_are_the_vectors(vector: dict[str, str]) -> None:
+    assert encoding.reward_leaf(vector["node"], int(vector["cumulative"])) == vector["leaf"]
+
+
+def test_the_vectors_are_what_their_script_writes() -> None:
+    path = ROOT / "scripts" / "make_vectors.py"
+    spec = importlib.util.spec_from_file_location("make_vectors", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.text() == (ROOT / "tests" / "vectors" / "eip712.json").read_text()
