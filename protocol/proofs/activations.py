@@ -32,6 +32,8 @@ MAX_MODULUS = field.PRIME
 MIN_MODULUS = 1 << 15
 """Moduli at or below are refused. Honest ones stay within a few hundred of MAX_MODULUS."""
 PROOF_BYTES = 2 + 2 * PROOF_TOPK
+_BATCH = 64
+"""Windows interpolated at once."""
 _INFINITE = np.uint16(0x7F80)
 
 States = NDArray[np.uint16]
@@ -67,7 +69,7 @@ def largest(window: NDArray[np.uint16]) -> NDArray[np.int64]:
     count = len(magnitudes)
     if count <= PROOF_TOPK:
         return np.arange(count, dtype=np.int64)
-    candidates = np.arange(count, dtype=np.int64)
+    candidates = None
     if count >= 8 * PROOF_TOPK:
         # The 128th largest of 512 column maxima is no larger than the 128th largest element, so
         # everything below it can be dropped by one pass of comparisons.
@@ -80,7 +82,8 @@ def largest(window: NDArray[np.uint16]) -> NDArray[np.int64]:
     threshold = np.partition(magnitudes, len(magnitudes) - PROOF_TOPK)[-PROOF_TOPK]
     above = np.flatnonzero(magnitudes > threshold)
     equal = np.flatnonzero(magnitudes == threshold)[: PROOF_TOPK - len(above)]
-    return np.sort(candidates[np.concatenate([above, equal])])
+    positions = np.sort(np.concatenate([above, equal]))
+    return positions if candidates is None else candidates[positions]
 
 
 def modulus_of(positions: NDArray[np.int64]) -> int:
@@ -114,10 +117,15 @@ def build(windows: Sequence[NDArray[np.uint16]]) -> list[bytes]:
 
 
 def _by_size(sizes: Sequence[int]) -> list[list[int]]:
+    """Indices grouped by size, in batches whose intermediate products stay in cache."""
     groups: dict[int, list[int]] = {}
     for i, size in enumerate(sizes):
         groups.setdefault(size, []).append(i)
-    return [members for size, members in groups.items() if size]
+    return [
+        members[start : start + _BATCH]
+        for members in groups.values()
+        for start in range(0, len(members), _BATCH)
+    ]
 
 
 def pack(proofs: Sequence[bytes]) -> bytes:

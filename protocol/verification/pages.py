@@ -1,95 +1,94 @@
-"""Parquet page headers, walked before any page is decoded.
+"""Parquet's footer and page headers, looked into before pyarrow is given the file.
 
-A page header says how large the page unpacks and how many values it holds, and pyarrow allocates by
-what it says. So they are read here first (Thrift compact protocol; parquet.thrift's PageHeader) and
-held to what a rollout file may be: data pages of version 1, plainly encoded, within a budget.
-Plain encoding is what makes the unpacked size a bound on the decoded one.
+pyarrow allocates by what page headers say, and some of its accessors end the process on values that
+they do not know. So both are read here first (ids as in parquet-format's parquet.thrift) and held
+to what a rollout file may be: one row group, zstd, data pages of version 1 in plain encoding,
+within a budget. Plain encoding is what makes the unpacked size a bound on the decoded one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protocol.core.errors import MalformedError
+from protocol.verification.thrift import (
+    Reader,
+    Struct,
+    binary,
+    integer,
+    structure,
+    structures,
+)
 
 MAX_VALUES = 1 << 23
 """Values of all columns of a file together, as declared by footer and page headers alike."""
-_MAX_DEPTH = 8
+MAX_FOOTER = 1 << 16
+MAGIC = b"PAR1"
 _DATA_PAGE = 0
-_PLAIN = 0
-_RLE = 3
+_PLAIN, _RLE = 0, 3
+ZSTD = 6
+PHYSICAL_TYPES = range(8)
 
 
-@dataclass
-class _Reader:
-    """Cursor over Thrift compact bytes; every read is bounds-checked."""
+@dataclass(frozen=True)
+class Column:
+    """One column chunk as the footer declares it; `dictionary` or `elsewhere` are never ours."""
 
-    data: bytes
-    at: int
-    end: int
-
-    def byte(self) -> int:
-        if self.at >= self.end:
-            raise MalformedError("a page header is cut off")
-        self.at += 1
-        return self.data[self.at - 1]
-
-    def varint(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self.byte()
-            value |= (byte & 0x7F) << shift
-            if not byte & 0x80:
-                return value
-            shift += 7
-            if shift > 63:
-                raise MalformedError("a page header holds an overlong number")
-
-    def zigzag(self) -> int:
-        value = self.varint()
-        return (value >> 1) ^ -(value & 1)
-
-    def skip_bytes(self, count: int) -> None:
-        if count < 0 or count > self.end - self.at:
-            raise MalformedError("a page header is cut off")
-        self.at += count
+    codec: int
+    values: int
+    start: int
+    length: int
+    dictionary: bool
+    elsewhere: bool
 
 
-@dataclass
-class _Struct:
-    """Integer and struct fields of a Thrift struct, by field id; the rest is skipped."""
+@dataclass(frozen=True)
+class Footer:
+    """What the footer declares. `groups` counts row groups; `columns` are those of the first."""
 
-    integers: dict[int, int] = field(default_factory=dict)
-    structs: dict[int, _Struct] = field(default_factory=dict)
+    rows: int
+    groups: int
+    columns: tuple[Column, ...]
+    pairs: dict[str, str]
 
 
-def _read_struct(reader: _Reader, depth: int = 0) -> _Struct:
-    if depth > _MAX_DEPTH:
-        raise MalformedError("a page header is nested too deeply")
-    result = _Struct()
-    last = 0
-    while True:
-        head = reader.byte()
-        if head == 0:
-            return result
-        kind, delta = head & 0x0F, head >> 4
-        last = last + delta if delta else reader.zigzag()
-        if last in result.integers or last in result.structs:
-            raise MalformedError("a page header repeats a field")
-        if kind in (1, 2):
-            result.integers[last] = 2 - kind  # booleans: 1 is true, 2 is false
-        elif kind == 3:
-            result.integers[last] = reader.byte()
-        elif kind in (4, 5, 6):
-            result.integers[last] = reader.zigzag()
-        elif kind == 7:
-            reader.skip_bytes(8)
-        elif kind == 8:
-            reader.skip_bytes(reader.varint())
-        elif kind == 12:
-            result.structs[last] = _read_struct(reader, depth + 1)
-        else:
-            raise MalformedError("a page header holds a list or map, which it never does")
+def read_footer(data: bytes) -> Footer:
+    """The footer of a Parquet file. Raises MalformedError if it is none, or over its limits."""
+    if len(data) < 12 or data[:4] != MAGIC or data[-4:] != MAGIC:
+        raise MalformedError("not a Parquet file")
+    length = int.from_bytes(data[-8:-4], "little")
+    if not 0 < length <= min(MAX_FOOTER, len(data) - 12):
+        raise MalformedError(f"a Parquet footer of {length} bytes")
+    meta = Reader(data, len(data) - 8 - length, len(data) - 8).struct()
+    groups = structures(meta, 4)
+    pairs: dict[str, str] = {}
+    for pair in structures(meta, 5):
+        try:
+            key, value = binary(pair, 1).decode(), binary(pair, 2).decode()
+        except UnicodeDecodeError as error:
+            raise MalformedError("the metadata is not UTF-8") from error
+        if key in pairs:
+            raise MalformedError("the metadata repeats a key")
+        pairs[key] = value
+    columns = tuple(_column(chunk) for group in groups[:1] for chunk in structures(group, 1))
+    rows = integer(meta, 3)
+    if rows < 0 or sum(integer(group, 3) for group in groups) != rows:
+        raise MalformedError("the row groups do not add up")
+    return Footer(rows, len(groups), columns, pairs)
+
+
+def _column(chunk: Struct) -> Column:
+    meta = structure(chunk, 3)
+    if integer(meta, 1) not in PHYSICAL_TYPES:
+        raise MalformedError("a column has an unknown physical type")
+    return Column(
+        codec=integer(meta, 4),
+        values=integer(meta, 5),
+        start=integer(meta, 9),
+        length=integer(meta, 7),
+        dictionary=11 in meta,
+        elsewhere=1 in chunk,
+    )
 
 
 def require_plain_pages(data: bytes, *, start: int, length: int, values: int, budget: int) -> int:
@@ -98,30 +97,23 @@ def require_plain_pages(data: bytes, *, start: int, length: int, values: int, bu
     Returns their unpacked size in bytes. Raises MalformedError unless all are plainly encoded data
     pages, hold `values` values in total and unpack to at most `budget` bytes.
     """
-    end = start + length
-    if start < 0 or length < 0 or end > len(data) or values < 0:
-        raise MalformedError("a column chunk lies outside the file")
-    reader = _Reader(data, start, end)
+    reader = Reader(data, start, start + length)
     unpacked = counted = 0
-    while reader.at < end:
-        header = _read_struct(reader)
-        page = header.structs.get(5)  # data_page_header
-        try:
-            kind, size, packed = header.integers[1], header.integers[2], header.integers[3]
-            if page is None or kind != _DATA_PAGE:
-                raise MalformedError("a page is no data page of version 1")
-            count, encodings = page.integers[1], [page.integers[i] for i in (2, 3, 4)]
-        except KeyError as error:
-            raise MalformedError(f"a page header lacks field {error}") from error
-        if encodings != [_PLAIN, _RLE, _RLE]:
+    while reader.at < reader.end:
+        header = reader.struct()
+        page = structure(header, 5)  # data_page_header
+        if integer(header, 1) != _DATA_PAGE:
+            raise MalformedError("a page is no data page of version 1")
+        if [integer(page, i) for i in (2, 3, 4)] != [_PLAIN, _RLE, _RLE]:
             raise MalformedError("a page is not plainly encoded")
+        size, count = integer(header, 2), integer(page, 1)
         if size < 0 or count < 0:
             raise MalformedError("a page header holds a negative size")
         unpacked += size
         counted += count
         if unpacked > budget or counted > values:
             raise MalformedError("pages unpack to more than a file may hold")
-        reader.skip_bytes(packed)
+        reader.skip(integer(header, 3))
     if counted != values:
         raise MalformedError(f"pages hold {counted} values, the footer says {values}")
     return unpacked

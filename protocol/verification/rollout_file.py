@@ -1,7 +1,7 @@
 """Rollout files: writing, and strict bounded reading. See protocol.core.rollout for the schema.
 
 A reader's steps, each before anything larger is allocated:
-size → footer (bounded Thrift) → rows, columns, types, codec → page headers → values → bounds.
+size → footer → rows, columns, codec → page headers → pyarrow: types, values → bounds of each row.
 Every malformed input ends in one FileError that names its reason; nothing else escapes.
 """
 
@@ -31,9 +31,16 @@ from protocol.core.rollout import (
 )
 from protocol.core.run import MICRO
 from protocol.core.verdict import Reason, VerdictTable
-from protocol.verification.pages import MAX_VALUES, require_plain_pages
+from protocol.verification.pages import (
+    MAX_FOOTER,
+    MAX_VALUES,
+    ZSTD,
+    Footer,
+    read_footer,
+    require_plain_pages,
+)
 
-MAX_METADATA_BYTES = 4096
+MAX_METADATA_VALUE = 128
 MAX_PROBLEM_ID = 256
 """Characters, as protocol.core.verdict.VerdictRow allows."""
 _LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
@@ -45,7 +52,6 @@ _TYPES = {
     "float64": pa.float64(),
     **{name: pa.list_(pa.field("element", item)) for name, item in _LISTS.items()},
 }
-_THRIFT_LIMIT = 1 << 20
 
 
 class FileError(MalformedError):
@@ -128,13 +134,16 @@ def read_rollout_file(data: bytes) -> RolloutFile:
     if len(data) > MAX_FILE_BYTES:
         raise FileError(Reason.OVERSIZED, f"{len(data)} bytes exceed {MAX_FILE_BYTES}")
     try:
+        footer = read_footer(data)
+        metadata = _metadata(footer)
+        _require_shape(footer, data)
         source = pq.ParquetFile(
             pa.BufferReader(data),
-            thrift_string_size_limit=_THRIFT_LIMIT,
-            thrift_container_size_limit=_THRIFT_LIMIT >> 6,
+            thrift_string_size_limit=MAX_FOOTER,
+            thrift_container_size_limit=MAX_FOOTER,
         )
-        metadata = _metadata(source)
-        _require_shape(source, data)
+        if not source.schema_arrow.equals(arrow_schema(), check_metadata=False):
+            raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
         table = source.read(use_threads=False)
         table.validate(full=True)
         return RolloutFile(metadata, _rows(table))
@@ -147,49 +156,39 @@ def read_rollout_file(data: bytes) -> RolloutFile:
         raise FileError(Reason.MALFORMED, f"not a readable Parquet file: {text}") from error
 
 
-def _metadata(source: Any) -> FileMetadata:
-    raw: dict[bytes, bytes] = source.metadata.metadata or {}
-    if sum(len(k) + len(v) for k, v in raw.items()) > MAX_METADATA_BYTES:
-        raise FileError(Reason.OVERSIZED, "the key-value metadata is too long")
-    pairs = {key.decode(): value.decode() for key, value in raw.items()}
+def _metadata(footer: Footer) -> FileMetadata:
+    pairs = {key: value for key, value in footer.pairs.items() if key != "ARROW:schema"}
+    if any(len(value) > MAX_METADATA_VALUE for value in pairs.values()):
+        raise FileError(Reason.OVERSIZED, f"a metadata value exceeds {MAX_METADATA_VALUE} letters")
     if pairs.get("schema_version") != SCHEMA_VERSION:
         found = pairs.get("schema_version", "none")[:32]
         raise FileError(Reason.WRONG_SCHEMA, f"schema version {found!r}, not {SCHEMA_VERSION!r}")
     if set(pairs) != set(METADATA_KEYS):
         raise FileError(Reason.WRONG_SCHEMA, f"the metadata keys are not {METADATA_KEYS}")
     del pairs["schema_version"]
-    if any(len(value) > 128 for value in pairs.values()):
-        raise FileError(Reason.OVERSIZED, "a metadata value is longer than 128 characters")
     return FileMetadata(**pairs)
 
 
-def _require_shape(source: Any, data: bytes) -> None:
-    """Everything that can be known before values are decoded."""
-    meta = source.metadata
-    if meta.num_rows > MAX_ROWS:
-        raise FileError(Reason.OVERSIZED, f"{meta.num_rows} rows exceed {MAX_ROWS}")
-    if meta.num_columns != len(COLUMNS) or not source.schema_arrow.equals(
-        arrow_schema(), check_metadata=False
-    ):
-        raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
-    if meta.num_rows < 1 or meta.num_row_groups != 1:
+def _require_shape(footer: Footer, data: bytes) -> None:
+    """Everything that can be known before pyarrow sees the file."""
+    if footer.rows > MAX_ROWS:
+        raise FileError(Reason.OVERSIZED, f"{footer.rows} rows exceed {MAX_ROWS}")
+    if footer.rows < 1 or footer.groups != 1:
         raise FileError(Reason.WRONG_SCHEMA, "a file has at least one row, in one row group")
-    group = meta.row_group(0)
-    chunks = [group.column(i) for i in range(meta.num_columns)]
-    if any(chunk.compression != "ZSTD" for chunk in chunks):
+    if len(footer.columns) != len(COLUMNS):
+        raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
+    if any(column.codec != ZSTD for column in footer.columns):
         raise FileError(Reason.WRONG_SCHEMA, "a column is not compressed by zstd")
-    if any(chunk.has_dictionary_page or chunk.file_path for chunk in chunks):
+    if any(column.dictionary or column.elsewhere for column in footer.columns):
         raise FileError(Reason.WRONG_SCHEMA, "a column is dictionary-encoded or lies elsewhere")
-    if sum(max(0, chunk.num_values) for chunk in chunks) > MAX_VALUES:
+    if any(column.values < 0 for column in footer.columns):
+        raise FileError(Reason.MALFORMED, "a column has a negative number of values")
+    if sum(column.values for column in footer.columns) > MAX_VALUES:
         raise FileError(Reason.OVERSIZED, f"more than {MAX_VALUES} values")
     budget = MAX_FILE_BYTES * 2
-    for chunk in chunks:
+    for column in footer.columns:
         budget -= require_plain_pages(
-            data,
-            start=chunk.data_page_offset,
-            length=chunk.total_compressed_size,
-            values=chunk.num_values,
-            budget=budget,
+            data, start=column.start, length=column.length, values=column.values, budget=budget
         )
 
 

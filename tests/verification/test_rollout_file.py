@@ -311,3 +311,14 @@ def test_a_table_of_another_file_is_refused() -> None:
     for rows in (ROWS[:-1], [*ROWS[:-1], replace(ROWS[-1], sample=9)]):
         with pytest.raises(MalformedError):
             load_rollouts(FILE, _verdict_table(rows))
+
+
+def test_a_codec_that_pyarrow_would_abort_on_is_void() -> None:
+    """pyarrow 26 ends the process when asked for the name of an unknown codec."""
+    footer_at = len(FILE) - 8 - int.from_bytes(FILE[-8:-4], "little")
+    hits = 0
+    for at in range(footer_at, len(FILE) - 8):
+        if FILE[at : at + 2] == b"\x15\x0c":  # field by delta 1, zigzag 6: zstd
+            damaged = FILE[: at + 1] + b"\x7f" + FILE[at + 2 :]
+            hits += _reason(damaged) is Reason.WRONG_SCHEMA
+    assert hits == len(COLUMNS)
