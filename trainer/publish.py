@@ -26,7 +26,7 @@ from protocol.broadcast.files import write_whole
 from protocol.broadcast.publish import finalize, publish
 from protocol.broadcast.server import Server
 from protocol.core.checkpoint import Manifest, SignedManifest
-from protocol.core.errors import ConflictError, FatalError, PrimeError, UntrustedError, UserError
+from protocol.core.errors import ConflictError, FatalError, PrimeError, UserError
 from protocol.core.ids import Digest
 from protocol.core.messages import PolicyList, RelayInfo
 from protocol.core.signing import Domain, Signer
@@ -201,8 +201,6 @@ class Origin:
                     if not told:
                         log.info("the orchestrator lists this origin at %s", self.url)
                     told = True
-                except UntrustedError:
-                    raise
                 except PrimeError as error:
                     log.warning("could not announce the origin: %s", error)
                     told = False

@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from protocol.core.errors import FatalError
 from protocol.core.messages import BatchAnswer
 from protocol.transport.client import OrchestratorClient
@@ -138,19 +140,28 @@ class Trainer:
         return after
 
     def publish(self, version: int, watch: Stopwatch) -> None:
-        """Exports the weights as they are now and publishes them as `version`."""
+        """Publishes the weights as they are now as `version`. Raises StoppedError on every rank."""
         with watch.timed("publish"):
             state = full_state(self.learner.policy)  # a collective: every rank takes part
+            done = True
             if self.publisher is not None:
-                publisher, base = self.publisher, self.learner.settings.need("model")
-                folder = self.data / "export"
-                if version:
-                    export(state, base, folder)
-                    verify_loadable(folder)
-                source = folder if version else base
-                insist(lambda: publisher.publish(source, version), self.stop, "publishing")
-                shutil.rmtree(folder, ignore_errors=True)
-                if self.origin is not None:
-                    self.origin.announce()
-                log.info("policy %d is published", version)
-            self.world.barrier()
+                try:
+                    self.publish_here(self.publisher, state, version)
+                except StoppedError:
+                    done = False
+            done = self.world.broadcast((done,))[0]
+        if not done:
+            raise StoppedError
+
+    def publish_here(self, publisher: Publisher, state: dict[str, Tensor], version: int) -> None:
+        """Rank 0's part: version 0 is the base model as it is, a later one is exported first."""
+        folder = base = self.learner.settings.need("model")
+        if version:
+            folder = self.data / "export"
+            export(state, base, folder)
+            verify_loadable(folder)
+        insist(lambda: publisher.publish(folder, version), self.stop, "publishing")
+        shutil.rmtree(self.data / "export", ignore_errors=True)
+        if self.origin is not None:
+            self.origin.announce()
+        log.info("policy %d is published", version)
