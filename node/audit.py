@@ -70,14 +70,15 @@ class FetchedEngines(FolderEngines):
         return super().engine(version, policy_digest)
 
     def _fetch(self, version: int) -> None:
-        known = {p.manifest.version: p for p in self._api.policies().policies}
-        if version not in known:
-            raise UnavailableError(f"policy {version} is no longer published")
+        try:
+            signed = self._api.client.get(f"/v1/policies/{version}", SignedManifest)
+        except NotFoundError as error:
+            raise UnavailableError(str(error)) from error
         sources = [relay.url for relay in self._api.relays()]
         if not sources:
             raise UnavailableError("no relay or origin is announced to fetch the policy from")
         try:
-            self._folder.ensure(version, known[version], sources, others=known.values())
+            self._folder.ensure(version, signed, sources)
         except PrimeError as error:
             raise UnavailableError(f"policy {version} cannot be fetched: {error}") from error
 

@@ -75,7 +75,7 @@ class Bridge:
 class _Server(ThreadingMixIn, UnixStreamServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = MAX_CONNECTIONS
+    request_queue_size = 64
 
     def __init__(self, path: str, desk: Desk, allowed_uids: set[int]) -> None:
         self.desk = desk
@@ -118,29 +118,30 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
 
     def do_GET(self) -> None:
-        self._answer({"/run": self.server.desk.run_definition})
+        self._answer({"/run": lambda body: self.server.desk.run_definition()})
 
     def do_POST(self) -> None:
         desk = self.server.desk
 
-        def abandon() -> bytes:
-            desk.abandon(self._body(Abandon))
+        def abandon(body: bytes) -> bytes:
+            desk.abandon(_parse(Abandon, body))
             return _json(Done())
 
         self._answer(
             {
-                "/lease": lambda: _json(desk.lease(self._body(LeaseWish))),
-                "/submit": lambda: _json(desk.submit(self._body(HandIn))),
+                "/lease": lambda body: _json(desk.lease(_parse(LeaseWish, body))),
+                "/submit": lambda body: _json(desk.submit(_parse(HandIn, body))),
                 "/abandon": abandon,
             }
         )
 
-    def _answer(self, routes: dict[str, Callable[[], bytes]]) -> None:
+    def _answer(self, routes: dict[str, Callable[[bytes], bytes]]) -> None:
         status, kind = 200, "application/json"
         try:
+            body = self._read_body() if self.command == "POST" else b""
             if self.path not in routes:
                 raise NotFoundError(f"the bridge has no {self.command} {self.path[:80]}")
-            content = routes[self.path]()
+            content = routes[self.path](body)
         except PrimeError as error:
             status, document = to_problem(error)
             kind, content = CONTENT_TYPE, json.dumps(document).encode()
@@ -151,27 +152,28 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
 
-    def _body(self, model: type[Body]) -> Body:
+    def _read_body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or len(length) > 9:
             raise MalformedError("a request needs a Content-Length")
         if int(length) > MAX_BODY_BYTES:
             raise MalformedError(f"a body of {length} bytes exceeds {MAX_BODY_BYTES}")
-        raw = self.rfile.read(int(length))
-        try:
-            return model.model_validate_json(raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise MalformedError(
-                f"the body is no {model.__name__}: {where} {first['msg']}"
-            ) from error
+        return self.rfile.read(int(length))
 
     def address_string(self) -> str:
         return "worker"
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)
+
+
+def _parse(model: type[Body], raw: bytes) -> Body:
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedError(f"the body is no {model.__name__}: {where} {first['msg']}") from error
 
 
 def _json(model: Strict) -> bytes:

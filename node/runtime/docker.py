@@ -165,7 +165,7 @@ class DockerRuntime:
             if "@" not in task.image:
                 raise UserError(
                     f"the image {task.image[:19]}… is not on this machine",
-                    hint="load it with `docker load`, or build it: deploy/build_worker_image.sh",
+                    hint="load it with `docker load`, or build it: deploy/build_worker_image.py",
                 ) from None
             log.info("pulling %s …", task.image)
             try:

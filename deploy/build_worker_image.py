@@ -1,0 +1,171 @@
+"""Makes the worker's image from this machine's own Python, where no registry can be reached.
+
+    .venv/bin/python deploy/build_worker_image.py [--tag prime-worker:local]
+
+    interpreter + standard library ─┐
+    installed packages the worker   ├─► one tar stream ─► docker import ─► image id on stdout
+    needs (found by their metadata) │
+    shared libraries (ldd)          │
+    protocol/ and node/            ─┘
+
+The image holds no shell, no package manager and no other program. With a registry, build
+deploy/worker.Dockerfile instead. Linux with glibc only; run it in the environment that has torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata as metadata
+import io
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = ("rollout-base", "torch")
+PREFIX = PurePosixPath("opt/python")
+SOURCE = PurePosixPath("opt/prime")
+VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "turtledemo"}
+ENVIRONMENT = {
+    "PATH": f"/{PREFIX}/bin",
+    "PYTHONPATH": f"/{SOURCE}",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def distributions() -> list[metadata.Distribution]:
+    """prime-open's requirements for a worker, and theirs, as installed here."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting = [("prime-open", frozenset(EXTRAS))]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        name, extras = waiting.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        distribution = metadata.distribution(name)
+        found[name] = distribution
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": e}) for e in extras or {""}):
+                wanted = re.sub(r"[-_.]+", "-", requirement.name).lower()
+                waiting.append((wanted, frozenset(requirement.extras)))
+    del found["prime-open"]
+    return list(found.values())
+
+
+def package_files() -> Iterator[tuple[PurePosixPath, Path]]:
+    """(place in the image, file here) of every installed file that the worker needs."""
+    site = PREFIX / "lib" / VERSION / "site-packages"
+    for distribution in distributions():
+        for file in distribution.files or []:
+            here = Path(str(distribution.locate_file(file)))
+            if file.parts[0] != ".." and here.is_file():
+                yield site / PurePosixPath(*file.parts), here
+
+
+def interpreter_files() -> Iterator[tuple[PurePosixPath, Path]]:
+    """The interpreter and its standard library, without tests and tools."""
+    binary = PREFIX / "bin" / VERSION
+    yield binary, Path(sys.executable).resolve()
+    library = Path(sysconfig.get_path("stdlib"))
+    for here in library.rglob("*"):
+        inside = here.relative_to(library)
+        if here.is_file() and not LEFT_OUT.intersection(inside.parts):
+            yield PREFIX / "lib" / VERSION / inside.as_posix(), here
+
+
+def source_files() -> Iterator[tuple[PurePosixPath, Path]]:
+    """What the worker imports of this project."""
+    for package in ("protocol", "node"):
+        for here in (ROOT / package).rglob("*"):
+            if here.is_file() and "__pycache__" not in here.parts:
+                yield SOURCE / here.relative_to(ROOT).as_posix(), here
+
+
+def shared_libraries(files: list[Path]) -> dict[PurePosixPath, Path]:
+    """Libraries outside `files` that their binaries load, where the loader looks for them."""
+    binaries = [str(file) for file in files if file.suffix == ".so" or ".so." in file.name]
+    binaries.append(str(Path(sys.executable).resolve()))
+    carried = {str(file.resolve()) for file in files}
+    found: dict[PurePosixPath, Path] = {}
+    for start in range(0, len(binaries), 100):
+        said = subprocess.run(
+            ["ldd", *binaries[start : start + 100]], capture_output=True, text=True, check=False
+        ).stdout
+        for line in said.splitlines():
+            match = re.match(r"\s+(?:(\S+) => )?(/\S+) \(0x", line)
+            if match is None:
+                continue
+            path = Path(match[2])
+            if str(path.resolve()) in carried:
+                continue
+            if match[1] is None or match[1].startswith("/"):  # the loader itself, by its full path
+                found[PurePosixPath(str(path).lstrip("/"))] = path.resolve()
+            else:
+                found[PurePosixPath("lib") / match[1]] = path.resolve()
+    return found
+
+
+def write_image(stream: io.BufferedIOBase) -> int:
+    """Writes the image's root as one tar; its number of files."""
+    files = {**dict(interpreter_files()), **dict(package_files()), **dict(source_files())}
+    files |= shared_libraries(list(files.values()))
+    with tarfile.open(fileobj=stream, mode="w|") as tar:
+        for folder, mode in (("tmp", 0o1777), ("prime", 0o755), ("etc", 0o755), ("proc", 0o755)):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, mode
+            tar.addfile(entry)
+        users = b"root:x:0:0:root:/:\nprime:x:65532:65532:prime:/tmp:\n"
+        entry = tarfile.TarInfo("etc/passwd")
+        entry.size, entry.mode = len(users), 0o644
+        tar.addfile(entry, io.BytesIO(users))
+        for place, here in sorted(files.items()):
+            info = tar.gettarinfo(str(here.resolve()), str(place))
+            info.type, info.linkname = tarfile.REGTYPE, ""  # hard links become files
+            info.size = here.stat().st_size
+            info.uid = info.gid = 0
+            info.uname = info.gname = "root"
+            info.mode = 0o755 if info.mode & 0o100 else 0o644
+            with here.open("rb") as content:
+                tar.addfile(info, content)
+        for name in ("python", "python3"):
+            entry = tarfile.TarInfo(str(PREFIX / "bin" / name))
+            entry.type, entry.linkname = tarfile.SYMTYPE, VERSION
+            tar.addfile(entry)
+    return len(files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tag", default="prime-worker:local")
+    tag = parser.parse_args().tag
+    changes = [f"--change=ENV {name}={value}" for name, value in ENVIRONMENT.items()]
+    changes += ["--change=USER 65532:65532", '--change=CMD ["python", "-m", "node.worker"]']
+    docker = subprocess.Popen(
+        ["docker", "import", *changes, "-", tag], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert docker.stdin is not None
+    assert docker.stdout is not None
+    count = write_image(docker.stdin)  # type: ignore[arg-type]
+    docker.stdin.close()
+    image = docker.stdout.read().decode().strip()
+    if docker.wait() != 0:
+        sys.exit("docker import failed; is the engine up? (docker info)")
+    print(f"{count} files as {tag}", file=sys.stderr)
+    print(image)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+# The rollout worker: what runs inside a task's container (python -m node.worker).
+#   docker build -f deploy/worker.Dockerfile -t prime-worker .
+# The run definition names the image by digest (or, without a registry, by image id). It needs no
+# network, no capability, no writable root: the agent starts it without them.
+# On machines that reach no registry: python deploy/build_worker_image.py
+FROM python:3.11-slim
+
+# TORCH may name a CPU-only or a CUDA build, as pip understands it.
+ARG TORCH="torch>=2.13,<2.14"
+WORKDIR /opt/prime
+COPY pyproject.toml constraints.txt README.md ./
+RUN pip install --no-cache-dir "${TORCH}"
+COPY protocol protocol
+COPY node node
+RUN pip install --no-cache-dir --constraint constraints.txt ".[rollout-base,torch]"
+
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+USER 65532:65532
+CMD ["python", "-m", "node.worker"]

@@ -1,0 +1,111 @@
+"""A desk and its bridge over the served pool, in this process, without any worker."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from node_world import NODE, NodeWorld
+
+from node.api import NodeApi
+from node.bridge import Bridge
+from node.courier import Courier
+from node.desk import Desk
+from node.outbox import Outbox
+from node.worker.client import BridgeClient
+from orchestrator.store import nodes
+from protocol.core.ids import Digest
+from protocol.core.messages import PolicyList
+from protocol.core.node import Hardware
+
+
+@dataclass
+class Shelf:
+    """Policies as the desk sees them, set by the test."""
+
+    on_disk: dict[int, Digest] = field(default_factory=dict)
+    wanted: list[int] = field(default_factory=list)
+
+    def newest(self) -> int | None:
+        return max(self.on_disk, default=None)
+
+    def digest(self, version: int) -> Digest | None:
+        return self.on_disk.get(version)
+
+    def want(self, version: int) -> None:
+        self.wanted.append(version)
+
+
+@dataclass
+class Kit:
+    """Everything around one bridge. `client` is what a worker has."""
+
+    world: NodeWorld
+    desk: Desk
+    shelf: Shelf
+    outbox: Outbox
+    courier: Courier
+    client: BridgeClient
+    folder: Path
+    """What the worker may write."""
+    socket_path: Path
+
+    def raw(self, request: bytes) -> bytes:
+        """Sends bytes as they are; everything that comes back."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(20)
+            connection.connect(str(self.socket_path))
+            connection.sendall(request)
+            answer = b""
+            while block := connection.recv(65536):
+                answer += block
+            return answer
+
+
+@contextmanager
+def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
+    """The node is an active member; the desk is open; the courier is not started."""
+    with world.store.begin() as connection:
+        nodes.admit(
+            connection,
+            NODE.address,
+            speed_class=1,
+            hardware=Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=()),
+            runtime="process",
+            now=time.time(),
+        )
+    world.admit()
+    api = NodeApi(world.url, NODE)
+    policies = api.client.get("/v1/policies", PolicyList).policies
+    shelf = Shelf({p.manifest.version: p.manifest.digest() for p in policies})
+    written = folder / "written"
+    written.mkdir(parents=True)
+    outbox = Outbox(folder / "outbox", now=time.time)
+    desk = Desk(
+        api=api,
+        signer=NODE,
+        run=api.run(),
+        domain=api.client.domain("work"),
+        policies=shelf,
+        outbox=outbox,
+        handed_in=written,
+        now=time.time,
+    )
+    desk.set_working(True)
+    bridge = Bridge(folder / "b", desk, task_uid=0)
+    bridge.start()
+    courier = Courier(
+        outbox, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=desk.nudge
+    )
+    client = BridgeClient(bridge.path, timeout=40)
+    try:
+        yield Kit(world, desk, shelf, outbox, courier, client, written, bridge.path)
+    finally:
+        desk.close()
+        bridge.close()
+        api.close()

@@ -1,0 +1,248 @@
+"""The socket between a task and its agent: what a hostile task can say, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bridge_kit import Kit, bridge_kit
+from node_world import NodeWorld, until
+
+from node.bridge import MAX_CONNECTIONS
+from node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
+from protocol.core.errors import ConflictError, MalformedError, NotFoundError
+from protocol.core.ids import Digest
+from protocol.core.rollout import MAX_FILE_BYTES
+
+
+@pytest.fixture
+def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
+    with bridge_kit(world, tmp_path / "k") as made:
+        yield made
+
+
+def take_lease(kit: Kit) -> Digest:
+    offer = kit.client.lease(LeaseWish(wait_seconds=10))
+    assert offer.lease is not None, offer.reason
+    assert offer.domain is not None
+    return offer.lease.lease.digest(offer.domain)
+
+
+def test_worker_gets_the_run_and_the_same_lease_until_it_is_fulfilled(kit: Kit) -> None:
+    assert kit.client.run() == kit.world.backend.context.run
+    first = take_lease(kit)
+    kit.client.abandon(Abandon(lease_digest=first, reason="test"))
+    assert take_lease(kit) == first
+
+
+def test_submitted_file_is_receipted_and_the_next_lease_is_another(kit: Kit) -> None:
+    first = take_lease(kit)
+    (kit.folder / "f.parquet").write_bytes(b"file")
+    kit.courier.start()
+    answer = kit.client.submit(HandIn(lease_digest=first, file="f.parquet"))
+    assert answer.receipt is not None
+    assert answer.receipt.receipt.submission_digest == answer.submission_digest
+    assert kit.world.submissions()[0]["digest"] == answer.submission_digest
+    assert not (kit.folder / "f.parquet").exists()
+    assert take_lease(kit) != first
+    assert kit.courier.stop(10) == 0
+
+
+def test_waiting_worker_gets_its_lease_once_the_last_file_is_receipted(kit: Kit) -> None:
+    first = take_lease(kit)
+    (kit.folder / "f").write_bytes(b"file")
+    handing_in = threading.Thread(
+        target=lambda: kit.client.submit(HandIn(lease_digest=first, file="f"))
+    )
+    handing_in.start()
+    until(lambda: kit.outbox.waiting(), "the file is journalled")
+    offers: list[LeaseOffer] = []
+    asking = threading.Thread(target=lambda: offers.append(kit.client.lease(LeaseWish())))
+    asking.start()
+    assert not offers
+    kit.courier.start()
+    handing_in.join(30)
+    asking.join(30)
+    (offer,) = offers
+    assert offer.lease is not None
+    assert kit.courier.stop(10) == 0
+
+
+def test_file_name_can_name_no_other_place(kit: Kit) -> None:
+    (kit.folder.parent / "pw").write_text("secret")
+    lease = take_lease(kit)
+    for name in ("../pw", "/etc/passwd", "..", ".", "", "a/b", ".hidden", "x\0y", "é", "a" * 129):
+        with pytest.raises(MalformedError, match="not a plain file name"):
+            kit.client.submit(HandIn(lease_digest=lease, file=name))
+    with pytest.raises(MalformedError, match="not a plain file name"):
+        kit.client.submit(HandIn(lease_digest=lease, file="f\n"))
+    assert not kit.outbox.waiting()
+
+
+def test_links_folders_and_pipes_are_no_files(kit: Kit) -> None:
+    secret = kit.folder.parent / "secret"
+    secret.write_text("secret")
+    (kit.folder / "link").symlink_to(secret)
+    (kit.folder / "folder").mkdir()
+    os.mkfifo(kit.folder / "pipe")
+    lease = take_lease(kit)
+    for name in ("link", "folder", "pipe", "missing"):
+        with pytest.raises(MalformedError, match="file"):
+            kit.client.submit(HandIn(lease_digest=lease, file=name))
+    (kit.folder / "empty").touch()
+    with pytest.raises(MalformedError, match="is empty"):
+        kit.client.submit(HandIn(lease_digest=lease, file="empty"))
+    assert not kit.outbox.waiting()
+
+
+def test_oversized_file_is_refused_and_leaves_no_copy(kit: Kit) -> None:
+    with (kit.folder / "big").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    lease = take_lease(kit)
+    with pytest.raises(MalformedError, match="larger than a rollout file"):
+        kit.client.submit(HandIn(lease_digest=lease, file="big"))
+    assert [path.name for path in kit.socket_path.parent.parent.glob("outbox/*.parquet*")] == []
+
+
+def test_only_the_open_lease_can_be_submitted_or_given_back(kit: Kit) -> None:
+    (kit.folder / "f").write_bytes(b"file")
+    other = Digest("0x" + "11" * 32)
+    with pytest.raises(ConflictError, match="not the one that is open"):
+        kit.client.submit(HandIn(lease_digest=other, file="f"))
+    take_lease(kit)
+    with pytest.raises(ConflictError, match="not the one that is open"):
+        kit.client.submit(HandIn(lease_digest=other, file="f"))
+    with pytest.raises(ConflictError, match="not the one that is open"):
+        kit.client.abandon(Abandon(lease_digest=other))
+
+
+def test_file_changed_after_it_was_handed_in_does_not_matter(kit: Kit) -> None:
+    lease = take_lease(kit)
+    (kit.folder / "f").write_bytes(b"as hashed")
+    thread = threading.Thread(
+        target=lambda: kit.client.submit(HandIn(lease_digest=lease, file="f"))
+    )
+    thread.start()
+    (entry,) = until(kit.outbox.waiting, "the file is journalled")
+    (kit.folder / "f").write_bytes(b"another")
+    assert entry.path.read_bytes() == b"as hashed"
+    kit.courier.start()
+    thread.join(30)
+    assert kit.world.submissions()[0]["sha256"] == entry.body.submission.sha256
+    assert kit.courier.stop(10) == 0
+
+
+def test_second_wish_for_a_lease_is_a_conflict(kit: Kit) -> None:
+    kit.desk.set_working(False)
+    first = threading.Thread(target=lambda: kit.client.lease(LeaseWish(wait_seconds=20)))
+    first.start()
+
+    def refused() -> bool:
+        try:
+            kit.client.lease(LeaseWish(wait_seconds=0))
+        except ConflictError as error:
+            return "already waiting" in str(error)
+        return False
+
+    until(refused, "the second is refused while the first waits")
+    kit.desk.close()  # answers the first at once
+    first.join(10)
+    assert not first.is_alive()
+
+
+BAD_REQUESTS = [
+    (b"POST /lease HTTP/1.1\r\nContent-Length: 999999\r\n\r\n", "malformed"),
+    (b"POST /lease HTTP/1.1\r\nContent-Length: -1\r\n\r\n", "malformed"),
+    (b"POST /lease HTTP/1.1\r\nContent-Length: 1e3\r\n\r\n", "malformed"),
+    (b"POST /lease HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "malformed"),
+    (b"POST /lease HTTP/1.1\r\nContent-Length: 2\r\n\r\n[]", "malformed"),
+    (b"POST /lease HTTP/1.1\r\nContent-Length: 3\r\n\r\nxyz", "malformed"),
+    (b'POST /lease HTTP/1.1\r\nContent-Length: 20\r\n\r\n{"wait_seconds":999}', "malformed"),
+    (b"POST /keys HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", "not-found"),
+    (b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", "not-found"),
+    (b"GET /lease HTTP/1.1\r\n\r\n", "not-found"),
+]
+
+
+def test_bad_request_is_a_problem_document(kit: Kit) -> None:
+    for request, kind in BAD_REQUESTS:
+        head, _, body = kit.raw(request).partition(b"\r\n\r\n")
+        assert b"application/problem+json" in head, request
+        assert json.loads(body)["type"] == f"urn:prime:problem:{kind}", request
+
+
+def test_more_connections_than_allowed_are_closed_and_the_bridge_lives(kit: Kit) -> None:
+    import socket
+
+    held = []
+    for _ in range(MAX_CONNECTIONS + 4):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(20)
+        connection.connect(str(kit.socket_path))
+        held.append(connection)
+    assert held[-1].recv(1) == b""  # closed by the bridge
+    for connection in held:
+        connection.close()
+    until(lambda: _answers(kit), "the bridge answers again")
+
+
+def _answers(kit: Kit) -> bool:
+    return kit.raw(b"GET /run HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.0 200")
+
+
+def test_another_user_cannot_connect(kit: Kit) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can try as another user")
+    kit.socket_path.chmod(0o666)
+    for folder in (kit.socket_path.parent, *kit.socket_path.parents):
+        if folder.stat().st_mode & 0o1 == 0:
+            folder.chmod(0o711)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover - in the child
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            said = kit.raw(b"GET /run HTTP/1.1\r\n\r\n")
+        except OSError:
+            said = b""
+        os.write(writer, b"answered" if said else b"closed")
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert os.read(reader, 16) == b"closed"
+    os.close(reader)
+    assert _answers(kit)
+
+
+def test_policy_that_is_not_on_disk_is_fetched_before_work(kit: Kit) -> None:
+    lease = take_lease(kit)
+    digest = kit.shelf.on_disk.pop(0)
+    kit.shelf.on_disk[7] = digest  # something is there, but not what the lease needs
+    offer = kit.desk.lease(LeaseWish(wait_seconds=0))
+    assert (offer.lease, kit.shelf.wanted) == (None, [0])
+    kit.shelf.on_disk = {0: digest}
+    assert take_lease(kit) == lease
+
+
+def test_policy_other_than_the_leases_is_never_used(kit: Kit) -> None:
+    kit.shelf.on_disk[0] = Digest("0x" + "22" * 32)
+    offer = kit.client.lease(LeaseWish(wait_seconds=0))
+    assert offer.lease is None
+    assert "not the one that the lease names" in offer.reason
+
+
+def test_no_lease_before_the_first_policy(kit: Kit) -> None:
+    kit.shelf.on_disk.clear()
+    offer = kit.client.lease(LeaseWish(wait_seconds=0))
+    assert (offer.lease, offer.reason) == (None, "no policy has arrived yet")
+
+
+def test_unknown_verb_is_refused(kit: Kit) -> None:
+    assert b" 501 " in kit.raw(b"DELETE /run HTTP/1.1\r\n\r\n").splitlines()[0]
+    with pytest.raises(NotFoundError):
+        kit.client._request("POST", "/run", b"{}")

@@ -1,0 +1,185 @@
+"""Finished files survive: crashes between any two steps, outages, refusals, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bridge_kit import Kit, bridge_kit
+from node_world import NODE, NodeWorld
+
+from node.api import NodeApi
+from node.bridge_messages import HandIn, LeaseWish
+from node.courier import Courier, deliver
+from node.outbox import Outbox
+from protocol.core.errors import ConflictError, UnavailableError
+from protocol.core.ids import Digest
+from protocol.core.messages import ReceiptAnswer
+from protocol.core.rollout import SignedSubmission
+from protocol.core.signing import Statement
+
+
+@pytest.fixture
+def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
+    with bridge_kit(world, tmp_path / "k") as made:
+        yield made
+
+
+def hand_in(kit: Kit, content: bytes = b"file") -> Digest:
+    """Hands a file in without waiting for its receipt; the lease's digest."""
+    offer = kit.client.lease(LeaseWish(wait_seconds=10))
+    assert offer.lease is not None
+    assert offer.domain is not None
+    digest = offer.lease.lease.digest(offer.domain)
+    (kit.folder / "f").write_bytes(content)
+    kit.desk._closed = True  # answers at once instead of waiting for the receipt
+    answer = kit.desk.submit(HandIn(lease_digest=digest, file="f"))
+    kit.desk._closed = False
+    assert answer.receipt is None
+    return digest
+
+
+def api(kit: Kit) -> NodeApi:
+    return NodeApi(kit.world.url, NODE)
+
+
+def restarted(kit: Kit) -> Outbox:
+    return Outbox(kit.folder.parent / "outbox", now=time.time)
+
+
+def test_file_is_delivered_by_the_next_agent(kit: Kit) -> None:
+    lease = hand_in(kit)
+    again = restarted(kit)
+    courier = Courier(again, lambda: api(kit), rng=random.Random(0))
+    courier.start()
+    courier.drain(20, time.monotonic)
+    assert courier.stop(10) == 0
+    entry = again.find(lease)
+    assert entry is not None
+    assert entry.state == "receipted"
+    assert entry.receipt is not None
+    assert not entry.path.exists()
+    assert len(kit.world.submissions()) == 1
+
+
+class _Killed(BaseException):
+    """A crash at one point of the delivery."""
+
+
+@pytest.mark.parametrize("dies_in", ["upload_target", "upload", "submit"])
+def test_delivery_killed_after_any_step_is_finished_and_counts_once(
+    kit: Kit, dies_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = hand_in(kit)
+    (entry,) = kit.outbox.waiting()
+    real = getattr(NodeApi, dies_in)
+
+    def does_and_dies(*arguments: object) -> object:
+        real(*arguments)
+        raise _Killed
+
+    monkeypatch.setattr(NodeApi, dies_in, does_and_dies)
+    with pytest.raises(_Killed):
+        deliver(entry, kit.outbox, api(kit))
+    monkeypatch.undo()
+
+    again = restarted(kit)
+    (entry,) = again.waiting()
+    assert deliver(entry, again, api(kit)) is not None
+    assert len(kit.world.submissions()) == 1
+    assert again.find(lease).state == "receipted"  # type: ignore[union-attr]
+
+
+def test_orchestrator_down_keeps_the_file(kit: Kit) -> None:
+    hand_in(kit)
+    kit.world.stop_api()
+    (entry,) = kit.outbox.waiting()
+    with pytest.raises(UnavailableError):
+        deliver(entry, kit.outbox, api(kit))
+    assert entry.path.exists()
+    kit.world.start_api()
+    assert deliver(entry, kit.outbox, api(kit)) is not None
+
+
+def test_refusal_is_final_and_says_why(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = hand_in(kit)
+    (entry,) = kit.outbox.waiting()
+    late = time.time() + 10_000
+    object.__setattr__(kit.world.backend, "now", lambda: late)
+    monkeypatch.setattr(time, "time", lambda: late)
+    late_api = NodeApi(kit.world.url, NODE)
+    late_api.client._now = lambda: late
+    assert deliver(entry, kit.outbox, late_api) is None
+    refused = kit.outbox.find(lease)
+    assert refused is not None
+    assert refused.state == "refused"
+    assert "deadline" in refused.reason
+    assert not refused.path.exists()
+
+
+def test_receipt_of_another_key_is_not_taken(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_in(kit)
+    (entry,) = kit.outbox.waiting()
+    backend = kit.world.backend
+
+    def forged(statement: Statement) -> object:
+        return NODE.sign(statement, backend.context.domain(statement))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(backend), "sign", lambda self, statement: forged(statement))
+        courier = Courier(kit.outbox, lambda: api(kit), rng=random.Random(0))
+        with pytest.raises(Exception, match="receipt is not the pool manager's"):
+            deliver(entry, kit.outbox, api(kit))
+    assert kit.outbox.waiting(), "it is kept until a true receipt comes"
+    del courier
+
+
+def test_one_lease_takes_one_file(kit: Kit) -> None:
+    lease = hand_in(kit)
+    (entry,) = kit.outbox.waiting()
+    other = entry.body.model_copy(
+        update={"submission": entry.body.submission.model_copy(update={"sha256": "0x" + "33" * 32})}
+    )
+    with pytest.raises(ConflictError, match="another file"):
+        kit.outbox.add(entry.submission_digest, SignedSubmission.model_validate(other))
+    again = kit.outbox.add(entry.submission_digest, entry.body)
+    assert again.lease_digest == lease
+
+
+def test_copy_that_was_never_journalled_is_swept_away(tmp_path: Path) -> None:
+    folder = tmp_path / "outbox"
+    Outbox(folder, now=time.time)
+    (folder / ("ab" * 32 + ".parquet")).write_bytes(b"left by a crash")
+    (folder / "incoming-1.parquet.part").write_bytes(b"left by a crash")
+    Outbox(folder, now=time.time)
+    assert sorted(path.suffix for path in folder.iterdir() if "parquet" in path.name) == []
+
+
+def test_full_disk_is_said_and_leaves_no_half_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(tmp_path / "outbox", now=time.time)
+    (tmp_path / "f").write_bytes(b"x" * 100)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UnavailableError, match="No space left on device"):
+        outbox.take_in(tmp_path, "f")
+    assert not list((tmp_path / "outbox").glob("*.parquet*"))
+
+
+def test_receipt_is_kept_with_its_entry(kit: Kit) -> None:
+    lease = hand_in(kit)
+    (entry,) = kit.outbox.waiting()
+    receipt = deliver(entry, kit.outbox, api(kit))
+    kept = restarted(kit).find(lease)
+    assert kept is not None
+    assert isinstance(kept.receipt, ReceiptAnswer)
+    assert kept.receipt == receipt
