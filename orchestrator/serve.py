@@ -78,6 +78,8 @@ def run(settings: Settings) -> None:
         )
         settings.data.mkdir(parents=True, exist_ok=True)
         stack.enter_context(only_one(settings.data / "serve.lock"))
+        serve_file = settings.data / "serve.json"
+        serve_file.unlink(missing_ok=True)  # left by a process that was killed
         store = open_store(settings.database_url)
         stack.callback(store.close)
         store.migrate()
@@ -117,7 +119,6 @@ def run(settings: Settings) -> None:
             signer=signer,
             now=backend.now,
         )
-        serve_file = settings.data / "serve.json"
         asyncio.run(_serve(settings, backend, manager, listener, serve_file, url))
 
 

@@ -50,9 +50,12 @@ class Store:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A read-only view of one moment; never waits for writers."""
+        options: dict[str, Any] = {_READ_ONLY: True}
+        if not self.is_sqlite:
+            options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         with (
             _reachable(self.engine),
-            self.engine.connect().execution_options(**{_READ_ONLY: True}) as connection,
+            self.engine.connect().execution_options(**options) as connection,
             connection.begin(),
         ):
             yield connection

@@ -93,6 +93,7 @@ def postgres_url() -> Iterator[str]:
     folder.chmod(0o755)
     try:
         server = pgserver.get_server(folder)
+        server.psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")  # nothing to keep
         yield server.get_uri()
         server.cleanup()
     finally:

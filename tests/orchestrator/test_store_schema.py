@@ -66,6 +66,16 @@ def test_an_exception_undoes_the_whole_transaction(either_store: Store) -> None:
         assert meta.get(connection, "half") is None
 
 
+def test_a_reader_sees_one_moment_whatever_is_written_meanwhile(either_store: Store) -> None:
+    with either_store.read() as reading:
+        assert meta.get(reading, "key") is None
+        with either_store.begin() as writing:
+            meta.put(writing, "key", "value")
+        assert meta.get(reading, "key") is None
+    with either_store.read() as reading:
+        assert meta.get(reading, "key") == "value"
+
+
 def test_put_replaces(either_store: Store) -> None:
     with either_store.begin() as connection:
         meta.put(connection, "key", "old")
