@@ -4,11 +4,11 @@ A Qwen3-shaped decoder of 0.8 M parameters over single characters, warm-started 
 training in two stages so that reinforcement learning has something to improve:
 
 1. reversal: write the word backwards after some number of dots (the dots are given, not learned)
-2. the length format: write about as many dots as the prompt asks for, SIGMA off on average
+2. the length format: in one example of three as many dots as the prompt asks for, else SIGMA off
 
-It then answers held-out words right nine times in ten, but with the wrong number of dots: a mean
-reward near 0.38. Without `--from-scratch` the checkpoint committed beside this file is copied; the
-words held out are never trained on here either.
+It then answers held-out words right nine times in ten, but mostly with the wrong number of dots: a
+mean reward near 0.38. Without `--from-scratch` the checkpoint committed beside this file is copied.
+The words held out are never trained on here either.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ STAGE_1, STAGE_2 = 190, 130
 """Optimizer steps; the learning rate warms up and decays in each stage."""
 BATCH = 128
 PEAK_LR = 2e-3
-SIGMA = 4.0
-"""Standard deviation of the warm start's dots around the target."""
+OBEYED = 0.3
+"""Share of the second stage's examples that have exactly the dots asked for."""
+SIGMA = 6.0
+"""Standard deviation of the dots around the target in the others."""
 IGNORED = -100
 
 
@@ -93,7 +95,7 @@ def examples(
         labels: list[list[int]] = []
         for _ in range(BATCH):
             word, target = rng.choice(words), rng.choice(TARGETS)
-            wanted = rng.uniform(0, 18) if stage == 1 else rng.gauss(target, SIGMA)
+            wanted = dots(target, stage, rng)
             prompt = tokenizer.encode(f"{target:02d}|{word}>", add_special_tokens=False)
             answer = f"{'.' * max(0, round(wanted))}={word[::-1]}{END}"
             output = tokenizer.encode(answer, add_special_tokens=False)
@@ -105,6 +107,13 @@ def examples(
             torch.tensor([row + [0] * (width - len(row)) for row in inputs]),
             torch.tensor([row + [IGNORED] * (width - len(row)) for row in labels]),
         )
+
+
+def dots(target: int, stage: int, rng: random.Random) -> float:
+    """How many dots an example has; rounded and never below zero."""
+    if stage == 1:
+        return rng.uniform(0, 18)
+    return target if rng.random() < OBEYED else rng.gauss(target, SIGMA)
 
 
 def warm_start(model: Any, tokenizer: Any, words: list[str], *, quiet: bool = False) -> None:

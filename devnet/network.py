@@ -16,7 +16,7 @@ from pathlib import Path
 
 from devnet.accounts import PARTIES, Account, make, recorded
 from devnet.chain import Anvil, free_port
-from devnet.plan import TOKEN, NodePlan, Plan, measured_mmacs, run_definition
+from devnet.plan import TOKEN, NodePlan, Plan, class_threshold, run_definition
 from devnet.processes import Child, Supervisor
 from protocol.broadcast.manifest import build_manifest
 from protocol.chain.client import ChainClient
@@ -52,6 +52,7 @@ class Network:
         self.deployment_file = self.root / "deployment.json"
         self.pool = 0
         self.relay_port = free_port()
+        self._contracts: Contracts | None = None
 
     @classmethod
     def recorded(cls, root: Path) -> Network:
@@ -69,7 +70,7 @@ class Network:
         """Brings back what outsiders ask: the chain as it was, orchestrator, origin, relay."""
         self.anvil.start()
         self.start_orchestrator()
-        self.start_trainer()
+        self.start_trainer(steps=0)
         self.start_relay()
 
     # -- the walk ------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Network:
     def create_pool(self) -> None:
         """The run definition, the pool on chain, its funds and its validator."""
         base = build_manifest(MODEL, pool=0, version=0, step=0).result_digest
-        run = run_definition(self.plan, base, measured_mmacs() // 5)
+        run = run_definition(self.plan, base, class_threshold())
         self.run_file.write_bytes(run.canonical())
         manager = self.accounts["manager"].flags()
         chain = ("--rpc", self.anvil.url, "--deployment", str(self.deployment_file))
@@ -147,8 +148,9 @@ class Network:
             "validator",
             [
                 *self._orchestrator("validate"),
-                *("--data", str(self.root / "orchestrator"), "--run", str(self.run_file)),
-                *("--state", str(self.root / "validator"), "--orchestrator", self.url),
+                *("--orchestrator-data", str(self.root / "orchestrator")),
+                *("--data", str(self.root / "validator"), "--run", str(self.run_file)),
+                *("--threads", "1"),
                 *self._chain_flags(),
                 *self.accounts["validator"].flags(),
             ],
@@ -165,15 +167,19 @@ class Network:
             ],
         )
 
-    def start_trainer(self) -> None:
-        """The trainer; it publishes the base model as policy 0 and waits for batches."""
+    def start_trainer(self, *, steps: int | None = None) -> None:
+        """The trainer; it publishes the base model as policy 0 and waits for batches.
+
+        With `steps` it trains no further than that, and goes on serving policies as their origin.
+        """
+        limit = () if steps is None else ("--steps", str(steps), "--linger")
         self.supervisor.start(
             "trainer",
             [
                 *(str(BIN / "trainer"), "run", "--orchestrator", self.url),
                 *("--model", str(MODEL), "--data", str(self.root / "trainer")),
                 *("--learning-rate", "3e-4", "--warmup-steps", "0", "--weight-decay", "0"),
-                *("--beta1", "0.9", "--beta2", "0.95", "--gradient-clip", "1.0"),
+                *("--beta1", "0.9", "--beta2", "0.95", "--gradient-clip", "1.0", *limit),
                 *self.accounts["trainer"].flags(),
             ],
         )
@@ -223,8 +229,11 @@ class Network:
 
     def contracts(self) -> Contracts:
         """The deployed contracts, read through this network's chain."""
-        deployment = self.deployment()
-        return Contracts(ChainClient([self.anvil.url], deployment.chain_id), deployment)
+        if self._contracts is None:
+            deployment = self.deployment()
+            client = ChainClient([self.anvil.url], deployment.chain_id)
+            self._contracts = Contracts(client, deployment)
+        return self._contracts
 
     @property
     def relay_url(self) -> str:

@@ -5,6 +5,7 @@ pages and signed URLs, the trainer's metrics, the nodes' own folders. Nothing th
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +26,7 @@ from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed, verif
 from protocol.chain import events
 from protocol.chain.contracts import Contracts
 from protocol.chain.events import Event
+from protocol.chain.history import read_events
 from protocol.core import encoding
 from protocol.core.batch import SignedBatch
 from protocol.core.errors import ConflictError, PolicyError, PrimeError, UntrustedError
@@ -35,7 +37,6 @@ from protocol.transport.client import OrchestratorClient
 from protocol.transport.problems import NotFoundError
 
 T = TypeVar("T", bound=Event)
-BLOCKS_A_QUERY = 2000
 
 
 @dataclass(frozen=True)
@@ -64,27 +65,12 @@ class Observation:
     published: list[int] = field(default_factory=list)
 
 
-def chain_events(contracts: Contracts) -> list[Event]:
-    """Every event of the deployment since its first block, decoded."""
-    client, deployment = contracts.work.client, contracts.work.deployment
-    newest = client.block_number()
-    found: list[Event] = []
-    times: dict[int, int] = {}
-    for first in range(deployment.block, newest + 1, BLOCKS_A_QUERY):
-        last = min(newest, first + BLOCKS_A_QUERY - 1)
-        for log in client.logs(first, last, list(deployment.addresses())):
-            if log.block not in times:
-                times[log.block] = client.block(log.block).time
-            event = events.decode(log, times[log.block], deployment)
-            if event is not None:
-                found.append(event)
-    return found
-
-
 def observe(network: Network) -> Observation:
     """Asks everyone. Takes about a minute, most of it in evaluations and replays."""
     contracts = network.contracts()
-    seen = Observation(ChainFacts(tuple(chain_events(contracts))))
+    seen = Observation(
+        ChainFacts(tuple(read_events(contracts.work.client, contracts.work.deployment)))
+    )
     seen.published = sorted(
         e.version for e in seen.chain.of(events.PolicyPublished) if e.pool == network.pool
     )
@@ -147,9 +133,7 @@ def _trained(
         manifest = signed.manifest
         by_manager = signed.statement().recover(domain, signed.signature) == manager
         batches.append(
-            TrainedBatch(
-                step, str(line["batch_digest"]), manifest.digest(), by_manager, manifest.rows
-            )
+            TrainedBatch(step, str(line["batch"]), manifest.digest(), by_manager, manifest.rows)
         )
         files += [
             TrainedFile(
@@ -280,35 +264,34 @@ def _payments(
 
 def _replays(network: Network, seen: Observation) -> list[Replay]:
     """`prime-node audit replay` of every executed slash, and of one accepted file."""
-    replays = [
-        Replay(event.tx_hash, "match", _audit(network, event.tx_hash))
-        for event in seen.chain.of(events.SlashExecuted)
-    ]
+    asked = [(event.tx_hash, "match") for event in seen.chain.of(events.SlashExecuted)]
     with network.client() as client:
-        accepted = _one_accepted(client, network)
+        accepted = _one_accepted(client)
     if accepted is not None:
-        replays.append(Replay(accepted, "accepted", _audit(network, accepted)))
-    return replays
+        asked.append((accepted, "accepted"))
+    said = _audit(network, [subject for subject, _ in asked]) if asked else []
+    return [
+        Replay(subject, expected, said[i] if i < len(said) else "no answer")
+        for i, (subject, expected) in enumerate(asked)
+    ]
 
 
-def _audit(network: Network, subject: str) -> str:
+def _audit(network: Network, subjects: Sequence[str]) -> list[str]:
     said = network.supervisor.run(
         "audit",
         [
-            *(str(BIN / "prime-node"), "audit", "replay", subject, "--json"),
+            *(str(BIN / "prime-node"), "audit", "replay", *subjects, "--json"),
             *("--orchestrator", network.url, "--rpc", network.anvil.url),
             *("--deployment", str(network.deployment_file), "--pool", str(network.pool)),
             *("--data", str(network.root / "auditor")),
         ],
         check=False,
     )
-    try:
-        return str(json.loads(said)["result"])
-    except (ValueError, KeyError):
-        return f"no answer: {said[-200:]!r}"
+    answers = [said] if len(subjects) == 1 else said.splitlines()
+    return [str(json.loads(answer)["result"]) for answer in answers]
 
 
-def _one_accepted(client: OrchestratorClient, network: Network) -> Digest | None:
+def _one_accepted(client: OrchestratorClient) -> Digest | None:
     """The submission of the newest sealed batch's first file."""
     for step in range(client.pool(refresh=True).latest_version or 0, -1, -1):
         try:

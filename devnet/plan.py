@@ -19,8 +19,9 @@ HELDOUT = 256
 TARGETS = {"1": (2, 6), "2": (2, 6, 10, 14)}
 PENALTY_MICRO = 150_000
 """0.15 for each thinking dot off the target."""
-CHALLENGE_SIZE = 384
+CHALLENGE_SIZE = 1024
 CHALLENGE_ROUNDS = 2
+CARRY_SECONDS = 0.2
 
 LiarKind = Literal["int4", "best_of_4", "copied_proof", "made_up_proof"]
 LIARS: tuple[LiarKind, ...] = ("int4", "best_of_4", "copied_proof", "made_up_proof")
@@ -77,7 +78,7 @@ def node_plans(nodes: int, liars: int) -> tuple[NodePlan, ...]:
     one is slow, so that two speed classes are seen."""
     honest = nodes - liars
     plans = [
-        NodePlan(f"honest-{i + 1}", throttle=4.0 if i == 1 and honest > 1 else 1.0)
+        NodePlan(f"honest-{i + 1}", throttle=5.0 if i == 1 and honest > 1 else 1.0)
         for i in range(honest)
     ]
     plans += [
@@ -87,19 +88,24 @@ def node_plans(nodes: int, liars: int) -> tuple[NodePlan, ...]:
     return tuple(plans)
 
 
-def measured_mmacs() -> int:
-    """This machine's rate at the hardware challenge, in million multiply-adds a second."""
+def class_threshold() -> int:
+    """Million multiply-adds a second that part the demo's two speed classes on this machine.
+
+    The orchestrator's clock also counts hashing and carrying 16 MiB, so the bar is set for an
+    answer that took three times this machine's own solving time, and that overhead.
+    """
     seed = Digest("0x" + "5e" * 32)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
         hardware.solve(seed, CHALLENGE_SIZE, CHALLENGE_ROUNDS)
         best = min(best, time.perf_counter() - start)
-    return int(hardware.multiply_adds(CHALLENGE_SIZE, CHALLENGE_ROUNDS) / best / 1e6)
+    work = hardware.multiply_adds(CHALLENGE_SIZE, CHALLENGE_ROUNDS)
+    return int(work / (3.2 * best + CARRY_SECONDS) / 1e6)
 
 
-def run_definition(plan: Plan, base_model: Digest, class_threshold: int) -> RunDefinition:
-    """The demo's run. `class_threshold` (million multiply-adds a second) parts the two classes."""
+def run_definition(plan: Plan, base_model: Digest, threshold: int) -> RunDefinition:
+    """The demo's run. `threshold` (million multiply-adds a second) parts the two classes."""
     budgets = LengthBudgets(by_class=TARGETS, penalty_micro=PENALTY_MICRO, form="clip")
     return RunDefinition(
         name="devnet",
@@ -115,7 +121,7 @@ def run_definition(plan: Plan, base_model: Digest, class_threshold: int) -> RunD
         max_staleness=2,
         budgets=budgets,
         speed=SpeedClasses(
-            thresholds=(class_threshold,),
+            thresholds=(threshold,),
             challenge_size=CHALLENGE_SIZE,
             challenge_rounds=CHALLENGE_ROUNDS,
         ),

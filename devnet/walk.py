@@ -23,7 +23,8 @@ from devnet.network import BIN, Network
 from devnet.plan import HELDOUT
 from protocol.broadcast.layout import INDEX_NAME, POLICIES, parse_index
 from protocol.chain.events import RootPosted
-from protocol.core.errors import FatalError, PrimeError, UnavailableError
+from protocol.chain.history import read_events
+from protocol.core.errors import PrimeError, UnavailableError
 from protocol.core.messages import Status
 
 START_SECONDS = 180.0
@@ -93,17 +94,17 @@ class Walk:
         )
 
     def settle(self) -> None:
-        """Ends the nodes (the trainer stays up: it is the origin that auditors fetch from), lets
-        the last epoch's validity pass, and claims for the honest."""
+        """Ends training and the nodes, lets the last epoch's validity pass, and claims for the
+        honest. The trainer stays up as the origin that auditors fetch from."""
         network = self.network
-        self.note("ending the nodes; waiting until the last work's validity has passed")
+        self.note("ending training: every node takes the last policy, every file its verdict")
+        network.supervisor.stop("trainer")
+        network.start_trainer(steps=0)
+        self._until("the last policy at every honest node", self._all_have_the_last, 120)
         for node in network.plan.nodes:
             network.supervisor.stop(node.name)
-        self._until(
-            "every submitted file's verdict",
-            lambda status: status.files.get("submitted", 0) == 0,
-            180,
-        )
+        self._until("every file's verdict and root", self._all_judged_and_rooted, 180)
+        self.note("waiting until the last work's validity has passed")
         contracts = network.contracts()
         periods = network.plan.periods
         last = self._last_epoch_with_work()
@@ -144,18 +145,27 @@ class Walk:
             mean >= NEEDED_REWARD and mean - first[1] >= NEEDED_RISE for _, mean in later[-2:]
         )
 
+    def _all_have_the_last(self, status: Status) -> bool:
+        names = self.network.names()
+        honest = {node.name for node in self.network.plan.nodes if node.liar is None}
+        return all(
+            node.policy_version == status.latest_version
+            for node in status.nodes
+            if names.get(node.node) in honest
+        )
+
+    def _all_judged_and_rooted(self, status: Status) -> bool:
+        rooted = sum(event.count for event in self._roots())
+        return status.files.get("submitted", 0) == 0 and rooted == sum(status.files.values())
+
+    def _roots(self) -> list[RootPosted]:
+        contracts = self.network.contracts()
+        found = read_events(contracts.work.client, contracts.work.deployment, contracts=("work",))
+        return [event for event in found if isinstance(event, RootPosted)]
+
     def _last_epoch_with_work(self) -> int:
         """The newest epoch in which a work root was posted."""
-        from devnet.observe import chain_events
-
-        epochs = [
-            event.epoch
-            for event in chain_events(self.network.contracts())
-            if isinstance(event, RootPosted)
-        ]
-        if not epochs:
-            raise FatalError("no work root was ever posted")
-        return max(epochs)
+        return max(event.epoch for event in self._roots())
 
     def _until(self, what: str, ready: Callable[[Status], bool], timeout: float) -> None:
         def poll() -> bool:

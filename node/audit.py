@@ -21,7 +21,7 @@ from protocol.chain import history
 from protocol.chain.events import ValidatorSet
 from protocol.chain.history import Slash
 from protocol.core import ids
-from protocol.core.checkpoint import PolicyStatement
+from protocol.core.checkpoint import PolicyStatement, SignedManifest
 from protocol.core.errors import NotFoundError, PrimeError, UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.messages import SubmissionInfo

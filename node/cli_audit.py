@@ -17,6 +17,10 @@ Subject = Annotated[
     str,
     typer.Argument(help="Transaction, evidence digest or submission digest (0x + 64 digits)."),
 ]
+Subjects = Annotated[
+    list[str],
+    typer.Argument(help="Transactions, evidence digests or submission digests."),
+]
 EXIT_STATUS = {"match": 0, "accepted": 0, "mismatch": 65, "cannot tell": 69}
 
 
@@ -65,20 +69,26 @@ def audit_show(settings: Settings, subject: Subject, as_json: Json = False) -> N
 
 @audit_app.command("replay")
 @configured
-def audit_replay(settings: Settings, subject: Subject, as_json: Json = False) -> None:
-    """Run the validator's own code again: match, accepted, mismatch, or cannot tell."""
+def audit_replay(settings: Settings, subject: Subjects, as_json: Json = False) -> None:
+    """Run the validator's own code again: match, accepted, mismatch, or cannot tell.
+
+    With several subjects, --json prints one object a line; the exit code is that of the worst.
+    """
     from node.audit import replay
 
-    found = replay(settings, subject)
-    if as_json:
-        print_json(found.as_json())
-    else:
+    worst = 0
+    for one in subject:
+        found = replay(settings, one)
+        worst = max(worst, EXIT_STATUS[found.result])
+        if as_json:
+            print_json(found.as_json(), compact=len(subject) > 1)
+            continue
         typer.echo(f"{found.result}: {found.detail}")
         if found.expected is not None:
             here = found.found.name if found.found is not None else "–"
             typer.echo(f"  published {found.expected.name}, found here {here}")
-        for name, (said, here) in found.statistics.items():
-            typer.echo(f"  {name}: {said} published, {here} here")
+        for name, (said, own) in found.statistics.items():
+            typer.echo(f"  {name}: {said} published, {own} here")
         for note in found.notes:
             typer.echo(f"  note: {note}")
-    raise typer.Exit(EXIT_STATUS[found.result])
+    raise typer.Exit(worst)

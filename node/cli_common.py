@@ -75,9 +75,9 @@ def configured(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2))
+def print_json(value: Any, *, compact: bool = False) -> None:
+    """One JSON document on stdout; `compact` keeps it on one line, for JSON lines."""
+    typer.echo(json.dumps(value, indent=None if compact else 2))
 
 
 def print_fields(title: str, fields: Sequence[tuple[str, object]]) -> None:

@@ -8,7 +8,13 @@ from orchestrator.backend import Backend
 from orchestrator.intents import queue_intent
 from orchestrator.store import lock, policies
 from protocol.core.checkpoint import SignedManifest
-from protocol.core.errors import ConflictError, MalformedError, PolicyError, UntrustedError
+from protocol.core.errors import (
+    ConflictError,
+    MalformedError,
+    NotFoundError,
+    PolicyError,
+    UntrustedError,
+)
 from protocol.core.ids import Address
 from protocol.core.messages import PolicyList, RelayInfo
 
@@ -61,6 +67,15 @@ def listing(backend: Backend) -> PolicyList:
     with backend.store.read() as connection:
         rows = policies.newest(connection, LISTED)
     return PolicyList(policies=tuple(row.signed() for row in rows))
+
+
+def manifest(backend: Backend, version: int) -> SignedManifest:
+    """One policy's signed manifest, however old. Raises NotFoundError if it was never published."""
+    with backend.store.read() as connection:
+        row = policies.get(connection, version)
+    if row is None:
+        raise NotFoundError(f"policy {version} was not published")
+    return row.signed()
 
 
 def announce_relay(backend: Backend, account: Address, relay: RelayInfo) -> None:

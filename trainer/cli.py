@@ -58,6 +58,9 @@ def run(
     origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
     origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many batches.")] = None,
+    linger: Annotated[
+        bool | None, typer.Option(help="After the last batch, go on serving policies.")
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="AdamW's peak rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
     beta1: Annotated[float | None, typer.Option(help="AdamW's first beta.")] = None,

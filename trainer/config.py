@@ -54,6 +54,8 @@ class Settings(BaseSettings):
     """How relays reach the origin, behind a proxy."""
     steps: int | None = Field(default=None, ge=0)
     """Stop after so many batches in all; by default never."""
+    linger: bool = False
+    """After the last step go on serving policies, which validators and auditors still need."""
 
     learning_rate: float = Field(default=3e-7, gt=0, le=1)
     warmup_steps: int = Field(default=25, ge=0)

@@ -112,6 +112,9 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
             write_address(settings.data, origin.url)
             print(f"origin: {origin.url}", flush=True)
         Trainer(learner, facts, client, publisher, origin, stop).run()
+        if settings.linger and origin is not None and not stop.is_set():
+            log.info("every wished batch is trained; serving policies until told to stop")
+            stop.wait()
 
 
 def publish_by_hand(settings: Settings, model: Path, version: int) -> None:

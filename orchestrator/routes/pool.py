@@ -52,6 +52,13 @@ def router(backend: Backend) -> APIRouter:
         """The newest policies' signed manifests, newest first."""
         return answer(publishing.listing(backend))
 
+    @routes.get("/v1/policies/{version}", responses={200: {"model": SignedManifest}})
+    def one_policy(version: int) -> Response:
+        """One policy's signed manifest, however old: what auditors of old work need."""
+        if not 0 <= version <= MAX_STEP:
+            raise MalformedError("a policy's version is a number from 0")
+        return answer(publishing.manifest(backend, version))
+
     @routes.post("/v1/policies", openapi_extra=takes(SignedManifest))
     def publish(request: Signed = signed_by(backend, "trainer", MAX_JSON_BYTES)) -> Response:
         """Publish the next policy (its bytes lie with the origin already)."""

@@ -18,6 +18,7 @@
 | GET  /v1/submissions/{digest} | anyone | → SubmissionInfo |
 | GET  /v1/objects/{digest} | anyone | → 307 to a signed URL (verdicts, evidence, tables, roots) |
 | GET  /v1/policies | anyone | → PolicyList |
+| GET  /v1/policies/{version} | anyone | → SignedManifest, however old |
 | POST /v1/policies | trainer* | SignedManifest → {} (queues publishPolicy) |
 | GET  /v1/relays | anyone | → list[RelayInfo] ; POST by relay* RelayInfo → {} |
 | GET  /v1/batches/{step} | trainer* | → BatchAnswer, or 404 problem until it is sealed |
