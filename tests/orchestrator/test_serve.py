@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -44,6 +45,9 @@ from protocol.core.node import Hardware, NodeConsent
 from protocol.core.rollout import SignedSubmission, Submission
 from protocol.core.signing import LocalSigner
 from protocol.proofs import hardware
+from protocol.storage.base import digest_key
+from protocol.storage.directory import DirectoryStore
+from protocol.storage.signing import load_secret
 from protocol.transport.client import OrchestratorClient
 
 PASSWORD = "a password"
@@ -318,6 +322,26 @@ def test_a_taken_port_and_a_second_server_are_said_in_one_sentence(operator: Ope
     moved = load(operator.flags(pool="2"))
     with pytest.raises(UserError, match="another orchestrator"):
         run(moved)
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(operator: Operator) -> None:
+    operator.serve()
+    objects = DirectoryStore(
+        operator.data / "objects", operator.url, load_secret(operator.data / "store.secret")
+    )
+    data = os.urandom(1 << 20)
+    key, expires = digest_key(sha256(data)), int(time.time()) + 60
+    target = objects.signed_put(key, len(data), sha256(data), expires)
+    folder = operator.data / "objects" / "sha256"
+    url = httpx.URL(target.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as peer:
+        head = f"PUT {url.raw_path.decode()} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}"
+        peer.sendall(head.encode() + b"\r\n\r\n" + data[: 600 << 10])
+        eventually(lambda: folder.is_dir() and any(folder.iterdir()))  # it is being written
+        assert not objects.exists(key)
+    eventually(lambda: not any(folder.iterdir()))
+    assert httpx.put(target.url, content=data, headers=target.headers).status_code == 204
+    assert httpx.get(objects.signed_get(key, expires)).content == data
 
 
 # -- the parts, without a process ---------------------------------------------------------------
