@@ -64,7 +64,7 @@ def run_definition(**changes: Any) -> RunDefinition:
         "max_output_tokens": 16,
         "samples_per_group": 2,
         "groups_per_lease": 2,
-        "groups_per_batch": 4,
+        "groups_per_batch": 4096,
         "budgets": budgets,
         "speed": SpeedClasses(challenge_size=64, challenge_rounds=1),
         "task": Task(image="process"),
@@ -181,11 +181,11 @@ class NodeWorld:
         return path.read_text() if path.exists() else ""
 
 
-def publish_tiny(folder: Path, deployed: Deployment, version: int = 0) -> SignedManifest:
+def publish_tiny(folder: Path, deployed: Deployment, pool: int, version: int = 0) -> SignedManifest:
     """Publishes a tiny policy under `folder`/layout; its signed manifest."""
     source = write_tiny_model(folder / f"model-{version}", seed=version)
-    manifest = publish(source, folder / "layout", pool=POOL, version=version, step=version)
-    statement = PolicyStatement(pool=POOL, version=version, manifest_digest=manifest.digest())
+    manifest = publish(source, folder / "layout", pool=pool, version=version, step=version)
+    statement = PolicyStatement(pool=pool, version=version, manifest_digest=manifest.digest())
     signed = SignedManifest(
         manifest=manifest, signature=TRAINER.sign(statement, deployed.domain("pools"))
     )
@@ -194,16 +194,20 @@ def publish_tiny(folder: Path, deployed: Deployment, version: int = 0) -> Signed
 
 
 @contextmanager
-def node_world(folder: Path, **changes: Any) -> Iterator[NodeWorld]:
-    """Serves it, and ends every process and thread afterwards."""
+def node_world(
+    folder: Path, deployed: Deployment | None = None, pool: int = POOL, **changes: Any
+) -> Iterator[NodeWorld]:
+    """Serves it, and ends every process and thread afterwards. `deployed` and `pool`: a real
+    chain's, where a test has one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    deployed, store = deployment(), open_store(sqlite_url(folder / "orchestrator.sqlite"))
+    deployed = deployed or deployment()
+    store = open_store(sqlite_url(folder / "orchestrator.sqlite"))
     store.migrate()
     url = f"http://127.0.0.1:{port}"
     backend = Backend(
         context=PoolContext(
-            deployment=deployed, pool=POOL, manager=MANAGER.address, run=run_definition(**changes)
+            deployment=deployed, pool=pool, manager=MANAGER.address, run=run_definition(**changes)
         ),
         store=store,
         objects=DirectoryStore(folder / "objects", url, b"s" * 32),
@@ -215,7 +219,7 @@ def node_world(folder: Path, **changes: Any) -> Iterator[NodeWorld]:
     password_file.write_text(PASSWORD + "\n")
     save_keystore(keystore, NODE.account.key, PASSWORD, light=True)
     world = NodeWorld(backend, store, folder, port, keystore, password_file)
-    signed = publish_tiny(folder, deployed)
+    signed = publish_tiny(folder, deployed, pool)
     with Origin(folder / "layout") as origin:
         with store.begin() as connection:
             policies.add(connection, signed, now=backend.now())

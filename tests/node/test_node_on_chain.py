@@ -1,0 +1,222 @@
+"""What the agent and its owner's commands do on a real local chain."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_world import MANAGER, NODE, TRAINER, NodeWorld, node_world, run_definition, until
+
+from devnet.deployed import Deployed
+from orchestrator.store import schema
+from protocol.chain import flows
+from protocol.chain.contracts import ETHER
+from protocol.core import ids
+from protocol.core.node import Invite
+
+STAKE = 100 * ETHER
+
+
+@dataclass
+class Chain:
+    """A pool on a local chain, served."""
+
+    world: NodeWorld
+    deployed: Deployed
+    pool: int
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("--rpc", self.deployed.url, "--deployment", str(self.deployed.path))
+
+    def cli(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        """`prime-node …` with the pool's flags; asserts its exit status."""
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "node.cli", *words, "--orchestrator", self.world.url),
+                *("--wallet", str(self.world.keystore)),
+                *("--password-file", str(self.world.password_file)),
+                *("--data", str(self.world.folder / "owner"), *self.flags),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"NO_COLOR": "1"},
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self.cli(*words, "--json").stdout)
+
+    def carry_invite(self) -> None:
+        """Sends the queued join, as the orchestrator's outbox does, and indexes it by hand."""
+        (intent,) = until(
+            lambda: [row for row in self.world.rows(schema.intents) if row["kind"] == "join"],
+            "the invite is queued",
+        )
+        payload = json.loads(intent["payload"])
+        invite = Invite.model_validate_json(json.dumps(payload["invite"]))
+        call = self.deployed.contracts.pools.join(invite, payload["signature"])
+        self.deployed.send(MANAGER, call)
+        self.world.admit()
+
+
+@pytest.fixture
+def chain(deployed: Deployed, tmp_path: Path) -> Iterator[Chain]:
+    for account in (MANAGER, NODE):
+        deployed.anvil.fund(account.address)
+    run = run_definition(stake_per_class=STAKE)
+    create = deployed.contracts.pools.create(
+        TRAINER.address, run.digest(), STAKE, 16, MANAGER.address
+    )
+    pool = flows.created_pool(deployed.contracts, deployed.send(MANAGER, create))
+    with node_world(tmp_path, deployed.deployment, pool, stake_per_class=STAKE) as world:
+        yield Chain(world, deployed, pool)
+
+
+def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain) -> None:
+    agent = chain.world.join(*chain.flags)
+    chain.carry_invite()
+    contracts = chain.deployed.contracts
+    assert contracts.registry.provider_of(NODE.address) == NODE.address
+    assert contracts.vault.active(NODE.address) >= STAKE
+    assert contracts.pools.class_of(chain.pool, NODE.address) == 1
+    until(chain.world.submissions, "it works")
+
+    # nothing is done twice by a restart
+    staked = contracts.vault.active(NODE.address)
+    nonce = chain.deployed.client.nonce(NODE.address)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(30) == 0
+    handed_in = len(chain.world.submissions())
+    second = chain.world.join(*chain.flags)
+    until(lambda: len(chain.world.submissions()) > handed_in, "it works again")
+    assert contracts.vault.active(NODE.address) == staked
+    assert chain.deployed.client.nonce(NODE.address) == nonce
+
+    # what it was told is remembered: no flag but the folder
+    data = str(chain.world.folder / "node")
+    command = [sys.executable, "-m", "node.cli", "status", "--data", data, "--json"]
+    shown = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert shown["agent"] == f"running (process {second.pid})"
+    assert shown["node"] == NODE.address
+    assert shown["directive"] == "work"
+    assert shown["member_in_class"] == 1
+
+    # leaving: the agent ends first, then the chain hears of it
+    command = [sys.executable, "-m", "node.cli", "leave", "--data", data]
+    subprocess.run(command, capture_output=True, check=True, timeout=90)
+    assert second.wait(5) == 0
+    assert contracts.pools.class_of(chain.pool, NODE.address) == 0
+
+
+def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> None:
+    owner = chain.deployed.accounts[3]
+    chain.world.join(*chain.flags, "--provider", owner.address)
+    log = until(
+        lambda: chain.world.log() if "speed class" in chain.world.log() else "", "it asks the owner"
+    )
+    assert "has to send 4 transaction(s)" in log
+    assert chain.world.node_status() is None, "no challenge before the owner's part"
+    calldata = [line.split()[1] for line in log.splitlines() if line.startswith("   data")]
+    targets = [line.split()[1] for line in log.splitlines() if line.startswith("   to")]
+
+    contracts = chain.deployed.contracts
+    chain.deployed.send(owner, contracts.token.faucet())
+    from protocol.chain.client import Call
+
+    for to, data in zip(targets, calldata, strict=True):
+        call = Call(ids.address(to), bytes.fromhex(data[2:]), 0, "as printed")
+        chain.deployed.send(owner, call)
+    chain.carry_invite()
+    assert contracts.registry.provider_of(NODE.address) == owner.address
+    until(chain.world.submissions, "it works")
+
+
+def test_stake_commands_move_what_the_chain_then_shows(chain: Chain) -> None:
+    chain.cli("faucet")
+    chain.cli("stake", "add", "150.5")
+    shown = chain.json("stake", "show")
+    assert shown["active"] == str(int(150.5 * ETHER))
+    assert shown["provider"] == NODE.address
+    chain.cli("stake", "unbond", "50.5")
+    shown = chain.json("stake", "show")
+    assert shown["active"] == str(100 * ETHER)
+    assert [one["amount"] for one in shown["unbonding"]] == [str(int(50.5 * ETHER))]
+    before = chain.deployed.contracts.token.balance_of(NODE.address)
+    chain.deployed.anvil.forward(chain.deployed.deployment.periods.unbonding + 1)
+    chain.cli("stake", "withdraw")
+    after = chain.deployed.contracts.token.balance_of(NODE.address)
+    assert after - before == int(50.5 * ETHER)
+
+
+def test_dry_run_prints_calldata_and_sends_nothing(chain: Chain) -> None:
+    nonce = chain.deployed.client.nonce(NODE.address)
+    rows = chain.json("stake", "add", "5", "--dry-run")
+    assert [row["what"].split()[0] for row in rows] == ["register", "let", "deposit"]
+    vault = chain.deployed.contracts.vault
+    assert rows[-1]["to"] == vault.address
+    assert rows[-1]["data"] == vault.deposit(5 * ETHER).calldata()
+    assert chain.deployed.client.nonce(NODE.address) == nonce
+
+
+def test_contracts_reason_reaches_the_person(chain: Chain) -> None:
+    said = chain.cli("stake", "unbond", "5", status=75).stderr
+    assert "refused by the contract" in said
+
+
+def test_wallet_without_tokens_or_ether_is_one_sentence(chain: Chain) -> None:
+    said = chain.cli("stake", "add", "5", status=64).stderr
+    assert "holds 0 PRIME, less than 5 PRIME" in said
+    assert "prime-node faucet" in said
+    chain.deployed.anvil.rpc("anvil_setBalance", NODE.address, "0x0")
+    said = chain.cli("faucet", status=64).stderr
+    assert "has no ETH to pay for transactions" in said
+
+
+def test_rewards_of_a_node_that_earned_nothing(chain: Chain) -> None:
+    shown = chain.json("rewards", "show")
+    assert (shown["cumulative"], shown["paid"]) == ("0", "0")
+    said = chain.cli("rewards", "claim", status=64).stderr
+    assert "no settled rewards yet" in said
+
+
+def test_audit_list_of_a_clean_pool_is_empty(chain: Chain) -> None:
+    assert chain.json("audit", "list") == []
+
+
+def test_orchestrator_that_names_other_contracts_is_not_believed(
+    chain: Chain, tmp_path: Path
+) -> None:
+    other = chain.deployed.deployment.model_dump(mode="json")
+    other["contracts"]["vault"] = NODE.address
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    agent = chain.world.join(
+        "--rpc", chain.deployed.url, "--deployment", str(tmp_path / "other.json")
+    )
+    assert agent.wait(30) == 65
+    assert "names other contracts than the deployment file" in chain.world.log()
+
+
+def test_dead_rpc_does_not_stop_a_member(chain: Chain) -> None:
+    agent = chain.world.join(*chain.flags)
+    chain.carry_invite()
+    until(chain.world.submissions, "it works")
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(30) == 0
+    handed_in = len(chain.world.submissions())
+    dead = ("--rpc", "http://127.0.0.1:9", "--deployment", str(chain.deployed.path))
+    chain.world.join(*dead)
+    until(lambda: len(chain.world.submissions()) > handed_in, "it works without the chain")
+    assert "the pool is not checked against the chain" in chain.world.log()
