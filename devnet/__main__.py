@@ -152,6 +152,7 @@ def _run(plan: Plan, plain: bool) -> int:
         if plain:
             print(f"page: {network.url}", flush=True)
         walk.learn()
+        walk.wait_for_slashes()
         walk.settle()
         note("checking from outside")
         findings, seen = derive(network)

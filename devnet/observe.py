@@ -76,7 +76,7 @@ def observe(network: Network) -> Observation:
     )
     seen.evaluations = _evaluations(network, contracts)
     with network.client() as client:
-        seen.batches, seen.files = _trained(network, client, seen.chain)
+        seen.batches, seen.files = trained(network, client, seen.chain)
         seen.nodes = [
             _node(network, contracts, client, seen.chain, node.name) for node in network.plan.nodes
         ]
@@ -120,7 +120,7 @@ def on_chain(network: Network, contracts: Contracts, folder: Path) -> bool:
 # -- fresh ----------------------------------------------------------------------------------------
 
 
-def _trained(
+def trained(
     network: Network, client: OrchestratorClient, chain: ChainFacts
 ) -> tuple[list[TrainedBatch], list[TrainedFile]]:
     metrics = (network.root / "trainer" / "metrics.jsonl").read_text().splitlines()

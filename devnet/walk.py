@@ -57,10 +57,10 @@ class Walk:
         for node in network.plan.nodes:
             self.note(f"starting {node.name}")
             network.start_node(node)
-        self._until("policy 0", lambda status: status.latest_version is not None, START_SECONDS)
+        self.until("policy 0", lambda status: status.latest_version is not None, START_SECONDS)
         self.evaluate(0)
         self.note("nodes are joining")
-        self._until("the first batch", lambda status: status.step >= 1, START_SECONDS)
+        self.until("the first batch", lambda status: status.step >= 1, START_SECONDS)
 
     def learn(self) -> None:
         """Until two evaluations in a row are good enough, or the run's last step."""
@@ -69,7 +69,7 @@ class Walk:
         while True:
             due = self.evaluations[-1][0] + plan.evaluate_every
             target = min(due, plan.steps)
-            self._until(f"policy {target}", _published(target), STEP_SECONDS * plan.evaluate_every)
+            self.until(f"policy {target}", _published(target), STEP_SECONDS * plan.evaluate_every)
             version = self.network.status().latest_version or target
             self.evaluate(version)
             if plan.fixed_steps and version >= plan.steps:
@@ -81,17 +81,19 @@ class Walk:
                 return
 
     def wait_for_slashes(self) -> None:
-        """Until every liar's slash is executed on chain (validity bounds how long that takes)."""
-        liars = sum(node.liar is not None for node in self.network.plan.nodes)
+        """Until every liar is ejected by its slash (validity bounds how long that takes)."""
+        names = self.network.names()
+        liars = {node.name for node in self.network.plan.nodes if node.liar is not None}
         if not liars:
             return
-        self.note("waiting for the liars' slashes to be executed")
+        self.note("waiting until every liar's slash is executed on chain")
+
+        def all_ejected(status: Status) -> bool:
+            out = {names.get(node.node) for node in status.nodes if node.status == "ejected"}
+            return liars <= out
+
         periods = self.network.plan.periods
-        self._until(
-            "the liars' slashes",
-            lambda status: sum(item["status"] == "executed" for item in status.slashes) >= liars,
-            periods.validity + periods.slash_window + 120,
-        )
+        self.until("the liars' slashes", all_ejected, periods.validity + periods.slash_window + 120)
 
     def settle(self) -> None:
         """Ends training and the nodes, lets the last epoch's validity pass, and claims for the
@@ -100,10 +102,10 @@ class Walk:
         self.note("ending training: every node takes the last policy, every file its verdict")
         network.supervisor.stop("trainer")
         network.start_trainer(steps=0)
-        self._until("the last policy at every honest node", self._all_have_the_last, 120)
+        self.until("the last policy at every honest node", self._all_have_the_last, 120)
         for node in network.plan.nodes:
             network.supervisor.stop(node.name)
-        self._until("every file's verdict and root", self._all_judged_and_rooted, 180)
+        self.until("every file's verdict and root", self._all_judged_and_rooted, 180)
         self.note("waiting until the last work's validity has passed")
         contracts = network.contracts()
         periods = network.plan.periods
@@ -116,7 +118,7 @@ class Walk:
             now = network.anvil.rpc("eth_getBlockByNumber", "latest", False)["timestamp"]
             return root is not None and int(now, 16) >= root.claimable_at
 
-        self._until(f"the reward root of epoch {last}", claimable, deadline)
+        self.until(f"the reward root of epoch {last}", claimable, deadline)
         for node in network.plan.nodes:
             if node.liar is None:
                 self.note(f"{node.name} claims its rewards")
@@ -167,7 +169,7 @@ class Walk:
         """The newest epoch in which a work root was posted."""
         return max(event.epoch for event in self._roots())
 
-    def _until(self, what: str, ready: Callable[[Status], bool], timeout: float) -> None:
+    def until(self, what: str, ready: Callable[[Status], bool], timeout: float) -> None:
         def poll() -> bool:
             self.tick()
             try:

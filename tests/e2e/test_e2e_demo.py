@@ -1,0 +1,68 @@
+"""The demo, as a newcomer runs it: real chain, real processes, a liar caught, the honest paid."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from e2e_kit import ROOT, devnet, findings, processes_of, require_anvil, run, until
+
+SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
+
+
+@pytest.mark.timeout(600)
+def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    require_anvil()
+    root = tmp_path / "run"
+    words = ("up", "--plain", "--quick", "--steps", "3", "--nodes", "3", "--liars", "1")
+    done = run(devnet(*words, "--root", str(root)), 580)
+    assert findings(root) == dict.fromkeys(SIX, True)
+    assert done.returncode == 0
+    assert "<svg" in (root / "report.html").read_text()
+    assert not (root / "pids.json").exists()
+    assert processes_of(root) == []
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
+    require_anvil()
+    root = tmp_path / "run"
+    with (tmp_path / "output").open("wb") as output:
+        demo = subprocess.Popen(
+            devnet("up", "--plain", "--quick", "--nodes", "2", "--liars", "0", "--root", str(root)),
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        log = root / "logs" / "honest-2.log"
+        until(lambda: log.exists() or demo.poll() is not None, "the nodes start", 180)
+        assert demo.poll() is None, (tmp_path / "output").read_text()
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(90) == 130
+    finally:
+        demo.kill()
+        demo.wait()
+    assert processes_of(root) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_check_derives_the_findings_anew_from_a_run_that_has_ended(tmp_path: Path) -> None:
+    require_anvil()
+    root = tmp_path / "run"
+    words = ("up", "--plain", "--quick", "--steps", "2", "--nodes", "2", "--liars", "0")
+    assert run(devnet(*words, "--root", str(root)), 580).returncode == 0
+    (root / "findings.json").unlink()
+    assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 0
+    assert findings(root) == dict.fromkeys(SIX, True)
+    # A trainer that says it trained something else than what was sealed is found out.
+    metrics = root / "trainer" / "metrics.jsonl"
+    first, *rest = metrics.read_text().splitlines()
+    forged = first.replace('"batch": "0x', '"batch": "0xf')[: len(first) + 1]
+    metrics.write_text("\n".join([forged, *rest]) + "\n")
+    assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 1
+    assert not findings(root)["fresh"]
+    assert processes_of(root) == []
