@@ -15,10 +15,10 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.context import PoolContext
-from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, refresh_credits
+from orchestrator.settlement import CHAIN_BLOCK, CHAIN_LOCK, CHAIN_TIME, refresh_credits
 from orchestrator.store import chain, leases, meta, nodes, schema, submissions
 from orchestrator.store.chain import EventRow
-from orchestrator.store.engine import Store
+from orchestrator.store.engine import Store, lock
 from orchestrator.store.rows import insert_new, upsert
 from protocol.chain.events import Event
 from protocol.chain.watcher import BlockRef, Confirmed, Watcher
@@ -51,6 +51,7 @@ def run_indexer_tick(
     for step in watcher.poll(trail):
         steps += 1
         with store.begin() as connection:
+            lock(connection, CHAIN_LOCK)
             if isinstance(step, Confirmed):
                 mine = [e for e in step.events if getattr(e, "pool", context.pool) == context.pool]
                 rows = [_store_event(connection, event) for event in mine]

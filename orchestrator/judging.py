@@ -22,7 +22,7 @@ from orchestrator.context import PoolContext
 from orchestrator.indexer import apply_node_event
 from orchestrator.intents import queue_intent
 from orchestrator.settlement import refresh_credits
-from orchestrator.store import groups, jobs, leases, schema, submissions
+from orchestrator.store import groups, jobs, leases, nodes, schema, submissions
 from orchestrator.store.engine import Store
 from orchestrator.store.groups import GroupRow
 from orchestrator.store.rows import insert_new
@@ -141,6 +141,7 @@ def record_verdict(
         if not fresh:
             log.warning("submission %s was judged already; this verdict is dropped", submission)
             return False
+        nodes.lock_row(connection, row.node)  # two verdicts on one node follow one another
         _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
         if outcome is Outcome.ACCEPTED:
             _credit(connection, context, row, judgement, now)

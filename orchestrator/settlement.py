@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 from orchestrator.context import PoolContext, read_object
 from orchestrator.intents import queue_intent, requeue_failed
 from orchestrator.store import meta as store_meta
-from orchestrator.store.engine import Store
+from orchestrator.store.engine import Store, lock
 from orchestrator.store.schema import (
     chain_events,
     credits,
@@ -47,6 +47,8 @@ from protocol.storage.base import ObjectStore, put_object
 
 log = logging.getLogger(__name__)
 
+CHAIN_LOCK = "chain"
+"""Held by the indexer while it writes."""
 CHAIN_BLOCK = "chain_block"
 """Key in `meta`: number of the newest block that the indexer has taken in."""
 CHAIN_TIME = "chain_time"
@@ -161,7 +163,8 @@ def _settle(
     condition = or_(
         roots.c.epoch.between(turn.after + 1, turn.epoch), submissions.c.digest.in_(names)
     )
-    with store.read() as connection:
+    with store.begin() as connection:
+        lock(connection, CHAIN_LOCK)  # facts and block number of one moment
         clock = chain_clock(connection)
         assert clock is not None
         leaves = _leaves(connection, condition, context.run.validity_seconds)

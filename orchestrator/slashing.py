@@ -14,9 +14,10 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.context import PoolContext
-from orchestrator.intents import queue_intent
+from orchestrator.intents import queue_intent, requeue_failed
 from orchestrator.settlement import ChainClock, chain_clock, refresh_credits
-from orchestrator.store import schema
+from orchestrator.store import intents as store_intents
+from orchestrator.store import nodes, schema
 from orchestrator.store.engine import Store
 from orchestrator.store.rows import insert_new
 from protocol.core.ids import Address, Digest
@@ -24,6 +25,9 @@ from protocol.core.run import RunDefinition
 from protocol.core.verdict import Outcome, Reason
 
 log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 15.0
+"""How long a failed proposal rests before it is tried again."""
 
 _slashes = schema.slashes.c
 
@@ -93,7 +97,7 @@ def queue_executions(
 
     Anyone may execute; with `only_mine` just the lane's own proposals are taken.
     """
-    with store.begin() as connection:
+    with store.read() as connection:
         clock = chain_clock(connection)
         if clock is None:
             return []
@@ -103,6 +107,9 @@ def queue_executions(
         if only_mine:
             query = query.where(_slashes.validator == lane)
         due = [int(number) for number in connection.execute(query).scalars()]
+    if not due:
+        return []
+    with store.begin() as connection:
         for number in due:
             queue_intent(
                 connection,
@@ -112,7 +119,29 @@ def queue_executions(
                 payload={"proposal_id": number},
                 now=now(),
             )
-        return due
+    return due
+
+
+def requeue_proposals(store: Store, lane: Address, now: Callable[[], float]) -> int:
+    """Queues again those of the lane's proposals that failed a while ago and are still wanted;
+    returns how many. Their leaf's validity bounds how often (see drop_expired)."""
+    with store.read() as connection:
+        wanted = connection.execute(
+            sa.select(_slashes.submission_digest).where(
+                _slashes.status == "queued", _slashes.validator == lane
+            )
+        ).scalars()
+        names = [f"propose:{name}" for name in wanted]
+        failed = [row.id for row in store_intents.pending(connection, lane, ("failed",))]
+    again = sorted(set(names) & set(failed))
+    if not again:
+        return 0
+    moment = now()
+    with store.begin() as connection:
+        return sum(
+            requeue_failed(connection, name, moment, not_before=moment - RETRY_SECONDS)
+            for name in again
+        )
 
 
 def drop_expired(store: Store, context: PoolContext, now: Callable[[], float]) -> list[Digest]:
@@ -134,6 +163,9 @@ def drop_expired(store: Store, context: PoolContext, now: Callable[[], float]) -
                 .values(status="cancelled")
             )
             refresh_credits(connection, node)
+            row = nodes.get(connection, node)
+            if row is None or row.status in ("ejected", "left"):
+                continue
             queue_intent(
                 connection,
                 lane=context.manager,

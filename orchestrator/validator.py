@@ -23,7 +23,7 @@ from orchestrator.draws import Draw, DrawSecrets
 from orchestrator.judging import Judgement
 from orchestrator.outbox import run_outbox_tick
 from orchestrator.policy_store import PolicyStore
-from orchestrator.slashing import queue_executions
+from orchestrator.slashing import queue_executions, requeue_proposals
 from orchestrator.store import jobs, leases, submissions
 from orchestrator.store.engine import Store
 from orchestrator.store.leases import LeaseRow
@@ -295,4 +295,5 @@ def run_validator_chain_tick(
 ) -> int:
     """One round of the validator's lane; returns how many intents are not finished."""
     queue_executions(store, sender.address, now)
+    requeue_proposals(store, sender.address, now)
     return run_outbox_tick(store, context, contracts, sender, now)

@@ -13,7 +13,7 @@ from orchestrator.indexer import run_indexer_tick
 from orchestrator.intents import queue_intent
 from orchestrator.loops import ManagerLoops
 from orchestrator.outbox import run_outbox_tick
-from orchestrator.slashing import queue_executions
+from orchestrator.slashing import queue_executions, requeue_proposals
 from protocol.chain.client import Call, ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployer import Options, deploy
@@ -69,6 +69,7 @@ class World:
             self.loops.batch_tick()
             self.loops.money_tick()
             queue_executions(self.shop.store, VALIDATOR.address, self.shop.now)
+            requeue_proposals(self.shop.store, VALIDATOR.address, self.shop.now)
             run_outbox_tick(
                 self.shop.store, self.shop.context, self.contracts, self.validator, self.shop.now
             )

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from chain_kit import DEPLOYER, FUNDS, GUARDIAN, STAKE, TREASURY, World, make_world
-from money_kit import MANAGER, RUN, TOKEN, key
+from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, key
 
 from devnet.chain import find_anvil
 from orchestrator.indexer import run_indexer_tick
 from orchestrator.rewards import Rebuilt, rebuild
 from orchestrator.settlement import newest_settlement, settle_epochs
+from orchestrator.slashing import RETRY_SECONDS
 from orchestrator.store import intents, schema
 from protocol.chain.history import read_events
 from protocol.core.errors import UnavailableError, UntrustedError, UserError
@@ -400,3 +401,19 @@ def test_rebuild_refuses_a_settlement_that_leaves_a_file_out(members: World) -> 
     world.loops.chain_tick()
     with pytest.raises(UntrustedError, match="leaves out"):
         rebuild_root(world, settled(world).epoch)
+
+
+def test_a_proposal_that_the_contract_refused_is_tried_again(members: World) -> None:
+    world, shop = members, members.shop
+    pools = world.contracts.pools
+    world.send(MANAGER, pools.set_validator(1, VALIDATOR.address, False))
+    bad = shop.submit(LIAR)
+    shop.judge(bad, Reason.WRONG_PROMPTS)
+    world.until_rooted()
+    with shop.store.read() as connection:
+        [failed] = intents.pending(connection, VALIDATOR.address, ("failed",))
+    assert "NotAllowed" in (failed.error or "")
+    world.send(MANAGER, pools.set_validator(1, VALIDATOR.address, True))
+    shop.now.time += RETRY_SECONDS + 1
+    world.ticks()
+    assert one(world, schema.slashes)["status"] == "proposed"
