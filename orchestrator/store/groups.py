@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.store import schema
-from orchestrator.store.rows import insert_new, records
+from orchestrator.store.rows import insert_new
 from protocol.core.ids import Digest
 
 _groups = schema.groups.c
@@ -35,29 +35,9 @@ def add(connection: Connection, rows: Iterable[GroupRow]) -> None:
         insert_new(connection, schema.groups, vars(row))
 
 
-def free(connection: Connection, *, oldest_version: int, limit: int) -> list[GroupRow]:
-    """Informative groups in no batch, made by policy `oldest_version` or later; oldest policy
-    first, then in the order of acceptance."""
-    query = (
-        sa.select(schema.groups)
-        .where(
-            _groups.batch_step.is_(None),
-            _groups.informative.is_(True),
-            _groups.policy_version >= oldest_version,
-        )
-        .order_by(
-            _groups.policy_version,
-            _groups.accepted_at,
-            _groups.submission_digest,
-            _groups.group_no,
-        )
-        .limit(limit)
-    )
-    return records(GroupRow, connection.execute(query).mappings().all())
-
-
 def free_counts(connection: Connection, *, oldest_version: int) -> list[tuple[int, int]]:
-    """(policy version, number) of the groups that `free` would list."""
+    """(policy version, number) of the informative groups in no batch, made by policy
+    `oldest_version` or later."""
     query = (
         sa.select(_groups.policy_version, sa.func.count())
         .where(

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.store import schema
-from orchestrator.store.rows import record, records
+from orchestrator.store.rows import record
 from protocol.core.ids import Address, Digest
 from protocol.core.messages import ReceiptAnswer
 from protocol.core.rollout import SignedSubmission
@@ -89,27 +89,6 @@ def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | No
     """The one submission of a lease, or None."""
     query = sa.select(schema.submissions).where(_submissions.lease_digest == lease_digest)
     return record(SubmissionRow, connection.execute(query).mappings().first())
-
-
-def of_node(connection: Connection, node: Address, *, since: float = 0) -> list[SubmissionRow]:
-    """Submissions of `node` received at or after `since`, oldest first."""
-    query = (
-        sa.select(schema.submissions)
-        .where(_submissions.node == node, _submissions.received_at >= since)
-        .order_by(_submissions.received_at, _submissions.digest)
-    )
-    return records(SubmissionRow, connection.execute(query).mappings().all())
-
-
-def without_root(connection: Connection, limit: int) -> list[SubmissionRow]:
-    """Submissions not yet taken into a root, oldest first."""
-    query = (
-        sa.select(schema.submissions)
-        .where(_submissions.root_id.is_(None))
-        .order_by(_submissions.received_at, _submissions.digest)
-        .limit(limit)
-    )
-    return records(SubmissionRow, connection.execute(query).mappings().all())
 
 
 def judge(

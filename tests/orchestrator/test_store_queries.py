@@ -193,8 +193,6 @@ def test_free_groups_are_informative_fresh_and_in_no_batch(either_store: Store) 
         groups.add(connection, rows)
         groups.add(connection, rows)
         assert groups.take(connection, [(name(4), 0)], step=0) == 1
-        found = groups.free(connection, oldest_version=2, limit=10)
-        assert [(g.submission_digest, g.group_no) for g in found] == [(name(3), 0), (name(1), 0)]
         assert groups.free_counts(connection, oldest_version=2) == [(2, 1), (3, 1)]
         assert groups.informative_share(connection, 2) == (2, 2)
         assert groups.informative_share(connection, 100) == (4, 5)
