@@ -103,7 +103,7 @@ def same_files(folder: Path, run: Run, version: int) -> bool:
     return all((folder / f.name).read_bytes() == run.file(version, f.name) for f in published.files)
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
     """Polls until the condition holds; fails by name after a generous deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
