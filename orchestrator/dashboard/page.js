@@ -77,7 +77,7 @@ function draw(status) {
   at("reward").textContent = last ? (last.mean_reward_micro / 1e6).toFixed(3) : "–";
   at("staleness").textContent = last ? last.staleness_max : "–";
   for (const kind of ["accepted", "rejected", "void"]) at(kind).textContent = status.files[kind] ?? 0;
-  at("chain").textContent = status.chain_reachable ? "reachable" : "silent";
+  at("chain").textContent = status.chain_reachable ? "live" : "silent";
   at("chain").className = status.chain_reachable ? "good" : "warn";
   drawCurve(status.batches);
   drawNodes(status);

@@ -119,6 +119,6 @@ def _file(name: str) -> Response:
     """A file of the dashboard's folder, by plain name."""
     known = {path.name: path for path in DASHBOARD.iterdir()} if DASHBOARD.is_dir() else {}
     path = known.get(name)
-    if path is None or path.suffix not in (".html", ".js", ".css"):
+    if path is None or path.suffix not in (".html", ".js", ".css", ".svg"):
         raise NotFoundError(f"there is no page {name[:80]!r}")
     return FileResponse(path, headers={"Cache-Control": "no-cache"})
