@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import psutil
+import pytest
 from node_world import NODE, NodeWorld, until
 
 from protocol.core.ids import Digest
@@ -68,6 +69,7 @@ def test_agent_killed_while_the_orchestrator_is_down_loses_no_file(world: NodeWo
     assert second.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_stop_while_generating_gives_the_lease_back_to_the_same_node(world: NodeWorld) -> None:
     agent = world.join("--throttle", "1000")
     admitted(world)
@@ -113,6 +115,7 @@ def test_two_agents_do_not_share_a_data_folder(world: NodeWorld) -> None:
     assert f"an agent (process {first.pid}) already uses" in world.log()
 
 
+@pytest.mark.slow
 def test_worker_that_dies_is_started_again(world: NodeWorld) -> None:
     agent = world.join()
     admitted(world)

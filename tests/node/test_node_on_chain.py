@@ -121,6 +121,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     assert contracts.pools.class_of(chain.pool, NODE.address) == 0
 
 
+@pytest.mark.slow
 def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> None:
     owner = chain.deployed.accounts[3]
     chain.world.join(*chain.flags, "--provider", owner.address)
@@ -209,6 +210,7 @@ def test_orchestrator_that_names_other_contracts_is_not_believed(
     assert "names other contracts than the deployment file" in chain.world.log()
 
 
+@pytest.mark.slow
 def test_dead_rpc_does_not_stop_a_member(chain: Chain) -> None:
     agent = chain.world.join(*chain.flags)
     chain.carry_invite()

@@ -1,0 +1,279 @@
+"""What a person sees: quick start-up, one sentence an error, the right exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from node_world import NODE, NodeWorld
+from typer.testing import CliRunner
+
+from node import config
+from node.cli import app, main
+from node.owner import parse_amount
+from protocol.chain.contracts import ETHER
+from protocol.chain.keystore import create_keystore, load_keystore
+from protocol.core.errors import PolicyError, UserError
+from protocol.core.node import Gpu, Hardware, Requirements
+
+PASSWORD = "a password"
+
+
+def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`prime-node …` as a process, away from this machine's own settings."""
+    clean = {name: value for name, value in os.environ.items() if "PRIME_NODE" not in name}
+    return subprocess.run(
+        [sys.executable, "-m", "node.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | {"HOME": "/nonexistent", "NO_COLOR": "1"} | (env or {}),
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def fails(status: int, sentence: str, *words: str) -> str:
+    """Runs the entry point here; asserts the exit status, the sentence, and no traceback."""
+    said = io.StringIO()
+    with (
+        patch.object(sys, "argv", ["prime-node", *words]),
+        patch.dict(os.environ, {"HOME": "/nonexistent"}),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as caught,
+    ):
+        main()
+    assert caught.value.code == status, said.getvalue()
+    assert sentence in said.getvalue()
+    assert "Traceback" not in said.getvalue()
+    return said.getvalue()
+
+
+@pytest.fixture
+def wallet(tmp_path: Path) -> tuple[str, ...]:
+    """Flags of a fresh keystore and its password."""
+    (tmp_path / "pw").write_text(PASSWORD)
+    create_keystore(tmp_path / "node.json", PASSWORD, light=True)
+    keystore, password = str(tmp_path / "node.json"), str(tmp_path / "pw")
+    return ("--wallet", keystore, "--password-file", password, "--data", str(tmp_path / "data"))
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("command", [["--help"], ["join", "--help"], ["stake", "show", "--help"]])
+def test_help_loads_no_machinery(command: list[str]) -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom node.cli import app\n"
+        f"assert CliRunner().invoke(app, {command!r}).exit_code == 0\n"
+        "print([m for m in ('torch', 'docker', 'web3', 'numpy', 'pyarrow') if m in sys.modules])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.strip() == "[]"
+
+
+def test_reading_commands_need_neither_torch_nor_docker() -> None:
+    blocked = (
+        "import sys\n"
+        "for name in ('torch', 'docker', 'transformers', 'numpy'): sys.modules[name] = None\n"
+        "import node.link, node.rewards, node.overview, node.owner, node.leave\n"
+        "import protocol.chain.history\n"
+    )
+    subprocess.run([sys.executable, "-c", blocked], check=True)
+
+
+def test_every_reading_command_has_json() -> None:
+    for words in (
+        ["status"], ["doctor"], ["wallet", "show"], ["stake", "show"], ["rewards", "show"],
+        ["audit", "list"], ["audit", "show"], ["audit", "replay"],
+    ):  # fmt: skip
+        said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"}).output
+        assert "--json" in said, words
+
+
+def test_wallet_new_writes_a_keystore_that_opens_and_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "pw").write_text(PASSWORD + "\n")
+    flags = ("--out", str(tmp_path / "k.json"), "--password-file", str(tmp_path / "pw"))
+    done = run("wallet", "new", *flags, "--light", "--json")
+    shown = json.loads(done.stdout)
+    assert load_keystore(tmp_path / "k.json", PASSWORD).address == shown["address"]
+    assert (tmp_path / "k.json").stat().st_mode & 0o777 == 0o600
+    assert PASSWORD not in done.stdout + done.stderr
+    fails(64, "exists already and is never overwritten", "wallet", "new", *flags)
+
+
+def test_wallet_show_needs_no_password(wallet: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "pw").unlink()
+    done = run("wallet", "show", *wallet[:2])
+    assert done.stdout.startswith("0x")
+
+
+def test_wrong_password(wallet: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "pw").write_text("another")
+    said = fails(
+        64, "the password does not open", "join", *wallet, "--orchestrator", "http://127.0.0.1:9"
+    )
+    assert "→" in said
+
+
+def test_password_without_a_terminal_names_the_flags(wallet: tuple[str, ...]) -> None:
+    said = fails(64, "no terminal", "join", *wallet[:2], "--orchestrator", "http://127.0.0.1:9")
+    assert "--password-file" in said
+
+
+def test_password_is_never_an_argument() -> None:
+    done = run("join", "--password", "x")
+    assert done.returncode == 2
+    assert "No such option" in done.stderr
+
+
+def test_missing_wallet_orchestrator_and_rpc_are_named(wallet: tuple[str, ...]) -> None:
+    url = ("--orchestrator", "http://127.0.0.1:9")
+    fails(64, "no orchestrator is named", "join", *wallet)
+    fails(64, "no wallet is named", "join", *url)
+    fails(64, "there is no keystore at", "join", *url, "--wallet", "/nonexistent/k.json")
+    fails(64, "no RPC endpoint is named", "stake", "show", *wallet, *url)
+
+
+def test_orchestrator_that_does_not_answer(wallet: tuple[str, ...]) -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    fails(
+        69, "does not answer", "stake", "show", *wallet, "--orchestrator", url,
+        "--rpc", "http://127.0.0.1:9",
+    )  # fmt: skip
+
+
+def test_rpc_that_does_not_answer(world: NodeWorld) -> None:
+    rpc = f"http://127.0.0.1:{closed_port()}"
+    said = fails(
+        69, rpc.removeprefix("http://"), "stake", "show", "--orchestrator", world.url,
+        "--rpc", rpc, "--wallet", str(world.keystore),
+    )  # fmt: skip
+    assert said.count("\n") <= 2
+
+
+def test_deployment_file_that_is_none(wallet: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text("[]")
+    flags = ("--rpc", "http://127.0.0.1:9", "--pool", "1")
+    given = ("--deployment", str(tmp_path / "d.json"))
+    fails(64, "is no deployment file", "stake", "show", *wallet, *flags, *given)
+
+
+def test_machine_without_docker_is_told_how_to_get_it(world: NodeWorld) -> None:
+    done = run(
+        "join", "--orchestrator", world.url, "--wallet", str(world.keystore),
+        "--password-file", str(world.password_file), "--data", str(world.folder / "d"),
+        env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"},
+    )  # fmt: skip
+    assert done.returncode == 64
+    assert "no Docker engine answers on this machine" in done.stderr
+    assert "--runtime process" in done.stderr
+
+
+def test_other_worker_runs_only_as_a_process(world: NodeWorld) -> None:
+    done = run(
+        "join", "--orchestrator", world.url, "--wallet", str(world.keystore),
+        "--password-file", str(world.password_file), "--data", str(world.folder / "d"),
+        "--worker-command", "python -m whatever", "--runtime", "docker",
+    )  # fmt: skip
+    assert done.returncode == 64
+    assert "only with --runtime process" in done.stderr
+
+
+def test_data_folder_that_cannot_be_used(wallet: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    flags = (*wallet[:4], "--data", str(tmp_path / "file"))
+    fails(
+        64, "the data folder", "join", *flags, "--orchestrator", "http://127.0.0.1:9",
+        "--runtime", "process",
+    )  # fmt: skip
+
+
+def test_unusable_settings_file_is_named(tmp_path: Path, wallet: tuple[str, ...]) -> None:
+    (tmp_path / "c.toml").write_text("threads = 'many'\n")
+    fails(64, "the setting 'threads' is wrong", "status", "--config", str(tmp_path / "c.toml"))
+    (tmp_path / "c.toml").write_text("= =\n")
+    fails(64, "is not TOML", "status", "--config", str(tmp_path / "c.toml"))
+    (tmp_path / "c.toml").write_text("no_such_setting = 1\n")
+    fails(64, "no_such_setting", "status", "--config", str(tmp_path / "c.toml"))
+    fails(64, "there is no settings file", "status", "--config", str(tmp_path / "missing.toml"))
+
+
+def test_flag_beats_environment_beats_file_beats_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "settings.json").write_text('{"orchestrator": "memory", "rpc": ["memory"], "pool": 4}')
+    toml = tmp_path / "c.toml"
+    toml.write_text('orchestrator = "file"\nrpc = ["file"]\n')
+    monkeypatch.setenv("PRIME_NODE_ORCHESTRATOR", "environment")
+    flags = {"data": data, "orchestrator": None}
+    settings = config.load(flags, toml)
+    assert (settings.orchestrator, settings.rpc, settings.pool) == ("environment", ("file",), 4)
+    assert config.load({"data": data, "orchestrator": "flag"}, toml).orchestrator == "flag"
+    monkeypatch.setenv("PRIME_NODE_RPC", "one, two")
+    assert config.load(flags, toml).rpc == ("one", "two")
+
+
+def test_remembered_settings_hold_no_secret(tmp_path: Path) -> None:
+    settings = config.load({"data": tmp_path, "password_fd": 3, "wallet": "k", "throttle": 2.0})
+    assert settings.to_remember().keys() <= {"rpc", "wallet", "password_file", "orchestrator"}
+
+
+def test_amounts_are_exact() -> None:
+    assert parse_amount("12.5") == 125 * ETHER // 10
+    assert parse_amount("0.000000000000000001") == 1
+    for text in ("", "0", "-1", "1e3", "1,5", ".", "1.0000000000000000001", "٣", "9" * 40):
+        with pytest.raises(UserError, match="is no amount"):
+            parse_amount(text)
+
+
+def test_requirements_name_everything_a_machine_lacks() -> None:
+    machine = Hardware(
+        cpu_model="x", cpu_count=2, memory_mb=1000, disk_mb=50,
+        gpus=(Gpu(model="NVIDIA RTX 4090", memory_mb=24_000),),
+    )  # fmt: skip
+    Requirements(gpu_count=1, gpu_model="rtx", gpu_memory_mb=20_000, cpu_count=2).require(machine)
+    needed = Requirements(gpu_count=1, gpu_model="H100", cpu_count=4, memory_mb=2000, disk_mb=51)
+    with pytest.raises(PolicyError) as caught:
+        needed.require(machine)
+    for part in ("H100", "4 CPUs", "2000 MiB of memory", "51 MiB of disk"):
+        assert part in str(caught.value)
+
+
+def test_doctor_finds_each_lack_and_its_fix(world: NodeWorld) -> None:
+    done = run(
+        "doctor", "--orchestrator", world.url, "--wallet", str(world.keystore), "--json",
+        "--data", str(world.folder / "d"), "--rpc", f"http://127.0.0.1:{closed_port()}",
+        env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"},
+    )  # fmt: skip
+    assert done.returncode == 69
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert checks["wallet"]["found"].startswith(NODE.address)
+    for name in ("python", "disk", "orchestrator", "clock", "requirements"):
+        assert checks[name]["outcome"] == "ok", checks[name]
+    for name in ("runtime", "rpc"):
+        assert checks[name]["outcome"] == "failed"
+        assert checks[name]["fix"]
+
+
+def test_doctor_without_anything_warns_and_goes_on() -> None:
+    done = run("doctor", "--runtime", "process", "--data", "/tmp", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert checks["orchestrator"]["outcome"] == "warning"
+    assert checks["runtime"]["outcome"] == "warning"
+    assert "ISOLATES NOTHING" in checks["runtime"]["found"]
+    assert done.returncode == 0
