@@ -178,7 +178,7 @@ class Network:
             [
                 *(str(BIN / "trainer"), "run", "--orchestrator", self.url),
                 *("--model", str(MODEL), "--data", str(self.root / "trainer")),
-                *("--learning-rate", "3e-4", "--warmup-steps", "0", "--weight-decay", "0"),
+                *("--learning-rate", "3e-4", "--warmup-steps", "10", "--weight-decay", "0"),
                 *("--beta1", "0.9", "--beta2", "0.95", "--gradient-clip", "1.0", *limit),
                 *self.accounts["trainer"].flags(),
             ],
