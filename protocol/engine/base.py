@@ -42,11 +42,16 @@ class Generation:
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """One row to check: tokens as claimed, the noise as the lease dictates."""
+    """One row to check: tokens as claimed, the noise as the lease dictates.
+
+    `rivals`: for each position the token that Replay.contrasts sets against the claimed one; None
+    takes the seeded choice among all others.
+    """
 
     prompt_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
     noise_key: tuple[int, int]
+    rivals: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,17 @@ class Replay:
 
     `logprobs` float32 [T] of the claimed tokens; `winners` int64 [T] the seeded choice; `margins`
     float32 [T] by how much the winner's logits/T + noise exceeds the claimed token's (0 if equal);
-    `tail_mass` float32 [T] probability of all tokens less probable than TAIL_PROBABILITY;
-    `end_probability` of the last token; `states` uint16 [T, H].
+    `rivals` int64 [T], see ReplayRequest; `contrasts` float32 [T] by how much the claimed token's
+    logits/T exceeds its rival's, without noise (as far apart as those of two engines are, a margin
+    between them can be); `tail_mass` float32 [T] probability of all tokens less probable than
+    TAIL_PROBABILITY; `end_probability` of the last token; `states` uint16 [T, H].
     """
 
     logprobs: NDArray[np.float32]
     winners: NDArray[np.int64]
     margins: NDArray[np.float32]
+    rivals: NDArray[np.int64]
+    contrasts: NDArray[np.float32]
     tail_mass: NDArray[np.float32]
     end_probability: float
     states: NDArray[np.uint16]

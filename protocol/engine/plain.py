@@ -222,8 +222,12 @@ class PlainEngine:
             if not request.output_tokens:
                 raise MalformedError("a row without output tokens cannot be replayed")
             self._require(request.prompt_tokens, len(request.output_tokens))
-            if max(request.output_tokens) >= self._vocabulary or min(request.output_tokens) < 0:
+            rivals = request.rivals if request.rivals is not None else request.output_tokens
+            tokens = request.output_tokens + rivals
+            if max(tokens) >= self._vocabulary or min(tokens) < 0:
                 raise MalformedError("an output token is outside the vocabulary")
+            if len(rivals) != len(request.output_tokens):
+                raise MalformedError("a row has more or fewer rivals than output tokens")
         results: dict[int, Replay] = {}
         for batch in self._replay_batches(requests):
             found = self._replay_batch([requests[i] for i in batch], temperature)
@@ -260,6 +264,10 @@ class PlainEngine:
             ]
         )
         claimed = torch.tensor([t for r in requests for t in r.output_tokens], device=device)
+        # −1 stands for a rival yet to be found.
+        rivals = torch.tensor(
+            [t for r in requests for t in r.rivals or (-1,) * len(r.output_tokens)], device=device
+        )
         keys = torch.tensor([r.noise_key for r in requests], device=device)
         keys = keys.repeat_interleave(torch.tensor(counts, device=device), dim=0)
         places = torch.cat([torch.arange(n) for n in counts]).to(device)
@@ -268,9 +276,11 @@ class PlainEngine:
         for start in range(0, len(claimed), chunk):
             part = slice(start, start + chunk)
             parts.append(
-                self._judge(states[part], claimed[part], keys[part], places[part], temperature)
+                self._judge(
+                    states[part], claimed[part], rivals[part], keys[part], places[part], temperature
+                )
             )
-        logprobs, winners, margins, tails = (
+        logprobs, winners, margins, rivals_N, contrasts, tails = (
             torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
         )
         bits = _bits(states.to(torch.bfloat16))
@@ -283,6 +293,8 @@ class PlainEngine:
                     logprobs=logprobs[span],
                     winners=winners[span],
                     margins=margins[span],
+                    rivals=rivals_N[span],
+                    contrasts=contrasts[span],
                     tail_mass=tails[span],
                     end_probability=float(np.exp(logprobs[at + n - 1])),
                     states=bits[span],
@@ -292,16 +304,28 @@ class PlainEngine:
         return results
 
     def _judge(
-        self, states: Tensor, claimed: Tensor, keys: Tensor, places: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self,
+        states: Tensor,
+        claimed: Tensor,
+        rivals: Tensor,
+        keys: Tensor,
+        places: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, ...]:
+        """The columns of Replay for N positions: states (N, H), all else (N,) or (N, 2)."""
         scaled = self._head(states).float().div_(temperature)  # (N, V)
         logprobs_NV = scaled - scaled.logsumexp(dim=1, keepdim=True)
-        noisy = scaled + self._noise(keys, places, self._vocabulary)
-        best, winners = noisy.max(dim=1)
-        margins = best - noisy.gather(1, claimed[:, None])[:, 0]
         probabilities = logprobs_NV.exp()
         tail = (probabilities * (probabilities < TAIL_PROBABILITY)).sum(dim=1)
-        return logprobs_NV.gather(1, claimed[:, None])[:, 0], winners, margins, tail
+        noisy = scaled + self._noise(keys, places, self._vocabulary)
+        best, winners = noisy.max(dim=1)
+        own = claimed[:, None]
+        margins = best - noisy.gather(1, own)[:, 0]
+        others = noisy.scatter(1, own, -torch.inf).argmax(dim=1)
+        rivals = torch.where(rivals < 0, others, rivals)
+        logprobs = logprobs_NV.gather(1, own)[:, 0]
+        contrasts = logprobs - logprobs_NV.gather(1, rivals[:, None])[:, 0]
+        return logprobs, winners, margins, rivals, contrasts, tail
 
     def _require(self, prompt: Sequence[int], output: int) -> None:
         if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:

@@ -60,6 +60,23 @@ BROKEN: Mapping[str, float] = {"exponent": 1 / 3, "sign": 1 / 4, "sketch": 0.7}
 Scope = Literal["row", "file"]
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Drift that a dtype alone makes on the rows in question: statistic → value. `row` is the worst
+    of single rows, `file` that of all together; both empty if the dtype is the replay's own."""
+
+    row: Mapping[str, float]
+    file: Mapping[str, float]
+
+
+NO_REFERENCE = Reference(row={}, file={})
+
+
+def explained(name: str, drift: Mapping[str, float]) -> float:
+    """What storage and dtype explain of a statistic."""
+    return FLOORS[name] + drift.get(name, 0.0)
+
+
 class SetupLimits(Strict):
     """Honest extremes of one set-up, over `rows` rows in `files` files.
 
@@ -76,15 +93,16 @@ class SetupLimits(Strict):
     row: dict[str, int]
     file: dict[str, int]
 
-    def limits(self, reference: Mapping[str, float]) -> Limits:
-        """Limits for a file whose dtype alone makes the drift `reference` (statistic → value; empty
-        if the file's dtype is the replay's)."""
-        explained = {name: FLOORS[name] + reference.get(name, 0.0) for name in STATISTICS}
+    def limits(self, reference: Reference) -> Limits:
+        """Limits for a file whose dtype alone makes the drift `reference`."""
         row, file = (
-            {name: max(1.0, MARGIN * ratios[name] / 1e6) * explained[name] for name in STATISTICS}
-            for ratios in (self.row, self.file)
+            {
+                name: max(1.0, MARGIN * ratios[name] / 1e6) * explained(name, drift)
+                for name in STATISTICS
+            }
+            for ratios, drift in ((self.row, reference.row), (self.file, reference.file))
         )
-        honest_sketch = MARGIN * self.file["sketch"] / 1e6 * explained["sketch"]
+        honest_sketch = MARGIN * self.file["sketch"] / 1e6 * explained("sketch", reference.file)
         return Limits(row=row, file=file, honest_sketch=honest_sketch)
 
 

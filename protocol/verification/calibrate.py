@@ -28,7 +28,15 @@ from protocol.core.task import Lease, SignedLease, Task
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment
 from protocol.environments.registry import environment_for, environment_ref
-from protocol.proofs.thresholds import FILE_ROWS, FLOORS, STATISTICS, Calibration, SetupLimits
+from protocol.proofs.thresholds import (
+    FILE_ROWS,
+    NO_REFERENCE,
+    STATISTICS,
+    Calibration,
+    Reference,
+    SetupLimits,
+    explained,
+)
 from protocol.verification import replay
 from protocol.verification.build import build_rollout_file, plan_rows
 from protocol.verification.engines import load_engine
@@ -93,7 +101,7 @@ def synthetic_lease(run: RunDefinition, number: int, policy_version: int = 0) ->
 
 def replay_rows(
     honest: HonestFile, run: RunDefinition, environment: Environment, verifier: Engine
-) -> tuple[list[replay.RowStatistics], list[dict[str, float]]]:
+) -> tuple[list[replay.RowStatistics], list[Reference]]:
     """All rows of a file as a validator's engine measures them, and the reference drift of each
     set of FILE_ROWS rows (none if the file's dtype is the verifier's)."""
     file = read_rollout_file(honest.data)
@@ -104,13 +112,13 @@ def replay_rows(
         replays = replay.Replayed(verifier, run, honest.lease_digest, numbers, plan, file.rows)
         found += replays.measure()
         twin = verifier.twin(file.metadata.dtype)
-        references.append(replays.reference(twin) if twin is not verifier else {})
+        references.append(replays.reference(twin) if twin is not verifier else NO_REFERENCE)
     return found, references
 
 
 def honest_files(
     models: Sequence[Path], dtype: str, scale: float
-) -> Iterator[tuple[list[replay.RowStatistics], list[dict[str, float]]]]:
+) -> Iterator[tuple[list[replay.RowStatistics], list[Reference]]]:
     """Every honest file of one dtype: over models, batch sizes and lengths."""
     for model in models:
         verifier = load_engine(model)
@@ -141,10 +149,10 @@ def measure_setup(models: Sequence[Path], dtype: str, scale: float) -> SetupLimi
             members = found[number * FILE_ROWS :][:FILE_ROWS]
             together = replay.combine(members)
             for name in STATISTICS:
-                explained = FLOORS[name] + reference.get(name, 0.0)
                 largest = max(row.values[name] for row in members)
-                row_max[name] = max(row_max[name], largest / explained)
-                file_max[name] = max(file_max[name], together[name] / explained)
+                row_max[name] = max(row_max[name], largest / explained(name, reference.row))
+                ratio = together[name] / explained(name, reference.file)
+                file_max[name] = max(file_max[name], ratio)
     return SetupLimits(
         engine="plain/1",
         dtype=dtype,

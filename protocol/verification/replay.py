@@ -13,7 +13,7 @@ itself makes on the very same rows, so that no number depends on the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from protocol.proofs.thresholds import (
     MARGIN_CAP,
     SIGNIFICANCE,
     Limits,
+    Reference,
 )
 from protocol.verification.build import PlannedRow, sketch_keys
 from protocol.verification.rollout_file import FileRow
@@ -156,19 +157,28 @@ class Replayed:
             )
         return found
 
-    def reference(self, twin: Engine) -> dict[str, float]:
-        """Drift between `twin` (the same policy in another dtype) and the replay, over all rows.
+    def reference(self, twin: Engine) -> Reference:
+        """Drift between `twin` (the same policy in another dtype) and the replay.
 
-        Margins are bounded by errors of logits, so log-probabilities stand in for them.
+        A margin is at most the difference of two engines' contrasts, so these stand in for it.
         """
+        asked = [
+            replace(request, rivals=tuple(own.rivals.tolist()))
+            for request, own in zip(self._requests, self._replays, strict=True)
+        ]
         rows = []
-        for i, replay in enumerate(twin.replay(self._requests, self._temperature)):
-            values = self._compare(self._claim(replay, self._keys[i]), i)
-            values["margin_mean"] = values["logprob_mean"]
-            values["margin_max"] = values["logprob_max"]
-            tokens, windows = len(replay.logprobs), len(self._keys[i])
+        for i, other in enumerate(twin.replay(asked, self._temperature)):
+            values = self._compare(self._claim(other, self._keys[i]), i)
+            drift = np.abs(other.contrasts.astype(np.float64) - self._replays[i].contrasts)
+            values["margin_mean"] = float(np.minimum(drift, MARGIN_CAP).mean())
+            values["margin_max"] = float(drift.max())
+            tokens, windows = len(other.logprobs), len(self._keys[i])
             rows.append(RowStatistics(i, tokens, windows, 1.0, values, 0.0, False, 0, 0.0))
-        return combine(rows)
+        together = combine(rows)
+        worst = {name: max(row.values[name] for row in rows) for name in rows[0].values}
+        # A row may be one token long: its means are held against the largest drift of a token.
+        worst["margin_mean"], worst["logprob_mean"] = worst["margin_max"], worst["logprob_max"]
+        return Reference(row=worst, file=together)
 
     def _compare(self, claim: _Claim, i: int) -> dict[str, float]:
         replay = self._replays[i]

@@ -31,7 +31,7 @@ from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment, decode_output
 from protocol.proofs import activations, sampling, sketch
-from protocol.proofs.thresholds import SIGNIFICANCE, Calibration, Limits, shipped
+from protocol.proofs.thresholds import NO_REFERENCE, SIGNIFICANCE, Calibration, Limits, shipped
 from protocol.verification import replay
 from protocol.verification.build import PlannedRow, plan_rows
 from protocol.verification.engines import EngineProvider
@@ -368,7 +368,7 @@ def _limits(
     if setup is None or (chosen.replay_engine, chosen.replay_dtype) != (engine.name, engine.dtype):
         return None
     if made.dtype == engine.dtype:
-        return setup.limits({})
+        return setup.limits(NO_REFERENCE)
     return setup.limits(replays.reference(engine.twin(made.dtype)))
 
 

@@ -230,3 +230,19 @@ def test_missing_weights_are_never_replaced_by_random_ones(
     save_file(weights, gap / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnavailableError, match="up_proj"):
         PlainEngine(gap, noise=gumbel)
+
+
+def test_contrasts_are_differences_of_log_probabilities_to_the_rival(engine: PlainEngine) -> None:
+    (request,) = _requests(engine, 1)
+    (made,) = engine.generate([request], 1.0)
+    noise_key = request.noise_key or (0, 0)
+    tokens = made.output_tokens
+    (first,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key)], 1.0)
+    assert (first.rivals != tokens).all()
+    rivals = tuple(first.rivals.tolist())
+    (again,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key, rivals)], 1.0)
+    assert np.array_equal(again.contrasts, first.contrasts)
+    (same,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key, tokens)], 1.0)
+    assert not same.contrasts.any()
+    with pytest.raises(MalformedError):
+        engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key, rivals[1:])], 1.0)

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.core.errors import MalformedError
 from protocol.proofs import thresholds
-from protocol.proofs.thresholds import FLOORS, MARGIN, STATISTICS, Calibration, Limits
+from protocol.proofs.thresholds import FLOORS, MARGIN, STATISTICS, Calibration, Limits, Reference
 from protocol.verification import calibrate
 
 
@@ -43,9 +43,9 @@ def test_limits_are_the_explained_drift_times_the_margin() -> None:
         engine="plain/1", dtype="bfloat16", device="cpu", rows=1, files=1, tokens=1,
         row=dict.fromkeys(STATISTICS, 3_000_000), file=dict.fromkeys(STATISTICS, 100_000),
     )  # fmt: skip
-    limits = setup.limits({"sketch": 0.01})
+    limits = setup.limits(Reference(row={"sketch": 0.01}, file={"sketch": 0.02}))
     assert limits.row["sketch"] == pytest.approx(3 * MARGIN * (FLOORS["sketch"] + 0.01))
-    assert limits.file["sketch"] == pytest.approx(FLOORS["sketch"] + 0.01)
+    assert limits.file["sketch"] == pytest.approx(FLOORS["sketch"] + 0.02)
     assert limits.file["mantissa"] == FLOORS["mantissa"]
 
 
