@@ -29,7 +29,7 @@ from protocol.verification.build import build_rollout_file
 from protocol.verification.engines import load_engine
 
 FILES = 6
-DEADLINE = 90.0
+DEADLINE = 240.0
 
 
 def wait_for(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
