@@ -74,9 +74,9 @@ class FetchedEngines(FolderEngines):
             signed = self._api.client.get(f"/v1/policies/{version}", SignedManifest)
         except NotFoundError as error:
             raise UnavailableError(str(error)) from error
-        sources = [relay.url for relay in self._api.relays()]
+        sources = [relay.url for relay in self._api.relays() if version in relay.versions]
         if not sources:
-            raise UnavailableError("no relay or origin is announced to fetch the policy from")
+            raise UnavailableError(f"no relay or origin announces policy {version}")
         try:
             self._folder.ensure(version, signed, sources)
         except PrimeError as error:

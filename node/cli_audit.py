@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from node.cli_common import Json, configured, local_time, print_fields, print_json, print_rows
+from node.cli_common import Json, configured, local_time, print_fields, print_json
 from node.config import Settings
 
 audit_app = typer.Typer(help="Check what others were slashed or paid for.", no_args_is_help=True)
@@ -45,13 +45,13 @@ def audit_list(settings: Settings, as_json: Json = False) -> None:
     if as_json:
         print_json([asdict(slash) | {"amount": str(slash.amount)} for slash in found])
         return
-    rows = [
-        (s.id, local_time(s.proposed_at), s.status, s.node, Reason(s.reason).name,
-         prime(s.amount), s.ended_tx or s.proposed_tx)
-        for s in found
-    ]  # fmt: skip
-    columns = ("no.", "proposed", "status", "node", "reason", "amount", "transaction")
-    print_rows(f"slashes of pool {link.pool}", columns, rows)
+    if not found:
+        typer.echo(f"nobody was slashed in pool {link.pool}")
+    for s in found:
+        when, reason = local_time(s.proposed_at), Reason(s.reason).name
+        typer.echo(f"{s.id}. {s.status}  {reason}  {prime(s.amount)}  proposed {when}")
+        typer.echo(f"   node         {s.node}")
+        typer.echo(f"   transaction  {s.ended_tx or s.proposed_tx}")
 
 
 @audit_app.command("show")

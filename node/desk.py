@@ -70,7 +70,7 @@ class Desk:
         self._outbox = outbox
         self._handed_in = handed_in
         self._now = now
-        self._one_wish = threading.Lock()
+        self._wishes = 0
         self._api_lock = threading.Lock()
         self._gate = threading.Condition()
         self._working = False
@@ -117,18 +117,19 @@ class Desk:
     def lease(self, wish: LeaseWish) -> LeaseOffer:
         """A lease whose policy is on disk, or none once the wish's time is over.
 
-        Raises ConflictError if another wish is being waited for.
+        A newer wish ends the one before: it comes from a worker that was started in its place.
         """
-        if not self._one_wish.acquire(blocking=False):
-            raise ConflictError("another request for a lease is already waiting")
-        try:
-            return self._wait_for_lease(self._now() + wish.wait_seconds)
-        finally:
-            self._one_wish.release()
+        with self._gate:
+            self._wishes += 1
+            number = self._wishes
+            self._gate.notify_all()
+        return self._wait_for_lease(self._now() + wish.wait_seconds, number)
 
-    def _wait_for_lease(self, end: float) -> LeaseOffer:
+    def _wait_for_lease(self, end: float, number: int) -> LeaseOffer:
         pause = 0.0
         while True:
+            if number != self._wishes:
+                return LeaseOffer(lease=None, reason="a newer request took this one's place")
             newest = self._policies.newest()
             if self._closed:
                 return LeaseOffer(lease=None, reason="the agent is stopping")
@@ -146,7 +147,7 @@ class Desk:
             if left <= 0:
                 return LeaseOffer(lease=None, reason=reason)
             with self._gate:
-                if not self._closed:
+                if not self._closed and number == self._wishes:
                     self._gate.wait(min(left, pause))  # nudge() and set_working() end it early
 
     def _ask(self, newest: int) -> LeaseOffer:

@@ -136,22 +136,17 @@ def test_file_changed_after_it_was_handed_in_does_not_matter(kit: Kit) -> None:
     assert kit.courier.stop(10) == 0
 
 
-def test_second_wish_for_a_lease_is_a_conflict(kit: Kit) -> None:
+def test_newer_wish_takes_the_place_of_the_one_before(kit: Kit) -> None:
     kit.desk.set_working(False)
-    first = threading.Thread(target=lambda: kit.client.lease(LeaseWish(wait_seconds=20)))
-    first.start()
-
-    def refused() -> bool:
-        try:
-            kit.client.lease(LeaseWish(wait_seconds=0))
-        except ConflictError as error:
-            return "already waiting" in str(error)
-        return False
-
-    until(refused, "the second is refused while the first waits")
-    kit.desk.close()  # answers the first at once
-    first.join(10)
-    assert not first.is_alive()
+    offers: list[LeaseOffer] = []
+    left_by_a_dead_worker = threading.Thread(
+        target=lambda: offers.append(kit.client.lease(LeaseWish(wait_seconds=30)))
+    )
+    left_by_a_dead_worker.start()
+    until(lambda: kit.desk._wishes == 1, "the first waits")
+    assert kit.client.lease(LeaseWish(wait_seconds=0)).lease is None
+    left_by_a_dead_worker.join(10)
+    assert [offer.reason for offer in offers] == ["a newer request took this one's place"]
 
 
 BAD_REQUESTS = [
