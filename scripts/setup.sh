@@ -18,7 +18,7 @@ find_python() {
 }
 
 python=$(find_python)
-stamp=$({ "$python" --version; cat pyproject.toml constraints.txt package-lock.json "$0"; } | sha256sum | cut -d' ' -f1)
+stamp=$({ "$python" --version; cat pyproject.toml constraints.txt package.json "$0"; } | sha256sum | cut -d' ' -f1)
 if [ "$(cat .venv/.setup-stamp 2>/dev/null || true)" = "$stamp" ] && [ -d node_modules/@foundry-rs ]; then
   exit 0
 fi
@@ -42,8 +42,10 @@ if ! command -v npm >/dev/null 2>&1; then
   ln -sf "$node_bin/node" .venv/bin/node
   export PATH="$node_bin:$PATH"
 fi
-npm ci --no-audit --no-fund --loglevel=error >&2 ||
-  fail "npm could not install the packages of package-lock.json; the lines above say why"
+# No lock file: it would have to name Foundry's binary of every platform. Every version is pinned in
+# package.json instead, those of solc's own dependencies under "overrides".
+npm install --no-package-lock --no-audit --no-fund --loglevel=error >&2 ||
+  fail "npm could not install the packages of package.json; the lines above say why"
 
 printf '%s\n' "$stamp" > .venv/.setup-stamp
 say "Ready."

@@ -28,6 +28,8 @@ from protocol.transport.signatures import SessionKey, sign_headers
 Answer = TypeVar("Answer", bound=Strict)
 MAX_ANSWER_BYTES = 8 << 20
 SESSION_SECONDS = 12 * 3600
+POLITE_TRIES = 8
+LONGEST_PAUSE = 5.0
 
 
 class OrchestratorClient:
@@ -46,12 +48,14 @@ class OrchestratorClient:
         timeout: float = 30.0,
         now: Callable[[], float] = time.time,
         new_nonce: Callable[[], str] = lambda: secrets.token_urlsafe(18),
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.signer = signer
         self.scope = scope
         self._now = now
         self._new_nonce = new_nonce
+        self._sleep = sleep
         self._http = httpx.Client(timeout=timeout, follow_redirects=False)
         self._session: tuple[SessionKey, int] | None = None
         self._pool: PoolInfo | None = None
@@ -173,17 +177,30 @@ class OrchestratorClient:
         return key
 
     def _send(self, method: str, url: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
+        """One exchange; a server that says "slow down" (429) is asked again when it says so.
+
+        The refusal comes before the server looks at a signature, so its nonce is still unused.
+        """
         try:
-            return self._http.request(method, url, content=body, headers=headers)
+            for _ in range(POLITE_TRIES):
+                response = self._http.request(method, url, content=body, headers=headers)
+                if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                    break
+                self._sleep(_pause(response))
+            return response
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
 
     def _stream(self, url: str) -> Iterator[bytes]:
         try:
-            with self._http.stream("GET", url) as response:
-                if response.status_code != 200:
-                    raise from_problem(response.status_code, response.read())
-                yield from response.iter_raw(1 << 18)
+            for tries_left in reversed(range(POLITE_TRIES)):
+                with self._http.stream("GET", url) as response:
+                    if response.status_code == 200:
+                        yield from response.iter_raw(1 << 18)
+                        return
+                    if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not tries_left:
+                        raise from_problem(response.status_code, response.read())
+                self._sleep(_pause(response))
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
 
@@ -195,6 +212,12 @@ def _parse(answer: type[Answer], raw: bytes) -> Answer:
         return answer.model_validate_json(raw)
     except ValueError as error:
         raise MalformedError(f"the answer is not a {answer.__name__}: {error}") from error
+
+
+def _pause(response: httpx.Response) -> float:
+    """Seconds that a 429 asks us to wait (RFC 9110, Retry-After as a number), bounded."""
+    asked = response.headers.get("retry-after", "")
+    return min(float(asked), LONGEST_PAUSE) if asked.isdigit() else 1.0
 
 
 class Empty(Strict):

@@ -1,0 +1,42 @@
+"""The orchestrator's client: polite to a busy server, strict with what comes back."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from protocol.core.encoding import sha256
+from protocol.core.errors import MalformedError, UnavailableError, UntrustedError
+from protocol.transport.client import POLITE_TRIES, Empty, OrchestratorClient
+
+
+def _client(handler: httpx.MockTransport, waits: list[float]) -> OrchestratorClient:
+    client = OrchestratorClient("http://pool", sleep=waits.append)
+    client._http = httpx.Client(transport=handler)
+    return client
+
+
+def test_a_busy_server_is_asked_again_when_it_says_so() -> None:
+    answers = [httpx.Response(429, headers={"Retry-After": "2"}), httpx.Response(200, text="{}")]
+    waits: list[float] = []
+    client = _client(httpx.MockTransport(lambda _: answers.pop(0)), waits)
+    assert client.get("/x", Empty) == Empty()
+    assert waits == [2.0]
+
+
+def test_a_server_that_stays_busy_is_unavailable_in_the_end() -> None:
+    waits: list[float] = []
+    client = _client(httpx.MockTransport(lambda _: httpx.Response(429)), waits)
+    with pytest.raises(UnavailableError):
+        client.get("/x", Empty)
+    assert len(waits) == POLITE_TRIES
+    with pytest.raises(UnavailableError):
+        client.download("/object", limit=10)
+
+
+def test_an_object_that_is_not_the_named_one_is_refused() -> None:
+    client = _client(httpx.MockTransport(lambda _: httpx.Response(200, content=b"other")), [])
+    with pytest.raises(UntrustedError):
+        client.download("/object", limit=10, sha256=sha256(b"asked for"))
+    with pytest.raises(MalformedError):
+        client.download("/object", limit=2)
