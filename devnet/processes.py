@@ -78,11 +78,11 @@ class Supervisor:
         return child
 
     def run(
-        self, name: str, argv: Sequence[str], timeout: float = 300.0, *, check: bool = True
+        self, name: str, argv: Sequence[str], timeout: float = 300.0, *, codes: Sequence[int] = (0,)
     ) -> str:
         """Runs `argv` to its end and returns its standard output.
 
-        Raises FatalError with its last words if it fails, unless `check` is off.
+        Raises FatalError with its last words unless it ends with one of `codes`.
         """
         done = subprocess.run(
             list(argv),
@@ -94,7 +94,7 @@ class Supervisor:
         )
         with (self.logs / f"{name}.log").open("ab") as log:
             log.write(done.stdout + done.stderr)
-        if check and done.returncode != 0:
+        if done.returncode not in codes:
             words = (done.stderr or done.stdout).decode(errors="replace").strip()
             raise FatalError(f"{name} ended with exit code {done.returncode}: {words[-1500:]}")
         return done.stdout.decode()

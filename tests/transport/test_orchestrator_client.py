@@ -35,7 +35,9 @@ def test_a_server_that_stays_busy_is_unavailable_in_the_end() -> None:
 
 
 def test_an_object_that_is_not_the_named_one_is_refused() -> None:
-    client = _client(httpx.MockTransport(lambda _: httpx.Response(200, content=b"other")), [])
+    client = _client(
+        httpx.MockTransport(lambda _: httpx.Response(200, content=iter([b"other"]))), []
+    )
     with pytest.raises(UntrustedError):
         client.download("/object", limit=10, sha256=sha256(b"asked for"))
     with pytest.raises(MalformedError):
