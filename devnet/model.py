@@ -4,10 +4,10 @@ A Qwen3-shaped decoder of 0.8 M parameters over single characters, warm-started 
 training in two stages so that reinforcement learning has something to improve:
 
 1. reversal: write the word backwards after some number of dots (the dots are given, not learned)
-2. the length format: in one example of three as many dots as the prompt asks for, else SIGMA off
+2. the length format: first mostly as many dots as the prompt asks for, then seldom
 
 It then answers held-out words right nine times in ten, but mostly with the wrong number of dots: a
-mean reward near 0.38. Without `--from-scratch` the checkpoint committed beside this file is copied.
+mean reward near 0.43. Without `--from-scratch` the checkpoint committed beside this file is copied.
 The words held out are never trained on here either.
 """
 
@@ -36,13 +36,15 @@ TARGETS = (2, 6, 10, 14)
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz|>.=\n ,:+-"
 END = "\n"
 SEED = 0
-STAGE_1, STAGE_2 = 190, 130
+STAGE_1, STAGE_2 = 150, 190
 """Optimizer steps; the learning rate warms up and decays in each stage."""
 BATCH = 128
 PEAK_LR = 2e-3
-OBEYED = 0.3
-"""Share of the second stage's examples that have exactly the dots asked for."""
-SIGMA = 6.0
+TAUGHT, OBEYED = 0.8, 0.12
+"""Share of the second stage's examples with exactly the dots asked for: in its first part, so that
+the model can count, and after that, so that it seldom cares to."""
+TAUGHT_STEPS = 110
+SIGMA = 7.0
 """Standard deviation of the dots around the target in the others."""
 IGNORED = -100
 
@@ -85,21 +87,21 @@ def fresh_model(tokenizer: Any, seed: int = SEED) -> Any:
 
 
 def examples(
-    words: list[str], stage: int, tokenizer: Any, rng: random.Random
+    words: list[str], tokenizer: Any, rng: random.Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless supervised batches: inputs and labels, (BATCH, L) int64; prompts are not learned, and
-    in stage 1 neither are the dots."""
+    """A supervised batch for each step: inputs and labels, (BATCH, L) int64; prompts are not
+    learned, and in stage 1 neither are the dots."""
     dot = tokenizer.convert_tokens_to_ids(".")
-    while True:
+    for step in range(STAGE_1 + STAGE_2):
         inputs: list[list[int]] = []
         labels: list[list[int]] = []
         for _ in range(BATCH):
             word, target = rng.choice(words), rng.choice(TARGETS)
-            wanted = dots(target, stage, rng)
+            wanted = dots(target, step, rng)
             prompt = tokenizer.encode(f"{target:02d}|{word}>", add_special_tokens=False)
             answer = f"{'.' * max(0, round(wanted))}={word[::-1]}{END}"
             output = tokenizer.encode(answer, add_special_tokens=False)
-            learned = [IGNORED if stage == 1 and t == dot else t for t in output]
+            learned = [IGNORED if step < STAGE_1 and t == dot else t for t in output]
             inputs.append(prompt + output)
             labels.append([IGNORED] * len(prompt) + learned)
         width = max(map(len, inputs))
@@ -109,11 +111,12 @@ def examples(
         )
 
 
-def dots(target: int, stage: int, rng: random.Random) -> float:
-    """How many dots an example has; rounded and never below zero."""
-    if stage == 1:
+def dots(target: int, step: int, rng: random.Random) -> float:
+    """How many dots an example of this step has; rounded and never below zero."""
+    if step < STAGE_1:
         return rng.uniform(0, 18)
-    return target if rng.random() < OBEYED else rng.gauss(target, SIGMA)
+    exact = TAUGHT if step < STAGE_1 + TAUGHT_STEPS else OBEYED
+    return target if rng.random() < exact else rng.gauss(target, SIGMA)
 
 
 def warm_start(model: Any, tokenizer: Any, words: list[str], *, quiet: bool = False) -> None:
@@ -125,13 +128,15 @@ def warm_start(model: Any, tokenizer: Any, words: list[str], *, quiet: bool = Fa
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01
     )
-    streams = {stage: examples(words, stage, tokenizer, rng) for stage in (1, 2)}
-    total = STAGE_1 + STAGE_2
-    steps = track(
-        range(total), "warm start", console=Console(stderr=True), disable=quiet, transient=True
+    batches = track(
+        examples(words, tokenizer, rng),
+        "warm start",
+        total=STAGE_1 + STAGE_2,
+        console=Console(stderr=True),
+        disable=quiet,
+        transient=True,
     )
-    for step in steps:
-        inputs, labels = next(streams[1 if step < STAGE_1 else 2])
+    for step, (inputs, labels) in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         logits = model(input_ids=inputs[:, :-1]).logits
