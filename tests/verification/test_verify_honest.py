@@ -54,7 +54,7 @@ def test_honest_files_of_models_never_calibrated_are_accepted(
 def test_one_drawn_row_is_enough_for_an_honest_file(world: Any) -> None:
     run = world.run.model_copy(update={"replay_rows_micro": 1})
     lonely = type(world)(run, world.environment, world.engine)
-    for number in range(20):
+    for number in range(10):
         found = lonely.judge(lonely.honest(number), secret=number)
         assert found.outcome is Outcome.ACCEPTED, found
         assert len(found.rows_drawn) == 1

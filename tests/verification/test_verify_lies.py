@@ -21,7 +21,7 @@ from protocol.verification import build
 from protocol.verification.engines import load_engine
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
-LEASES = range(200, 206)
+LEASES = range(200, 204)
 WEIGHTS = {Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING, Reason.WRONG_SKETCH}
 
 
