@@ -121,7 +121,7 @@ def honest_files(
 ) -> Iterator[tuple[list[replay.RowStatistics], list[Reference]]]:
     """Every honest file of one dtype: over models, batch sizes and lengths."""
     for model in models:
-        verifier = load_engine(model)
+        verifier = load_engine(model, threads=1)
         for batch_rows, files in BATCH_FILES.items():
             engine = load_engine(model, dtype=dtype, batch_rows=batch_rows)
             for length in LENGTHS:
