@@ -7,28 +7,28 @@ Nothing here is read at import and nothing below the CLI reads the environment.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from node.state import remembered
 from protocol.core.errors import UserError
+from protocol.settings import Urls, UserPath, load_settings, needed, settings_file
 
 RuntimeName = Literal["docker", "process"]
 ENV_PREFIX = "PRIME_NODE_"
 DEFAULT_CONFIG = Path("~/.config/prime/node.toml")
-DEFAULT_DATA = Path("~/.local/share/prime-node")
+DEFAULT_DATA = Path("~/.local/share/prime-node").expanduser()
+
+
+def _words(value: object) -> object:
+    """The environment and the hidden flag carry a command as spaced words."""
+    if isinstance(value, str):
+        return tuple(value.split())
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Settings(BaseSettings):
@@ -38,21 +38,21 @@ class Settings(BaseSettings):
 
     orchestrator: str | None = None
     """Base URL of the pool's orchestrator."""
-    rpc: Annotated[tuple[str, ...], NoDecode] = ()
+    rpc: Urls = ()
     """RPC endpoints of the chain, tried in order."""
-    deployment: Path | None = None
+    deployment: UserPath | None = None
     """Deployment JSON; by default the one shipped for the chain that the RPC answers for."""
     pool: int | None = None
     """Pool number; by default the one the orchestrator serves."""
-    wallet: Path | None = None
+    wallet: UserPath | None = None
     """Keystore (v3) of the node."""
-    password_file: Path | None = None
+    password_file: UserPath | None = None
     password_fd: int | None = None
     provider: str | None = None
     """Owner account of this node; by default the wallet's own."""
-    provider_wallet: Path | None = None
+    provider_wallet: UserPath | None = None
     """Keystore of the owner, where the owner is at this machine."""
-    data: Path = DEFAULT_DATA
+    data: UserPath = DEFAULT_DATA
     """State: policies, outbox, journal, logs, lock."""
     runtime: RuntimeName = "docker"
     threads: int = Field(default=0, ge=0, le=1024)
@@ -61,24 +61,8 @@ class Settings(BaseSettings):
     """Rows generated at once; 0 = the engine's own choice."""
     throttle: float = Field(default=1.0, ge=1.0, le=1000.0)
     """DEVELOPMENT ONLY: behave like a machine N times slower."""
-    worker_command: Annotated[tuple[str, ...], NoDecode] = ()
+    worker_command: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)] = ()
     """DEVELOPMENT ONLY, process runtime only: what to run instead of our own worker."""
-
-    @field_validator("rpc", "worker_command", mode="before")
-    @classmethod
-    def _split(cls, value: object, info: Any) -> object:
-        """Environment variables carry lists as text: comma-separated URLs, a spaced command."""
-        if isinstance(value, str):
-            parts = value.split("," if info.field_name == "rpc" else None)
-            return tuple(part.strip() for part in parts if part.strip())
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator(
-        "data", "wallet", "password_file", "deployment", "provider_wallet", mode="after"
-    )
-    @classmethod
-    def _expand(cls, value: Path | None) -> Path | None:
-        return value.expanduser().absolute() if value is not None else None
 
     def to_remember(self) -> dict[str, Any]:
         """What later commands in the same data folder may take for granted; no secret."""
@@ -87,20 +71,12 @@ class Settings(BaseSettings):
 
     def need_orchestrator(self) -> str:
         """The orchestrator's URL. Raises UserError if none was given."""
-        if not self.orchestrator:
-            raise UserError(
-                "no orchestrator is named",
-                hint="add --orchestrator URL (or set PRIME_NODE_ORCHESTRATOR)",
-            )
-        return self.orchestrator.rstrip("/")
+        return str(needed(self, "orchestrator")).rstrip("/")
 
     def need_rpc(self) -> tuple[str, ...]:
         """The RPC endpoints. Raises UserError if none was given."""
-        if not self.rpc:
-            raise UserError(
-                "no RPC endpoint is named", hint="add --rpc URL (or set PRIME_NODE_RPC)"
-            )
-        return self.rpc
+        found: tuple[str, ...] = needed(self, "rpc", "RPC endpoint")
+        return found
 
     def need_wallet(self) -> Path:
         """The node's keystore. Raises UserError if none was given or it is not there."""
@@ -123,48 +99,11 @@ def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
     Raises UserError with the setting's name if a value is wrong or the file is not TOML.
     """
     path = _config_path(config)
-    first = _load(flags, path, {})
+    first = load_settings(Settings, flags, path)
     memory = remembered(first.data)
-    return _load(flags, path, memory) if memory else first
-
-
-def _load(flags: Mapping[str, object], path: Path, memory: dict[str, Any]) -> Settings:
-
-    class Loaded(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            toml = TomlConfigSettingsSource(settings_cls, toml_file=path)
-            kept = InitSettingsSource(settings_cls, init_kwargs=memory)
-            return init_settings, env_settings, toml, kept
-
-    given: dict[str, Any] = {
-        name: value for name, value in flags.items() if value not in (None, ())
-    }
-    try:
-        return Loaded(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or "?"
-        raise UserError(
-            f"the setting {name!r} is wrong: {first['msg']}",
-            hint=f"set it by --{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()} or in {path}",
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}", hint="mend or remove the file") from error
+    return load_settings(Settings, flags, path, memory) if memory else first
 
 
 def _config_path(config: Path | None) -> Path:
     named = config or (Path(text) if (text := os.environ.get(f"{ENV_PREFIX}CONFIG")) else None)
-    if named is not None:
-        named = named.expanduser()
-        if not named.is_file():
-            raise UserError(f"there is no settings file at {named}", hint="check --config")
-        return named
-    return DEFAULT_CONFIG.expanduser()
+    return settings_file(named) or DEFAULT_CONFIG.expanduser()

@@ -20,34 +20,12 @@ from orchestrator.store.challenges import ChallengeRow
 from protocol.core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
 from protocol.core.ids import Address
 from protocol.core.messages import AdmissionAnswer, AdmissionRequest, Challenge
-from protocol.core.node import Hardware, Invite, Requirements
+from protocol.core.node import Hardware, Invite
 from protocol.proofs import hardware
 
 CHALLENGE_SECONDS = 120
 MAX_OPEN_CHALLENGES = 8
 INVITE_SECONDS = 3600
-
-
-def unmet(asked: Requirements, found: Hardware) -> list[str]:
-    """What of the pool's requirements a machine says it does not have, in plain words."""
-    fitting = [
-        gpu
-        for gpu in found.gpus
-        if asked.gpu_model.lower() in gpu.model.lower() and gpu.memory_mb >= asked.gpu_memory_mb
-    ]
-    missing = []
-    if len(fitting) < asked.gpu_count:
-        kind = f" {asked.gpu_model}" if asked.gpu_model else ""
-        memory = f" with {asked.gpu_memory_mb} MiB" if asked.gpu_memory_mb else ""
-        missing.append(f"{asked.gpu_count}{kind} GPU(s){memory}, found {len(fitting)}")
-    for name, wanted, have in (
-        ("CPUs", asked.cpu_count, found.cpu_count),
-        ("MiB of memory", asked.memory_mb, found.memory_mb),
-        ("MiB of disk", asked.disk_mb, found.disk_mb),
-    ):
-        if have < wanted:
-            missing.append(f"{wanted} {name}, found {have}")
-    return missing
 
 
 def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> Challenge:
@@ -57,7 +35,7 @@ def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> 
     for its slash, or too many challenges are open.
     """
     run, now = backend.context.run, backend.now()
-    missing = unmet(run.requirements, request.hardware)
+    missing = run.requirements.shortfalls(request.hardware)
     if missing:
         raise PolicyError("the pool asks for " + "; ".join(missing))
     row = ChallengeRow(

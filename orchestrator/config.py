@@ -6,22 +6,16 @@ at import, and nothing below the CLI reads the environment.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from protocol.core.errors import UserError
+from protocol.settings import Urls, UserPath, load_settings, needed, settings_file
 
 ENV_PREFIX = "PRIME_ORCHESTRATOR_"
 
@@ -38,36 +32,23 @@ class Settings(BaseSettings):
     """How others reach this server; by default http://host:port."""
     audience: str = Field(default="", max_length=512)
     """The name that session grants must carry; by default `public_url`."""
-    data: Path = Path("var/orchestrator")
+    data: UserPath = Path("var/orchestrator").absolute()
     database: str = ""
     """sqlite:///PATH or postgresql://…; by default a SQLite file under `data`."""
-    objects: Path | None = None
+    objects: UserPath | None = None
     """Folder of the object store; by default under `data`."""
-    deployment: Path | None = None
-    rpc: Annotated[tuple[str, ...], NoDecode] = ()
+    deployment: UserPath | None = None
+    rpc: Urls = ()
     pool: int | None = Field(default=None, ge=0)
-    run: Path | None = None
+    run: UserPath | None = None
     """The run definition: canonical JSON whose SHA-256 is the pool's run digest."""
-    wallet: Path | None = None
+    wallet: UserPath | None = None
     """Keystore of the pool's manager."""
-    password_file: Path | None = None
+    password_file: UserPath | None = None
     password_fd: int | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     requests_per_second: int = Field(default=200, ge=0)
     """Bound on what one client address may ask on average; 0 lifts it."""
-
-    @field_validator("rpc", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        """The environment carries the list as comma-separated text."""
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("data", "objects", "deployment", "run", "wallet", "password_file")
-    @classmethod
-    def _expand(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser()
 
     @field_validator("public_url")
     @classmethod
@@ -90,19 +71,12 @@ class Settings(BaseSettings):
 
     def need(self, name: Literal["deployment", "run", "wallet", "pool"]) -> Any:
         """A setting without default. Raises UserError if it was not given."""
-        value = getattr(self, name)
-        if value is None:
-            raise UserError(
-                f"the setting {name!r} is missing",
-                hint=f"add --{name} (or set {ENV_PREFIX}{name.upper()})",
-            )
-        return value
+        return needed(self, name)
 
     def need_rpc(self) -> tuple[str, ...]:
         """The RPC endpoints. Raises UserError if none was given."""
-        if not self.rpc:
-            raise UserError("no RPC endpoint is named", hint=f"add --rpc URL or {ENV_PREFIX}RPC")
-        return self.rpc
+        found: tuple[str, ...] = needed(self, "rpc", "RPC endpoint")
+        return found
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
@@ -116,31 +90,4 @@ def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
             "a password on the command line can be read by everybody on this machine",
             hint=f"set {ENV_PREFIX}DATABASE, or keep the password in ~/.pgpass",
         )
-    if config is not None and not config.is_file():
-        raise UserError(f"there is no settings file {config}", hint="name another by --config")
-
-    class Loaded(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            toml = TomlConfigSettingsSource(settings_cls, toml_file=config)
-            return init_settings, env_settings, toml
-
-    given: dict[str, Any] = {n: value for n, value in flags.items() if value not in (None, ())}
-    try:
-        return Loaded(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or "?"
-        raise UserError(
-            f"the setting {name!r} is wrong: {first['msg']}",
-            hint=f"set it by --{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()} or in TOML",
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{config} is not TOML: {error}", hint="mend the file") from error
+    return load_settings(Settings, flags, settings_file(config))

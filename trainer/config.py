@@ -6,21 +6,14 @@ definition, not this file, says what the objective is; here is how this trainer 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from protocol.core.errors import UserError
+from protocol.settings import Urls, UserPath, load_settings, needed, settings_file
 
 ENV_PREFIX = "PRIME_TRAINER_"
 
@@ -32,20 +25,20 @@ class Settings(BaseSettings):
 
     orchestrator: str = ""
     """Base URL of the pool's orchestrator."""
-    model: Path | None = None
+    model: UserPath | None = None
     """Hugging Face folder of the run's base model (policy 0)."""
-    data: Path = Path("var/trainer")
+    data: UserPath = Path("var/trainer").absolute()
     """Checkpoints, metrics and the origin's policies."""
-    run: Path | None = None
+    run: UserPath | None = None
     """The run definition; by default the orchestrator's, its digest checked."""
-    rpc: Annotated[tuple[str, ...], NoDecode] = ()
+    rpc: Urls = ()
     """With `deployment`: the pool's facts are checked on chain before anything is trained."""
-    deployment: Path | None = None
+    deployment: UserPath | None = None
     pool: int | None = Field(default=None, ge=0)
     """Refuse to work for any other pool."""
-    wallet: Path | None = None
+    wallet: UserPath | None = None
     """Keystore (v3) of the pool's trainer."""
-    password_file: Path | None = None
+    password_file: UserPath | None = None
     password_fd: int | None = None
     origin_host: str = "127.0.0.1"
     origin_port: int = Field(default=0, ge=0, le=65_535)
@@ -74,28 +67,9 @@ class Settings(BaseSettings):
     """Deltas are made from so many earlier versions."""
     log_level: str = "info"
 
-    @field_validator("rpc", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        """The environment carries the list as comma-separated text."""
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("model", "data", "run", "deployment", "wallet", "password_file")
-    @classmethod
-    def _expand(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
-
     def need(self, name: str) -> Any:
         """A setting without default. Raises UserError if it was not given."""
-        value = getattr(self, name)
-        if value in (None, ""):
-            raise UserError(
-                f"The setting {name!r} is missing.",
-                hint=f"Add --{name.replace('_', '-')} or set {ENV_PREFIX}{name.upper()}.",
-            )
-        return value
+        return needed(self, name)
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
@@ -103,31 +77,4 @@ def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
 
     Raises UserError with the setting's name if a value is wrong or the file cannot be read.
     """
-    if config is not None and not config.is_file():
-        raise UserError(f"There is no settings file {config}.", hint="Name another by --config.")
-
-    class Loaded(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            toml = TomlConfigSettingsSource(settings_cls, toml_file=config)
-            return init_settings, env_settings, toml
-
-    given: dict[str, Any] = {n: value for n, value in flags.items() if value not in (None, ())}
-    try:
-        return Loaded(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or "?"
-        raise UserError(
-            f"The setting {name!r} is wrong: {first['msg']}.",
-            hint=f"Set it by --{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()} or in TOML.",
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{config} is not TOML: {error}.", hint="Mend the file.") from error
+    return load_settings(Settings, flags, settings_file(config))

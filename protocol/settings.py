@@ -1,0 +1,99 @@
+"""How every program reads its settings: flag > environment > TOML > what it remembers > default.
+
+Settings are built once at the edge and handed in; nothing is read at import.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    TomlConfigSettingsSource,
+)
+
+from protocol.core.errors import UserError
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+def _split(value: object) -> object:
+    """The environment carries a list as comma-separated text."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(value) if isinstance(value, list) else value
+
+
+Urls = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+"""A list of URLs; comma-separated in the environment."""
+UserPath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+"""A path as a person types it: ~ is their home, and it stays valid if we change folder."""
+
+
+def load_settings(
+    kind: type[Settings],
+    flags: Mapping[str, object],
+    toml: Path | None = None,
+    memory: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Settings of `kind` from flags (None or () = not given), environment, a TOML file that may be
+    missing, and what an earlier command remembered.
+
+    Raises UserError with the setting's name if a value is wrong or the file is not TOML.
+    """
+
+    class Loaded(kind):  # type: ignore[valid-type, misc]
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            file = TomlConfigSettingsSource(settings_cls, toml_file=toml)
+            kept = InitSettingsSource(settings_cls, init_kwargs=dict(memory or {}))
+            return init_settings, env_settings, file, kept
+
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    try:
+        loaded: Settings = Loaded(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "?"
+        variable = f"{kind.model_config.get('env_prefix', '')}{name.upper()}"
+        raise UserError(
+            f"the setting {name!r} is wrong: {first['msg']}",
+            hint=f"set it by --{name.replace('_', '-')}, {variable} or in {toml or 'TOML'}",
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{toml} is not TOML: {error}", hint="mend or remove the file") from error
+    return loaded
+
+
+def settings_file(config: Path | None) -> Path | None:
+    """The TOML file that `--config` names. Raises UserError if it is not there."""
+    if config is None:
+        return None
+    if not config.expanduser().is_file():
+        raise UserError(f"there is no settings file at {config}", hint="check --config")
+    return config.expanduser()
+
+
+def needed(settings: BaseSettings, name: str, what: str = "") -> Any:
+    """A setting without default; `what` is its name in prose. Raises UserError if it is missing."""
+    value = getattr(settings, name)
+    if value in (None, "", ()):
+        flag, prefix = name.replace("_", "-"), settings.model_config.get("env_prefix", "")
+        raise UserError(
+            f"no {what or name} is named", hint=f"add --{flag} (or set {prefix}{name.upper()})"
+        )
+    return value
