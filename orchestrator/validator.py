@@ -106,12 +106,15 @@ class Validator:
         self._now = now
         self._calibration = calibration
         self._patience = patience or Patience()
+        self._owed: list[Digest] = []
 
     def judge_next(self) -> Digest | None:
         """Claims and judges one file; returns its submission, or None if there is nothing to do.
 
-        Raises UnavailableError if the store cannot be used now.
+        Raises UnavailableError if the database or the object store cannot be used now. A job that
+        was being judged is given back, which counts neither as a death nor as an abstention.
         """
+        self._return_owed()
         if not self._work_waits():
             return None
         with self._store.begin() as connection:
@@ -125,7 +128,27 @@ class Validator:
                 self._judge(job.submission_digest)
             except _AbstainError as error:
                 self._abstain(job.submission_digest, error.reason, str(error))
+            except UnavailableError:
+                self._owed.append(job.submission_digest)
+                self._return_owed()
+                raise
         return job.submission_digest
+
+    def _return_owed(self) -> None:
+        """Gives back the jobs that an outage took from us: at once, or when the database is back.
+
+        Raises UnavailableError while it is away.
+        """
+        while self._owed:
+            with self._store.begin() as connection:
+                jobs.give_back(
+                    connection,
+                    self._owed[0],
+                    self._worker,
+                    not_before=self._now() + self._patience.retry_seconds,
+                    max_abstentions=None,
+                )
+            self._owed.pop(0)
 
     def _judge(self, digest: Digest) -> None:
         job = self._load(digest)

@@ -117,11 +117,13 @@ def give_back(
     worker: str,
     *,
     not_before: float,
-    max_abstentions: int,
+    max_abstentions: int | None,
 ) -> bool:
     """Returns a job after an abstention: ready again, for `worker` itself from `not_before`, or
-    quarantined after `max_abstentions`. False if `worker` holds it no longer."""
-    spent = _jobs.abstentions + 1 >= max_abstentions
+    quarantined after `max_abstentions`. With None nothing is counted: an outage on our side says
+    nothing about the file. False if `worker` holds it no longer."""
+    counted = 0 if max_abstentions is None else 1
+    spent = _jobs.abstentions + 1 >= max_abstentions if max_abstentions is not None else sa.false()
     done = connection.execute(
         sa.update(schema.jobs)
         .where(_held(submission, worker))
@@ -129,7 +131,7 @@ def give_back(
             status=sa.case((spent, "quarantined"), else_="ready"),
             claimed_until=None,
             attempts=_jobs.attempts - 1,
-            abstentions=_jobs.abstentions + 1,
+            abstentions=_jobs.abstentions + counted,
             not_before=not_before,
         )
     )

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 
 from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
 
+from orchestrator import judging
 from orchestrator.draws import DrawSecrets
 from orchestrator.policy_store import PolicyStore
 from orchestrator.store import jobs, leases, schema
@@ -24,7 +25,7 @@ from protocol.chain.history import Slash
 from protocol.core import encoding
 from protocol.core.checkpoint import PolicyStatement, SignedManifest
 from protocol.core.draws import DrawReveal, SignedDrawCommitment, file_secret
-from protocol.core.errors import NotFoundError
+from protocol.core.errors import NotFoundError, UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.messages import SubmissionInfo
 from protocol.core.run import LengthBudgets, RunDefinition
@@ -336,6 +337,50 @@ def test_a_file_that_our_store_lost_is_an_abstention(court: Court) -> None:
     court.shop.objects.delete(digest_key(row.sha256))
     assert court.validator.judge_next() == row.digest
     assert court.shop.row(row.digest).status == "submitted"
+
+
+def test_a_full_disk_gives_the_job_back_uncounted(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = court.shop.submit(HONEST, make=lambda signed, digest: b"not parquet")
+
+    def full(key: str, data: bytes) -> None:
+        raise UnavailableError("the disk is full")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(court.shop.objects, "put", full)
+        for _ in range(4):  # more often than a job may die or be abstained from
+            with pytest.raises(UnavailableError, match="full"):
+                court.validator.judge_next()
+            with court.shop.store.read() as connection:
+                job = jobs.get(connection, row.digest)
+            assert job is not None
+            assert (job.status, job.attempts, job.abstentions) == ("ready", 0, 0)
+            court.shop.now.time += 31
+    assert court.validator.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "void"
+
+
+def test_a_job_taken_by_a_database_outage_is_given_back_once_it_ends(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = court.shop.submit(HONEST, make=lambda signed, digest: b"not parquet")
+
+    def away(*_args: object, **_named: object) -> None:
+        raise UnavailableError("the database is away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(judging, "publish_verdict", away)
+        outage.setattr(jobs, "give_back", away)
+        for _ in range(4):
+            with pytest.raises(UnavailableError, match="away"):
+                court.validator.judge_next()
+            court.shop.now.time += 31
+    assert court.validator.judge_next() is None, "given back, it rests"
+    with court.shop.store.read() as connection:
+        job = jobs.get(connection, row.digest)
+    assert job is not None
+    assert (job.status, job.attempts, job.abstentions) == ("ready", 0, 0)
 
 
 def test_a_policy_that_nobody_serves_is_an_abstention(court: Court, tmp_path: Path) -> None:
