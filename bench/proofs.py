@@ -1,4 +1,4 @@
-"""Cost and soundness of activation proofs: `python -m bench.proofs [--json] [--quick]`.
+"""Cost and soundness of activation proofs: `python -m bench proofs [--json] [--quick]`.
 
 One thread, hidden size 5120, 4,096 tokens, CPU time, medians of repeated runs. The peer (`toploc`
 0.1.6) is represented by figures measured earlier, on another day, as its rows say. Forgeries and
@@ -7,20 +7,15 @@ malformed proofs are counted, not timed.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.form import Row
 from protocol.core.errors import MalformedError
 from protocol.core.rollout import PROOF_WINDOW
 from protocol.proofs import activations
@@ -29,26 +24,8 @@ from protocol.proofs.thresholds import FLOORS
 
 EARLIER_BUILD_US, EARLIER_VERIFY_US = 33.5, 19.0
 """µs a token of toploc 0.1.6 on one CPU thread, H 5120 × 4,096 tokens, measured earlier."""
+PACKAGES = ("numpy",)
 Windows = list[NDArray[np.uint16]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the result, as docs of the benches describe it."""
-
-    name: str
-    value: float
-    unit: str
-    bar: float | None = None
-    better: str = "lower"
-    peer: float | None = None
-    peer_name: str = ""
-
-    @property
-    def ok(self) -> bool:
-        if self.bar is None:
-            return True
-        return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
 
 
 def _windows(tokens: int, hidden: int, seed: int) -> Windows:
@@ -147,36 +124,3 @@ def run(quick: bool) -> list[Row]:
         *forgeries(hidden, windows),
         malformed(200 if quick else 5000),
     ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 only if every row with a bar is within it."""
-    parser = argparse.ArgumentParser(description="Cost and soundness of activation proofs.")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args(arguments)
-    rows = run(options.quick)
-    ok = all(row.ok for row in rows)
-    if options.json:
-        result = {
-            "bench": "proofs",
-            "quick": options.quick,
-            "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-            "versions": {"python": platform.python_version(), "numpy": np.__version__},
-            "rows": [{**asdict(row), "ok": row.ok} for row in rows],
-            "ok": ok,
-        }
-        print(json.dumps(result, ensure_ascii=False))
-    else:
-        for row in rows:
-            bar = "" if row.bar is None else f"  bar {row.bar:g}"
-            print(
-                f"{row.name:26s} {row.value:10.3f} {row.unit}{bar}{'' if row.ok else '  NOT MET'}"
-            )
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(variable, "1")
-    sys.exit(main())

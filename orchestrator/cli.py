@@ -29,6 +29,7 @@ app.add_typer(store_app, name="store")
 _ELSEWHERE = {
     "validate": ("orchestrator.validator_cli", "Judge submitted files (may use a GPU)."),
     "relay": ("orchestrator.relay", "Serve policies to nodes, from an origin or another relay."),
+    "run": ("orchestrator.run_cli", "Make and read run definitions."),
     "pool": ("orchestrator.pool_cli", "Create, fund, show and end a pool."),
     "rewards": ("orchestrator.rewards_cli", "Show and rebuild reward roots."),
     "deployment": ("orchestrator.deployment_cli", "Deploy the contracts, or check a deployment."),

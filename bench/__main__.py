@@ -1,0 +1,47 @@
+"""`python -m bench NAME [--json] [--quick]`, `python -m bench list`."""
+
+from __future__ import annotations
+
+import os
+
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")  # before numpy is imported: one pinned thread
+
+import importlib
+import sys
+
+from bench.form import result, show
+from protocol.core.errors import PrimeError
+
+BENCHES = {
+    "gas": "Gas of each act in a pool of 400 nodes, beside the ancestor's",
+    "proofs": "Cost and soundness of activation proofs",
+}
+
+
+def main(words: list[str]) -> int:
+    """Exit code 0 only if every row with a bar is within it."""
+    names = [word for word in words if not word.startswith("--")]
+    flags = {word for word in words if word.startswith("--")}
+    if names == ["list"]:
+        for name, what in BENCHES.items():
+            print(f"{name:12} {what}")
+        return 0
+    if len(names) != 1 or names[0] not in BENCHES or flags - {"--json", "--quick"}:
+        print(
+            f"usage: python -m bench {'|'.join(BENCHES)}|list [--json] [--quick]", file=sys.stderr
+        )
+        return 64
+    module = importlib.import_module(f"bench.{names[0]}")
+    quick = "--quick" in flags
+    try:
+        found = result(names[0], module.run(quick), module.PACKAGES, quick)
+    except PrimeError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return error.exit_code
+    show(found, "--json" in flags)
+    return 0 if found["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""The one form of all figures: rows with bars, one JSON object as the last line of output."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `bar` None: only reported. `peer` is measured in the same run, or `peer_name`
+    says where it is from."""
+
+    name: str
+    value: float
+    unit: str
+    bar: float | None = None
+    better: Literal["lower", "higher"] = "lower"
+    peer: float | None = None
+    peer_name: str = ""
+
+    @property
+    def ok(self) -> bool:
+        if self.bar is None:
+            return True
+        return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
+
+
+def result(name: str, rows: Sequence[Row], packages: Sequence[str], quick: bool) -> dict[str, Any]:
+    """The JSON object of one bench; `packages` are those whose versions matter."""
+    return {
+        "bench": name,
+        "commit": _commit(),
+        "quick": quick,
+        "machine": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+        },
+        "versions": {"python": platform.python_version(), **{p: _version(p) for p in packages}},
+        "rows": [{**asdict(row), "ok": row.ok} for row in rows],
+        "ok": all(row.ok for row in rows),
+    }
+
+
+def show(found: dict[str, Any], as_json: bool) -> None:
+    """One line of JSON, or a table."""
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False))
+        return
+    for row in found["rows"]:
+        bar = "" if row["bar"] is None else f"  bar {row['bar']:g}"
+        peer = "" if row["peer"] is None else f"  {row['peer_name']} {row['peer']:g}"
+        failed = "" if row["ok"] else "  NOT MET"
+        print(f"{row['name']:26} {row['value']:14.4g} {row['unit']}{bar}{peer}{failed}")
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"

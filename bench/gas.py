@@ -1,0 +1,56 @@
+"""Gas of each act, one transaction each in a warm pool of 400 nodes: forge runs it now and compares
+with the committed snapshot; the ancestor's figures were measured on its own contracts (solc 0.8.28
+via-IR)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from bench.form import ROOT, Row
+from protocol.core.errors import UnavailableError
+
+PACKAGES = ("web3",)
+SNAPSHOT = ROOT / "tests" / "contracts" / "snapshots" / "Gas.json"
+FILES_64, FILES_1024 = 64, 1024
+ANCESTOR = "PrimeIntellect protocol, measured"
+
+
+def run(quick: bool) -> list[Row]:
+    """Rows as docs name them. `quick` reads the committed snapshot without running forge.
+
+    Raises UnavailableError if forge does not run or its figures are not the snapshot's.
+    """
+    if not quick:
+        _forge(ROOT)
+    gas = {name: int(value) for name, value in json.loads(SNAPSHOT.read_text()).items()}
+    first_slash = gas["propose and execute, first of a provider"]
+    return [
+        Row("submit_file_64", gas["work root"] / FILES_64, "gas", 2700, peer=274_000,
+            peer_name=ANCESTOR),
+        Row("submit_file_1024", gas["work root of 1024"] / FILES_1024, "gas", 250, peer=274_000,
+            peer_name=ANCESTOR),
+        Row("node_to_member", gas["newcomer to member with permit"], "gas", 280_000, peer=742_000,
+            peer_name=ANCESTOR),
+        Row("leave_400", gas["leave at 400 nodes"], "gas", 60_000, peer=7_260_000,
+            peer_name=ANCESTOR),
+        Row("eject_400", gas["eject at 400 nodes"], "gas", 60_000, peer=7_260_000,
+            peer_name=ANCESTOR),
+        Row("propose_execute", gas["propose and execute"], "gas", 260_000),
+        Row("propose_execute_first", first_slash, "gas"),
+        Row("claim", gas["later claim of a node"], "gas", 75_000, peer=156_000, peer_name=ANCESTOR),
+        Row("claim_first", gas["first claim of a node"], "gas", 100_000, peer=156_000,
+            peer_name=ANCESTOR),
+        Row("reject_leaf", gas["reject of a leaf"], "gas", 120_000, peer=216_000,
+            peer_name=ANCESTOR),
+    ]  # fmt: skip
+
+
+def _forge(root: Path) -> None:
+    done = subprocess.run(
+        [str(root / "scripts" / "forge"), "test", "--match-contract", "Gas"],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise UnavailableError(f"forge did not run the gas tests: {done.stdout[-800:]}")

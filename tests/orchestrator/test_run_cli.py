@@ -1,0 +1,52 @@
+"""Run definitions from TOML: canonical, pinned, and refused with a name where they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.run_cli import app
+from protocol.core.errors import UserError
+from protocol.core.run import RunDefinition
+from protocol.environments.registry import environment_for
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "docs" / "examples" / "run.toml"
+MODEL = ROOT / "devnet" / "model"
+
+
+def _new(source: Path, out: Path) -> None:
+    words = ["new", str(source), "--model", str(MODEL), "--out", str(out)]
+    CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False)
+
+
+def test_the_published_example_makes_a_run_whose_environment_is_pinned(tmp_path: Path) -> None:
+    _new(EXAMPLE, tmp_path / "run.json")
+    written = (tmp_path / "run.json").read_bytes()
+    run = RunDefinition.model_validate_json(written)
+    assert run.canonical() == written
+    assert environment_for(run).name == "reverse"
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run.json")])
+    assert run.digest() in shown.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('name = "reverse"\n', 'name = "nothing"\n', "nothing"),
+        ("max_staleness = 2", "max_staleness = 9", "max_staleness"),
+        ("[budgets] ", "[bugdets] ", "budgets"),
+        ("samples_per_group = 16", "samples_per_group = ", "TOML"),
+        ("price_per_unit", "prize_per_unit", "price_per_unit"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
+    source = tmp_path / "run.toml"
+    text = EXAMPLE.read_text()
+    assert old in text
+    source.write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=named):
+        _new(source, tmp_path / "run.json")
+    assert not (tmp_path / "run.json").exists()
