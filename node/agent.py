@@ -149,6 +149,7 @@ class Agent:
         pulse = Pulse(
             api, run, desk, keeper, outbox, join, task,
             data=data, runtime=settings.runtime, now=self._now, stop=self._stop,
+            threads=(courier.thread, keeper.thread, bridge.thread),
         )  # fmt: skip
         return pulse.run()
 
@@ -229,8 +230,13 @@ class Agent:
         desk.give_back_open("the agent was asked to stop")
 
     def _end_courier(self, courier: Courier) -> None:
-        courier.drain(DRAIN_SECONDS, time.monotonic)
-        if left := courier.stop(5.0):
+        try:
+            courier.drain(DRAIN_SECONDS if courier.thread.is_alive() else 0.0, time.monotonic)
+            left = courier.stop(5.0)
+        except UnavailableError as error:
+            log.warning("what waits in the outbox is not known: %s", error)
+            return
+        if left:
             log.warning(
                 "%d finished file(s) stay in the outbox; the next start delivers them", left
             )

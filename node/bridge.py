@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from node.bridge_messages import MAX_BODY_BYTES, Abandon, Done, HandIn, LeaseWish
 from node.desk import Desk
+from node.watched import WatchedThread
 from protocol.core.errors import MalformedError, NotFoundError, PrimeError, UserError
 from protocol.core.signing import Strict
 from protocol.transport.problems import CONTENT_TYPE, to_problem
@@ -56,19 +57,16 @@ class Bridge:
         if task_uid != os.getuid():
             os.chown(folder, task_uid, -1)
             os.chown(path, task_uid, -1)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.5}, name="bridge",
-            daemon=True,
-        )  # fmt: skip
+        self.thread = WatchedThread("bridge", lambda: self._server.serve_forever(0.5))
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """Stops serving and removes the socket."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self.thread.join()
         self.path.unlink(missing_ok=True)
 
 

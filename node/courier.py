@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from node.api import NodeApi
 from node.outbox import Entry, Outbox
+from node.watched import WatchedThread
 from protocol.core.errors import (
     ConflictError,
     MalformedError,
@@ -46,10 +47,10 @@ class Courier:
         self._make_api = make_api
         self._rng = rng
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self.thread = WatchedThread("courier", self._run)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, grace: float) -> int:
         """Ends after the delivery under way (at most `grace` s); how many files still wait (they
@@ -57,7 +58,7 @@ class Courier:
         self._stop.set()
         with self._outbox.changed:
             self._outbox.changed.notify_all()
-        self._thread.join(grace)
+        self.thread.join(grace)
         return len(self._outbox.waiting())
 
     def drain(self, timeout: float, now: Callable[[], float]) -> None:
@@ -72,18 +73,18 @@ class Courier:
         pause = FIRST_PAUSE
         try:
             while not self._stop.is_set():
-                waiting = self._outbox.waiting()
-                if not waiting:
-                    with self._outbox.changed:
-                        if not self._outbox.waiting() and not self._stop.is_set():
-                            self._outbox.changed.wait(30.0)
-                    continue
                 try:
+                    with self._outbox.changed:
+                        waiting = self._outbox.waiting()
+                        if not waiting and not self._stop.is_set():
+                            self._outbox.changed.wait(30.0)
+                    if not waiting:
+                        continue
                     deliver(waiting[0], self._outbox, api)
                     pause = FIRST_PAUSE
                     self._on_settled()
                 except PrimeError as error:
-                    log.warning("a finished file waits for the orchestrator: %s", error)
+                    log.warning("a finished file waits to be delivered: %s", error)
                     self._stop.wait(pause * (0.5 + self._rng.random()))
                     pause = min(LONGEST_PAUSE, pause * 2)
         finally:
@@ -121,3 +122,5 @@ def _put(api: NodeApi, target: UploadAnswer, entry: Entry) -> None:
     except (PolicyError, MalformedError, NotFoundError) as error:
         # A refused signed URL is the store's trouble or a clock's, not the end of the file.
         raise UnavailableError(f"the store did not take the file: {error}") from error
+    except OSError as error:
+        raise UnavailableError(f"{entry.path} cannot be read: {error.strerror}") from error

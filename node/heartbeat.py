@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from node.api import NodeApi
@@ -22,7 +22,8 @@ from node.outbox import Outbox
 from node.policies import PolicyKeeper
 from node.state import AgentStatus, DataFolder
 from node.task import TaskKeeper
-from protocol.core.errors import PolicyError, PrimeError, UserError
+from node.watched import WatchedThread
+from protocol.core.errors import PolicyError, PrimeError, UnavailableError, UserError
 from protocol.core.messages import Heartbeat, HeartbeatAnswer
 from protocol.core.run import RunDefinition
 
@@ -34,7 +35,9 @@ FINAL_ERRORS = (UserError, PolicyError)
 
 
 class Pulse:
-    """Beats, obeys the answer, tends the task. Runs in the main thread."""
+    """Beats, obeys the answer, tends the task. Runs in the main thread.
+
+    `threads` are those that the work cannot do without: FatalError once one has died."""
 
     def __init__(
         self,
@@ -50,7 +53,9 @@ class Pulse:
         runtime: RuntimeName,
         now: Callable[[], float],
         stop: threading.Event,
+        threads: Sequence[WatchedThread] = (),
     ) -> None:
+        self._threads = threads
         self._data = data
         self._runtime = runtime
         self._now = now
@@ -71,6 +76,8 @@ class Pulse:
 
     def run(self) -> int:
         while not self._stop.is_set():
+            for thread in self._threads:
+                thread.check()
             if time.monotonic() >= self._next_beat:
                 status = self._beat()
                 if status is not None:
@@ -96,7 +103,10 @@ class Pulse:
             self._silent_since = None
         self._keeper.heard(answer.latest_version, answer.relays)
         status = self._obey(answer)
-        self._write_status(answer)
+        try:
+            self._write_status(answer)
+        except UnavailableError as error:
+            log.warning("`prime-node status` is not up to date: %s", error)
         return status
 
     def _body(self) -> Heartbeat:

@@ -17,8 +17,8 @@ import re
 import sqlite3
 import stat
 import threading
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -77,15 +77,21 @@ class Outbox:
         self._database = folder / "journal.sqlite"
         self.changed = threading.Condition()
         """Notified whenever an entry is added or settled."""
-        with closing(self._open()) as db:
+        with self._journal() as db:
             db.execute(_SCHEMA)
         self._sweep()
 
-    def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._database, timeout=30, isolation_level=None)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
-        return db
+    @contextmanager
+    def _journal(self) -> Iterator[sqlite3.Connection]:
+        """The journal, open. Raises UnavailableError if the disk is full or refuses (SQLite's
+        OperationalError); a damaged journal is a defect and crashes."""
+        try:
+            with closing(sqlite3.connect(self._database, timeout=30, isolation_level=None)) as db:
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=FULL")
+                yield db
+        except sqlite3.OperationalError as error:
+            raise UnavailableError(f"the journal {self._database} is refused: {error}") from error
 
     def _sweep(self) -> None:
         """Removes copies that were never journalled, and forgets the oldest receipts."""
@@ -93,7 +99,7 @@ class Outbox:
         for file in self._folder.glob("*.parquet*"):
             if file.name not in kept:
                 file.unlink()
-        with closing(self._open()) as db:
+        with self._journal() as db:
             db.execute(
                 "DELETE FROM entries WHERE state != 'spooled' AND lease_digest NOT IN "
                 "(SELECT lease_digest FROM entries ORDER BY created_at DESC LIMIT ?)",
@@ -159,7 +165,7 @@ class Outbox:
                 if known.body.submission.sha256 != body.submission.sha256:
                     raise ConflictError("another file was already handed in for this lease")
                 return known
-            with closing(self._open()) as db:
+            with self._journal() as db:
                 db.execute(
                     "INSERT INTO entries (lease_digest, submission_digest, body, state, created_at)"
                     " VALUES (?, ?, ?, 'spooled', ?)",
@@ -171,19 +177,24 @@ class Outbox:
         return entry
 
     def settle(self, lease_digest: Digest, receipt: ReceiptAnswer | None, reason: str = "") -> None:
-        """Stores the receipt, or the reason of a final refusal, then removes the file."""
+        """Stores the receipt, or the reason of a final refusal, then removes the file.
+
+        Raises UnavailableError if the disk refuses; to settle again does no harm."""
         entry = self.find(lease_digest)
         assert entry is not None, "only journalled entries are settled"
         state: EntryState = "receipted" if receipt is not None else "refused"
         body = receipt.model_dump_json() if receipt is not None else None
         with self.changed:
-            with closing(self._open()) as db:
+            with self._journal() as db:
                 db.execute(
                     "UPDATE entries SET state = ?, receipt = ?, reason = ? WHERE lease_digest = ?",
                     (state, body, reason[:2048], lease_digest),
                 )
             self.changed.notify_all()
-        entry.path.unlink(missing_ok=True)
+        try:
+            entry.path.unlink(missing_ok=True)
+        except OSError as error:  # it is settled all the same: the next start sweeps the file away
+            raise UnavailableError(f"{entry.path} cannot be removed: {error.strerror}") from error
 
     def find(self, lease_digest: Digest) -> Entry | None:
         """The entry of a lease, if a file was handed in for it."""
@@ -196,12 +207,12 @@ class Outbox:
 
     def counts(self) -> dict[str, int]:
         """Number of entries by state."""
-        with closing(self._open()) as db:
+        with self._journal() as db:
             return dict(db.execute("SELECT state, count(*) FROM entries GROUP BY state"))
 
     def _select(self, where: str, values: tuple[str, ...]) -> list[Entry]:
         query = "SELECT lease_digest, submission_digest, body, state, receipt, reason FROM entries "
-        with closing(self._open()) as db:
+        with self._journal() as db:
             rows = db.execute(query + where, values).fetchall()
         entries = []
         for lease_digest, submission_digest, body, state, receipt, reason in rows:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 
 from node.api import NodeApi
+from node.watched import WatchedThread
 from node.weights import Arrived, PolicyFolder
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import PrimeError, UnavailableError
@@ -51,19 +52,19 @@ class PolicyKeeper:
         self._digests: dict[int, Digest] = {}
         self._stopping = False
         self._failed: int | None = None
-        self._thread = threading.Thread(target=self._run, name="policies", daemon=True)
+        self.thread = WatchedThread("policies", self._run)
         for version in folder.versions():
             self._note(version)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, grace: float) -> None:
         """Ends after the fetch under way, at most `grace` s (a killed fetch resumes)."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join(grace)
+        self.thread.join(grace)
 
     # -- asked by the desk and the agent ----------------------------------------------------------
 
@@ -138,10 +139,13 @@ class PolicyKeeper:
         if not relays:
             raise UnavailableError("no relay is known yet")
         started = time.monotonic()
-        arrived = self._folder.ensure(
-            version, known[version], relays, others=_others(known, version)
-        )
-        self._record(arrived, time.monotonic() - started)
+        try:
+            arrived = self._folder.ensure(
+                version, known[version], relays, others=_others(known, version)
+            )
+            self._record(arrived, time.monotonic() - started)
+        except OSError as error:
+            raise UnavailableError(f"the disk refuses it: {error}") from error
         self._note(version)
         log.info(
             "policy %d is here (%s, %d bytes received, %.1f s)",
@@ -151,7 +155,10 @@ class PolicyKeeper:
             time.monotonic() - started,
         )
         self._on_arrival()
-        self._prune()
+        try:
+            self._prune()
+        except OSError as error:
+            raise UnavailableError(f"old policies cannot be removed: {error}") from error
 
     def _note(self, version: int) -> None:
         digest = self._folder.manifest(version).manifest.digest()

@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from protocol.core.errors import UserError
+from protocol.core.errors import UnavailableError, UserError
 from protocol.core.signing import Strict
 
 _MAX_STATE_BYTES = 1 << 20
@@ -137,7 +137,10 @@ def remembered(data: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
+    """The file appears whole or not at all. Raises UnavailableError if the disk refuses."""
     partial = path.with_name(f".{path.name}.new")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be written: {error.strerror}") from error

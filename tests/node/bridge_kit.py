@@ -14,6 +14,7 @@ from node_world import NODE, NodeWorld
 
 from node.api import NodeApi
 from node.bridge import Bridge
+from node.bridge_messages import HandIn, LeaseWish
 from node.courier import Courier
 from node.desk import Desk
 from node.outbox import Outbox
@@ -109,3 +110,17 @@ def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
         desk.close()
         bridge.close()
         api.close()
+
+
+def hand_in(kit: Kit, content: bytes = b"file") -> Digest:
+    """Hands a file in without waiting for its receipt; the lease's digest."""
+    offer = kit.client.lease(LeaseWish(wait_seconds=10))
+    assert offer.lease is not None
+    assert offer.domain is not None
+    digest = offer.lease.lease.digest(offer.domain)
+    (kit.folder / "f").write_bytes(content)
+    kit.desk._closed = True  # answers at once instead of waiting for the receipt
+    answer = kit.desk.submit(HandIn(lease_digest=digest, file="f"))
+    kit.desk._closed = False
+    assert answer.receipt is None
+    return digest

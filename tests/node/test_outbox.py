@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bridge_kit import Kit, bridge_kit
+from bridge_kit import Kit, bridge_kit, hand_in
 from node_world import NODE, NodeWorld
 
 from node.api import NodeApi
-from node.bridge_messages import HandIn, LeaseWish
 from node.courier import Courier, deliver
 from node.outbox import Outbox
 from protocol.core.errors import ConflictError, UnavailableError
-from protocol.core.ids import Digest
 from protocol.core.messages import ReceiptAnswer
 from protocol.core.rollout import SignedSubmission
 from protocol.core.signing import Statement
@@ -28,20 +26,6 @@ from protocol.core.signing import Statement
 def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
     with bridge_kit(world, tmp_path / "k") as made:
         yield made
-
-
-def hand_in(kit: Kit, content: bytes = b"file") -> Digest:
-    """Hands a file in without waiting for its receipt; the lease's digest."""
-    offer = kit.client.lease(LeaseWish(wait_seconds=10))
-    assert offer.lease is not None
-    assert offer.domain is not None
-    digest = offer.lease.lease.digest(offer.domain)
-    (kit.folder / "f").write_bytes(content)
-    kit.desk._closed = True  # answers at once instead of waiting for the receipt
-    answer = kit.desk.submit(HandIn(lease_digest=digest, file="f"))
-    kit.desk._closed = False
-    assert answer.receipt is None
-    return digest
 
 
 def api(kit: Kit) -> NodeApi:

@@ -1,0 +1,127 @@
+"""A full disk, an engine that restarts, a defect: the agent waits for what mends itself, and ends,
+saying so, for what does not."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bridge_kit import Kit, bridge_kit, hand_in
+from node_world import NODE, POOL, TRAINER, NodeWorld, until
+
+from node.api import NodeApi
+from node.courier import Courier
+from node.heartbeat import Pulse
+from node.policies import PolicyKeeper
+from node.state import DataFolder
+from node.watched import WatchedThread
+from node.weights import PolicyFolder
+from protocol.broadcast.manifest import Trust
+from protocol.core.errors import FatalError
+
+
+@pytest.fixture
+def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
+    with bridge_kit(world, tmp_path / "k") as made:
+        yield made
+
+
+def policy_keeper(kit: Kit) -> PolicyKeeper:
+    backend = kit.world.backend
+    trust = Trust(TRAINER.address, backend.context.deployment.domain("pools"), POOL)
+    return PolicyKeeper(
+        PolicyFolder(kit.folder.parent / "policies", trust),
+        lambda: NodeApi(kit.world.url, NODE),
+        keep=2,
+        on_arrival=lambda: None,
+        pinned=lambda: (),
+    )
+
+
+def pulse(
+    kit: Kit, tend: Callable[[threading.Event], None], threads: tuple[WatchedThread, ...] = ()
+) -> tuple[Pulse, DataFolder]:
+    """The agent's main loop as a member of the served pool; `tend` is its task's."""
+    data = DataFolder(kit.folder.parent / "data")
+    data.make()
+    stop = threading.Event()
+    task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
+    join: Any = SimpleNamespace(speed_class=1)
+    loop = Pulse(
+        NodeApi(kit.world.url, NODE), kit.world.backend.context.run, kit.desk, policy_keeper(kit),
+        kit.outbox, join, task,
+        data=data, runtime="process", now=time.time, stop=stop, threads=threads,
+    )  # fmt: skip
+    return loop, data
+
+
+def test_status_that_cannot_be_written_is_said_and_work_goes_on(
+    kit: Kit, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, data = pulse(kit, threading.Event.set)
+    (data.root / ".status.json.new").mkdir()
+    assert loop.run() == 0
+    assert "`prime-node status` is not up to date" in caplog.text
+
+
+def test_agent_ends_when_one_of_its_threads_died(kit: Kit) -> None:
+    def defect() -> NodeApi:
+        raise KeyError("a defect")
+
+    courier = Courier(kit.outbox, defect, rng=random.Random(0))
+    courier.start()
+    courier.thread.join(20)
+    loop, _ = pulse(kit, lambda stop: None, threads=(courier.thread,))
+    with pytest.raises(FatalError, match="thread 'courier' died of KeyError: 'a defect'"):
+        loop.run()
+
+
+def test_courier_goes_on_once_the_full_disk_has_room(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = hand_in(kit)
+    real, times = sqlite3.connect, itertools.count()
+
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        if threading.current_thread().name == "courier" and next(times) in (0, 2):
+            raise sqlite3.OperationalError("database or disk is full")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    courier = Courier(kit.outbox, lambda: NodeApi(kit.world.url, NODE), rng=random.Random(0))
+    courier.start()
+    courier.drain(20, time.monotonic)
+    assert courier.stop(10) == 0
+    assert kit.outbox.find(lease).state == "receipted"  # type: ignore[union-attr]
+    assert "database or disk is full" in caplog.text
+
+
+def test_policies_arrive_once_the_full_disk_has_room(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, times = PolicyKeeper._record, itertools.count()
+
+    def record(*arguments: Any) -> None:
+        if next(times) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(PolicyKeeper, "_record", record)
+    keeper = policy_keeper(kit)
+    keeper.start()
+    relays = tuple(relay.url for relay in NodeApi(kit.world.url, None).relays())
+    with caplog.at_level(logging.WARNING):
+        keeper.heard(0, relays)
+        until(lambda: keeper.newest() == 0, "the policy arrives after all")
+    keeper.stop(10)
+    assert "No space left on device" in caplog.text
