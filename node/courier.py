@@ -2,8 +2,9 @@
 
     outbox entry → upload URL → PUT → POST submission → receipt stored → file removed
 
-Unreachable orchestrator or store: tried again with growing pauses, for ever. The orchestrator's
-refusal is final: the reason is stored and the file removed.
+Unreachable orchestrator or store, or an answer that is not our protocol's (a proxy's 404, a field
+that we do not know): tried again with growing pauses, for ever. Only a problem document of the
+orchestrator is a final refusal: its reason is stored and the file removed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from node.api import NodeApi
 from node.outbox import Entry, Outbox
 from node.watched import WatchedThread
 from protocol.core.errors import (
-    ConflictError,
     MalformedError,
     NotFoundError,
     PolicyError,
@@ -28,6 +28,8 @@ from protocol.core.messages import ReceiptAnswer, UploadAnswer, UploadRequest
 
 log = logging.getLogger("prime.node.courier")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FINAL_REFUSALS = frozenset({"malformed", "refused", "not-found", "conflict"})
+"""Kinds of problem documents after which the same file would be refused again."""
 
 
 class Courier:
@@ -103,20 +105,27 @@ def deliver(entry: Entry, outbox: Outbox, api: NodeApi) -> ReceiptAnswer | None:
             claim.lease_digest, UploadRequest(sha256=claim.sha256, size=claim.size)
         )
         if not target.exists:
+            if not entry.path.exists():
+                _give_up(entry, outbox, f"{entry.path} has vanished from the outbox")
+                return None
             _put(api, target, entry)
         receipt = api.submit(entry.body)
-    except (ConflictError, PolicyError, MalformedError, NotFoundError) as error:
-        log.error("the file for lease %s was refused: %s", claim.lease_digest[:10], error)
-        outbox.settle(claim.lease_digest, None, str(error))
+    except PrimeError as error:
+        if error.problem not in FINAL_REFUSALS:
+            raise
+        _give_up(entry, outbox, str(error))
         return None
     outbox.settle(claim.lease_digest, receipt)
     log.info("file %s (%d bytes) handed in", claim.sha256[:10], claim.size)
     return receipt
 
 
+def _give_up(entry: Entry, outbox: Outbox, reason: str) -> None:
+    log.error("the file for lease %s was refused: %s", entry.lease_digest[:10], reason)
+    outbox.settle(entry.lease_digest, None, reason)
+
+
 def _put(api: NodeApi, target: UploadAnswer, entry: Entry) -> None:
-    if not entry.path.exists():
-        raise ConflictError(f"the file {entry.path} has vanished from the outbox")
     try:
         api.upload(target, entry.path)
     except (PolicyError, MalformedError, NotFoundError) as error:

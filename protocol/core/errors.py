@@ -19,6 +19,8 @@ class PrimeError(Exception):
     """Base of all expected errors. `str(error)` is one clear sentence."""
 
     exit_code = 1
+    problem = ""
+    """Kind of the problem document by which a peer said so; empty if nobody named it."""
 
 
 class MalformedError(PrimeError):

@@ -18,6 +18,7 @@ from protocol.core.errors import (
 from protocol.core.errors import NotFoundError as NotFoundError
 
 CONTENT_TYPE = "application/problem+json"
+_URN = "urn:prime:problem:"
 
 _KINDS: dict[str, tuple[type[PrimeError], int]] = {
     "malformed": (MalformedError, 400),
@@ -36,7 +37,7 @@ def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
     for kind, (error_type, status) in _KINDS.items():
         if isinstance(error, error_type):
             document: dict[str, Any] = {
-                "type": f"urn:prime:problem:{kind}",
+                "type": f"{_URN}{kind}",
                 "title": kind,
                 "status": status,
                 "detail": str(error),
@@ -45,7 +46,7 @@ def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
                 document["hint"] = hint
             return status, document
     return 500, {
-        "type": "urn:prime:problem:fatal",
+        "type": f"{_URN}fatal",
         "title": "fatal",
         "status": 500,
         "detail": str(error),
@@ -53,16 +54,20 @@ def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
 
 
 def from_problem(status: int, body: bytes) -> PrimeError:
-    """The error that a peer's problem document stands for; judged by status if it has none."""
+    """The error that a peer's problem document stands for, with its kind in `problem`; judged by
+    status, and without a kind, if it has none (a proxy's answer, another program's)."""
     kind, detail = "", ""
     try:
         document = json.loads(body[:65_536])
-        kind = str(document.get("type", "")).removeprefix("urn:prime:problem:")
+        named = str(document.get("type", ""))
         detail = str(document.get("detail", ""))[:2048]
-    except (ValueError, AttributeError):
+        kind = named.removeprefix(_URN) if named.startswith(_URN) else ""
+    except (ValueError, AttributeError, RecursionError):
         pass
     if kind in _KINDS:
-        return _KINDS[kind][0](detail)
+        error = _KINDS[kind][0](detail)
+        error.problem = kind
+        return error
     detail = detail or f"the server answered {status}"
     if status == 404:
         return NotFoundError(detail)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from bridge_kit import Kit, bridge_kit, hand_in
 from node_world import NODE, NodeWorld
@@ -16,7 +17,7 @@ from node_world import NODE, NodeWorld
 from node.api import NodeApi
 from node.courier import Courier, deliver
 from node.outbox import Outbox
-from protocol.core.errors import ConflictError, UnavailableError
+from protocol.core.errors import ConflictError, PrimeError, UnavailableError
 from protocol.core.messages import ReceiptAnswer
 from protocol.core.rollout import SignedSubmission
 from protocol.core.signing import Statement
@@ -104,6 +105,36 @@ def test_refusal_is_final_and_says_why(kit: Kit, monkeypatch: pytest.MonkeyPatch
     assert refused.state == "refused"
     assert "deadline" in refused.reason
     assert not refused.path.exists()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(404, text="<html>no such page</html>"),
+        httpx.Response(400, json={"type": "about:blank", "detail": "bad gateway"}),
+        httpx.Response(200, json={"a field of a later version": 1}),
+        httpx.Response(200, text="<html>log in</html>"),
+    ],
+    ids=["bare 404", "foreign 400", "unknown field", "no JSON"],
+)
+@pytest.mark.parametrize("route", ["/upload", "/v1/submissions"])
+def test_answer_that_is_not_the_orchestrators_keeps_the_file(
+    kit: Kit, answer: httpx.Response, route: str
+) -> None:
+    hand_in(kit)
+    (entry,) = kit.outbox.waiting()
+    between, network = api(kit), httpx.HTTPTransport()
+
+    def proxy(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith(route):
+            return answer
+        return network.handle_request(request)
+
+    between.client._http = httpx.Client(transport=httpx.MockTransport(proxy))
+    with pytest.raises(PrimeError):
+        deliver(entry, kit.outbox, between)
+    assert entry.path.exists()
+    assert deliver(entry, kit.outbox, api(kit)) is not None
 
 
 def test_receipt_of_another_key_is_not_taken(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
