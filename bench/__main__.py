@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(_variable, "1")  # before numpy is imported: one pinned thread
-
 import importlib
+import os
 import sys
 
 from bench.form import result, show
@@ -28,10 +24,11 @@ def main(words: list[str]) -> int:
             print(f"{name:12} {what}")
         return 0
     if len(names) != 1 or names[0] not in BENCHES or flags - {"--json", "--quick"}:
-        print(
-            f"usage: python -m bench {'|'.join(BENCHES)}|list [--json] [--quick]", file=sys.stderr
-        )
+        known = "|".join((*BENCHES, "list"))
+        print(f"usage: python -m bench {known} [--json] [--quick]", file=sys.stderr)
         return 64
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")  # before numpy is imported: one pinned thread
     module = importlib.import_module(f"bench.{names[0]}")
     quick = "--quick" in flags
     try:

@@ -18,8 +18,11 @@ from devnet.plan import Plan, node_plans
 from devnet.processes import stop_recorded
 from protocol.chain.deployment import DEMO_PERIODS, Periods
 from protocol.core.errors import FatalError, PrimeError, UnavailableError, UserError
+from protocol.folders import make_folder
 
 ROOT = Path("var/devnet")
+MARK = ".devnet-run"
+"""The file by which a folder is known to be a run's, and may be emptied."""
 QUICK_PERIODS = Periods(
     epoch_length=8, validity=24, slash_window=6, dispute_window=6, reward_delay=4, unbonding=60
 )
@@ -43,7 +46,6 @@ def up(
     runtime: Annotated[str, typer.Option(help="process (isolates nothing) or docker.")] = "process",
     image: Annotated[str, typer.Option(help="Worker image by digest, for docker.")] = "",
     quick: Annotated[bool, typer.Option(help="Short periods and small batches.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the trainer.")] = 1,
     root: Root = ROOT,
     plain: Annotated[bool, typer.Option(help="Lines instead of the live table.")] = False,
 ) -> None:
@@ -54,6 +56,11 @@ def up(
         )
     if runtime not in ("process", "docker"):
         raise UserError(f"there is no runtime {runtime!r}", hint="process or docker")
+    if runtime == "docker" and not image:
+        raise UserError(
+            "--runtime docker needs the worker's image",
+            hint="--image $(.venv/bin/python deploy/build_worker_image.py)",
+        )
     chosen: Literal["process", "docker"] = "docker" if runtime == "docker" else "process"
     plan = Plan(
         root=root,
@@ -64,7 +71,6 @@ def up(
         port=port,
         runtime=chosen,
         image=image,
-        seed=seed,
     )
     if quick:
         plan = plan.quick()
@@ -171,13 +177,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _empty(root: Path) -> None:
-    """A run starts clean. Refuses a folder that is not a run's."""
-    if root.exists() and any(root.iterdir()) and not (root / "logs").is_dir():
-        raise UserError(
-            f"{root} is not a folder of an earlier run", hint="name an empty one by --root"
-        )
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True, exist_ok=True)
+    """A run starts clean. Empties only a folder that an earlier run marked as its own."""
+    make_folder(root)
+    if any(root.iterdir()) and not (root / MARK).exists():
+        raise UserError(f"{root} holds what is not a run's", hint="name an empty folder by --root")
+    for path in root.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (root / MARK).touch()
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def judge(network: Network, seen: Observation) -> list[Finding]:
         findings.liars_slashed(seen.nodes),
         findings.paid(seen.payments, seen.roots_match),
         findings.replayed(seen.replays, slashes),
-        findings.fresh(seen.batches, seen.files),
+        findings.fresh(seen.batches, seen.files, seen.published),
         findings.delivered(seen.arrivals, honest, seen.published),
     ]
 

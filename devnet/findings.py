@@ -181,11 +181,15 @@ class TrainedBatch:
     rows: int
 
 
-def fresh(batches: Sequence[TrainedBatch], files: Sequence[TrainedFile]) -> Finding:
+def fresh(
+    batches: Sequence[TrainedBatch], files: Sequence[TrainedFile], published: Sequence[int]
+) -> Finding:
     """Every trained row at most 2 policies old, every batch sealed, every submission rooted, no
-    row trained twice."""
+    row trained twice; and each policy on chain (`published`) but the first is one such step."""
     wrong: list[str] = []
     steps = [b.step for b in batches]
+    if sorted(steps) != sorted(version - 1 for version in published if version > 0):
+        wrong.append("the steps trained are not the policies published")
     if not steps:
         wrong.append("nothing was trained")
     if len(set(steps)) != len(steps):

@@ -29,7 +29,8 @@ from protocol.chain.events import Event
 from protocol.chain.history import read_events
 from protocol.core import encoding
 from protocol.core.batch import SignedBatch
-from protocol.core.errors import ConflictError, PolicyError, PrimeError, UntrustedError
+from protocol.core.checkpoint import Manifest, SignedManifest
+from protocol.core.errors import PolicyError, PrimeError, UntrustedError
 from protocol.core.ids import Address, Digest
 from protocol.core.messages import LeaseAnswer, LeaseRequest, SubmissionInfo
 from protocol.core.rollout import SignedSubmission
@@ -209,7 +210,7 @@ def _lease_refused(network: Network, name: str) -> bool:
         version = client.pool().latest_version or 0
         try:
             answer = client.post("/v1/leases", LeaseRequest(policy_version=version), LeaseAnswer)
-        except (PolicyError, ConflictError, UntrustedError):
+        except PolicyError:
             return True
         return answer.lease is None
 
@@ -309,8 +310,10 @@ def _one_accepted(client: OrchestratorClient) -> Digest | None:
 
 
 def _arrivals(network: Network, contracts: Contracts) -> list[Arrival]:
-    """From each honest node's own journal; folders still there are read again, every byte."""
+    """From each honest node's own journal, held against the chain; folders that are still there
+    are read again, every byte."""
     arrivals = []
+    manifests = _Manifests(network, contracts)
     for node in network.plan.nodes:
         if node.liar is not None:
             continue
@@ -318,7 +321,7 @@ def _arrivals(network: Network, contracts: Contracts) -> list[Arrival]:
         for line in (data / "policies.jsonl").read_text().splitlines():
             record = json.loads(line)
             version = int(record["version"])
-            chain_digest = contracts.pools.policy_digest(network.pool, version)
+            manifest = manifests.on_chain(version)
             folder = data / "policies" / str(version)
             whole = on_chain(network, contracts, folder) if folder.exists() else True
             arrivals.append(
@@ -326,8 +329,34 @@ def _arrivals(network: Network, contracts: Contracts) -> list[Arrival]:
                     node.name,
                     version,
                     as_delta=record["route"] == "delta",
-                    signed=record["digest"] == chain_digest,
-                    identical=whole,
+                    signed=manifest is not None and record["digest"] == manifest.digest(),
+                    identical=whole
+                    and manifest is not None
+                    and record["result_digest"] == manifest.result_digest,
                 )
             )
     return arrivals
+
+
+class _Manifests:
+    """Manifests as published, believed only if the trainer signed them and the chain names them."""
+
+    def __init__(self, network: Network, contracts: Contracts) -> None:
+        self._network = network
+        self._contracts = contracts
+        self._trust = Trust(
+            network.accounts["trainer"].address,
+            network.deployment().domain("pools"),
+            network.pool,
+        )
+        self._known: dict[int, Manifest | None] = {}
+
+    def on_chain(self, version: int) -> Manifest | None:
+        """The manifest of a version, or None if the chain holds no such policy."""
+        if version not in self._known:
+            with self._network.client() as client:
+                signed = client.get(f"/v1/policies/{version}", SignedManifest)
+            manifest = self._trust.check(signed)
+            held = self._contracts.pools.policy_digest(self._network.pool, version)
+            self._known[version] = manifest if held == manifest.digest() else None
+        return self._known[version]

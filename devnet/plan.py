@@ -53,7 +53,6 @@ class Plan:
     samples_per_group: int = 16
     groups_per_lease: int = 4
     evaluate_every: int = 8
-    seed: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the folder is left out, since a run may be moved."""

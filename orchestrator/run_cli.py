@@ -53,9 +53,7 @@ def show(
     except (OSError, ValidationError) as error:
         raise UserError(f"{file} is no run definition: {_first(error)}") from error
     if run.canonical() != file.read_bytes():
-        raise UserError(
-            f"{file} is not in canonical form", hint="write it by: orchestrator run new"
-        )
+        raise UserError(f"{file} is not canonical", hint="orchestrator run new")
     _show(run, file, json_output)
 
 

@@ -27,7 +27,7 @@ def test_an_honest_run_passes_all_six() -> None:
     assert f.liars_slashed([HONEST, LIAR]).ok
     assert f.paid(PAYMENTS, True).ok
     assert f.replayed(REPLAYS, 1).ok
-    assert f.fresh(BATCHES, FILES).ok
+    assert f.fresh(BATCHES, FILES, [0, 1, 2, 3]).ok
     assert f.delivered(ARRIVALS, ["honest-1"], [0, 1, 2]).ok
 
 
@@ -97,6 +97,7 @@ def test_replayed_fails_if_an_audit_disagrees_or_is_missing(
     ("batches", "files"),
     [
         ([], []),
+        (BATCHES[:2], FILES[:2]),
         ([*BATCHES, BATCHES[0]], FILES),
         ([replace(BATCHES[0], digest_trained="other"), *BATCHES[1:]], FILES),
         ([replace(BATCHES[0], signed_by_manager=False), *BATCHES[1:]], FILES),
@@ -108,7 +109,7 @@ def test_replayed_fails_if_an_audit_disagrees_or_is_missing(
 def test_fresh_fails_for_old_unsealed_unrooted_or_repeated_rows(
     batches: list[f.TrainedBatch], files: list[f.TrainedFile]
 ) -> None:
-    assert not f.fresh(batches, files).ok
+    assert not f.fresh(batches, files, [0, 1, 2, 3]).ok
 
 
 @pytest.mark.parametrize(

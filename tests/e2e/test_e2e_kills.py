@@ -16,6 +16,7 @@ from devnet.network import Network
 from devnet.observe import ChainFacts, trained
 from devnet.plan import Plan, node_plans
 from devnet.walk import Walk
+from protocol.chain import events
 from protocol.chain.history import read_events
 from protocol.core.batch import SignedBatch
 from protocol.core.messages import Status
@@ -52,9 +53,10 @@ def test_sigkill_of_orchestrator_validator_and_trainer_loses_and_repeats_nothing
         walk.settle()
         contracts = network.contracts()
         chain = ChainFacts(tuple(read_events(contracts.work.client, contracts.work.deployment)))
+        published = [event.version for event in chain.of(events.PolicyPublished)]
         with network.client() as client:
             batches, files = trained(network, client, chain)
-        judged = findings.fresh(batches, files)
+        judged = findings.fresh(batches, files, published)
         assert judged.ok, judged.because
         lines = (network.root / "trainer" / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line)["step"] for line in lines]
