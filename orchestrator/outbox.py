@@ -5,7 +5,7 @@ Intents are queued by `orchestrator.intents`, in the transaction that gives rise
 account's Sender, and copies back what became of them. With the RPC down, rows stay where they are.
 
     queued ──► sent ──► confirmed          queued ⟲ while what it needs is not there yet
-       └─────────┴────► failed (with the decoded error)
+       └─────────┴────► failed (with the decoded error) ──► queued, rested, if it is wanted still
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sqlalchemy import Connection
 
 from orchestrator import roots
 from orchestrator.context import PoolContext
+from orchestrator.requeue import requeue_wanted
 from orchestrator.store import intents as store_intents
 from orchestrator.store import schema, submissions
 from orchestrator.store.engine import Store
@@ -48,10 +49,11 @@ def run_outbox_tick(
 ) -> int:
     """One round of the lane `sender.address`; returns how many of its intents are not finished.
 
-    hand over what is queued → let the sender look at the chain once → copy back what it found.
-    Killed anywhere, the next round does the rest: handing over twice is harmless (same id, same
-    call), and the store follows the sender's journal.
+    queue again what failed and is wanted → hand over what is queued → let the sender look at the
+    chain once → copy back what it found. Killed anywhere, the next round does the rest: handing
+    over twice is harmless (same id, same call), and the store follows the sender's journal.
     """
+    requeue_wanted(store, sender.address, now)
     _hand_over(store, context, contracts, sender, now())
     sender.tick()
     return _copy_back(store, sender, now())
