@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -27,9 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from protocol.core.errors import FatalError, UnavailableError, UserError
+from protocol.core.errors import FatalError, UserError
 from protocol.core.ids import Digest
 from trainer.data import GroupKey
+from trainer.disk import writing
 from trainer.model import Policy
 from trainer.parallel import World
 
@@ -102,7 +104,7 @@ def save(
     """
     final = _folder(data) / str(state.step)
     staging = _folder(data) / f".staging-{state.step}"
-    try:
+    with writing(f"checkpoint {state.step}", data):
         if world.leads:
             shutil.rmtree(staging, ignore_errors=True)
             shutil.rmtree(final, ignore_errors=True)
@@ -118,11 +120,6 @@ def save(
             for old in sorted(_folder(data).iterdir(), key=lambda path: path.name):
                 if old.name.isdigit() and int(old.name) <= state.step - KEEP:
                     shutil.rmtree(old)
-    except OSError as error:
-        raise UnavailableError(
-            f"checkpoint {state.step} could not be written to {data}: {error.strerror or error}; "
-            "free some space and start again, nothing trained before is lost"
-        ) from error
     world.barrier()
 
 
@@ -150,7 +147,14 @@ def load(
             hint="Name another --data folder for this run.",
         )
     tensors = _tensors(policy, optimizer, world)
-    state_dict_loader.load(tensors, checkpoint_id=folder)
+    try:
+        state_dict_loader.load(tensors, checkpoint_id=folder)
+    except CheckpointException as error:  # a BaseException: nobody above would know it
+        cause = next((repr(cause) for cause, _ in error.failures.values()), "no cause given")
+        raise FatalError(
+            f"checkpoint {folder} cannot be read ({cause.partition(chr(10))[0]}): move it away, "
+            "and the trainer goes on from the one before"
+        ) from error
     set_model_state_dict(policy, tensors["policy"])
     set_optimizer_state_dict(policy, optimizer, tensors["optimizer"])
     torch.set_rng_state(tensors["random"][str(world.rank)])

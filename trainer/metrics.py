@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.core.rollout import Rollout
+from trainer.disk import writing
 
 
 class Stopwatch:
@@ -41,7 +42,14 @@ class MetricsFile:
         self.path = path
 
     def repair(self, last: Mapping[str, Any] | None) -> None:
-        """Drops an unfinished line and lines newer than `last`; adds `last` if it is missing."""
+        """Drops an unfinished line and lines newer than `last`; adds `last` if it is missing.
+
+        Raises UnavailableError if the disk refuses; the file is then as it was.
+        """
+        with writing("the metrics file", self.path):
+            self._repair(last)
+
+    def _repair(self, last: Mapping[str, Any] | None) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = []
         if self.path.is_file():
@@ -56,7 +64,12 @@ class MetricsFile:
         staging.replace(self.path)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        with self.path.open("a") as file:
+        """Adds a line. Raises UnavailableError if the disk refuses; `repair` then mends the file,
+        since the line is in the checkpoint."""
+        with (
+            writing(f"the metrics of step {line['step']}", self.path),
+            self.path.open("a") as file,
+        ):
             file.write(json.dumps(line) + "\n")
 
 

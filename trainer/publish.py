@@ -26,11 +26,18 @@ from protocol.broadcast.files import write_whole
 from protocol.broadcast.publish import finalize, publish
 from protocol.broadcast.server import Server
 from protocol.core.checkpoint import Manifest, SignedManifest
-from protocol.core.errors import ConflictError, FatalError, PrimeError, UserError
+from protocol.core.errors import (
+    ConflictError,
+    FatalError,
+    PrimeError,
+    UnavailableError,
+    UserError,
+)
 from protocol.core.ids import Digest
 from protocol.core.messages import PolicyList, RelayInfo
 from protocol.core.signing import Domain, Signer
 from protocol.transport.client import Empty, OrchestratorClient
+from trainer.disk import writing
 from trainer.model import require_finite
 
 log = logging.getLogger(__name__)
@@ -52,7 +59,8 @@ def export(state: dict[str, Tensor], base: Path, folder: Path) -> None:
     """Writes `state` (whole, on CPU) as a Hugging Face folder in bf16 beside the base's sidecars.
 
     A tensor that shares its memory with an earlier one (tied embeddings) is written once, as the
-    base has it. Raises FatalError, and writes nothing, if a weight is not finite in bf16.
+    base has it. Raises FatalError, and writes nothing, if a weight is not finite in bf16;
+    UnavailableError, and leaves no folder, if the disk refuses.
     """
     rounded: dict[str, Tensor] = {}
     kept: set[str] = _tensor_names(base)
@@ -63,10 +71,15 @@ def export(state: dict[str, Tensor], base: Path, folder: Path) -> None:
         raise FatalError(f"the trained model lacks the base's weight {min(missing)}")
     require_finite(rounded)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for path in sidecars(base):
-        shutil.copyfile(path, folder / path.name)
-    save_file(rounded, folder / WEIGHTS, metadata={"format": "pt"})
+    try:
+        with writing("the policy to publish", folder):
+            folder.mkdir(parents=True)
+            for path in sidecars(base):
+                shutil.copyfile(path, folder / path.name)
+            save_file(rounded, folder / WEIGHTS, metadata={"format": "pt"})
+    except UnavailableError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _tensor_names(base: Path) -> set[str]:
