@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Generator, Iterator
 
 import pytest
 
 from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
 from protocol.core.errors import UserError
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With PRIME_TESTS_SKIP_NOTHING set (`make test-all`), a missing engine is a failure."""
+    report = yield
+    if (
+        report.skipped
+        and os.environ.get("PRIME_TESTS_SKIP_NOTHING")
+        and not hasattr(report, "wasxfail")
+    ):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and nothing may be: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(scope="session")
