@@ -226,7 +226,10 @@ class Agent:
 
     def _end_task(self, desk: Desk, task: TaskKeeper) -> None:
         desk.close()
-        task.stop(STOP_GRACE_SECONDS)
+        try:
+            task.stop(STOP_GRACE_SECONDS)
+        except UnavailableError as error:
+            log.warning("%s; the next start ends the task", error)
         desk.give_back_open("the agent was asked to stop")
 
     def _end_courier(self, courier: Courier) -> None:

@@ -30,6 +30,7 @@ from protocol.core.run import RunDefinition
 log = logging.getLogger("prime.node")
 TICK_SECONDS = 1.0
 LONGEST_SILENCE = 15.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 FINAL_ERRORS = (UserError, PolicyError)
 """What no amount of trying again mends."""
 
@@ -72,6 +73,8 @@ class Pulse:
         self._silent_since: float | None = None
         self._next_beat = 0.0
         self._join_pause = 1.0
+        self._next_tend = 0.0
+        self._tend_pause = FIRST_PAUSE
         self._member = False
 
     def run(self) -> int:
@@ -83,10 +86,24 @@ class Pulse:
                 if status is not None:
                     return status
             if self._member:
-                self._task.tend()
+                self._tend()
             self._stop.wait(max(0.05, min(TICK_SECONDS, self._next_beat - time.monotonic())))
         log.warning("asked to stop: the open lease is finished or given back")
         return 0
+
+    def _tend(self) -> None:
+        """Tends the task; an engine that does not answer is asked again, more and more slowly."""
+        if time.monotonic() < self._next_tend:
+            return
+        try:
+            self._task.tend()
+            self._tend_pause = FIRST_PAUSE
+        except UnavailableError as error:
+            log.warning(
+                "the task is not looked after: %s; again in %.0f s", error, self._tend_pause
+            )
+            self._next_tend = time.monotonic() + self._tend_pause
+            self._tend_pause = min(LONGEST_PAUSE, self._tend_pause * 2)
 
     def _beat(self) -> int | None:
         """One heartbeat and what its answer asks for; an exit status if that is to end."""

@@ -10,6 +10,7 @@ driver; a task may burn its CPU share and fill its outbox (the agent empties and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -141,14 +142,18 @@ class DockerRuntime:
         return f"Docker {info.get('ServerVersion', '?')} with {info.get('Driver', '?')}"
 
     def clean(self) -> int:
-        stale = self._engine().containers.list(
-            all=True, filters={"label": f"{LABEL}={self._owner}"}
-        )
-        for container in stale:
-            try:
-                container.remove(force=True)
-            except NotFound:
-                continue
+        engine = self._engine()
+        try:
+            stale = engine.containers.list(
+                all=True, filters={"label": f"{LABEL}={self._owner}"}, ignore_removed=True
+            )
+            for container in stale:
+                with contextlib.suppress(NotFound):
+                    container.remove(force=True)
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(
+                f"what an earlier agent left cannot be ended: {error}"
+            ) from error
         return len(stale)
 
     def _image(self, task: Task) -> str:
@@ -174,6 +179,8 @@ class DockerRuntime:
                 raise UnavailableError(
                     f"the image {task.image} cannot be pulled: {error}"
                 ) from error
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(f"the Docker engine does not answer: {error}") from error
         return task.image
 
     def start(self, task: Task, mounts: Mounts, options: WorkerOptions) -> ContainerHandle:

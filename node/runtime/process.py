@@ -17,7 +17,7 @@ from typing import IO, Literal
 
 from node.runtime import guard
 from node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
-from protocol.core.errors import UserError
+from protocol.core.errors import UnavailableError, UserError
 from protocol.core.task import Task
 
 WARNING = (
@@ -99,19 +99,23 @@ class ProcessRuntime:
         if executable is None:
             raise UserError(f"there is no program {program!r}", hint="check worker_command")
         log = self._logs / "worker.log"
-        with self._open_log(log) as output:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid())),
-                    *(executable, *rest, *options.arguments(mounts)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environment(options.threads),
-                cwd=mounts.outbox,
-                start_new_session=True,  # a Ctrl-C reaches the agent alone, which then stops it
-            )
+        words = [
+            *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid())),
+            *(executable, *rest, *options.arguments(mounts)),
+        ]
+        try:
+            with self._open_log(log) as output:
+                process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment(options.threads),
+                    cwd=mounts.outbox,
+                    start_new_session=True,  # a Ctrl-C reaches the agent alone, which stops it
+                )
+        except OSError as error:
+            raise UnavailableError(f"the worker cannot be started now: {error}") from error
         return ProcessHandle(process, log)
 
     def _open_log(self, log: Path) -> IO[bytes]:

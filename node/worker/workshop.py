@@ -6,6 +6,7 @@ that serves its own subclass (it overrides `make`); nothing of that kind lives i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from protocol.core.errors import UnavailableError
 from protocol.core.ids import Digest
 from protocol.core.run import RunDefinition
 from protocol.core.task import SignedLease
@@ -91,7 +93,8 @@ class Workshop:
 
     def build(self, job: Job) -> Built:
         """Makes the file and puts it into the outbox, whole or not at all. Loading the policy is
-        not throttled: what a slower machine would be slower at is generation."""
+        not throttled: what a slower machine would be slower at is generation. Raises
+        UnavailableError as `make` and `put_file` do."""
         self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
         started = self._clock()
         content = self.make(job)
@@ -101,7 +104,17 @@ class Workshop:
             self._sleep(seconds * (self.options.throttle - 1.0))
             seconds *= self.options.throttle
         name = f"{job.lease_digest[2:]}.parquet"
-        partial_file = self.options.outbox / f".{name}.part"
-        partial_file.write_bytes(content)
-        partial_file.replace(self.options.outbox / name)
+        put_file(self.options.outbox, name, content)
         return Built(name, tokens, seconds)
+
+
+def put_file(folder: Path, name: str, content: bytes) -> None:
+    """The file appears whole or not at all. Raises UnavailableError if the disk refuses."""
+    partial_file = folder / f".{name}.part"
+    try:
+        partial_file.write_bytes(content)
+        partial_file.replace(folder / name)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial_file.unlink(missing_ok=True)  # a half file would keep the disk full
+        raise UnavailableError(f"the file {name} cannot be written: {error}") from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import docker
 import pytest
 from bridge_kit import Kit, bridge_kit, hand_in
 from node_world import NODE, POOL, TRAINER, NodeWorld, until
@@ -23,11 +24,15 @@ from node.api import NodeApi
 from node.courier import Courier
 from node.heartbeat import Pulse
 from node.policies import PolicyKeeper
+from node.runtime.base import Mounts, WorkerOptions
+from node.runtime.docker import DockerRuntime
 from node.state import DataFolder
 from node.watched import WatchedThread
 from node.weights import PolicyFolder
+from node.worker.workshop import put_file
 from protocol.broadcast.manifest import Trust
-from protocol.core.errors import FatalError
+from protocol.core.errors import FatalError, UnavailableError
+from protocol.core.task import Task
 
 
 @pytest.fixture
@@ -125,3 +130,40 @@ def test_policies_arrive_once_the_full_disk_has_room(
         until(lambda: keeper.newest() == 0, "the policy arrives after all")
     keeper.stop(10)
     assert "No space left on device" in caplog.text
+
+
+def test_engine_that_restarts_is_asked_again(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    times = itertools.count()
+
+    def tend(stop: threading.Event) -> None:
+        if next(times) == 0:
+            raise UnavailableError("the Docker engine does not answer: restarting")
+        stop.set()
+
+    loop, _ = pulse(kit, tend)
+    assert loop.run() == 0
+    assert "restarting; again in 1 s" in caplog.text
+
+
+def test_engine_that_went_away_is_unavailable(tmp_path: Path) -> None:
+    runtime = DockerRuntime("test")
+    runtime._connected = docker.DockerClient(f"unix://{tmp_path}/gone.sock", version="1.41")
+    with pytest.raises(UnavailableError):
+        runtime.clean()
+    with pytest.raises(UnavailableError):
+        runtime.start(
+            Task(image="sha256:" + "0" * 64), Mounts(tmp_path, tmp_path, tmp_path), WorkerOptions()
+        )
+
+
+def test_full_disk_leaves_no_half_file_of_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UnavailableError, match="No space left on device"):
+        put_file(tmp_path, "f.parquet", b"rows")
+    assert not list(tmp_path.iterdir())
