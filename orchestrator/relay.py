@@ -34,6 +34,7 @@ from protocol.chain.keystore import load_keystore, read_password
 from protocol.core import ids
 from protocol.core.errors import MalformedError, PrimeError, UserError
 from protocol.core.messages import PolicyList, RelayInfo
+from protocol.folders import make_folder
 from protocol.transport.client import Empty, OrchestratorClient
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -102,9 +103,9 @@ def relay(
         bytes_per_second=max_rate,
         requests_per_second=requests_per_second,
     )
+    make_folder(data)
     with OrchestratorClient(orchestrator, signer, "relay") as client:
         trust = _trust(client, stop, tuple(rpc or ()), deployment, trainer)
-        data.mkdir(parents=True, exist_ok=True)
         server = Relay(
             data,
             trust,

@@ -47,6 +47,7 @@ from protocol.core import ids
 from protocol.core.errors import ConflictError, UnavailableError, UserError
 from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
+from protocol.folders import make_folder
 from protocol.storage.directory import DirectoryStore
 from protocol.storage.signing import load_secret
 
@@ -76,7 +77,7 @@ def run(settings: Settings) -> None:
         signer = load_keystore(
             settings.need("wallet"), read_password(settings.password_file, settings.password_fd)
         )
-        settings.data.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.data)
         stack.enter_context(only_one(settings.data / "serve.lock"))
         serve_file = settings.data / "serve.json"
         serve_file.unlink(missing_ok=True)  # left by a process that was killed

@@ -13,6 +13,7 @@ from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core.errors import UserError
 from protocol.core.signing import LocalSigner
+from protocol.folders import make_folder
 from protocol.transport.client import OrchestratorClient
 from trainer.config import Settings
 from trainer.feed import (
@@ -81,7 +82,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
     settings.need("model")
     leads = os.environ.get("RANK", "0") == "0"
     signer = unlock(settings) if leads else None
-    settings.data.mkdir(parents=True, exist_ok=True)
+    make_folder(settings.data)
     with ExitStack() as stack:
         client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
         try:

@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
 
 from protocol.core.errors import FatalError, UnavailableError, UserError
+from protocol.folders import make_folder
 
 BUSY_SECONDS = 30
 _READ_ONLY = "prime_read_only"
@@ -103,7 +104,7 @@ def open_store(url: str) -> Store:
 def _sqlite(url: sa.URL) -> Engine:
     if not url.database or url.database == ":memory:":
         raise UserError("a SQLite store needs a file", hint="use sqlite:///PATH")
-    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(Path(url.database).parent)
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **_POOL)
 
     @event.listens_for(engine, "connect")
