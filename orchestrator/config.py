@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -85,9 +85,16 @@ def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
     Raises UserError with the setting's name if a value is wrong, the file cannot be read, or a
     password was given as a flag.
     """
-    if urlsplit(str(flags.get("database") or "")).password:
+    refuse_password(str(flags.get("database") or ""), f"{ENV_PREFIX}DATABASE")
+    return load_settings(Settings, flags, settings_file(config))
+
+
+def refuse_password(database: str, variable: str) -> None:
+    """Raises UserError if a database URL that was given as a flag carries a password; `variable`
+    is the environment's name for it."""
+    parts = urlsplit(database)
+    if parts.password or "password" in parse_qs(parts.query):
         raise UserError(
             "a password on the command line can be read by everybody on this machine",
-            hint=f"set {ENV_PREFIX}DATABASE, or keep the password in ~/.pgpass",
+            hint=f"set {variable}, or keep the password in ~/.pgpass",
         )
-    return load_settings(Settings, flags, settings_file(config))

@@ -21,7 +21,8 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.context import PoolContext
+from orchestrator.config import refuse_password
+from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import DrawSecrets
 from orchestrator.policy_store import PolicyStore
 from orchestrator.serve import Loops, read_run
@@ -36,9 +37,12 @@ from protocol.chain.keystore import load_keystore, read_password
 from protocol.chain.sender import Sender
 from protocol.core import ids
 from protocol.core.checkpoint import PolicyStatement
-from protocol.core.errors import UnavailableError, UserError
-from protocol.core.ids import Address
+from protocol.core.errors import NotFoundError, UnavailableError, UntrustedError, UserError
+from protocol.core.ids import ZERO_DIGEST, Address
+from protocol.core.run import RunDefinition
 from protocol.environments.registry import environment_for
+from protocol.proofs.thresholds import Calibration
+from protocol.storage.base import ObjectStore
 from protocol.storage.directory import DirectoryStore
 from protocol.verification.engines import FolderEngines, load_engine
 
@@ -52,6 +56,7 @@ PREPARE_SECONDS = 1.0
 
 @app.command()
 def validate(
+    invoked: typer.Context,
     deployment: Annotated[
         Path, typer.Option(envvar="PRIME_VALIDATOR_DEPLOYMENT", help="Deployment JSON.")
     ],
@@ -113,6 +118,9 @@ def validate(
         stream=sys.stderr,
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
     )
+    source_of_database = invoked.get_parameter_source("database")
+    if source_of_database is not None and source_of_database.name == "COMMANDLINE":
+        refuse_password(database, "PRIME_VALIDATOR_DATABASE")
     stop = _until_stopped()
     with ExitStack() as stack:
         place = Deployment.load(deployment)
@@ -150,6 +158,7 @@ def validate(
             worker=f"{signer.address}:{os.getpid()}:{secrets.token_hex(4)}",
             version=f"prime-open {importlib.metadata.version('prime-open')}",
             now=time.time,
+            calibration=run_calibration(definition, files),
             patience=Patience(claim_seconds=claim_seconds),
         )
         # a slash takes stake: where the network asks for it, endpoints must agree on its dry run
@@ -213,6 +222,22 @@ def pool_facts(
             hint="give the file that the pool was made with by --run",
         )
     return ids.address(manager), ids.address(trainer)
+
+
+def run_calibration(run: RunDefinition, objects: ObjectStore) -> Calibration | None:
+    """The run's own calibration object; None where it uses the shipped one.
+
+    Raises UserError if the object is not in the store, or is no calibration.
+    """
+    if run.calibration == ZERO_DIGEST:
+        return None
+    hint = "put the object that the run definition names into the object store"
+    try:
+        return Calibration.model_validate_json(read_object(objects, run.calibration))
+    except (NotFoundError, UntrustedError) as error:
+        raise UserError(f"the run's calibration is not there: {error}", hint=hint) from error
+    except ValueError as error:
+        raise UserError(f"object {run.calibration} is no calibration", hint=hint) from error
 
 
 def _until_stopped() -> threading.Event:

@@ -20,12 +20,13 @@ from orchestrator.policy_store import PolicyStore
 from orchestrator.store import jobs, leases, schema
 from orchestrator.store.submissions import SubmissionRow
 from orchestrator.validator import Patience, Validator
+from orchestrator.validator_cli import run_calibration
 from protocol.broadcast.manifest import Trust, build_manifest, signed_bytes
 from protocol.chain.history import Slash
 from protocol.core import encoding
 from protocol.core.checkpoint import PolicyStatement, SignedManifest
 from protocol.core.draws import DrawReveal, SignedDrawCommitment, file_secret
-from protocol.core.errors import NotFoundError, UnavailableError
+from protocol.core.errors import NotFoundError, UnavailableError, UserError
 from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.messages import SubmissionInfo
 from protocol.core.run import LengthBudgets, RunDefinition
@@ -34,7 +35,9 @@ from protocol.core.verdict import Evidence, Reason, SignedVerdict, VerdictTable
 from protocol.environments.base import Environment, Problem, TaskScore
 from protocol.environments.registry import environment_for, environment_ref
 from protocol.environments.reverse import Reverse
+from protocol.proofs.thresholds import shipped
 from protocol.storage.base import digest_key, put_object
+from protocol.storage.directory import DirectoryStore
 from protocol.verification import build
 from protocol.verification.audit import Audit, Setting, audit_slash
 from protocol.verification.engines import FolderEngines, load_engine
@@ -428,3 +431,16 @@ def test_an_audit_checks_the_revealed_draw(court: Court) -> None:
     assert (after.result, after.notes) == ("match", ())
     chosen = evidence.model_copy(update={"draw_secret": encoding.sha256(b"chosen")})
     assert court.audit(replaced(court, row, chosen)).result == "mismatch"
+
+
+def test_the_run_s_own_calibration_comes_from_the_object_store(tmp_path: Path) -> None:
+    objects = DirectoryStore(tmp_path)
+    own = shipped().model_copy(update={"source": "this pool's machines"})
+    run = small_run().model_copy(update={"calibration": own.digest()})
+    assert run_calibration(small_run(), objects) is None
+    with pytest.raises(UserError, match="calibration is not there"):
+        run_calibration(run, objects)
+    assert put_object(objects, own.canonical()) == own.digest()
+    found = run_calibration(run, objects)
+    assert found is not None
+    assert found.digest() == own.digest()

@@ -111,3 +111,17 @@ def test_a_database_password_is_not_taken_from_the_command_line(
     assert "secret" not in str(caught.value) + caught.value.hint
     monkeypatch.setenv("PRIME_ORCHESTRATOR_DATABASE", url)
     assert load({}).database_url == url
+
+
+def test_the_validator_takes_no_database_password_from_the_command_line(tmp_path: Path) -> None:
+    required = ["--deployment", "d", "--run", "r", "--wallet", "w", "--rpc", "x", "--pool", "1"]
+    url = "postgresql://user:secret@localhost/prime"
+    done = run("validate", *required, "--database", url)
+    assert done.returncode == UserError.exit_code, done.stderr
+    assert "PRIME_VALIDATOR_DATABASE" in done.stderr
+    assert "secret" not in done.stderr + done.stdout
+
+
+def test_a_password_in_the_url_s_query_is_refused_too() -> None:
+    with pytest.raises(UserError, match="command line"):
+        load({"database": "postgresql://localhost/prime?user=me&password=secret"})
