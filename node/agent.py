@@ -41,9 +41,9 @@ from node.runtime import make_runtime
 from node.runtime.base import Mounts, WorkerOptions
 from node.state import DataFolder
 from node.task import TaskKeeper
+from node.wallet import named_provider
 from node.weights import PolicyFolder
 from protocol.broadcast.manifest import Trust
-from protocol.core import ids
 from protocol.core.errors import UnavailableError
 from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
@@ -162,9 +162,7 @@ class Agent:
         return NodeApi(self._settings.need_orchestrator(), self._signer)
 
     def _provider(self) -> Address:
-        if self._settings.provider:
-            return ids.address(self._settings.provider)
-        return (self._owner_signer or self._signer).address
+        return named_provider(self._settings) or (self._owner_signer or self._signer).address
 
     def _link(self, api: NodeApi, stack: ExitStack) -> Link | None:
         """The chain, if an RPC is named. One that does not answer stops nothing."""

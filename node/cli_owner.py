@@ -81,12 +81,9 @@ class OwnerContext:
 
 def owner_account(settings: Settings) -> Address:
     """The owner that is meant: --provider, or the wallet's account."""
-    from node.wallet import wallet_address
-    from protocol.core import ids
+    from node.wallet import named_provider, wallet_address
 
-    if settings.provider:
-        return ids.address(settings.provider)
-    return wallet_address(settings)
+    return named_provider(settings) or wallet_address(settings)
 
 
 def node_account(settings: Settings, node: str | None) -> Address:

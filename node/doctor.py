@@ -17,6 +17,7 @@ from node.config import Settings
 from node.fingerprint import MIB, read_gpus, read_hardware
 from node.runtime import make_runtime
 from node.state import DataFolder
+from node.wallet import named_provider
 from protocol.chain.client import ChainClient
 from protocol.chain.keystore import keystore_address
 from protocol.core.errors import PrimeError, UserError
@@ -187,9 +188,14 @@ def _balance(settings: Settings, client: ChainClient) -> Iterator[Check]:
         return
     if account is None:
         return
+    try:
+        provider = named_provider(settings)
+    except UserError as error:
+        yield _failed("provider", error, "name the owner: --provider ADDRESS")
+        return
     wei = client.balance(account)
     found = f"{account} has {wei / 1e18:.4f} ETH"
-    if wei == 0 and settings.provider in (None, account):
+    if wei == 0 and provider in (None, account):
         fix = "send it a little ETH, or name the owner that pays: --provider ADDRESS"
         yield Check("balance", "warning", found, fix)
     else:

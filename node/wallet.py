@@ -6,8 +6,8 @@ from pathlib import Path
 
 from node.config import Settings
 from protocol.chain.keystore import create_keystore, keystore_address, load_keystore, read_password
-from protocol.core.errors import UserError
-from protocol.core.ids import Address
+from protocol.core.errors import MalformedError, UserError
+from protocol.core.ids import Address, address
 from protocol.core.signing import LocalSigner
 
 
@@ -42,9 +42,22 @@ def open_provider(settings: Settings, node: LocalSigner | None) -> LocalSigner |
             settings.password_file, None, prompt=f"Password of {settings.provider_wallet}: "
         )
         return load_keystore(settings.provider_wallet, password)
-    if node is not None and (settings.provider is None or settings.provider == node.address):
+    if node is not None and named_provider(settings) in (None, node.address):
         return node
     return None
+
+
+def named_provider(settings: Settings) -> Address | None:
+    """The owner that --provider names, checksummed; None if none is named. Raises UserError if it
+    is no address."""
+    if not settings.provider:
+        return None
+    try:
+        return address(settings.provider)
+    except MalformedError as error:
+        raise UserError(
+            f"--provider is {error}", hint="give the owner's address: 0x and 40 hex digits"
+        ) from error
 
 
 def wallet_address(settings: Settings) -> Address:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from node import config
 from node.cli import app, main
 from node.owner import parse_amount
+from node.wallet import open_provider
 from protocol.chain.contracts import ETHER
 from protocol.chain.keystore import create_keystore, load_keystore
 from protocol.core.errors import PolicyError, UserError
@@ -231,6 +232,17 @@ def test_flag_beats_environment_beats_file_beats_memory(
 def test_remembered_settings_hold_no_secret(tmp_path: Path) -> None:
     settings = config.load({"data": tmp_path, "password_fd": 3, "wallet": "k", "throttle": 2.0})
     assert settings.to_remember().keys() <= {"rpc", "wallet", "password_file", "orchestrator"}
+
+
+def test_provider_is_the_same_account_in_any_letters(wallet: tuple[str, ...]) -> None:
+    node = load_keystore(Path(wallet[1]), PASSWORD)
+    for text in (node.address, node.address.lower(), node.address.upper().replace("0X", "0x")):
+        settings = config.load({"provider": text, "data": wallet[5]})
+        assert open_provider(settings, node) is node, text
+    assert open_provider(config.load({"provider": NODE.address, "data": wallet[5]}), node) is None
+    url = ("--orchestrator", "http://127.0.0.1:9", "--rpc", "http://127.0.0.1:9")
+    wrong = "--provider is not an Ethereum address: '0x12'"
+    fails(64, wrong, "join", *wallet, *url, "--provider", "0x12")
 
 
 def test_amounts_are_exact() -> None:
