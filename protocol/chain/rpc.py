@@ -77,11 +77,10 @@ class Endpoint:
     """One RPC URL. Its chain id is checked before its first answer counts."""
 
     def __init__(self, url: str, chain_id: int, timeout: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(url):
             raise UserError(
                 f"{shown_url(url)!r} is no HTTP address of an RPC endpoint",
-                hint="give --rpc http://HOST:PORT or https://…",
+                hint="give --rpc http://HOST:PORT (a port is at most 65535) or https://…",
             )
         self.name = shown_url(url)
         self._chain_id = chain_id
@@ -93,9 +92,16 @@ class Endpoint:
         """The result. Raises UnavailableError (try another), RevertSignal, RpcError, UserError."""
         if not self._checked:
             found = self._send("eth_chainId", ())
-            if not isinstance(found, str) or int(found, 16) != self._chain_id:
+            try:
+                chain = int(found, 16)
+            except (TypeError, ValueError) as error:  # another RPC of this pool may know better
+                raise UnavailableError(
+                    f"it answers {str(found)[:40]!r} when asked for its chain: it is no Ethereum "
+                    "RPC, check --rpc"
+                ) from error
+            if chain != self._chain_id:
                 raise UserError(
-                    f"the RPC {self.name} serves chain {int(str(found), 16)}, not the "
+                    f"the RPC {self.name} serves chain {chain}, not the "
                     f"deployment's chain {self._chain_id}",
                     hint="give the --rpc of that chain, or the --deployment of this one",
                 )
@@ -185,6 +191,22 @@ class RpcPool:
 
 def shown_url(url: str) -> str:
     """The URL without path, query or user: those may hold a provider's key."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets without an address
+        return "the URL"
     host = parts.hostname or url[:40]
-    return f"{parts.scheme}://{host}{f':{parts.port}' if parts.port else ''}"
+    try:
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:  # the part after the colon may be anything, a password too
+        port = ":?"
+    return f"{parts.scheme}://{host}{port}"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port that is no number up to 65535, or brackets without an address
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0

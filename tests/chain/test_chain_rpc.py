@@ -28,7 +28,7 @@ class Endpoint:
     """A JSON-RPC server whose answers a test decides. Counts what it was asked."""
 
     def __init__(
-        self, answer: Callable[[str, list[Any]], Answer], chain_id: int = CHAIN_ID
+        self, answer: Callable[[str, list[Any]], Answer], chain_id: object = CHAIN_ID
     ) -> None:
         self.asked: list[str] = []
         outer = self
@@ -42,7 +42,7 @@ class Endpoint:
                 method = request["method"]
                 outer.asked.append(method)
                 result: Answer = (
-                    {"result": hex(chain_id)}
+                    {"result": hex(chain_id) if isinstance(chain_id, int) else chain_id}
                     if method == "eth_chainId"
                     else answer(method, request["params"])
                 )
@@ -81,7 +81,7 @@ Serve = Callable[..., Endpoint]
 def serve() -> Iterator[Serve]:
     made: list[Endpoint] = []
 
-    def build(answer: Callable[[str, list[Any]], Answer], chain_id: int = CHAIN_ID) -> Endpoint:
+    def build(answer: Callable[[str, list[Any]], Answer], chain_id: object = CHAIN_ID) -> Endpoint:
         made.append(Endpoint(answer, chain_id))
         return made[-1]
 
@@ -171,7 +171,28 @@ def test_an_endpoint_of_another_chain_is_refused_by_name(serve: Serve) -> None:
     client.close()
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "localhost:8545", "http://", "x"])
+@pytest.mark.parametrize("answer", ["0xzz", "", "chain", None, [], 31337.5])
+def test_an_endpoint_that_does_not_know_its_chain_is_passed_over(
+    serve: Serve, answer: object
+) -> None:
+    odd, good = (
+        serve(_always({"result": "0x1"}), chain_id=answer),
+        serve(_always({"result": "0x2"})),
+    )
+    client = ChainClient([odd.url, good.url], CHAIN_ID)
+    assert client.block_number() == 2
+    client.close()
+    client = ChainClient([odd.url], CHAIN_ID)
+    with pytest.raises(UnavailableError, match="check --rpc") as caught:
+        client.check()
+    assert odd.url in str(caught.value)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x", "localhost:8545", "http://", "x", "http://h:99999", "http://h:x", "http://[h:1"],
+)
 def test_what_is_no_http_address_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="no HTTP address"):
         ChainClient([url], CHAIN_ID)
