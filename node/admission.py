@@ -9,10 +9,22 @@ from importlib.util import find_spec
 
 from node.api import NodeApi
 from node.config import RuntimeName
+from node.runtime.base import Device
 from protocol.core.messages import AdmissionAnswer, AdmissionRequest, Challenge
 from protocol.core.node import Hardware
+from protocol.core.task import Task
 
 log = logging.getLogger("prime.node.admission")
+
+
+def challenge_device(hardware: Hardware, task: Task) -> Device:
+    """Where this machine's speed is measured, which is where its worker will generate: the GPU if
+    the pool's task gets one, this machine has one and torch can use it; otherwise the CPU."""
+    if not (task.gpus and hardware.gpus and find_spec("torch")):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def admit(
@@ -20,6 +32,7 @@ def admit(
     hardware: Hardware,
     runtime: RuntimeName,
     *,
+    device: Device = "cpu",
     throttle: float = 1.0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -28,7 +41,7 @@ def admit(
     refuses this machine. `throttle` N makes it N times slower (development)."""
     challenge = api.challenge(AdmissionRequest(hardware=hardware, task_runtime=runtime))
     started = clock()
-    products = solve(challenge, device="cuda" if hardware.gpus and find_spec("torch") else "cpu")
+    products = solve(challenge, device)
     if throttle > 1.0:
         sleep((clock() - started) * (throttle - 1.0))
     answer = api.solution(challenge.id, products)

@@ -134,7 +134,9 @@ class Agent:
             self._provider(), data, now=self._now, stop=self._stop,
         )  # fmt: skip
         threads = settings.threads or max(1, run.task.cpus_milli // 1000)
-        options = WorkerOptions(threads, settings.generation_batch, settings.throttle)
+        options = WorkerOptions(
+            threads, settings.generation_batch, settings.throttle, device=join.device
+        )
         mounts = Mounts(data.policies, data.task_outbox, bridge_folder)
         task = TaskKeeper(runtime, run.task, mounts, options, now=time.monotonic)
 

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from node.admission import admit
+from node.admission import admit, challenge_device
 from node.api import NodeApi
 from node.config import Settings
 from node.link import Link
@@ -62,6 +62,7 @@ class Join:
         self._data = data
         self._now = now
         self._stop = stop
+        self.device = challenge_device(hardware, run.task)
         self.speed_class: int | None = None
 
     def step(self) -> None:
@@ -77,6 +78,7 @@ class Join:
             self._api,
             self._hardware,
             self._settings.runtime,
+            device=self.device,
             throttle=self._settings.throttle,
         )
         self.speed_class = answer.speed_class

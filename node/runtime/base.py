@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from protocol.core.task import Task
 
 LOG_TAIL_BYTES = 8 << 10
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,14 @@ class Mounts:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the agent tells the worker on its command line. `throttle` is for development."""
+    """What the agent tells the worker on its command line. `throttle` is for development.
+
+    `device` is the one that the hardware challenge measured; on a GPU the model is in bfloat16."""
 
     threads: int = 1
     generation_batch: int = 0
     throttle: float = 1.0
+    device: Device = "cpu"
     extra: tuple[str, ...] = field(default=())
 
     def arguments(self, mounts: Mounts) -> tuple[str, ...]:
@@ -41,6 +45,8 @@ class WorkerOptions:
         ]  # fmt: skip
         if self.generation_batch:
             words += ["--generation-batch", str(self.generation_batch)]
+        if self.device == "cuda":
+            words += ["--device", "cuda", "--dtype", "bfloat16"]
         if self.throttle != 1.0:
             words += ["--throttle", repr(self.throttle)]
         return (*words, *self.extra)
