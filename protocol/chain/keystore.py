@@ -107,7 +107,7 @@ def _read(path: Path) -> dict[str, object]:
     except FileNotFoundError as error:
         raise UserError(
             f"there is no keystore at {path}",
-            hint=f"make one with: prime-node wallet new {path}",
+            hint=f"make one with: prime-node wallet new --out {path}",
         ) from error
     except OSError as error:
         raise UserError(f"the keystore {path} cannot be read: {error.strerror}") from error

@@ -88,7 +88,7 @@ def test_a_wrong_password_is_one_sentence(path: Path) -> None:
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_keystore(tmp_path / "none", "pw")
-    assert "prime-node wallet new" in caught.value.hint
+    assert f"prime-node wallet new --out {tmp_path / 'none'}" in caught.value.hint
 
 
 @pytest.mark.parametrize(
