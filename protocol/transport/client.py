@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from protocol.core import ids
-from protocol.core.errors import MalformedError, UnavailableError, UntrustedError
+from protocol.core.errors import MalformedError, UnavailableError, UntrustedError, UserError
 from protocol.core.ids import Address, Digest
 from protocol.core.messages import PoolInfo, SessionAnswer, SessionRequest, UploadAnswer
 from protocol.core.node import SessionGrant
@@ -35,8 +35,9 @@ LONGEST_PAUSE = 5.0
 class OrchestratorClient:
     """Signed and unsigned requests to one orchestrator.
 
-    `signer` may be None for readers. Every method raises UnavailableError when the orchestrator
-    does not answer, and the error that its problem document names when it refuses.
+    `signer` may be None for readers. Raises UserError if `base_url` is no http(s) URL. Every method
+    raises UnavailableError when the orchestrator does not answer, and the error that its problem
+    document names when it refuses.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class OrchestratorClient:
         new_nonce: Callable[[], str] = lambda: secrets.token_urlsafe(18),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = _checked_url(base_url)
         self.signer = signer
         self.scope = scope
         self._now = now
@@ -203,6 +204,21 @@ class OrchestratorClient:
                 self._sleep(_pause(response))
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        fine = False
+    if not fine:
+        raise UserError(
+            f"the orchestrator's address {url[:200]!r} is no URL",
+            hint="write it like http://HOST:PORT",
+        )
+    return url.rstrip("/")
 
 
 def _parse(answer: type[Answer], raw: bytes) -> Answer:

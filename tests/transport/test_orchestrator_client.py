@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from protocol.core.encoding import sha256
-from protocol.core.errors import MalformedError, UnavailableError, UntrustedError
+from protocol.core.errors import MalformedError, UnavailableError, UntrustedError, UserError
 from protocol.transport.client import POLITE_TRIES, Empty, OrchestratorClient
 
 
@@ -42,3 +42,12 @@ def test_an_object_that_is_not_the_named_one_is_refused() -> None:
         client.download("/object", limit=10, sha256=sha256(b"asked for"))
     with pytest.raises(MalformedError):
         client.download("/object", limit=2)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://[bad", "http://", "https:///x", "pool:8000", "ftp://pool", "", "http://pool:port"],
+)
+def test_an_address_that_is_no_url_is_told_at_once(url: str) -> None:
+    with pytest.raises(UserError, match="is no URL"):
+        OrchestratorClient(url)
