@@ -143,8 +143,8 @@ def load(
     state = TrainerState.from_json((folder / STATE_NAME).read_text())
     if state.run_digest != run_digest:
         raise UserError(
-            f"{data} holds a checkpoint of another run ({state.run_digest}).",
-            hint="Name another --data folder for this run.",
+            f"{data} holds a checkpoint of another run ({state.run_digest})",
+            hint="name another --data folder for this run",
         )
     tensors = _tensors(policy, optimizer, world)
     try:

@@ -143,7 +143,7 @@ def status(
     path = data / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     if not lines:
-        raise UserError(f"No step is recorded in {path}.", hint="Name the folder by --data.")
+        raise UserError(f"no step is recorded in {path}", hint="name the folder by --data")
     last = json.loads(lines[-1])
     if as_json:
         print(json.dumps(last))
@@ -157,8 +157,8 @@ def main() -> None:
         app(prog_name="trainer")
     except PrimeError as error:
         logging.getLogger("trainer").debug("the cause", exc_info=True)
-        hint = f" {error.hint}" if isinstance(error, UserError) and error.hint else ""
-        print(f"trainer: {error}{hint}", file=sys.stderr)
+        hint = error.hint if isinstance(error, UserError) else ""
+        print(f"trainer: {error}" + (f"; {hint}" if hint else ""), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

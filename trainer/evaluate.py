@@ -65,7 +65,7 @@ def interval(values: Sequence[float]) -> Interval:
 def evaluation_seed(seed: int) -> Digest:
     """The 32 bytes from which everything random in an evaluation is drawn."""
     if not 0 <= seed < 1 << 64:
-        raise UserError(f"The evaluation seed {seed} is not in 0 … 2^64 − 1.")
+        raise UserError(f"the evaluation seed {seed} is not in 0 … 2^64 − 1")
     return encoding.sha256(b"prime/evaluate/v1" + seed.to_bytes(8, "big"))
 
 
@@ -85,8 +85,8 @@ def evaluate(
     ref = run.environment
     if not 1 <= problems <= ref.heldout_size:
         raise UserError(
-            f"{problems} problems were asked for; the run holds out {ref.heldout_size}.",
-            hint=f"Use --problems 1 to {ref.heldout_size}.",
+            f"{problems} problems were asked for; the run holds out {ref.heldout_size}",
+            hint=f"use --problems 1 to {ref.heldout_size}",
         )
     environment = environment_for(run)
     engine = PlainEngine(model, noise=gumbel, device=device, batch_rows=256)

@@ -81,8 +81,8 @@ def pool_facts(client: OrchestratorClient, run_file: Path | None) -> PoolFacts:
     run = parse_run(raw)
     if run.digest() != info.run_digest:
         raise UserError(
-            f"The run definition has digest {run.digest()}, but the pool trains {info.run_digest}.",
-            hint="Name the pool's own run file by --run, or leave it out.",
+            f"the run definition has digest {run.digest()}, but the pool trains {info.run_digest}",
+            hint="name the pool's own run file by --run, or leave it out",
         )
     return PoolFacts(info, run)
 
@@ -108,8 +108,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"The run definition {path} cannot be read: {error.strerror}.",
-            hint="Name the canonical JSON file that the pool was made with.",
+            f"the run definition {path} cannot be read: {error.strerror}",
+            hint="name the canonical JSON file that the pool was made with",
         ) from error
 
 
@@ -135,9 +135,9 @@ def require_trainer(facts: PoolFacts, account: Address) -> None:
     """Raises UserError unless `account` is the pool's trainer."""
     if account != facts.info.trainer:
         raise UserError(
-            f"The wallet's account {account} is not the trainer of pool {facts.info.pool}, "
-            f"which is {facts.info.trainer}.",
-            hint="Name the trainer's keystore by --wallet.",
+            f"the wallet's account {account} is not the trainer of pool {facts.info.pool}, "
+            f"which is {facts.info.trainer}",
+            hint="name the trainer's keystore by --wallet",
         )
 
 

@@ -81,8 +81,8 @@ def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.flo
 
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder} is no model folder: it has no config.json.",
-            hint="Name a Hugging Face folder with config.json, tokenizer and safetensors.",
+            f"{folder} is no model folder: it has no config.json",
+            hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
         )
     lm = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"

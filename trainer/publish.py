@@ -90,7 +90,7 @@ def _tensor_names(base: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
     if not names:
-        raise UserError(f"{base} holds no safetensors weights.")
+        raise UserError(f"{base} holds no safetensors weights")
     return names
 
 
@@ -139,9 +139,9 @@ class Publisher:
             raise FatalError(str(error)) from error
         if version == 0 and manifest.result_digest != self._base_model:
             raise UserError(
-                f"The model in {folder} has digest {manifest.result_digest}, but the run's base "
-                f"model is {self._base_model}.",
-                hint="Name the folder that the run was defined with.",
+                f"the model in {folder} has digest {manifest.result_digest}, but the run's base "
+                f"model is {self._base_model}",
+                hint="name the folder that the run was defined with",
             )
         signed = self._sign(manifest)
         finalize(self.root, signed)

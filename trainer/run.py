@@ -43,8 +43,8 @@ def known_facts(settings: Settings, client: OrchestratorClient, stop: threading.
     facts = insist(lambda: pool_facts(client, settings.run), stop, "asking for the pool")
     if settings.pool is not None and settings.pool != facts.info.pool:
         raise UserError(
-            f"The orchestrator serves pool {facts.info.pool}, not {settings.pool}.",
-            hint="Name the right --orchestrator or --pool.",
+            f"the orchestrator serves pool {facts.info.pool}, not {settings.pool}",
+            hint="name the right --orchestrator or --pool",
         )
     if settings.rpc:
         deployment = Deployment.load(settings.need("deployment"))

@@ -1,0 +1,24 @@
+"""What a mistake at the trainer's command line looks like."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.core.errors import UserError
+from trainer.cli import main
+
+
+def test_a_mistake_and_what_to_do_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainer", "status", "--data", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == UserError.exit_code
+    file = tmp_path / "metrics.jsonl"
+    assert capsys.readouterr().err == (
+        f"trainer: no step is recorded in {file}; name the folder by --data\n"
+    )
