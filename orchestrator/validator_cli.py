@@ -41,6 +41,7 @@ from protocol.core.errors import NotFoundError, UnavailableError, UntrustedError
 from protocol.core.ids import ZERO_DIGEST, Address
 from protocol.core.run import RunDefinition
 from protocol.environments.registry import environment_for
+from protocol.folders import make_folder
 from protocol.proofs.thresholds import Calibration
 from protocol.storage.base import ObjectStore
 from protocol.storage.directory import DirectoryStore
@@ -129,7 +130,7 @@ def validate(
         signer = load_keystore(
             wallet, read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
         )
-        data.mkdir(parents=True, exist_ok=True)
+        make_folder(data)
         store = open_store(database or sqlite_url(orchestrator_data / "orchestrator.sqlite"))
         stack.callback(store.close)
         store.migrate()
