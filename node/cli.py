@@ -64,6 +64,7 @@ def join(
 
     _logging(verbose)
     settings.need_orchestrator()
+    settings.need_rpc()  # without the chain nobody knows whether stake and registration are there
     signer = open_wallet(settings)
     agent = Agent(settings, signer, open_provider(settings, signer))
     agent.install_signals()

@@ -43,6 +43,12 @@ from protocol.storage.directory import DirectoryStore
 POOL = 3
 MANAGER, TRAINER, NODE = (LocalSigner(bytes([n]) * 32) for n in (0xA1, 0xA2, 0xA3))
 PASSWORD = "correct horse"
+WITHOUT_CHAIN = """
+from node import cli, config
+config.Settings.need_rpc = lambda settings: settings.rpc
+cli.main()
+"""
+"""`prime-node` that joins without an RPC too: here an orchestrator is served, mostly no chain."""
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
@@ -159,9 +165,9 @@ class NodeWorld:
         return self.rows(schema.leases)
 
     def join(self, *flags: str, name: str = "node", runtime: str = "process") -> subprocess.Popen:  # type: ignore[type-arg]
-        """Starts `prime-node join` as a user would."""
+        """Starts `prime-node join` as a user would, but that it asks for no RPC."""
         command = [
-            *(sys.executable, "-m", "node.cli", "join", "--orchestrator", self.url),
+            *(sys.executable, "-c", WITHOUT_CHAIN, "join", "--orchestrator", self.url),
             *("--wallet", str(self.keystore), "--password-file", str(self.password_file)),
             *("--data", str(self.folder / name), "--runtime", runtime, *flags),
         ]

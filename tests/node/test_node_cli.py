@@ -26,6 +26,8 @@ from protocol.core.errors import PolicyError, UserError
 from protocol.core.node import Gpu, Hardware, Requirements
 
 PASSWORD = "a password"
+NOWHERE = ("--orchestrator", "http://127.0.0.1:9", "--rpc", "http://127.0.0.1:9")
+"""Flags that name what `join` needs, where nobody answers."""
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -123,14 +125,12 @@ def test_wallet_show_needs_no_password(wallet: tuple[str, ...], tmp_path: Path) 
 
 def test_wrong_password(wallet: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pw").write_text("another")
-    said = fails(
-        64, "the password does not open", "join", *wallet, "--orchestrator", "http://127.0.0.1:9"
-    )
+    said = fails(64, "the password does not open", "join", *wallet, *NOWHERE)
     assert "→" in said
 
 
 def test_password_without_a_terminal_names_the_flags(wallet: tuple[str, ...]) -> None:
-    said = fails(64, "no terminal", "join", *wallet[:2], "--orchestrator", "http://127.0.0.1:9")
+    said = fails(64, "no terminal", "join", *wallet[:2], *NOWHERE)
     assert "--password-file" in said
 
 
@@ -143,8 +143,10 @@ def test_password_is_never_an_argument() -> None:
 def test_missing_wallet_orchestrator_and_rpc_are_named(wallet: tuple[str, ...]) -> None:
     url = ("--orchestrator", "http://127.0.0.1:9")
     fails(64, "no orchestrator is named", "join", *wallet)
-    fails(64, "no wallet is named", "join", *url)
-    fails(64, "there is no keystore at", "join", *url, "--wallet", "/nonexistent/k.json")
+    said = fails(64, "no RPC endpoint is named", "join", *wallet, *url)
+    assert "--rpc" in said
+    fails(64, "no wallet is named", "join", *NOWHERE)
+    fails(64, "there is no keystore at", "join", *NOWHERE, "--wallet", "/nonexistent/k.json")
     fails(64, "no RPC endpoint is named", "stake", "show", *wallet, *url)
 
 
@@ -176,6 +178,7 @@ def test_machine_without_docker_is_told_how_to_get_it(world: NodeWorld) -> None:
     done = run(
         "join", "--orchestrator", world.url, "--wallet", str(world.keystore),
         "--password-file", str(world.password_file), "--data", str(world.folder / "d"),
+        "--rpc", "http://127.0.0.1:9",
         env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"},
     )  # fmt: skip
     assert done.returncode == 64
@@ -187,6 +190,7 @@ def test_other_worker_runs_only_as_a_process(world: NodeWorld) -> None:
     done = run(
         "join", "--orchestrator", world.url, "--wallet", str(world.keystore),
         "--password-file", str(world.password_file), "--data", str(world.folder / "d"),
+        "--rpc", "http://127.0.0.1:9",
         "--worker-command", "python -m whatever", "--runtime", "docker",
     )  # fmt: skip
     assert done.returncode == 64
@@ -197,8 +201,7 @@ def test_data_folder_that_cannot_be_used(wallet: tuple[str, ...], tmp_path: Path
     (tmp_path / "file").write_text("")
     flags = (*wallet[:4], "--data", str(tmp_path / "file"))
     fails(
-        64, "the data folder", "join", *flags, "--orchestrator", "http://127.0.0.1:9",
-        "--runtime", "process",
+        64, "the data folder", "join", *flags, *NOWHERE, "--runtime", "process",
     )  # fmt: skip
 
 
@@ -240,9 +243,8 @@ def test_provider_is_the_same_account_in_any_letters(wallet: tuple[str, ...]) ->
         settings = config.load({"provider": text, "data": wallet[5]})
         assert open_provider(settings, node) is node, text
     assert open_provider(config.load({"provider": NODE.address, "data": wallet[5]}), node) is None
-    url = ("--orchestrator", "http://127.0.0.1:9", "--rpc", "http://127.0.0.1:9")
     wrong = "--provider is not an Ethereum address: '0x12'"
-    fails(64, wrong, "join", *wallet, *url, "--provider", "0x12")
+    fails(64, wrong, "join", *wallet, *NOWHERE, "--provider", "0x12")
 
 
 def test_amounts_are_exact() -> None:
