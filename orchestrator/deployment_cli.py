@@ -14,6 +14,7 @@ from protocol.chain.deployment import Deployment, Periods
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core.errors import UserError
 from protocol.core.ids import address
+from protocol.folders import make_folder
 
 app = typer.Typer(
     help="Deploy the contracts, or check a deployment.",
@@ -78,7 +79,8 @@ def deploy(
         if dry_run:
             _print_dry_run(client, signer.address, options, json_output)
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
+        client.require_funds(signer.address)
+        make_folder(file.parent)
         deployment = deployer.deploy(
             client,
             signer,

@@ -323,6 +323,8 @@ def _desk(
     path = journal or file.with_name(f"{file.stem}.{signer.address}.journal.sqlite")
     try:
         client.check()
+        if not dry_run:
+            client.require_funds(signer.address)
         sender = Sender(client, signer, path)
         try:
             for left in sender.open_intents() if not dry_run else ():

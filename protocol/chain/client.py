@@ -16,7 +16,7 @@ from protocol.chain.errors import ChainRevertedError, DisagreementError, RpcErro
 from protocol.chain.networks import BlockTag, Network, by_chain_id
 from protocol.chain.rpc import RevertSignal, RpcPool
 from protocol.core import ids
-from protocol.core.errors import MalformedError, UnavailableError
+from protocol.core.errors import MalformedError, UnavailableError, UserError
 from protocol.core.ids import Address, Digest
 
 BlockId = BlockTag | int
@@ -176,6 +176,16 @@ class ChainClient:
     def balance(self, account: Address, block: BlockId = "latest") -> int:
         """Ether of an account, in wei."""
         return _number(self.request("eth_getBalance", account, _block_id(block)))
+
+    def require_funds(self, account: Address) -> None:
+        """Raises UserError if the account holds nothing to pay fees with: a sender would wait for
+        it, a person wants to know at once."""
+        if self.balance(account) == 0:
+            faucet = ", from a faucet of that network" if self.network.testnet else ""
+            raise UserError(
+                f"the account {account} holds no ETH on {self.network.name} to pay fees with",
+                hint=f"send it some{faucet}, then type the command again",
+            )
 
     def nonce(self, account: Address, *, pending: bool = False) -> int:
         """Transactions mined from `account`; with `pending`, those waiting as well."""

@@ -13,6 +13,7 @@ from money_kit import RUN, TOKEN, TRAINER, VALIDATOR, key
 from typer.testing import CliRunner
 
 from devnet.chain import Anvil, find_anvil
+from orchestrator.deployment_cli import app as deployment_app
 from orchestrator.pool_cli import app, parse_amount
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
@@ -126,6 +127,31 @@ def test_mistakes_are_one_sentence(desk: Desk) -> None:
     desk.run_file.write_text("{}")
     with pytest.raises(UserError, match="is no run definition"):
         desk.create()
+
+
+def test_an_account_without_ether_is_told_at_once_but_may_rehearse(desk: Desk) -> None:
+    desk.anvil.fund(MANAGER.address, 0)
+    for command in (
+        ("create", "--run", str(desk.run_file), "--trainer", TRAINER.address),
+        ("fund", "--pool", "1", "--amount", "5"),
+        ("end", "--pool", "1"),
+    ):
+        with pytest.raises(UserError, match=f"{MANAGER.address} holds no ETH") as caught:
+            desk(*command)
+        assert "send it some" in caught.value.hint
+    assert desk.create("--dry-run")["calls"]
+
+    def deploy_again(*words: str) -> Any:
+        out = desk.deployment.with_name("second.json")
+        flags = ["--rpc", desk.anvil.url, "--out", str(out), "--json"]
+        flags += ["--wallet", str(desk.keystore), "--password-file", str(desk.password)]
+        return CliRunner().invoke(
+            deployment_app, ["deploy", *flags, *words], catch_exceptions=False
+        )
+
+    with pytest.raises(UserError, match=f"{MANAGER.address} holds no ETH"):
+        deploy_again()
+    assert deploy_again("--dry-run").exit_code == 0
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "0.0000000000000000001"])
