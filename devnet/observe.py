@@ -31,7 +31,7 @@ from protocol.core import encoding
 from protocol.core.batch import SignedBatch
 from protocol.core.checkpoint import Manifest, SignedManifest
 from protocol.core.errors import PolicyError, PrimeError, UntrustedError
-from protocol.core.ids import Address, Digest
+from protocol.core.ids import ZERO_DIGEST, Address, Digest
 from protocol.core.messages import LeaseAnswer, LeaseRequest, SubmissionInfo
 from protocol.core.rollout import SignedSubmission
 from protocol.transport.client import OrchestratorClient
@@ -156,6 +156,8 @@ class _RootsOnChain:
         self._domain = network.deployment().domain("work")
         self._known: dict[str, str] = {}
         for event in chain.of(events.RootPosted):
+            if event.leaves_object == ZERO_DIGEST:
+                continue  # a node posted its own leaf: there is no list
             raw = client.get_object(event.leaves_object)
             leaves = [
                 SignedSubmission.model_validate_json(json.dumps(item))

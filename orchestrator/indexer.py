@@ -22,7 +22,7 @@ from orchestrator.store.engine import Store, lock
 from orchestrator.store.rows import insert_new, upsert
 from protocol.chain.events import Event
 from protocol.chain.watcher import BlockRef, Confirmed, Watcher
-from protocol.core.ids import Address, Digest
+from protocol.core.ids import ZERO_DIGEST, Address, Digest
 from protocol.core.lifecycle import LeaseState, NodeEventKind, NodeState, step_lease, step_node
 
 log = logging.getLogger(__name__)
@@ -144,10 +144,19 @@ def derive(
 
 
 def derive_root(connection: Connection, root: Digest) -> None:
-    """`roots.chain_seq`, `epoch`, `posted_at`, `block` from the first RootPosted of this root."""
+    """`roots.chain_seq`, `epoch`, `posted_at`, `block` from the first RootPosted of this root.
+
+    One that a node posted for itself (Work.postLeaf: one leaf, no leaves object, the leaf is the
+    root) gets a row if its submission is ours and in no root yet; else it is passed over, so that
+    no submission is paid twice.
+    """
     posted = chain.events(connection, "RootPosted", contains=root)
     first = next((e for e in posted if e.arguments()["root"] == root), None)
     args = first.arguments() if first else {}
+    if first is None:
+        _let_go_leaf(connection, root)
+    elif args["leaves_object"] == ZERO_DIGEST and args["count"] == 1:
+        _adopt_leaf(connection, root, first.block_time)
     connection.execute(
         sa.update(schema.roots)
         .where(schema.roots.c.root == root)
@@ -158,6 +167,36 @@ def derive_root(connection: Connection, root: Digest) -> None:
             block=first.block if first else None,
         )
     )
+
+
+def _adopt_leaf(connection: Connection, leaf: Digest, posted_at: int) -> None:
+    """The row of a root that is one leaf, posted by its node."""
+    submission = submissions.get(connection, leaf)
+    if submission is None or submission.root_id is not None:
+        return
+    key = connection.execute(
+        sa.insert(schema.roots).values(
+            root=leaf, leaves_object=ZERO_DIGEST, count=1, created_at=float(posted_at)
+        )
+    ).inserted_primary_key
+    assert key is not None
+    connection.execute(
+        sa.update(schema.submissions)
+        .where(schema.submissions.c.digest == leaf)
+        .values(root_id=key[0], leaf_index=0)
+    )
+
+
+def _let_go_leaf(connection: Connection, leaf: Digest) -> None:
+    """Undoes `_adopt_leaf`: its posting was retracted, and the manager may root it after all."""
+    table = schema.roots.c
+    adopted = sa.and_(table.root == leaf, table.leaves_object == ZERO_DIGEST)
+    connection.execute(
+        sa.update(schema.submissions)
+        .where(schema.submissions.c.root_id.in_(sa.select(table.id).where(adopted)))
+        .values(root_id=None, leaf_index=None)
+    )
+    connection.execute(sa.delete(schema.roots).where(adopted))
 
 
 def derive_reward_root(connection: Connection, epoch: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from protocol.chain.deployment import Deployment
 from protocol.chain.events import (
     Event,
+    LeafPosted,
     LeafRejected,
     PoolCreated,
     RewardRootDisabled,
@@ -33,7 +34,7 @@ from protocol.chain.events import (
 from protocol.core import encoding
 from protocol.core.errors import MalformedError, NotFoundError, UntrustedError
 from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature
-from protocol.core.rollout import Receipt, SignedSubmission, decode_leaves
+from protocol.core.rollout import Receipt, decode_leaves
 from protocol.core.run import RunDefinition
 from protocol.core.settlement import (
     JudgedFact,
@@ -125,7 +126,7 @@ class Rebuilder:
         if created.run_digest != run.digest():
             raise UntrustedError("the run definition is not the pool's")
         self._manager = created.manager
-        self._leaves: dict[Digest, list[tuple[SignedSubmission, Digest]]] = {}
+        self._leaves: dict[Digest, list[tuple[Address, Digest]]] = {}
         self._validators = {e.validator for e in self._events if isinstance(e, ValidatorSet)}
 
     def posted(self) -> list[RewardRootPosted]:
@@ -175,10 +176,10 @@ class Rebuilder:
         held = (f for f in previous.files if f.state == "held") if previous else ()
         names = {file.submission_digest for file in held}
         leaves = [
-            (root, leaf, digest)
+            (root, node, digest)
             for root in self._roots(published.as_of_block)
             if root.epoch <= published.epoch
-            for leaf, digest in self._leaves_of(root)
+            for node, digest in self._leaves_of(root, claims)
             if root.epoch > after or digest in names
         ]
         with ThreadPoolExecutor(PARALLEL) as pool:
@@ -207,8 +208,19 @@ class Rebuilder:
                 first.setdefault(event.root, event)
         return list(first.values())
 
-    def _leaves_of(self, root: RootPosted) -> list[tuple[SignedSubmission, Digest]]:
-        """Each leaf with its digest; held to the root, and each to its node, once."""
+    def _leaves_of(
+        self, root: RootPosted, claims: dict[Digest, SettledFile]
+    ) -> list[tuple[Address, Digest]]:
+        """Each leaf's node and digest; held to the root, and each to its node, once.
+
+        A root without leaves object was posted by a node for its own leaf, which is the root: it
+        counts if the settlement settles the leaf by it, and is passed over if by another or not.
+        """
+        if root.leaves_object == ZERO_DIGEST and root.count == 1:
+            claim = claims.get(root.root)
+            if claim is None or claim.root_seq != root.seq:
+                return []
+            return [(self._poster(root), root.root)]
         if root.root not in self._leaves:
             leaves = decode_leaves(self._get(root.leaves_object))
             digests = []
@@ -219,13 +231,21 @@ class Rebuilder:
                     raise UntrustedError(f"submission {digests[-1]} is not signed by its node")
             if len(leaves) != root.count or encoding.merkle_root(digests) != root.root:
                 raise UntrustedError(f"the list of leaves of root {root.seq} is not that root's")
-            self._leaves[root.root] = list(zip(leaves, digests, strict=True))
+            nodes = [leaf.node for leaf in leaves]
+            self._leaves[root.root] = list(zip(nodes, digests, strict=True))
         return self._leaves[root.root]
+
+    def _poster(self, root: RootPosted) -> Address:
+        """The node that posted its own leaf as `root`; the contract has checked its signature."""
+        for event in self._events:
+            if isinstance(event, LeafPosted) and (event.seq, event.leaf) == (root.seq, root.root):
+                return event.node
+        raise UntrustedError(f"root {root.seq} has no list of leaves, and no node posted it")
 
     def _fact(
         self,
         root: RootPosted,
-        leaf: SignedSubmission,
+        node: Address,
         digest: Digest,
         *,
         claims: dict[Digest, SettledFile],
@@ -237,7 +257,7 @@ class Rebuilder:
         self._check_receipt(digest, claim.received_at, claim.receipt)
         return LeafFact(
             submission_digest=digest,
-            node=leaf.node,
+            node=node,
             root_seq=root.seq,
             expires=root.block_time + self._deployment.periods.validity,
             received_at=claim.received_at,

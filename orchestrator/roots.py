@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import and_, insert, select, update
+from sqlalchemy import and_, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from orchestrator.context import PoolContext
 from orchestrator.intents import queue_intent
-from orchestrator.store.engine import Store
+from orchestrator.settlement import CHAIN_LOCK
+from orchestrator.store.engine import Store, lock
 from orchestrator.store.schema import roots, submissions
 from protocol.core import encoding
 from protocol.core.errors import FatalError
@@ -71,6 +72,12 @@ def _post_next(
     root = encoding.merkle_root(digests)
     leaves_object = put_object(objects, encode_leaves(leaves))
     with store.begin() as connection:
+        lock(connection, CHAIN_LOCK)  # the indexer gives a root to a leaf that its node posted
+        free = select(func.count()).where(
+            submissions.c.digest.in_(digests), submissions.c.root_id.is_(None)
+        )
+        if connection.execute(free).scalar_one() != len(digests):
+            return None  # the next round takes those that wait still
         _write(connection, context, root, leaves_object, digests, now)
     log.info("work root %s over %d submissions is queued", root, len(digests))
     return root

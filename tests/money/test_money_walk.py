@@ -14,14 +14,15 @@ from chain_kit import DEPLOYER, FUNDS, GUARDIAN, STAKE, TREASURY, World, make_wo
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, key
 
 from devnet.chain import find_anvil
-from orchestrator.indexer import run_indexer_tick
+from orchestrator.indexer import derive_root, run_indexer_tick
 from orchestrator.rewards import Rebuilt, rebuild
 from orchestrator.settlement import newest_settlement, settle_epochs
 from orchestrator.slashing import RETRY_SECONDS
-from orchestrator.store import intents, schema
+from orchestrator.store import chain, intents, leases, schema
+from orchestrator.store.submissions import SubmissionRow
 from protocol.chain.history import read_events
 from protocol.core.errors import UnavailableError, UntrustedError, UserError
-from protocol.core.ids import Digest
+from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.settlement import Settlement
 from protocol.core.verdict import Reason
 from protocol.storage.base import digest_key
@@ -417,3 +418,87 @@ def test_a_proposal_that_the_contract_refused_is_tried_again(members: World) -> 
     shop.now.time += RETRY_SECONDS + 1
     world.ticks()
     assert one(world, schema.slashes)["status"] == "proposed"
+
+
+def post_own_leaf(world: World, row: SubmissionRow) -> None:
+    """The node roots its own submission, as the contract lets it an epoch after the receipt."""
+    with world.shop.store.read() as connection:
+        lease = leases.get(connection, row.lease_digest)
+    assert lease is not None
+    promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
+    call = world.contracts.work.post_leaf(
+        promise.lease,
+        promise.signature,
+        claim.submission,
+        claim.signature,
+        receipt.receipt,
+        receipt.signature,
+    )
+    world.send(OWNER, call)
+
+
+def test_a_leaf_that_its_node_posted_is_paid_once_and_rebuilt(members: World) -> None:
+    world, shop = members, members.shop
+    world.start_of_an_epoch()
+    row = shop.submit(HONEST)
+    shop.judge(row)
+    world.forward(RUN.epoch_seconds + 1)
+    post_own_leaf(world, row)  # the manager slept all the while
+    world.anvil.mine(1)
+    world.loops.chain_tick()
+    root = one(world, schema.roots)
+    assert (root["root"], root["count"], root["leaves_object"]) == (row.digest, 1, ZERO_DIGEST)
+    world.ticks()
+    assert one(world, schema.roots)["chain_seq"] == 1, "the manager roots it no more"
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    rebuilt = rebuild_root(world, settled(world).epoch)
+    assert rebuilt.problems == ()
+    assert rebuilt.settlement.amounts() == {HONEST.address: 20 * TOKEN // 1000}
+
+
+def test_a_leaf_posted_by_node_and_manager_is_paid_by_the_managers_root_alone(
+    members: World,
+) -> None:
+    world, shop = members, members.shop
+    world.start_of_an_epoch()
+    twice, other = shop.submit(HONEST), shop.submit(HONEST)
+    shop.judge(twice)
+    shop.judge(other)
+    world.forward(RUN.epoch_seconds + 1)
+    world.loops.money_tick()  # taken into a root that is not sent yet
+    post_own_leaf(world, twice)
+    world.ticks()
+    assert one(world, schema.roots)["count"] == 2
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    rebuilt = rebuild_root(world, settled(world).epoch)
+    assert rebuilt.problems == ()
+    assert rebuilt.settlement.amounts() == {HONEST.address: 2 * 20 * TOKEN // 1000}
+
+
+def test_a_retracted_leaf_of_a_node_is_rooted_by_the_manager(members: World) -> None:
+    world, shop = members, members.shop
+    row = shop.submit(HONEST)
+    with shop.store.begin() as connection:
+        chain.add_event(
+            connection,
+            block_hash=row.digest,
+            log_index=0,
+            block=10**6,
+            block_time=10**6,
+            tx_hash=row.digest,
+            name="RootPosted",
+            args={
+                "pool": 1, "seq": 9, "root": row.digest, "count": 1, "epoch": 1,
+                "leaves_object": ZERO_DIGEST,
+            },
+        )  # fmt: skip
+        derive_root(connection, row.digest)
+    assert shop.row(row.digest).root_id is not None
+    with shop.store.begin() as connection:
+        chain.retract(connection, 10**6)
+        derive_root(connection, row.digest)
+    assert shop.row(row.digest).root_id is None
+    world.until_rooted()
+    assert one(world, schema.roots)["leaves_object"] != ZERO_DIGEST
