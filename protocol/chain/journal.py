@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from protocol.chain.client import Call, TxReceipt
 from protocol.chain.errors import ChainRevertedError
-from protocol.core.errors import ConflictError, FatalError, UserError
+from protocol.core.errors import ConflictError, FatalError, UnavailableError, UserError
 from protocol.core.ids import Address, Digest
 
 IntentStatus = Literal["queued", "sent", "confirmed", "failed"]
@@ -125,28 +125,34 @@ class Journal:
         self._db.isolation_level = None
         with self._transaction():
             pass  # a file that is no database shows itself here
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.executescript(_SCHEMA)
+        with self._guarded() as db:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            db.executescript(_SCHEMA)
         self.bind("account", account)
         self.bind("chain_id", str(chain_id))
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _guarded(self) -> Iterator[sqlite3.Connection]:
+        """Raises UnavailableError for what may pass (a full disk, a lock), FatalError if the file
+        is damaged."""
         with self._lock:
             try:
-                self._db.execute("BEGIN IMMEDIATE")
-                try:
-                    yield self._db
-                except BaseException:
-                    if self._db.in_transaction:  # a full disk has rolled it back already
-                        self._db.execute("ROLLBACK")
-                    raise
-                self._db.execute("COMMIT")
+                yield self._db
             except sqlite3.Error as error:
-                raise FatalError(
-                    f"the transaction journal {self._path} cannot be written: {error}"
-                ) from error
+                raise _trouble(self._path, error) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._guarded() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:  # a full disk has rolled it back already
+                    db.execute("ROLLBACK")
+                raise
 
     def bind(self, key: str, value: str) -> None:
         """Remembers a fact the journal belongs to. Raises UserError if it belongs to another."""
@@ -181,29 +187,29 @@ class Journal:
             raise ConflictError(f"the intent {intent_id!r} was written down for another call")
 
     def get(self, intent_id: str) -> Intent | None:
-        with self._lock:
-            row = self._db.execute("SELECT * FROM intents WHERE id = ?", (intent_id,)).fetchone()
+        with self._guarded() as db:
+            row = db.execute("SELECT * FROM intents WHERE id = ?", (intent_id,)).fetchone()
             return self._intent(row) if row is not None else None
 
     def with_status(self, *statuses: IntentStatus) -> list[Intent]:
         """Intents of these states in the order they were asked for."""
         marks = ",".join("?" * len(statuses))
-        with self._lock:
-            rows = self._db.execute(
+        with self._guarded() as db:
+            rows = db.execute(
                 f"SELECT * FROM intents WHERE status IN ({marks}) ORDER BY seq",  # noqa: S608
                 statuses,
             ).fetchall()
             return [self._intent(row) for row in rows]
 
     def open_count(self) -> int:
-        with self._lock:
+        with self._guarded() as db:
             query = "SELECT count(*) FROM intents WHERE status IN ('queued', 'sent')"
-            return int(self._db.execute(query).fetchone()[0])
+            return int(db.execute(query).fetchone()[0])
 
     def newest_confirmed(self) -> Intent | None:
         """The mined intent with the highest nonce."""
-        with self._lock:
-            row = self._db.execute(
+        with self._guarded() as db:
+            row = db.execute(
                 "SELECT * FROM intents WHERE status IN ('confirmed', 'failed')"
                 " AND tx_hash IS NOT NULL ORDER BY nonce DESC LIMIT 1"
             ).fetchone()
@@ -332,6 +338,21 @@ class Journal:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+
+_PASSING = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+
+
+def _trouble(path: Path, error: sqlite3.Error) -> UnavailableError | FatalError:
+    """What an error of SQLite means to the program."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code
+    if code == sqlite3.SQLITE_FULL:
+        return UnavailableError(
+            f"the disk of the transaction journal {path} is full: free some space ({error})"
+        )
+    if code in _PASSING:
+        return UnavailableError(f"the transaction journal {path} cannot be used now: {error}")
+    return FatalError(f"the transaction journal {path} is damaged or misused: {error}")
 
 
 def _error_json(error: ChainRevertedError | None) -> str | None:

@@ -566,12 +566,20 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing_written(make: Make) -> No
         for number in range(100):
             sender.submit(f"i{number}", Call(_target(23), bytes(4000), 0, "large"))
 
-    with pytest.raises(FatalError, match="full"):
+    with pytest.raises(UnavailableError, match="is full: free some space"):
         fill()
     kept = [intent.id for intent in sender.open_intents()]
     assert "first" in kept
     sender.close()
     assert [intent.id for intent in make().open_intents()] == kept
+
+
+def test_a_damaged_journal_is_fatal_and_reads_are_guarded(make: Make) -> None:
+    sender = make()
+    sender.submit("first", _transfer(_target(24)))
+    sender._journal._db.execute("DROP TABLE attempts")
+    with pytest.raises(FatalError, match=r"journal .* attempts"):
+        sender.status("first")
 
 
 def test_an_idle_sender_asks_no_rpc(
