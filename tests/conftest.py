@@ -11,7 +11,6 @@ from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
 from protocol.core.errors import UserError
 
-
 MISSING = ("needs ", "no Docker engine", "no busybox", "PostgreSQL")
 """How a skip begins whose cause is a missing engine, and not who runs the tests or on what."""
 
