@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,6 +30,12 @@ MAX_ANSWER_BYTES = 8 << 20
 SESSION_SECONDS = 12 * 3600
 POLITE_TRIES = 8
 LONGEST_PAUSE = 5.0
+
+
+class _Reply(NamedTuple):
+    status_code: int
+    headers: httpx.Headers
+    content: bytes
 
 
 class OrchestratorClient:
@@ -177,30 +183,34 @@ class OrchestratorClient:
         self._session = (key, answer.expiry)
         return key
 
-    def _send(self, method: str, url: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
+    def _send(self, method: str, url: str, body: bytes, headers: dict[str, str]) -> _Reply:
         """One exchange; a server that says "slow down" (429) is asked again when it says so.
 
         The refusal comes before the server looks at a signature, so its nonce is still unused.
         """
         try:
             for _ in range(POLITE_TRIES):
-                response = self._http.request(method, url, content=body, headers=headers)
-                if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                asked = {"Accept-Encoding": "identity", **headers}
+                with self._http.stream(method, url, content=body, headers=asked) as response:
+                    reply = _Reply(response.status_code, response.headers, _content(response))
+                if reply.status_code != httpx.codes.TOO_MANY_REQUESTS:
                     break
                 self._sleep(_pause(response))
-            return response
+            return reply
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
 
     def _stream(self, url: str) -> Iterator[bytes]:
         try:
             for tries_left in reversed(range(POLITE_TRIES)):
-                with self._http.stream("GET", url) as response:
+                with self._http.stream(
+                    "GET", url, headers={"Accept-Encoding": "identity"}
+                ) as response:
                     if response.status_code == 200:
                         yield from response.iter_raw(1 << 18)
                         return
                     if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not tries_left:
-                        raise from_problem(response.status_code, response.read())
+                        raise from_problem(response.status_code, _content(response))
                 self._sleep(_pause(response))
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
@@ -222,12 +232,27 @@ def _checked_url(url: str) -> str:
 
 
 def _parse(answer: type[Answer], raw: bytes) -> Answer:
-    if len(raw) > MAX_ANSWER_BYTES:
-        raise MalformedError(f"an answer of {len(raw)} bytes exceeds the limit")
     try:
         return answer.model_validate_json(raw)
     except ValueError as error:
         raise MalformedError(f"the answer is not a {answer.__name__}: {error}") from error
+
+
+def _content(response: httpx.Response) -> bytes:
+    """The body, read no further than MAX_ANSWER_BYTES. Raises MalformedError beyond.
+
+    A compressed body is not looked at: we asked for none, and a few bytes may unfold to gigabytes.
+    """
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        if response.status_code >= 300:
+            return b""  # the status says enough
+        raise MalformedError("the answer is compressed, which was not asked for")
+    content = bytearray()
+    for block in response.iter_bytes():
+        content += block
+        if len(content) > MAX_ANSWER_BYTES:
+            raise MalformedError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(content)
 
 
 def _pause(response: httpx.Response) -> float:
