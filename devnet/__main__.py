@@ -145,7 +145,8 @@ def _run(plan: Plan, plain: bool) -> int:
         )
 
     walk = Walk(network, note, tick)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started us ignoring SIGINT
+        signal.signal(number, _interrupt)
     if plan.runtime == "process":
         console.print(
             "[bold yellow]--runtime process isolates nothing:[/] workers run as plain children of "
