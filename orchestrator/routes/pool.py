@@ -7,7 +7,7 @@ from fastapi import APIRouter, Response
 from orchestrator import publishing, status
 from orchestrator.backend import Backend
 from orchestrator.presence import RELAY_SECONDS
-from orchestrator.routes.http import Signed, answer, nothing, parse, signed_by, takes
+from orchestrator.routes.http import MAX_DIGITS, Signed, answer, nothing, parse, signed_by, takes
 from orchestrator.store import batches, policies
 from orchestrator.store.batches import BatchRow
 from protocol.core import ids
@@ -124,7 +124,8 @@ def router(backend: Backend) -> APIRouter:
 
 
 def _sealed(backend: Backend, step: str) -> BatchRow:
-    if not (step.isascii() and step.isdigit()) or int(step) > MAX_STEP:
+    number = step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS
+    if not number or int(step) > MAX_STEP:
         raise MalformedError("a step is a whole number")
     with backend.store.read() as connection:
         row = batches.get(connection, int(step))

@@ -354,3 +354,10 @@ def test_versions_in_status_are_those_published(world: World) -> None:
     assert status(world).published == (0, 1, 2, 3)
     with world.backend.store.read() as connection:
         assert policies.by_digest(connection, world.manifest(2).manifest.digest()) is not None
+
+
+def test_numbers_of_thousands_of_digits_are_malformed(world: World) -> None:
+    digits = "9" * 5000
+    assert world.http.get(f"/v1/batches/{digits}/manifest").status_code == 400
+    raw = world.http.post("/v1/sessions", content=b"{}", headers={"content-length": digits})
+    assert raw.status_code == 400
