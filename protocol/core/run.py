@@ -17,6 +17,8 @@ from protocol.core.signing import DigestField, Strict
 from protocol.core.task import Task
 
 MICRO = 1_000_000
+MAX_SOLUTION_BYTES = 256 << 20
+"""Largest solution of a hardware challenge."""
 
 
 class EnvironmentRef(Strict):
@@ -68,6 +70,15 @@ class SpeedClasses(Strict):
     challenge_size: int = Field(default=512, ge=16, le=8192)
     challenge_rounds: int = Field(default=2, ge=1, le=64)
 
+    @model_validator(mode="after")
+    def _solution_fits(self) -> SpeedClasses:
+        if self.challenge_size**2 * self.challenge_rounds * 8 > MAX_SOLUTION_BYTES:
+            raise ValueError(
+                "challenge_size² · challenge_rounds · 8 bytes must be at most "
+                f"{MAX_SOLUTION_BYTES >> 20} MiB: the server takes a solution in whole"
+            )
+        return self
+
 
 class RunDefinition(Strict):
     """See the module's docstring. `price_per_unit` in wei of the pool's token."""
@@ -99,7 +110,9 @@ class RunDefinition(Strict):
     validity_seconds: int = Field(default=86_400, ge=5)
     lease_seconds: int = Field(default=1800, ge=5)
     heartbeat_seconds: int = Field(default=10, ge=1)
-    death_seconds: int = Field(default=60, ge=2)
+    death_seconds: int = Field(default=55, ge=2)
+    """Silence after which a node is dead. The default leaves room for the tick that notices it: its
+    leases are another's within a minute of its last heartbeat."""
     root_seconds: int = Field(default=10, ge=1)
     root_submissions: int = Field(default=64, ge=1, le=4096)
 
