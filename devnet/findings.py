@@ -99,9 +99,13 @@ def liars_slashed(nodes: Sequence[NodeFacts]) -> Finding:
             wrong.append(f"{node.name} is honest and was punished")
         elif node.stake_active != node.stake_deposited:
             wrong.append(f"{node.name} is honest and its stake changed")
-    transactions = [tx for node in nodes for tx in node.slash_transactions]
-    liars = sum(node.liar for node in nodes)
-    words = f"{liars} liars slashed in {', '.join(transactions)}; no honest stake moved"
+    slashed = [
+        f"{node.name} in {node.slash_transactions[0]}"
+        + (f" and {len(node.slash_transactions) - 1} more" if node.slash_transactions[1:] else "")
+        for node in nodes
+        if node.slash_transactions
+    ]
+    words = f"slashed: {', '.join(slashed) or 'nobody'}; no honest stake moved"
     details = {"nodes": [vars(node) for node in nodes]}
     return Finding("liars_slashed", not wrong, "; ".join(wrong) or words, details)
 
