@@ -22,7 +22,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
-         overflow-wrap: anywhere; vertical-align: top; }
+         vertical-align: top; white-space: nowrap; }
+td:last-child { white-space: normal; overflow-wrap: anywhere; }
 svg { max-width: 100%; height: auto; background: #fff; border-radius: 8px; }
 .yes { color: var(--good); } .no { color: var(--bad); font-weight: 600; }
 figure { margin: 1rem 0; } figcaption { font-size: 13px; opacity: 0.75; }
