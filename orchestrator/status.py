@@ -199,6 +199,7 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
         root=None if root is None else Digest(root),
         verdict=row.verdict,
         evidence=row.evidence,
+        detail="" if row.status in ("open", "submitted") else Reason(row.reason).sentence,
     )
 
 

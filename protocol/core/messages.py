@@ -173,6 +173,8 @@ class ReceiptAnswer(Strict):
 
 
 class SubmissionInfo(Strict):
+    """`detail` says in a sentence what `reason` means and what to do; empty until it is judged."""
+
     submission_digest: DigestField
     node: AddressField
     lease_digest: DigestField
@@ -185,6 +187,7 @@ class SubmissionInfo(Strict):
     """The confirmed work root that holds this leaf."""
     verdict: DigestField | None
     evidence: DigestField | None
+    detail: str = ""
 
 
 class PolicyList(Strict):

@@ -72,6 +72,44 @@ class Reason(IntEnum):
             return Outcome.REJECTED
         return Outcome.VOID if self < 80 else Outcome.ABSTAINED
 
+    @property
+    def sentence(self) -> str:
+        """What was found, why it ends so, and what its node can do: for people."""
+        return SENTENCES[self]
+
+
+_LIE = "the evidence is public: prime-node audit replay SUBMISSION shows it on any machine"
+_FIX = "nothing is lost but this file's pay; update the worker, or tell the pool if it is current"
+SENTENCES: dict[Reason, str] = {
+    Reason.NONE: "nothing was found against it",
+    Reason.WRONG_PROMPTS: f"its prompts are not those its lease's seed dictates; {_LIE}",
+    Reason.WRONG_TARGETS: f"its target lengths are not those its lease's seed dictates; {_LIE}",
+    Reason.WRONG_SAMPLING: f"its tokens were not drawn with its lease's noise; {_LIE}",
+    Reason.WRONG_ACTIVATIONS: f"its activations are not those of the leased policy; {_LIE}",
+    Reason.WRONG_SKETCH: f"its sketches are not of the leased policy's states; {_LIE}",
+    Reason.FORGED_PROOF: f"its activation proofs are forged; {_LIE}",
+    Reason.EARLY_END: f"its samples end where the policy would not have ended them; {_LIE}",
+    Reason.TAMPERED_REWARD: f"its rewards are not what its answers earn; {_LIE}",
+    Reason.TAMPERED_LOGPROBS: f"its log-probabilities are not the policy's; {_LIE}",
+    Reason.COPIED_ROWS: f"it repeats rows that had noise of their own; {_LIE}",
+    Reason.TWO_HUMPED: f"another model wrote what this policy only read; {_LIE}",
+    Reason.WRONG_POLICY: f"it was made with another policy than the leased one; {_LIE}",
+    Reason.MALFORMED: f"the file does not parse as a rollout file (truncated or damaged); {_FIX}",
+    Reason.WRONG_SCHEMA: f"the file is of another schema than this pool's; {_FIX}",
+    Reason.OVERSIZED: f"the file exceeds a limit of size, rows or tokens; {_FIX}",
+    Reason.WRONG_SIZE_OR_DIGEST: f"the bytes are not those that were submitted; {_FIX}",
+    Reason.WRONG_LEASE: f"the file names another lease than its submission; {_FIX}",
+    Reason.WRONG_ROWS: f"the rows are not complete, in order and consistent; {_FIX}",
+    Reason.UNAVAILABLE: "it could not be judged in time: the pool's fault, no penalty",
+    Reason.LATE: "it came after its lease's deadline; take leases that this machine can finish",
+    Reason.POLICY_TOO_OLD: "its policy is older than the run allows; fetch policies sooner",
+    Reason.VALIDATOR_CRASHED: "the validator failed; another takes it, nothing to do",
+    Reason.POLICY_MISSING: "the validator lacked the policy; another takes it, nothing to do",
+    Reason.UNKNOWN_SETUP: "no calibration covers this engine, dtype or device; use a listed one",
+    Reason.OUT_OF_RESOURCES: "the validator ran out of resources; another takes it",
+}
+"""One sentence a reason (see Reason.sentence)."""
+
 
 class Verdict(Statement):
     """Signed by the validator. `table` is the SHA-256 of the VerdictTable object (zero unless
