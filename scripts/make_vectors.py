@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from protocol.core import encoding
 from protocol.core.batch import BatchStatement
 from protocol.core.checkpoint import PolicyStatement
+from protocol.core.draws import DrawCommitment
 from protocol.core.ids import address, digest
 from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
 from protocol.core.rollout import Receipt, Submission
@@ -33,7 +34,7 @@ CHAIN_ID = 84532
 PRIVATE_KEY = 0x5EED
 STATEMENTS: tuple[type[Statement], ...] = (
     NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
-    Lease, Submission, Receipt, BatchStatement, Verdict,
+    Lease, Submission, Receipt, BatchStatement, Verdict, DrawCommitment,
 )  # fmt: skip
 TREE_SIZES = (1, 2, 3, 4, 5, 7, 8, 13)
 

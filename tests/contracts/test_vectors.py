@@ -13,6 +13,7 @@ from forge_kit import ROOT
 from protocol.core import encoding
 from protocol.core.batch import BatchStatement
 from protocol.core.checkpoint import PolicyStatement
+from protocol.core.draws import DrawCommitment
 from protocol.core.errors import UntrustedError
 from protocol.core.ids import address, digest, signature
 from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
@@ -26,7 +27,7 @@ KINDS: dict[str, type[Statement]] = {
     kind.__name__: kind
     for kind in (
         NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
-        Lease, Submission, Receipt, BatchStatement, Verdict,
+        Lease, Submission, Receipt, BatchStatement, Verdict, DrawCommitment,
     )
 }  # fmt: skip
 
