@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from devnet.deployed import Deployed
 from protocol.core.batch import BatchStatement
 from protocol.core.checkpoint import PolicyStatement
+from protocol.core.draws import DrawCommitment
 from protocol.core.ids import Digest, address
 from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
 from protocol.core.rollout import Receipt, Submission
@@ -26,7 +27,7 @@ KINDS: dict[str, type[Statement]] = {
     kind.__name__: kind
     for kind in (
         BatchStatement, Invite, Lease, NodeConsent, PolicyStatement, Receipt, SessionGrant,
-        SessionRevocation, Submission, Verdict,
+        SessionRevocation, Submission, Verdict, DrawCommitment,
     )
 }  # fmt: skip
 
