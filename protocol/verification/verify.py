@@ -43,6 +43,8 @@ from protocol.verification.rollout_file import (
 )
 
 _NO_UNITS = Units(0)
+EXPLAINED_BY_WEIGHTS = frozenset({Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING})
+"""Lies that other weights alone may explain: small changes of them tip single tokens first."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +337,7 @@ def _judge_replay(
             row_statistics=found,
         )
     accusation = replay.accuse(found, limits)
-    if accusation is not None and accusation.reason is Reason.WRONG_ACTIVATIONS:
+    if accusation is not None and accusation.reason in EXPLAINED_BY_WEIGHTS:
         accusation = _explained_by_earlier(
             accusation, signed, engines, lambda by: replayed(by).measure(), limits
         )
