@@ -184,9 +184,8 @@ def stake_add(
     settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
     """Deposit stake (registers the wallet as a provider first, if it is none)."""
-    from node.owner import parse_amount
     from protocol.chain import flows
-    from protocol.chain.contracts import prime
+    from protocol.chain.amounts import parse_amount, prime
 
     wei = parse_amount(amount)
 
@@ -208,7 +207,7 @@ def stake_unbond(
     settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
     """Start taking stake out; it stays slashable until it is unbonded."""
-    from node.owner import parse_amount
+    from protocol.chain.amounts import parse_amount
 
     wei = parse_amount(amount)
     send_calls(

@@ -154,14 +154,3 @@ class Owner:
 def describe(calls: Sequence[Call]) -> list[dict[str, str]]:
     """The calls as an owner elsewhere (a wallet, a multisig) needs them."""
     return [{"what": c.description, "to": str(c.to), "data": c.calldata()} for c in calls]
-
-
-def parse_amount(text: str) -> int:
-    """An amount of PRIME as typed ("12.5") in wei. Raises UserError unless it is one above 0."""
-    whole, _, part = text.strip().partition(".")
-    if not (whole + part).isascii() or not (whole + part).isdigit() or len(part) > 18:
-        raise UserError(f"{text!r} is no amount of PRIME", hint="write it like 100 or 12.5")
-    amount = int(whole or "0") * ETHER + int((part or "0").ljust(18, "0"))
-    if amount == 0 or len(whole) > 30:
-        raise UserError(f"{text!r} is no amount of PRIME", hint="write it like 100 or 12.5")
-    return amount

@@ -10,15 +10,15 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from protocol.chain import history
+from protocol.chain.amounts import parse_amount, prime
 from protocol.chain.client import Call, ChainClient
-from protocol.chain.contracts import Contracts, prime
+from protocol.chain.contracts import Contracts
 from protocol.chain.deployment import Deployment
 from protocol.chain.events import PoolCreated
 from protocol.chain.journal import Intent
@@ -27,7 +27,7 @@ from protocol.chain.sender import Sender
 from protocol.core import ids
 from protocol.core.errors import ConflictError, FatalError, UserError
 from protocol.core.ids import ZERO_ADDRESS, Address
-from protocol.core.run import RunDefinition
+from protocol.run_file import read_run
 
 app = typer.Typer(
     help="Create, fund, show and end a pool.",
@@ -35,8 +35,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-TOKEN = 10**18
-FAUCET_AMOUNT = 10_000 * TOKEN
 
 Rpc = Annotated[list[str], typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
 File = Annotated[Path, typer.Option("--deployment", help="Deployment JSON.")]
@@ -109,7 +107,8 @@ def create(
     same run, name another --journal.
     """
     place = Deployment.load(deployment)
-    definition = read_run(run, place)
+    definition = read_run(run)
+    place.check_run(definition)
     signs, judges = ids.address(trainer), [ids.address(v) for v in validator or ()]
     pays = ids.address(treasury) if treasury else ZERO_ADDRESS
     with _desk(rpc, place, deployment, wallet, password_file, password_fd, journal, dry_run) as d:
@@ -247,45 +246,6 @@ def end(
 
 
 # ── below ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def parse_amount(text: str) -> int:
-    """Whole tokens as decimal text → wei. Raises UserError on anything else."""
-    try:
-        wei = Decimal(text) * TOKEN
-    except InvalidOperation as error:
-        raise UserError(f"{text!r} is no amount", hint="write e.g. --amount 12.5") from error
-    if not wei.is_finite() or wei <= 0 or wei != wei.to_integral_value():
-        raise UserError(
-            f"{text!r} is no amount of tokens", hint="more than 0, at most 18 places after the dot"
-        )
-    return int(wei)
-
-
-def read_run(path: Path, deployment: Deployment) -> RunDefinition:
-    """The run definition. Raises UserError if it cannot be read, is not in canonical form, or has
-    other periods than the contracts."""
-    try:
-        raw = path.read_bytes()
-        definition = RunDefinition.model_validate_json(raw)
-    except OSError as error:
-        raise UserError(
-            f"the run definition {path} cannot be read: {error.strerror}", hint="give --run FILE"
-        ) from error
-    except ValueError as error:
-        first = str(error).splitlines()
-        raise UserError(f"{path} is no run definition: {' '.join(first[:3])}") from error
-    periods = deployment.periods
-    for name, ours, theirs in (
-        ("epoch_seconds", definition.epoch_seconds, periods.epoch_length),
-        ("validity_seconds", definition.validity_seconds, periods.validity),
-    ):
-        if ours != theirs:
-            raise UserError(
-                f"the run definition's {name} is {ours}, the contracts' is {theirs}",
-                hint="change the definition: it is fixed for good once the pool exists",
-            )
-    return definition
 
 
 def _created(desk: Desk, deployment: Deployment, done: Intent) -> int:

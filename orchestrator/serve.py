@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from pydantic import ValidationError
 
 from orchestrator.app import create_app
 from orchestrator.backend import Backend
@@ -48,6 +47,7 @@ from protocol.core.errors import ConflictError, UnavailableError, UserError
 from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
 from protocol.folders import make_folder
+from protocol.run_file import read_run
 from protocol.storage.directory import DirectoryStore
 from protocol.storage.signing import load_secret
 
@@ -73,7 +73,8 @@ def run(settings: Settings) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     with ExitStack() as stack:
         deployment = Deployment.load(settings.need("deployment"))
-        definition = read_run(settings.need("run"), deployment)
+        definition = read_run(settings.need("run"))
+        deployment.check_run(definition)
         signer = load_keystore(
             settings.need("wallet"), read_password(settings.password_file, settings.password_fd)
         )
@@ -234,34 +235,6 @@ class Loops:
 
 
 # -- refusing what does not fit ------------------------------------------------------------------
-
-
-def read_run(path: Path, deployment: Deployment) -> RunDefinition:
-    """The run definition. Raises UserError if it cannot be read or its periods are not the
-    contracts'."""
-    try:
-        definition = RunDefinition.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"the run definition {path} cannot be read: {error.strerror}", hint="give --run FILE"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(
-            f"{path} is no run definition: {where + ': ' if where else ''}{first['msg']}",
-            hint="give the file that the pool was made with by --run",
-        ) from error
-    for name, ours, theirs in (
-        ("epoch_seconds", definition.epoch_seconds, deployment.periods.epoch_length),
-        ("validity_seconds", definition.validity_seconds, deployment.periods.validity),
-    ):
-        if ours != theirs:
-            raise UserError(
-                f"the run definition's {name} is {ours}, the contracts' is {theirs}",
-                hint="make a run definition and a pool for this deployment",
-            )
-    return definition
 
 
 def check_pool(

@@ -90,13 +90,9 @@ def queue_slash(
     )
 
 
-def queue_executions(
-    store: Store, lane: Address, now: Callable[[], float], *, only_mine: bool = False
-) -> list[int]:
+def queue_executions(store: Store, lane: Address, now: Callable[[], float]) -> list[int]:
     """Queues `execute` on `lane` for every proposal whose window is over; returns their numbers.
-
-    Anyone may execute; with `only_mine` just the lane's own proposals are taken.
-    """
+    Anyone may execute."""
     with store.read() as connection:
         clock = chain_clock(connection)
         if clock is None:
@@ -104,8 +100,6 @@ def queue_executions(
         query = sa.select(_slashes.proposal_id).where(
             _slashes.status == "proposed", _slashes.executable_at <= clock.time
         )
-        if only_mine:
-            query = query.where(_slashes.validator == lane)
         due = [int(number) for number in connection.execute(query).scalars()]
     if not due:
         return []

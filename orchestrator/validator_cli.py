@@ -25,7 +25,7 @@ from orchestrator.config import refuse_password
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import DrawSecrets
 from orchestrator.policy_store import PolicyStore
-from orchestrator.serve import Loops, read_run
+from orchestrator.serve import Loops
 from orchestrator.store import meta, open_store, sqlite_url
 from orchestrator.store.engine import Store
 from orchestrator.validator import Patience, Validator, run_validator_chain_tick
@@ -43,6 +43,7 @@ from protocol.core.run import RunDefinition
 from protocol.environments.registry import environment_for
 from protocol.folders import make_folder
 from protocol.proofs.thresholds import Calibration
+from protocol.run_file import read_run
 from protocol.storage.base import ObjectStore
 from protocol.storage.directory import DirectoryStore
 from protocol.verification.engines import FolderEngines, load_engine
@@ -125,7 +126,8 @@ def validate(
     stop = _until_stopped()
     with ExitStack() as stack:
         place = Deployment.load(deployment)
-        definition = read_run(run, place)
+        definition = read_run(run)
+        place.check_run(definition)
         environment = environment_for(definition)
         signer = load_keystore(
             wallet, read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")

@@ -98,8 +98,8 @@ def evaluate(
     """The mean of the run's own reward over held-out problems."""
     import torch
 
+    from protocol.run_file import read_run
     from trainer.evaluate import evaluate as evaluate_model
-    from trainer.feed import read_run
 
     torch.set_num_threads(1)
     result = evaluate_model(model, read_run(run), problems=problems, seed=seed, device=device)

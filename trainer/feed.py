@@ -16,7 +16,6 @@ from typing import TypeVar
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Pools
 from protocol.chain.deployment import Deployment
-from protocol.core import encoding
 from protocol.core.errors import (
     FatalError,
     MalformedError,
@@ -29,6 +28,7 @@ from protocol.core.ids import Address, Digest
 from protocol.core.messages import BatchAnswer, PoolInfo
 from protocol.core.run import RunDefinition
 from protocol.core.signing import Domain
+from protocol.run_file import parse_run, read_run
 from protocol.transport.client import OrchestratorClient
 from trainer.data import Fetch
 
@@ -75,42 +75,15 @@ def pool_facts(client: OrchestratorClient, run_file: Path | None) -> PoolFacts:
     """The pool and its run, whose digest is checked. Raises UserError if `run_file` is another."""
     info = client.pool(refresh=True)
     if run_file is None:
-        raw = client.request("GET", "/v1/run", b"", signed=False)
+        run = parse_run(client.request("GET", "/v1/run", b"", signed=False))
     else:
-        raw = _read(run_file)
-    run = parse_run(raw)
+        run = read_run(run_file)
     if run.digest() != info.run_digest:
         raise UserError(
             f"the run definition has digest {run.digest()}, but the pool trains {info.run_digest}",
             hint="name the pool's own run file by --run, or leave it out",
         )
     return PoolFacts(info, run)
-
-
-def parse_run(raw: bytes) -> RunDefinition:
-    """A run definition from canonical JSON. Raises MalformedError."""
-    try:
-        run = RunDefinition.model_validate_json(raw)
-    except ValueError as error:
-        raise MalformedError(f"this is no run definition: {error}") from error
-    if encoding.sha256(raw.strip()) != run.digest():
-        raise MalformedError("the run definition is not in canonical form")
-    return run
-
-
-def read_run(path: Path) -> RunDefinition:
-    """The run definition in a file. Raises UserError if it cannot be read."""
-    return parse_run(_read(path))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"the run definition {path} cannot be read: {error.strerror}",
-            hint="name the canonical JSON file that the pool was made with",
-        ) from error
 
 
 def check_on_chain(facts: PoolFacts, rpc: tuple[str, ...], deployment: Deployment) -> None:

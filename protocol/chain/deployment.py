@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from protocol.core.errors import UserError
 from protocol.core.ids import Address
 from protocol.core.messages import ContractAddresses
+from protocol.core.run import RunDefinition
 from protocol.core.signing import (
     CONTRACT_NAMES,
     ContractName,
@@ -97,6 +98,19 @@ class Deployment(Strict):
     def domain_of(self, statement: Statement | type[Statement]) -> Domain:
         """The domain that a statement is signed under."""
         return self.domain(statement.CONTRACT)
+
+    def check_run(self, run: RunDefinition) -> None:
+        """Raises UserError if a run definition has other periods than these contracts."""
+        for name, its, ours in (
+            ("epoch_seconds", run.epoch_seconds, self.periods.epoch_length),
+            ("validity_seconds", run.validity_seconds, self.periods.validity),
+        ):
+            if its != ours:
+                raise UserError(
+                    f"the run definition's {name} is {its}, the contracts' is {ours}",
+                    hint="make a run definition for this deployment: it is fixed for good once "
+                    "the pool exists",
+                )
 
     @classmethod
     def load(cls, path: Path) -> Deployment:

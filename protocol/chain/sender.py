@@ -20,32 +20,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.chain.client import Block, Call, ChainClient, Fees, TxReceipt
-from protocol.chain.errors import ChainRevertedError, RpcError
-from protocol.chain.fees import FeePolicy, bumped, default_policy
-from protocol.chain.journal import Attempt, Intent, Journal
-from protocol.core import ids
+from protocol.chain.client import Call, ChainClient
+from protocol.chain.dispatch import Dispatch
+from protocol.chain.fees import FeePolicy, default_policy
+from protocol.chain.journal import Intent, Journal
 from protocol.core.errors import MalformedError, UnavailableError
-from protocol.core.ids import Address, Digest
+from protocol.core.ids import Address
 from protocol.core.signing import LocalSigner
 
 log = logging.getLogger(__name__)
 
 _YOUNG_BLOCKS = 32
 """For so many blocks' time after the last receipt, its block is looked at again."""
-
-_REFUSED = "the endpoint refuses it"
-
-
-@dataclass(frozen=True)
-class _View:
-    """The chain as one tick sees it."""
-
-    head: Block
-    nonce: int
 
 
 class Sender:
@@ -69,18 +57,19 @@ class Sender:
     ) -> None:
         self.client = client
         self.address: Address = signer.address
-        self.trouble = ""
-        """Why the last tick could not finish; empty if it could."""
-        self._signer = signer
-        self._policy = policy or default_policy(client)
-        self._agree = agree and client.network.min_agreeing > 1
         self._now = now
         self._sleep = sleep
         self._journal = Journal(journal, signer.address, client.chain_id)
         self._lock_path = journal.with_name(journal.name + ".lock")
         self._thread_lock = threading.Lock()
-        self._bound = False
-        self._first_seen: dict[Digest, int] = {}  # of the lowest waiting one: the head back then
+        self._dispatch = Dispatch(
+            client, signer, self._journal, policy or default_policy(client), agree=agree, now=now
+        )
+
+    @property
+    def trouble(self) -> str:
+        """Why the last tick could not finish; empty if it could."""
+        return self._dispatch.trouble
 
     def submit(self, intent_id: str, call: Call) -> Intent:
         """Writes `call` down under `intent_id`; the same id and call again change nothing.
@@ -161,11 +150,11 @@ class Sender:
         is down: `trouble` says so, and the next tick tries again."""
         with self._exclusive() as mine:
             if mine and self._has_work():
-                before, self.trouble = self.trouble, ""
+                before, self._dispatch.trouble = self.trouble, ""
                 try:
-                    self._act()
+                    self._dispatch.act()
                 except (UnavailableError, MalformedError) as error:
-                    self.trouble = str(error)
+                    self._dispatch.trouble = str(error)
                 if self.trouble and self.trouble != before:
                     log.warning("%s cannot send for now: %s", self.address, self.trouble)
                 elif before and not self.trouble:
@@ -197,253 +186,3 @@ class Sender:
                     yield True
         finally:
             self._thread_lock.release()
-
-    def _act(self) -> None:
-        if not self._bound:  # a local chain made anew must not meet an old journal
-            self._journal.bind("genesis", self.client.block(0).hash)
-            self._bound = True
-        view = _View(self.client.block("latest"), self.client.nonce(self.address))
-        if self._behind(view):
-            return
-        self._settle(view)
-        self._nudge(view)
-        self._launch(view)
-
-    def _behind(self, view: _View) -> bool:
-        """True if the endpoint has not yet seen what we know to be mined; reopens what a reorg
-        took off the chain."""
-        newest = self._journal.newest_confirmed()
-        if newest is None or newest.nonce is None or newest.block is None:
-            return False
-        if newest.nonce < view.nonce:
-            return False
-        if view.head.number < newest.block:
-            self.trouble = "the RPC endpoint lags behind the chain"
-            return True
-        reopened = False
-        for intent in self._journal.with_status("confirmed", "failed"):
-            gone = intent.tx_hash is not None and (intent.nonce or 0) >= view.nonce
-            if gone and self._mined(intent) is None:
-                note = "its block left the chain (reorg); it is sent again"
-                self._journal.reopen(intent.id, note, self._now())
-                reopened = True
-        if not reopened:  # the receipts are there: only the nonce is an old one
-            self.trouble = "the RPC endpoint lags behind the chain"
-        return not reopened
-
-    def _mined(self, intent: Intent) -> TxReceipt | None:
-        """The receipt of whichever of the intent's transactions was mined."""
-        for tx_hash in (attempt.hash for attempt in reversed(intent.live)):
-            receipt = self.client.receipt(tx_hash)
-            if receipt is not None:
-                return receipt
-        return None
-
-    def _settle(self, view: _View) -> None:
-        for intent in self._journal.with_status("sent"):
-            if intent.nonce is None or intent.nonce >= view.nonce:
-                continue
-            receipt = self._mined(intent)
-            if receipt is not None:
-                self._finish(intent, receipt, view)
-                continue
-            # The nonce is used, but by none of ours that this endpoint knows. Give the endpoint
-            # time to show the receipt before believing that a stranger used the key.
-            since = intent.missing_at if intent.missing_at is not None else view.head.number
-            if view.head.number > since + self.client.network.confirmations + 1:
-                note = f"nonce {intent.nonce} was used by another sender of {self.address}"
-                self._journal.requeue(intent.id, note, self._now())
-            else:
-                note = f"nonce {intent.nonce} is used; looking for the receipt"
-                self._journal.note(intent.id, note, self._now(), missing_at=since)
-
-    def _finish(self, intent: Intent, receipt: TxReceipt, view: _View) -> None:
-        depth = view.head.number - receipt.block
-        if depth < self.client.network.confirmations:
-            note = f"in block {receipt.block}, waiting for blocks on top of it"
-            self._note(intent, note, logging.DEBUG)
-            return
-        error = None if receipt.success else self._why(intent, receipt)
-        self._journal.record_mined(intent.id, receipt, error, self._now())
-
-    def _why(self, intent: Intent, receipt: TxReceipt) -> ChainRevertedError:
-        """The custom error of a mined revert, by running the call again where it failed."""
-        for block in (receipt.block - 1, receipt.block):
-            try:
-                self.client.call(intent.call, block=block, sender=self.address)
-            except ChainRevertedError as error:
-                return error
-            except RpcError:
-                continue  # an endpoint that keeps no old state
-        if intent.gas is not None and receipt.gas_used >= intent.gas * 63 // 64:
-            return ChainRevertedError("OutOfGas", {"gas": intent.gas}, intent.call.description)
-        return ChainRevertedError("Unknown", {"tx": receipt.tx_hash}, intent.call.description)
-
-    def _nudge(self, view: _View) -> None:
-        """Broadcasts again what may be lost; replaces the lowest waiting one if it is stuck."""
-        waiting = sorted(
-            (i for i in self._journal.with_status("sent") if (i.nonce or 0) >= view.nonce),
-            key=lambda i: i.nonce or 0,
-        )
-        if not waiting:
-            return
-        lowest, now = waiting[0], self._now()
-        stuck = self._is_stuck(lowest.live[-1], view)
-        if stuck and lowest.nonce is not None and lowest.nonce > view.nonce:
-            self._fill_gap(view.nonce)
-        for intent in waiting:
-            last = intent.live[-1]
-            if intent is lowest and stuck and self._replace(intent, last):
-                continue
-            if last.sent_at is None or now - last.sent_at >= self._policy.resend_seconds:
-                self._broadcast(intent.id, last.hash, last.raw)
-
-    def _is_stuck(self, attempt: Attempt, view: _View) -> bool:
-        """Passed over for long enough, by blocks that did come: in a chain that stands still a
-        higher fee buys nothing."""
-        if attempt.hash not in self._first_seen:
-            self._first_seen = {attempt.hash: view.head.number}
-        passed_over = view.head.number > self._first_seen[attempt.hash]
-        late = self._now() - attempt.signed_at >= self._policy.stuck_seconds
-        return late and passed_over
-
-    def _replace(self, intent: Intent, last: Attempt) -> bool:
-        fees = bumped(last, self.client.fees(), self._policy.max_fee)
-        if fees is None:
-            cap = self._policy.max_fee / 10**9
-            note = f"the fee cap of {cap:g} gwei is reached; it waits for fees to fall"
-            self._note(intent, note)
-            return False
-        assert intent.gas is not None
-        self._sign_and_send(intent.id, intent.call, last.nonce, intent.gas, *fees)
-        return True
-
-    def _fill_gap(self, nonce: int) -> None:
-        """A nonce that nobody uses blocks all later ones: spend it on a transfer to ourselves."""
-        fees = self.client.fees()
-        intent_id = f"fill-gap/{nonce}"
-        call = Call(self.address, b"", 0, f"use up the unused nonce {nonce}")
-        self._journal.submit(intent_id, call, self._now())
-        max_fee = min(fees.max_fee, self._policy.max_fee)
-        self._sign_and_send(
-            intent_id, call, nonce, 21_000, max_fee, min(fees.priority_fee, max_fee)
-        )
-
-    def _launch(self, view: _View) -> None:
-        """Sends what is queued, in order, and stops at the first that has to wait."""
-        queued = self._journal.with_status("queued")
-        if not queued:
-            return
-        sent = self._journal.with_status("sent")
-        used = {intent.nonce for intent in sent}
-        nonce = view.nonce
-        if not sent:  # others may wait in the pool from a journal that was lost
-            nonce = max(nonce, self.client.nonce(self.address, pending=True))
-        fees = self.client.fees()
-        balance = self.client.balance(self.address)
-        for intent in sent:
-            balance -= intent.call.value + (intent.gas or 0) * intent.live[-1].max_fee
-        for intent in queued:
-            if len(used) >= self._policy.in_flight:
-                return
-            receipt = self._mined(intent) if intent.live else None
-            if receipt is not None:  # an earlier attempt got through after all
-                self._finish(intent, receipt, view)
-                continue
-            gas = self._affordable_gas(intent, fees, balance, bool(used))
-            if gas is None:
-                return
-            if gas == 0:
-                continue
-            while nonce in used:
-                nonce += 1
-            max_fee = min(fees.max_fee, self._policy.max_fee)
-            priority = min(fees.priority_fee, max_fee)
-            used.add(nonce)
-            balance -= intent.call.value + gas * max_fee
-            self._sign_and_send(intent.id, intent.call, nonce, gas, max_fee, priority)
-
-    def _affordable_gas(
-        self, intent: Intent, fees: Fees, balance: int, others_in_flight: bool
-    ) -> int | None:
-        """Gas limit for the intent; None if it has to wait (noted); 0 if it failed (recorded)."""
-        if fees.base_fee + fees.priority_fee > self._policy.max_fee:
-            note = (
-                f"fees of {(fees.base_fee + fees.priority_fee) / 10**9:g} gwei exceed the cap of "
-                f"{self._policy.max_fee / 10**9:g} gwei; it waits for them to fall"
-            )
-            self._note(intent, note)
-            return None
-        try:
-            if self._agree:
-                self.client.agree(lambda one: one.call(intent.call, sender=self.address))
-            estimate = self.client.estimate_gas(intent.call, self.address)
-        except ChainRevertedError as error:
-            if others_in_flight:  # it may depend on them: ask again when they are in
-                self._note(intent, "waits for earlier transactions", logging.DEBUG)
-                return None
-            self._journal.record_refused(intent.id, error, self._now())
-            return 0
-        except RpcError as error:
-            if "insufficient funds" not in error.message.lower():
-                raise
-            self._note_funds(intent, balance, intent.call.value)
-            return None
-        gas = estimate * 5 // 4 + 20_000  # state may change before it is mined
-        need = intent.call.value + gas * min(fees.max_fee, self._policy.max_fee)
-        if need > balance:
-            self._note_funds(intent, balance, need)
-            return None
-        return gas
-
-    def _note(self, intent: Intent, text: str, level: int = logging.WARNING) -> None:
-        """Says why the intent waits: in the journal, and in the log when it is news."""
-        if text != intent.note:
-            log.log(level, "%s: %s", intent.call.description or intent.id, text)
-            self._journal.note(intent.id, text, self._now())
-
-    def _note_funds(self, intent: Intent, balance: int, need: int) -> None:
-        note = (
-            f"insufficient funds: {self.address} has {max(balance, 0) / 10**18:.6f} ETH free and "
-            f"needs {need / 10**18:.6f} ETH; send it some, nothing else is needed"
-        )
-        self._note(intent, note)
-
-    def _sign_and_send(
-        self, intent_id: str, call: Call, nonce: int, gas: int, max_fee: int, priority_fee: int
-    ) -> None:
-        transaction = {
-            "type": 2,
-            "chainId": self.client.chain_id,
-            "nonce": nonce,
-            "gas": gas,
-            "maxFeePerGas": max_fee,
-            "maxPriorityFeePerGas": priority_fee,
-            "value": call.value,
-            "data": call.data,
-            **({"to": call.to} if call.to is not None else {}),
-        }
-        signed = self._signer.account.sign_transaction(transaction)
-        raw = bytes(signed.raw_transaction)
-        tx_hash = ids.digest(bytes(signed.hash))
-        attempt = Attempt(tx_hash, nonce, max_fee, priority_fee, raw, self._now(), None)
-        self._journal.record_signed(intent_id, gas, attempt, self._now())
-        self._broadcast(intent_id, tx_hash, raw)
-
-    def _broadcast(self, intent_id: str, tx_hash: Digest, raw: bytes) -> None:
-        intent = self._journal.get(intent_id)
-        assert intent is not None
-        try:
-            self.client.send_raw(raw)
-        except RpcError as error:
-            words = error.message.lower()
-            if "nonce too low" in words:
-                return  # mined meanwhile, by us or a stranger: the next tick settles it
-            why = f"{_REFUSED}: {error.message[:200]}"
-            if "insufficient funds" in words:
-                why = f"{_REFUSED}: insufficient funds; top up {self.address}, nothing else"
-            self._note(intent, why)
-            return
-        self._journal.record_sent(tx_hash, self._now())
-        if intent.note.startswith(_REFUSED):
-            self._note(intent, "", logging.DEBUG)

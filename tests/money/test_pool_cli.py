@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from devnet.chain import Anvil, find_anvil
 from orchestrator.deployment_cli import app as deployment_app
-from orchestrator.pool_cli import app, parse_amount
+from orchestrator.pool_cli import app
+from protocol.chain.amounts import parse_amount
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployer import Options, deploy
@@ -125,7 +126,7 @@ def test_mistakes_are_one_sentence(desk: Desk) -> None:
     with pytest.raises(UserError, match="epoch_seconds is 60"):
         desk.create()
     desk.run_file.write_text("{}")
-    with pytest.raises(UserError, match="is no run definition"):
+    with pytest.raises(UserError, match="it is no run definition"):
         desk.create()
 
 

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 from node import config
 from node.cli import app, main
-from node.owner import parse_amount
 from node.wallet import open_provider
-from protocol.chain.contracts import ETHER
+from protocol.chain.amounts import ETHER, parse_amount
 from protocol.chain.keystore import create_keystore, load_keystore
 from protocol.core.errors import PolicyError, UserError
 from protocol.core.node import Gpu, Hardware, Requirements
@@ -70,8 +69,7 @@ def wallet(tmp_path: Path) -> tuple[str, ...]:
 
 
 def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.parametrize("command", [["--help"], ["join", "--help"], ["stake", "show", "--help"]])

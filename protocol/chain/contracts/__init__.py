@@ -7,8 +7,9 @@ contract refuses.
 
 from __future__ import annotations
 
+from protocol.chain.amounts import ETHER, prime
 from protocol.chain.client import ChainClient
-from protocol.chain.contracts.base import ETHER, Contract, prime
+from protocol.chain.contracts.base import Contract
 from protocol.chain.contracts.pools import Pool, Pools, Seat
 from protocol.chain.contracts.registry import Registry
 from protocol.chain.contracts.rewards import PoolFunds, RewardRoot, Rewards

@@ -10,15 +10,6 @@ from protocol.chain.deployment import SOLIDITY_NAMES, Deployment
 from protocol.core.ids import Address
 from protocol.core.signing import ContractName
 
-ETHER = 10**18
-
-
-def prime(amount: int) -> str:
-    """An amount of wei as people write it: `12.5 PRIME`."""
-    whole, part = divmod(amount, ETHER)
-    fraction = f".{part:018d}".rstrip("0").rstrip(".")
-    return f"{whole}{fraction} PRIME"
-
 
 class Contract:
     """A deployed contract seen through its committed ABI."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
+from protocol.chain.amounts import prime
 from protocol.chain.client import BlockId, Call
-from protocol.chain.contracts.base import Contract, or_none, prime
+from protocol.chain.contracts.base import Contract, or_none
 from protocol.chain.contracts.token import Permit
 from protocol.core.ids import ZERO_DIGEST, Address, Signature
 from protocol.core.node import Invite, NodeConsent

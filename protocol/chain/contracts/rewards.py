@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from protocol.chain.amounts import prime
 from protocol.chain.client import BlockId, Call
-from protocol.chain.contracts.base import Contract, prime
+from protocol.chain.contracts.base import Contract
 from protocol.core.ids import ZERO_DIGEST, Address, Digest
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import cast
 
+from protocol.chain.amounts import prime
 from protocol.chain.client import BlockId, Call
-from protocol.chain.contracts.base import Contract, prime
+from protocol.chain.contracts.base import Contract
 from protocol.core.ids import Address, Digest, Signature
 from protocol.core.rollout import Submission
 

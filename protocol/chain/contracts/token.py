@@ -7,8 +7,9 @@ from typing import cast
 
 from eth_account.messages import encode_typed_data
 
+from protocol.chain.amounts import prime
 from protocol.chain.client import BlockId, Call
-from protocol.chain.contracts.base import Contract, prime
+from protocol.chain.contracts.base import Contract
 from protocol.core import ids
 from protocol.core.ids import Address, Digest
 from protocol.core.signing import LocalSigner

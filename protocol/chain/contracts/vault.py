@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+from protocol.chain.amounts import prime
 from protocol.chain.client import BlockId, Call
-from protocol.chain.contracts.base import Contract, prime
+from protocol.chain.contracts.base import Contract
 from protocol.chain.contracts.token import Permit
 from protocol.core.ids import Address
 
