@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from blake3 import blake3
 from pydantic import Field, ValidationError
@@ -30,12 +29,21 @@ from protocol.broadcast.codec import (
     MAX_BLOCK,
     WIDTHS,
     Block,
+    Buffer,
     Kind,
     decode_block,
     encode_block,
 )
-from protocol.broadcast.files import DATA_MODE, create_sized, open_regular, read_at, write_at
+from protocol.broadcast.files import (
+    DATA_MODE,
+    create_sized,
+    open_regular,
+    read_at,
+    read_into,
+    write_at,
+)
 from protocol.broadcast.manifest import MAX_POLICY_BYTES
+from protocol.broadcast.pipeline import Buffers, in_order, job
 from protocol.broadcast.tensors import Tensor, read_tensors
 from protocol.core import encoding, ids
 from protocol.core.checkpoint import FileEntry, Manifest
@@ -50,8 +58,6 @@ NO_BASE = 0xFFFF
 
 _RECORD = struct.Struct("<BBHQQII")
 """kind, width, base file (NO_BASE: none), base offset, length, bytes of the two frames."""
-
-T = TypeVar("T")
 
 
 class DeltaFile(Strict):
@@ -125,11 +131,15 @@ def encode(
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         position = _append(out, MAGIC + struct.pack("<I", len(head)) + head, 0)
         pairs = _Pairing(base, bases)
+        buffers = Buffers(BLOCK)
         for entry in new.files:
             with open_regular(new_folder / entry.name) as fd:
-                jobs = (_job(_encode_span, bases, fd, span) for span in pairs.spans(entry, fd))
-                for record in _in_order(pool, jobs, 2 * threads):
-                    position = _append(out, record, position)
+                jobs = (
+                    job(_encode_span, bases, fd, buffers, span) for span in pairs.spans(entry, fd)
+                )
+                with closing(in_order(pool, jobs, 2 * threads)) as records:
+                    for record in records:
+                        position = _append(out, record, position)
     return position
 
 
@@ -160,18 +170,23 @@ def apply(
         sizes = [os.fstat(fd).st_size for fd in bases]
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         records = _Records(source, position, sizes)
+        buffers = Buffers(BLOCK)
         written = 0
         for file in header.files:
             out = create_sized(target / file.name, file.size)
             try:
                 hasher = blake3()
                 offset = 0
-                jobs = (_job(_decode_record, bases, *item) for item in records.of_file(file.size))
-                for data in _in_order(pool, jobs, 2 * threads):
-                    write_at(out, data, offset)
-                    hasher.update(data)
-                    offset += len(data)
-                    progress(len(data))
+                jobs = (
+                    job(_place_record, bases, buffers, out, *item)
+                    for item in records.of_file(file.size)
+                )
+                with closing(in_order(pool, jobs, 2 * threads)) as placed:
+                    for data, buffer in placed:
+                        hasher.update(data)
+                        offset += len(data)
+                        progress(len(data))
+                        buffers.give_back(buffer)
             finally:
                 os.close(out)
             if ids.digest(hasher.digest()) != file.digest:
@@ -255,14 +270,20 @@ def _cut(span: _Span) -> Iterator[_Span]:
         )
 
 
-def _encode_span(bases: list[int], fd: int, span: _Span) -> bytes:
+def _encode_span(bases: list[int], fd: int, buffers: Buffers, span: _Span) -> bytes:
     if span.same:
         block = Block(Kind.COPY)
     else:
-        new = read_at(fd, span.offset, span.length)
-        paired = span.base_file != NO_BASE
-        old = read_at(bases[span.base_file], span.base_offset, span.length) if paired else None
+        old_buffer, new_buffer = buffers.take(span.length), buffers.take(span.length)
+        new = memoryview(new_buffer)[: span.length]
+        read_into(fd, new, span.offset)
+        old: memoryview | None = None
+        if span.base_file != NO_BASE:
+            old = memoryview(old_buffer)[: span.length]
+            read_into(bases[span.base_file], old, span.base_offset)
         block = encode_block(old, new, span.width)
+        buffers.give_back(old_buffer)
+        buffers.give_back(new_buffer)
     record = Record(
         block.kind,
         span.width,
@@ -272,7 +293,7 @@ def _encode_span(bases: list[int], fd: int, span: _Span) -> bytes:
         len(block.first),
         len(block.second),
     )
-    return _RECORD.pack(*record) + block.first + block.second
+    return b"".join((_RECORD.pack(*record), block.first, block.second))
 
 
 class _Records:
@@ -284,24 +305,23 @@ class _Records:
         self._size = os.fstat(fd).st_size
         self._base_sizes = base_sizes
 
-    def of_file(self, size: int) -> Iterator[tuple[Record, bytes, bytes]]:
-        """Records that cover exactly `size` bytes; long copies come in pieces of BLOCK bytes."""
+    def of_file(self, size: int) -> Iterator[tuple[int, Record, bytes, bytes]]:
+        """(where in the file, record, its two frames), covering exactly `size` bytes; long copies
+        come in pieces of BLOCK bytes."""
         covered = 0
         while covered < size:
             record, first, second = self._next()
+            begin = covered
             covered += record.length
             if record.length == 0 or covered > size:
                 raise MalformedError("the delta's records do not cover their file")
             if record.kind == Kind.COPY:
                 for start in range(0, record.length, BLOCK):
                     piece = min(BLOCK, record.length - start)
-                    yield (
-                        record._replace(base_offset=record.base_offset + start, length=piece),
-                        b"",
-                        b"",
-                    )
+                    part = record._replace(base_offset=record.base_offset + start, length=piece)
+                    yield begin + start, part, b"", b""
             else:
-                yield record, first, second
+                yield begin, record, first, second
 
     def end(self) -> None:
         """Raises MalformedError if anything follows the last file."""
@@ -330,31 +350,25 @@ class _Records:
         return record, first, read_at(self._fd, begin + record.first, record.second)
 
 
-def _decode_record(
-    bases: list[int], record: Record, first: bytes, second: bytes
-) -> bytes | memoryview:
+def _place_record(
+    bases: list[int],
+    buffers: Buffers,
+    out: int,
+    offset: int,
+    record: Record,
+    first: bytes,
+    second: bytes,
+) -> tuple[Buffer, bytearray]:
+    """Writes what the record stands for to `out` at `offset`. Returns those bytes, and the buffer
+    that they may lie in."""
     kind = Kind(record.kind)
-    old = b""
+    buffer = buffers.take(record.length if kind is not Kind.RAW else 0)
+    old = memoryview(buffer)[: record.length]
     if kind is not Kind.RAW:
-        old = read_at(bases[record.base_file], record.base_offset, record.length)
-    return decode_block(Block(kind, first, second), old, record.length, record.width)
-
-
-def _job(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-    return lambda: function(*arguments)
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], T]], window: int
-) -> Iterator[T]:
-    """Results in the jobs' order with at most `window` jobs begun and not yet taken."""
-    running: deque[Future[T]] = deque()
-    for job in jobs:
-        running.append(pool.submit(job))
-        if len(running) >= window:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
+        read_into(bases[record.base_file], old, record.base_offset)
+    data = decode_block(Block(kind, first, second), old, record.length, record.width)
+    write_at(out, data, offset)
+    return data, buffer
 
 
 def _append(fd: int, data: bytes, position: int) -> int:

@@ -49,6 +49,16 @@ def read_at(fd: int, offset: int, length: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def read_into(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fills `buffer` from `offset`. Raises UnavailableError if the file ends before."""
+    while buffer:
+        count = os.preadv(fd, [buffer], offset)
+        if not count:
+            raise UnavailableError(f"the file ends {len(buffer)} bytes early")
+        buffer = buffer[count:]
+        offset += count
+
+
 def write_at(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Writes all of `data` at `offset`. Raises UnavailableError in one sentence if the disk is
     full or refuses."""
