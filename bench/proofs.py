@@ -1,112 +1,200 @@
 """Cost and soundness of activation proofs: `python -m bench proofs [--json] [--quick]`.
 
-One thread, hidden size 5120, 4,096 tokens, CPU time, medians of repeated runs. The peer (`toploc`
-0.1.6) is represented by figures measured earlier, on another day, as its rows say. Forgeries and
-malformed proofs are counted, not timed.
+timing      ours and `toploc` 0.1.6 in turn, one thread, hidden size 5120 × 4,096 tokens, CPU time
+bytes       tie-free windows of which both packages must make the same proof
+honest      windows of a trained model, made by other set-ups than the one that replays them
+forgeries   proofs made without the states, on synthetic and on the trained model's windows
+malformed   random and mutated bytes through decoding and comparison
+
+The package runs in a process of its own (bench/toploc_peer.py). Where it cannot be installed, its
+figures are those measured earlier, as the rows say, and byte equality counts as not shown.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
-import struct
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.form import Row
-from protocol.core.errors import MalformedError
+from bench.forgers import FORGERIES, accepted_on_model, passes
+from bench.form import ROOT, Row
+from bench.honest import honest_windows
+from bench.peers import peer_python
+from protocol.core.errors import MalformedError, UnavailableError
 from protocol.core.rollout import PROOF_WINDOW
 from protocol.proofs import activations
 from protocol.proofs.sketch import float_to_bf16
-from protocol.proofs.thresholds import FLOORS
 
 EARLIER_BUILD_US, EARLIER_VERIFY_US = 33.5, 19.0
 """µs a token of toploc 0.1.6 on one CPU thread, H 5120 × 4,096 tokens, measured earlier."""
-PACKAGES = ("numpy",)
+PACKAGES = ("numpy", "torch")
 Windows = list[NDArray[np.uint16]]
 
 
-def _windows(tokens: int, hidden: int, seed: int) -> Windows:
+def _states(tokens: int, hidden: int, seed: int) -> NDArray[np.uint16]:
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((tokens, hidden), dtype=np.float32)
     values[:, rng.integers(0, hidden, 4)] *= 20  # outlier dimensions, as trained models have
-    return activations.split_windows(float_to_bf16(values))
+    return float_to_bf16(values)
 
 
 def _decode(proofs: Sequence[bytes], windows: Windows) -> list[activations.DecodedProof]:
     return [activations.decode(p, len(w)) for p, w in zip(proofs, windows, strict=True)]
 
 
-def _median_us(work: Callable[[], object], tokens: int, repeats: int) -> float:
-    """CPU time, so that a busy machine does not count."""
-    work()
-    spent = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        spent.append(time.process_time() - start)
-    return statistics.median(spent) / tokens * 1e6
+class Toploc:
+    """The peer's process, asked one thing at a time."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, question: str) -> Any:
+        """Raises UnavailableError if the process has died."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(question + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except OSError as error:
+            raise UnavailableError(f"toploc's process died: {error}") from error
+        if not answer:
+            raise UnavailableError(f"toploc's process died of {question.partition(' ')[0]}")
+        return json.loads(answer)
 
 
-def timing(hidden: int, tokens: int, repeats: int) -> list[Row]:
-    """Build and verify, µs a token, and their ratio to the peer."""
-    windows = _windows(tokens, hidden, 0)
-    proofs = activations.build(windows)
-    build = _median_us(lambda: activations.build(windows), tokens, repeats)
-    verify = _median_us(
-        lambda: activations.verify(_decode(proofs, windows), windows), tokens, repeats
+@contextmanager
+def toploc_peer(states: NDArray[np.uint16], scratch: Path) -> Iterator[Toploc]:
+    """The peer with `states` (uint16 [T, H]) loaded. Raises UnavailableError."""
+    python = peer_python(
+        "toploc",
+        "import toploc",
+        (
+            ("setuptools", "wheel", "ninja", "numpy", "torch==2.13.0"),
+            (
+                *("--no-deps", "--no-binary", "toploc", "--no-build-isolation"),
+                "toploc==0.1.6",
+            ),
+        ),
     )
-    name = "toploc 0.1.6, measured earlier"
-    return [
-        Row("build_us_token", build, "µs"),
-        Row("verify_us_token", verify, "µs"),
-        Row("build_ratio", EARLIER_BUILD_US / build, "×", 6, "higher", EARLIER_BUILD_US, name),
-        Row("verify_ratio", EARLIER_VERIFY_US / verify, "×", 4, "higher", EARLIER_VERIFY_US, name),
-    ]
-
-
-def _passes(proof: bytes, window: NDArray[np.uint16]) -> bool:
-    """Whether a proof passes as one of float32 states, window by window."""
+    np.save(scratch / "states.npy", states)
+    process = subprocess.Popen(
+        [str(python), str(ROOT / "bench" / "toploc_peer.py"), str(scratch / "states.npy")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
-        decoded = activations.decode(proof, len(window))
-    except MalformedError:
-        return False
-    match = activations.verify([decoded], [window])
-    return bool(
-        match.exponent[0] <= FLOORS["exponent"]
-        and match.sign[0] <= FLOORS["sign"]
-        and match.mantissa[0] <= FLOORS["mantissa"]
-    )
+        yield Toploc(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _cpu_us(work: Callable[[], object], tokens: int) -> float:
+    """CPU time, so that a busy machine counts for little."""
+    start = time.process_time()
+    work()
+    return (time.process_time() - start) / tokens * 1e6
+
+
+def timing(states: NDArray[np.uint16], repeats: int, peer: Toploc | None) -> list[Row]:
+    """Build and verify, µs a token, and their ratio to the peer: medians, turn by turn."""
+    windows = activations.split_windows(states)
+    proofs = activations.build(windows)
+    works: dict[str, Callable[[], object]] = {
+        "build": lambda: activations.build(windows),
+        "verify": lambda: activations.verify(_decode(proofs, windows), windows),
+    }
+    rows: list[Row] = []
+    for name, earlier, bar in (
+        ("build", EARLIER_BUILD_US, 6.0),
+        ("verify", EARLIER_VERIFY_US, 4.0),
+    ):
+        own, theirs = [], []
+        for turn in range(repeats + 1):
+            measured = _cpu_us(works[name], len(states))
+            asked = peer.ask(name) / len(states) * 1e6 if peer else earlier
+            if turn:  # the first warms up
+                own.append(measured)
+                theirs.append(asked)
+        cost, other = statistics.median(own), statistics.median(theirs)
+        said = "toploc 0.1.6, this run, µs" if peer else "toploc 0.1.6, measured earlier, µs"
+        rows.append(Row(f"{name}_us_token", cost, "µs"))
+        rows.append(Row(f"{name}_ratio", other / cost, "×", bar, "higher", other, said))
+    return rows
+
+
+def tie_free(count: int, hidden: int, seed: int) -> NDArray[np.uint16]:
+    """Windows [count, 32·hidden] whose 200 largest magnitudes are all different."""
+    rng = np.random.default_rng(seed)
+    size = PROOF_WINDOW * hidden
+    windows = np.empty((count, size), dtype=np.uint16)
+    for window in windows:
+        window[:] = rng.integers(0x3C00, 0x3F80, size)  # below 1
+        top = rng.choice(size, 200, replace=False)
+        window[top] = rng.choice(np.arange(0x3F80, 0x4300), 200, replace=False)
+        window ^= (rng.integers(0, 2, size, dtype=np.uint16) << np.uint16(15)).astype(np.uint16)
+    return windows
+
+
+def bytes_equal(count: int, hidden: int, peer: Toploc | None, scratch: Path) -> Row:
+    """How many tie-free windows get the package's proof, byte for byte."""
+    equal, batch = 0, 100
+    for start in range(0, count if peer else 0, batch):
+        assert peer is not None
+        windows = tie_free(min(batch, count - start), hidden, start)
+        np.save(scratch / "windows.npy", windows)
+        theirs = peer.ask(f"prove {scratch / 'windows.npy'}")
+        ours = activations.build(list(windows))
+        equal += sum(a.hex() == b for a, b in zip(ours, theirs, strict=True))
+    said = "toploc 0.1.6" if peer else "toploc is not installed"
+    return Row("bytes_equal_windows", equal, f"of {count}", count, "higher", peer_name=said)
 
 
 def forgeries(hidden: int, count: int) -> list[Row]:
-    """How many of each kind of made-up proof pass, and how many honest ones do not."""
-    windows = _windows(count * PROOF_WINDOW, hidden, 1)
+    """How many made-up proofs of each kind pass on synthetic windows, and on the trained model's
+    files with all checks; and how many honest proofs of the same set-up do not."""
+    windows = activations.split_windows(_states(count * PROOF_WINDOW, hidden, 1))
     proofs = activations.build(windows)
-    accepted = 0
-    for window in windows:
-        typical = int(np.median(window[activations.largest(window)] & 0x7FFF))
-        constant = struct.pack(">129H", activations.MAX_MODULUS, typical, *[0] * 127)
-        modulus_h = struct.pack(">129H", hidden, typical, *[0] * 127)
-        (negated,) = activations.build([window ^ np.uint16(0x8000)])
-        accepted += sum(_passes(proof, window) for proof in (constant, modulus_h, negated))
-    accepted += sum(_passes(p, w) for p, w in zip(proofs[1:], windows, strict=False))
-    rejected = sum(not _passes(p, w) for p, w in zip(proofs, windows, strict=True))
+    rows, total = [], 0
+    for kind, forge in FORGERIES.items():
+        passed = sum(map(passes, forge(windows, hidden), windows))
+        total += passed
+        rows.append(Row(f"forged_{kind}", passed, f"of {len(windows)} synthetic windows", 0))
+    copied = sum(map(passes, proofs[1:], windows[:-1]))
+    rejected = sum(not passes(p, w) for p, w in zip(proofs, windows, strict=True))
+    model, tried = accepted_on_model(1 if count < 100 else 4)
     return [
-        Row("forgeries_accepted", accepted, f"of {4 * count - 1}", 0),
-        Row("honest_windows_rejected", rejected, f"of {count}, same set-up", 0),
+        *rows,
+        Row("forged_copied", copied, f"of {count - 1} synthetic windows", 0),
+        Row("forgeries_accepted", total + copied + model, f"with {tried} files of a model", 0),
+        Row("same_setup_rejected", rejected, f"of {count} windows", 0),
     ]
 
 
 def malformed(count: int) -> Row:
-    """Random bytes through decoding and comparison; anything but MalformedError counts."""
+    """Random and mutated bytes through decoding and comparison; anything but MalformedError
+    counts."""
     rng = np.random.default_rng(2)
-    (window,) = _windows(8, 64, 3)
+    (window,) = activations.split_windows(_states(8, 64, 3))
+    (honest,) = activations.build([window])
     crashes = 0
-    for _ in range(count):
+    for turn in range(count):
         data = rng.bytes(int(rng.choice([0, 1, 2, 257, 258, 258, 259])))
+        if turn % 2:
+            changed = bytearray(honest)
+            for place in rng.integers(0, len(changed), 3):
+                changed[place] = int(rng.integers(0, 256))
+            data = bytes(changed)
         try:
             activations.verify([activations.decode(data, len(window))], [window])
         except MalformedError:
@@ -118,9 +206,22 @@ def malformed(count: int) -> Row:
 
 def run(quick: bool) -> list[Row]:
     """All rows; `quick` takes a smaller size of the same work."""
-    hidden, tokens, repeats, windows = (1024, 1024, 3, 50) if quick else (5120, 4096, 7, 300)
+    hidden, tokens, repeats = (1024, 1024, 5) if quick else (5120, 4096, 7)
+    states = _states(tokens, hidden, 0)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        scratch = Path(folder)
+        peer = None
+        try:
+            peer = stack.enter_context(toploc_peer(states, scratch))
+            timed = timing(states, repeats, peer)
+        except UnavailableError as error:
+            print(f"bench: {error}; its figures are those measured earlier", file=sys.stderr)
+            timed = timing(states, repeats, None)
+        equal = bytes_equal(100 if quick else 1000, 256, peer, scratch)
     return [
-        *timing(hidden, tokens, repeats),
-        *forgeries(hidden, windows),
+        *timed,
+        equal,
+        *honest_windows(300 if quick else 10_000),
+        *forgeries(hidden, 50 if quick else 300),
         malformed(200 if quick else 5000),
     ]

@@ -27,14 +27,15 @@ from numpy.typing import NDArray
 from protocol.core.errors import MalformedError
 from protocol.core.rollout import PROOF_TOPK, PROOF_WINDOW
 from protocol.proofs import field
+from protocol.proofs.picking import largest_of
 
 MAX_MODULUS = field.PRIME
 MIN_MODULUS = 1 << 15
 """Moduli at or below are refused. Honest ones stay within a few hundred of MAX_MODULUS."""
 PROOF_BYTES = 2 + 2 * PROOF_TOPK
-_BATCH = 64
+_WORST_MANTISSA = 127
+_BATCH = 32
 """Windows interpolated at once."""
-_INFINITE = np.uint16(0x7F80)
 
 States = NDArray[np.uint16]
 """bf16 bit patterns [T, H]: one row a generated token, of the position that predicts it."""
@@ -59,31 +60,8 @@ def split_windows(states: States) -> list[NDArray[np.uint16]]:
 
 
 def largest(window: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """Ascending positions of the min(128, N) largest magnitudes, ties to the lowest index.
-
-    Raises MalformedError if an element is infinite or NaN.
-    """
-    magnitudes = window & np.uint16(0x7FFF)
-    if magnitudes.size and magnitudes.max() >= _INFINITE:
-        raise MalformedError("hidden states are not finite")
-    count = len(magnitudes)
-    if count <= PROOF_TOPK:
-        return np.arange(count, dtype=np.int64)
-    candidates = None
-    if count >= 8 * PROOF_TOPK:
-        # The 128th largest of 512 column maxima is no larger than the 128th largest element, so
-        # everything below it can be dropped by one pass of comparisons.
-        columns = 4 * PROOF_TOPK
-        whole = count // columns * columns
-        maxima = magnitudes[:whole].reshape(-1, columns).max(axis=0)
-        bound = np.partition(maxima, columns - PROOF_TOPK)[columns - PROOF_TOPK]
-        candidates = np.flatnonzero(magnitudes >= bound)
-        magnitudes = magnitudes[candidates]
-    threshold = np.partition(magnitudes, len(magnitudes) - PROOF_TOPK)[-PROOF_TOPK]
-    above = np.flatnonzero(magnitudes > threshold)
-    equal = np.flatnonzero(magnitudes == threshold)[: PROOF_TOPK - len(above)]
-    positions = np.sort(np.concatenate([above, equal]))
-    return positions if candidates is None else candidates[positions]
+    """`largest_of` a single window: int64 [min(128, N)]."""
+    return largest_of([window])[0]
 
 
 def modulus_of(positions: NDArray[np.int64]) -> int:
@@ -103,7 +81,7 @@ def build(windows: Sequence[NDArray[np.uint16]]) -> list[bytes]:
     Windows of one size are interpolated as one batch. Raises MalformedError on states that are not
     finite.
     """
-    picked = [largest(window) for window in windows]
+    picked = largest_of(windows)
     proofs: list[bytes] = [b""] * len(windows)
     for members in _by_size([len(p) for p in picked]):
         moduli = [modulus_of(picked[i]) for i in members]
@@ -199,18 +177,29 @@ def verify(proofs: Sequence[DecodedProof], windows: Sequence[NDArray[np.uint16]]
     if len(proofs) != len(windows):
         raise MalformedError(f"{len(proofs)} proofs for {len(windows)} windows")
     result = WindowMatches(*(np.zeros(len(windows)) for _ in range(4)))
-    picked = [largest(window) for window in windows]
+    picked = largest_of(windows)
     for members in _by_size([len(p) for p in picked]):
         x = np.stack([picked[i] % proofs[i].modulus for i in members]).astype(np.float64)
         c = np.stack([proofs[i].coefficients for i in members]).astype(np.float64)
         claimed = field.evaluate(c, x).astype(np.int64)
         own = np.stack([windows[i][picked[i]] for i in members]).astype(np.int64)
         same = (claimed >> 7) & 0xFF == (own >> 7) & 0xFF
-        error = np.where(same, np.abs((claimed & 0x7F) - (own & 0x7F)), np.nan)
-        none = ~same.any(axis=1)
-        error[none] = 127.0
-        result.exponent[members] = 1.0 - same.mean(axis=1)
+        error = np.where(same, np.abs((claimed & 0x7F) - (own & 0x7F)), 0)
+        equal = same.sum(axis=1)
+        result.exponent[members] = 1.0 - equal / same.shape[1]
         result.sign[members] = (claimed >> 15 != own >> 15).mean(axis=1)
-        result.mantissa[members] = np.nanmean(error, axis=1)
-        result.mantissa_median[members] = np.nanmedian(error, axis=1)
+        mean = error.sum(axis=1) / np.maximum(equal, 1)
+        result.mantissa[members] = np.where(equal > 0, mean, _WORST_MANTISSA)
+        result.mantissa_median[members] = _medians(error, same, equal)
     return result
+
+
+def _medians(
+    error: NDArray[np.int64], same: NDArray[np.bool_], equal: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Median of `error` [W, k] over the `equal` [W] places of each row where `same`."""
+    ordered = np.sort(np.where(same, error, _WORST_MANTISSA + 1), axis=1)  # others go last
+    rows = np.arange(len(error))
+    at = np.maximum(equal - 1, 0)
+    low, high = ordered[rows, at // 2], ordered[rows, (at + 1) // 2]
+    return np.where(equal > 0, (low + high) / 2, _WORST_MANTISSA)

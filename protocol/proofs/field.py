@@ -22,9 +22,11 @@ Field = NDArray[np.float64]
 def reduce(x: Field) -> Field:
     """x mod PRIME for integer-valued |x| < 2⁴⁵. The half keeps the quotient away from integers, so
     that one rounded multiplication cannot cross one."""
-    quotient = np.floor((x + 0.5) * (1.0 / PRIME))
+    quotient = x + 0.5
+    quotient *= 1.0 / PRIME
+    np.floor(quotient, out=quotient)
     quotient *= PRIME
-    return x - quotient
+    return np.subtract(x, quotient, out=quotient)
 
 
 @cache
@@ -65,15 +67,17 @@ def _baby_powers(x: Field) -> tuple[Field, Field]:
 
 
 def evaluate(coefficients: Field, x: Field) -> Field:
-    """Values [W, k] of polynomials [W, n] (ascending coefficients) at points [W, k].
+    """Values [W, k] of polynomials [W, n] (ascending coefficients) at points [W, k]."""
+    return _evaluate(coefficients, _baby_powers(x))
 
-    Baby steps by one matrix product, giant steps by Horner in x¹⁶.
-    """
+
+def _evaluate(coefficients: Field, steps: tuple[Field, Field]) -> Field:
+    """Baby steps by one matrix product, giant steps by Horner in x¹⁶."""
     count, n = coefficients.shape
     blocks = -(-n // _BABY)
     padded = np.zeros((count, blocks * _BABY), dtype=np.float64)
     padded[:, :n] = coefficients
-    powers, giant = _baby_powers(x)
+    powers, giant = steps
     parts = reduce(
         powers @ padded.reshape(count, blocks, _BABY).transpose(0, 2, 1)
     )  # [W, k, blocks]
@@ -83,16 +87,16 @@ def evaluate(coefficients: Field, x: Field) -> Field:
     return value
 
 
-def _power_sums(weights: Field, x: Field, n: int) -> Field:
+def _power_sums(weights: Field, steps: tuple[Field, Field], n: int) -> Field:
     """S_r = Σ_i weights_i · x_i^r for r < n: [W, n]."""
     blocks = -(-n // _BABY)
-    powers, giant = _baby_powers(x)
-    scaled = np.empty((x.shape[0], blocks, x.shape[1]), dtype=np.float64)
+    powers, giant = steps
+    scaled = np.empty((len(weights), blocks, weights.shape[1]), dtype=np.float64)
     scaled[:, 0] = weights
     for block in range(1, blocks):
         scaled[:, block] = reduce(scaled[:, block - 1] * giant)
     sums = reduce(scaled @ powers)  # [W, blocks, 16]
-    return sums.reshape(x.shape[0], blocks * _BABY)[:, :n]
+    return sums.reshape(len(weights), blocks * _BABY)[:, :n]
 
 
 def _master(x: Field) -> Field:
@@ -137,8 +141,9 @@ def interpolate(x: Field, y: Field) -> Field:
     k = x.shape[1]
     master = _master(x)
     derivative = reduce(master[:, 1:] * np.arange(1, k + 1))
-    slopes = evaluate(derivative, x)
+    steps = _baby_powers(x)
+    slopes = _evaluate(derivative, steps)
     weights = reduce(y * inverses()[slopes.astype(np.int64)])
-    sums = _power_sums(weights, x, k)
+    sums = _power_sums(weights, steps, k)
     # c_j is the correlation of M_1 … M_k with S: reverse S, convolve, take the last k terms.
     return reduce(_convolve(master[:, 1:], sums[:, ::-1])[:, k - 1 :])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from protocol.core.errors import MalformedError
 from protocol.proofs import activations, field
+from protocol.proofs.picking import largest_of
 from protocol.proofs.sketch import bf16_to_float, float_to_bf16
 
 P = field.PRIME
@@ -188,3 +189,28 @@ def test_more_proofs_than_windows_are_refused() -> None:
     decoded = activations.decode(_proof(), len(window))
     with pytest.raises(MalformedError):
         activations.verify([decoded, decoded], [window])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_many_windows_of_any_sizes_are_picked_as_one_by_one(sizes: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    windows = [rng.integers(0, 0x7F80, size).astype(np.uint16) for size in sizes]
+    together = largest_of(windows)
+    for window, positions in zip(windows, together, strict=True):
+        order = np.argsort(-window.astype(np.int64), kind="stable")
+        assert positions.tolist() == sorted(order[:128].tolist())
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 128))
+def test_mantissa_statistics_are_over_equal_exponents_only(seed: int, changed: int) -> None:
+    rng = np.random.default_rng(seed)
+    window = rng.integers(0x3F80, 0x4000, 128).astype(np.uint16)
+    claimed = window ^ rng.integers(0, 128, 128).astype(np.uint16)
+    claimed[:changed] ^= 0x0080  # another exponent
+    (proof,) = activations.build([claimed])
+    found = activations.verify([activations.decode(proof, 128)], [window])
+    errors = np.abs((claimed & 0x7F).astype(int) - (window & 0x7F).astype(int))[changed:]
+    expected = (errors.mean(), np.median(errors)) if len(errors) else (127, 127)
+    assert (found.mantissa[0], found.mantissa_median[0]) == pytest.approx(expected)
+    assert found.exponent[0] == pytest.approx(changed / 128)

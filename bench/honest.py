@@ -1,0 +1,150 @@
+"""Honest files of the text model, and their judging as a validator does it: for benches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from bench.form import Row
+from bench.textmodel import text_model
+from protocol.core import encoding
+from protocol.core.errors import UnavailableError
+from protocol.core.ids import Digest
+from protocol.core.run import MICRO, RunDefinition
+from protocol.core.verdict import Outcome
+from protocol.engine.base import Engine, Generation
+from protocol.environments.base import Environment
+from protocol.environments.registry import environment_for
+from protocol.proofs import activations
+from protocol.verification import build
+from protocol.verification.build import PlannedRow
+from protocol.verification.calibrate import HonestFile, synthetic_lease, synthetic_run
+from protocol.verification.engines import load_engine
+from protocol.verification.rollout_file import FileRow, read_rollout_file, write_rollout_file
+from protocol.verification.verify import Finding, verify_file
+
+Change = Callable[[list[FileRow], Sequence[PlannedRow]], list[FileRow]]
+SETUPS = (("float32", 64), ("bfloat16", 64), ("float32", 1), ("bfloat16", 1))
+"""(dtype, batch size) of the plain engine."""
+
+
+@dataclass(frozen=True)
+class OnePolicy:
+    """An EngineProvider with one policy, and older ones."""
+
+    present: Engine
+    older: tuple[tuple[int, Engine], ...] = ()
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        return self.present
+
+    def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
+        yield from self.older
+
+
+@cache
+def _load(folder: Path, dtype: str, batch_rows: int) -> Engine:
+    return load_engine(folder, dtype=dtype, batch_rows=batch_rows, threads=1)
+
+
+@dataclass
+class Bench:
+    """A run over a model folder (the text model unless given), replayed in float32.
+
+    `groups` × `samples` rows a file, `share` of them replayed.
+    """
+
+    max_output_tokens: int
+    folder: Path = field(default_factory=text_model)
+    groups: int = 4
+    samples: int = 16
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.run: RunDefinition = synthetic_run(self.max_output_tokens).model_copy(
+            update={
+                "replay_rows_micro": round(self.share * MICRO),
+                "groups_per_lease": self.groups,
+                "samples_per_group": self.samples,
+            }
+        )
+        self.environment: Environment = environment_for(self.run)
+
+    def engine(self, dtype: str = "float32", batch_rows: int = 64) -> Engine:
+        return _load(self.folder, dtype, batch_rows)
+
+    def lease(self, number: int) -> tuple[HonestFile, list[PlannedRow]]:
+        lease = synthetic_lease(self.run, number)
+        plan = build.plan_rows(
+            lease.signed.lease, lease.lease_digest, self.run, self.environment,
+            self.engine().tokenizer,
+        )  # fmt: skip
+        return lease, plan
+
+    def assemble(
+        self,
+        lease: HonestFile,
+        plan: Sequence[PlannedRow],
+        generations: Sequence[Generation],
+        engine: Engine,
+        change: Change | None = None,
+    ) -> HonestFile:
+        """The file of `generations`, graded and proved honestly; `change` may alter its rows.
+        `engine` gives the declared set-up."""
+        rewards = build.grade_rows(plan, generations, self.environment, engine.tokenizer)
+        proofs = build.prove_rows(lease.lease_digest, plan, generations)
+        rows = build.assemble_rows(lease.signed, plan, generations, rewards, proofs)
+        if change is not None:
+            rows = change(rows, plan)
+        data = write_rollout_file(rows, build.metadata_of(lease.lease_digest, engine))
+        return replace(lease, data=data)
+
+    def honest(self, number: int, engine: Engine) -> HonestFile:
+        lease, plan = self.lease(number)
+        return self.assemble(lease, plan, build.generate_rows(plan, self.run, engine), engine)
+
+    def judge(
+        self, file: HonestFile, secret: int = 0, older: tuple[tuple[int, Engine], ...] = ()
+    ) -> Finding:
+        return verify_file(
+            file.data,
+            file.signed,
+            file.lease_digest,
+            self.run,
+            self.environment,
+            OnePolicy(self.engine(), older),
+            draw_secret=encoding.sha256(b"bench" + secret.to_bytes(8, "big")),
+            submission_digest=file.lease_digest,
+        )
+
+
+def windows_in(file: HonestFile) -> int:
+    """Proof windows of a file."""
+    rows = read_rollout_file(file.data).rows
+    return sum(activations.windows_of(len(row.output_tokens)) for row in rows)
+
+
+def honest_windows(count: int) -> list[Row]:
+    """At least `count` windows made by other set-ups than the replaying one (another dtype, or the
+    same but one row at a time): how many lie in files that were rejected, and in how many files the
+    validator could not tell. All rows are replayed."""
+    bench = Bench(max_output_tokens=128)
+    made = rejected = number = 0
+    while made < count:
+        # Batches of one are slow: a file of them for every eight of the others.
+        dtype, batch_rows = SETUPS[number % 2 if number % 9 else 2 + number // 9 % 2]
+        file = bench.honest(number, bench.engine(dtype, batch_rows))
+        finding = bench.judge(file)
+        windows = windows_in(file)
+        made += windows
+        number += 1
+        if finding.outcome is Outcome.REJECTED:
+            rejected += windows
+        elif finding.outcome is not Outcome.ACCEPTED:
+            raise UnavailableError(f"an honest file could not be judged: {finding.detail}")
+    setups = "plain float32 and bfloat16, batches of 64 and 1"
+    return [
+        Row("honest_windows_rejected", rejected, f"of {made}: {setups}; replayed in float32", 0)
+    ]
