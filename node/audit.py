@@ -7,6 +7,7 @@ The judging itself is protocol/verification/audit.py; policies come through the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -167,6 +168,7 @@ def _setting(settings: Settings, api: NodeApi, link: Link, library: Orchestrator
         run=run,
         environment=environment_for(run),
         engines=FetchedEngines(folder, api, settings.threads or 1),
+        now=time.time(),
         calibration=_calibration(run, library),
     )
 

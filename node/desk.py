@@ -178,6 +178,8 @@ class Desk:
             return "the file for the open lease is on its way"
         if lease.run_digest != self._run.digest():
             return "the lease is for another run definition: restart the agent"
+        if not signed.opens():
+            return "the lease's salt names no draws: its file could be judged by a chosen draw"
         if lease.deadline <= self._now():
             return "the open lease has run out; it expires by itself"
         on_disk = self._policies.digest(signed.policy_version)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orchestrator.context import PoolContext
+from orchestrator.draws import DrawBoard
 from orchestrator.store import Store
 from protocol.core import ids
 from protocol.core.ids import Address, Digest, Signature
@@ -31,6 +32,7 @@ class Backend:
     """The name that session grants must carry."""
     now: Callable[[], float] = time.time
     random: Callable[[int], bytes] = secrets.token_bytes
+    draws: DrawBoard = field(default_factory=DrawBoard)
 
     def sign(self, statement: Statement) -> Signature:
         """The manager's signature."""

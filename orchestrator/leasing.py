@@ -12,6 +12,7 @@ from orchestrator.backend import Backend
 from orchestrator.scheduler import Asker, Grant, Rules, Supply
 from orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
 from orchestrator.store.leases import LeaseRow
+from protocol.core.draws import SaltOpening
 from protocol.core.errors import ConflictError, FatalError, NotFoundError, PolicyError
 from protocol.core.ids import Address, Digest
 from protocol.core.lifecycle import LeaseState, step_lease
@@ -22,6 +23,7 @@ from protocol.storage.base import digest_key
 
 WAIT_MS = 500
 """How long a node waits before it asks again."""
+NO_VALIDATOR = "no validator has committed to this epoch's draw: nobody could judge the file"
 RECENT_GROUPS = 256
 """Groups from which the informative share is taken."""
 MAX_UPLOADS = 4
@@ -31,7 +33,9 @@ MAX_UPLOADS = 4
 def rules_of(backend: Backend) -> Rules:
     """The scheduler's part of the run definition."""
     run = backend.context.run
-    return Rules(run.groups_per_batch, run.groups_per_lease, run.max_staleness)
+    return Rules(
+        run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups
+    )
 
 
 def supply_of(connection: Connection, backend: Backend) -> Supply:
@@ -76,18 +80,27 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
         choice = scheduler.decide(asker, supply_of(connection, backend), rules_of(backend))
         if not isinstance(choice, Grant):
             return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
-        signed = _make(connection, backend, account, node.speed_class, choice)
+        draws = backend.draws.current(connection, backend.objects, backend.context, now)
+        if draws is None:
+            return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
+        signed = _make(connection, backend, account, node.speed_class, choice, draws)
         leases.add(connection, backend.digest(signed.lease), signed, now=now)
     return LeaseAnswer(lease=signed)
 
 
 def _make(
-    connection: Connection, backend: Backend, account: Address, speed_class: int, choice: Grant
+    connection: Connection,
+    backend: Backend,
+    account: Address,
+    speed_class: int,
+    choice: Grant,
+    draws: Digest,
 ) -> SignedLease:
     policy = policies.get(connection, choice.policy_version)
     if policy is None:
         raise FatalError(f"policy {choice.policy_version} is missing from the store")
     context = backend.context
+    opening = SaltOpening(random=backend.salt(), draws=draws)
     statement = Lease(
         pool=context.pool,
         step=choice.step,
@@ -96,13 +109,14 @@ def _make(
         policy_digest=policy.digest,
         run_digest=context.run.digest(),
         speed_class=speed_class,
-        salt=backend.salt(),
+        salt=opening.salt(),
         deadline=int(backend.now()) + context.run.lease_seconds,
     )
     return SignedLease(
         lease=statement,
         signature=backend.sign(statement),
         policy_version=choice.policy_version,
+        opening=opening,
     )
 
 

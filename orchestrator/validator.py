@@ -152,7 +152,7 @@ class Validator:
 
     def _judge(self, digest: Digest) -> None:
         job = self._load(digest)
-        draw = self._draws.draw(digest)
+        draw = self._draw(job)
         finding = self._verify(job, draw)
         if finding.outcome is Outcome.ABSTAINED:
             raise _AbstainError(finding.reason, finding.detail)
@@ -206,6 +206,13 @@ class Validator:
                 Reason.VALIDATOR_CRASHED, "lease and submission in the store do not belong together"
             )
         return _Job(row, signed, lease, signed_lease)
+
+    def _draw(self, job: _Job) -> Draw:
+        """The secret that the lease names; a file whose lease names none of ours is another's."""
+        try:
+            return self._draws.draw(job.signed_lease, job.row.digest)
+        except (UntrustedError, NotFoundError) as error:
+            raise _AbstainError(Reason.VALIDATOR_CRASHED, str(error)) from error
 
     def _verify(self, job: _Job, draw: Draw) -> Finding:
         claim, promise = job.signed.submission, job.signed_lease.lease

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from orchestrator import publishing, status
+from orchestrator import draws, publishing, status
 from orchestrator.backend import Backend
 from orchestrator.presence import RELAY_SECONDS
 from orchestrator.routes.http import MAX_DIGITS, Signed, answer, nothing, parse, signed_by, takes
@@ -17,6 +17,7 @@ from protocol.core.encoding import MAX_JSON_BYTES
 from protocol.core.errors import MalformedError, NotFoundError
 from protocol.core.messages import (
     BatchAnswer,
+    DrawInfo,
     LeaseInfo,
     NodeInfo,
     PolicyList,
@@ -94,6 +95,12 @@ def router(backend: Backend) -> APIRouter:
     def manifest(step: str) -> Response:
         """A sealed batch's signed manifest."""
         return answer(_sealed(backend, step).signed())
+
+    @routes.get("/v1/draws", responses={200: {"model": list[DrawInfo]}})
+    def draw_list() -> Response:
+        """Validators' commitments to their draws: an epoch's are signed before its leases."""
+        with backend.store.read() as connection:
+            return answer(list(draws.listing(connection)))
 
     @routes.get("/v1/nodes", responses={200: {"model": list[NodeInfo]}})
     def node_list() -> Response:

@@ -283,7 +283,10 @@ draw_secrets = Table(
     Column("validator", Text, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("secret", Text, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedDrawCommitment
+    Column("revealed", Boolean, nullable=False, default=False),
     PrimaryKeyConstraint("validator", "epoch"),
+    Index("draw_secrets_epoch", "epoch"),
 )
 
 meta = Table(

@@ -16,6 +16,7 @@
 | PUT/GET /v1/store/{key} | holder of a signed URL | bytes |
 | POST /v1/submissions | anyone carrying it | SignedSubmission → ReceiptAnswer |
 | GET  /v1/submissions/{digest} | anyone | → SubmissionInfo |
+| GET  /v1/draws | anyone | → list[DrawInfo], latest epoch first, at most 256 |
 | GET  /v1/objects/{digest} | anyone | → 307 to a signed URL (verdicts, evidence, tables, roots) |
 | GET  /v1/policies | anyone | → PolicyList |
 | GET  /v1/policies/{version} | anyone | → SignedManifest, however old |
@@ -41,6 +42,7 @@ from pydantic import Field
 
 from protocol.core.batch import SignedBatch
 from protocol.core.checkpoint import SignedManifest
+from protocol.core.draws import SignedDrawCommitment
 from protocol.core.node import Hardware, Invite, NodeStatus, SessionGrant, SessionRevocation
 from protocol.core.rollout import Receipt
 from protocol.core.signing import AddressField, DigestField, SignatureField, Strict
@@ -188,6 +190,13 @@ class SubmissionInfo(Strict):
     verdict: DigestField | None
     evidence: DigestField | None
     detail: str = ""
+
+
+class DrawInfo(Strict):
+    """A validator's commitment to an epoch's draw. `revealed`: the object it names is there."""
+
+    signed: SignedDrawCommitment
+    revealed: bool
 
 
 class PolicyList(Strict):

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from protocol.core.draws import SaltOpening
 from protocol.core.signing import (
     U8,
     U64,
@@ -51,12 +52,20 @@ class Lease(Statement):
 class SignedLease(Strict):
     """A lease with the manager's signature and what the worker must know to fulfil it.
 
-    `policy_version` names the policy whose manifest digest is `lease.policy_digest`.
+    `policy_version` names the policy whose manifest digest is `lease.policy_digest`; `opening` says
+    which draw commitments the salt stands for (protocol/core/draws.py).
     """
 
     lease: Lease
     signature: SignatureField
     policy_version: int = Field(ge=0)
+    opening: SaltOpening | None = None
+    """What the salt commits to. None where nobody will be slashed (calibration); a node refuses
+    such a lease, and no validator judges its file."""
+
+    def opens(self) -> bool:
+        """Whether the salt is what `opening` says."""
+        return self.opening is not None and self.opening.salt() == self.lease.salt
 
 
 LeaseStatus = Literal["open", "submitted", "accepted", "rejected", "void", "expired"]

@@ -23,7 +23,7 @@ from protocol.chain.deployment import Deployment
 from protocol.chain.events import RootPosted
 from protocol.chain.history import Slash
 from protocol.core import encoding
-from protocol.core.draws import DrawReveal, file_secret
+from protocol.core.draws import file_secret
 from protocol.core.errors import (
     MalformedError,
     NotFoundError,
@@ -38,6 +38,7 @@ from protocol.core.task import SignedLease
 from protocol.core.verdict import Evidence, Outcome, Reason, SignedVerdict, VerdictTable
 from protocol.environments.base import Environment
 from protocol.proofs.thresholds import Calibration
+from protocol.verification.draw_audit import check_draw
 from protocol.verification.engines import EngineProvider
 from protocol.verification.verify import EXPLAINED_BY_WEIGHTS, Finding, verify_file
 
@@ -72,7 +73,7 @@ class Library(Protocol):
 class Setting:
     """What an audit rests on: the chain's word on who is who, the run, and this machine's engines.
 
-    `validators`: every account that the pool ever appointed.
+    `validators`: every account that the pool ever appointed; `now` in Unix seconds.
     """
 
     deployment: Deployment
@@ -82,6 +83,7 @@ class Setting:
     run: RunDefinition
     environment: Environment
     engines: EngineProvider
+    now: float
     calibration: Calibration | None = None
 
 
@@ -125,7 +127,14 @@ def audit_slash(slash: Slash, setting: Setting, library: Library) -> Audit:
         raw = library.object(slash.evidence, MAX_OBJECT_BYTES)
         evidence = _parse_evidence(raw)
         _check_evidence(evidence, slash, setting)
-        notes = _check_draw(evidence, slash.leaf, library)
+        notes = check_draw(
+            evidence,
+            slash.leaf,
+            setting.deployment,
+            setting.run,
+            lambda name: library.object(name, MAX_OBJECT_BYTES),
+            now=setting.now,
+        )
         data = library.object(evidence.submission.submission.sha256, MAX_FILE_BYTES)
     except (NotFoundError, UnavailableError) as error:
         return Audit("cannot tell", str(error), expected)
@@ -229,25 +238,6 @@ def _check_pair(
         raise UntrustedError("the submission answers to another lease")
     if promise.pool != setting.pool or promise.run_digest != setting.run.digest():
         raise UntrustedError("the lease is of another pool or run")
-
-
-def _check_draw(evidence: Evidence, leaf: Digest, library: Library) -> tuple[str, ...]:
-    """Whether the draw was committed to: raises UntrustedError if the revealed secret is another,
-    returns a note if it is not revealed yet."""
-    name = evidence.statistics.get("draw_commitment")
-    if name is None:
-        return ("the evidence names no commitment for its draw",)
-    try:
-        reveal = DrawReveal.model_validate_json(library.object(Digest(name), MAX_OBJECT_BYTES))
-    except NotFoundError:
-        return ("the draw's epoch secret is not revealed yet",)
-    except ValueError as error:
-        raise MalformedError("the revealed epoch secret does not parse") from error
-    if reveal.validator != evidence.validator:
-        raise UntrustedError("the revealed epoch secret is another validator's")
-    if file_secret(reveal.secret, leaf) != evidence.draw_secret:
-        raise UntrustedError("the rows were not drawn by the secret that was committed to")
-    return ()
 
 
 def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedVerdict:

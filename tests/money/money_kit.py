@@ -6,6 +6,7 @@ Files hold arbitrary bytes: what a verdict says of them is handed in, and what f
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,14 @@ from pathlib import Path
 from orchestrator import intake, judging
 from orchestrator.backend import Backend
 from orchestrator.context import PoolContext
+from orchestrator.draws import DrawBoard, DrawSecrets
 from orchestrator.store import jobs, leases, nodes, policies, submissions
 from orchestrator.store.engine import Store, open_store, sqlite_url
 from orchestrator.store.submissions import SubmissionRow
 from protocol.chain.deployment import DEMO_PERIODS, Deployment
 from protocol.core import encoding
 from protocol.core.checkpoint import FileEntry, Manifest, PolicyStatement, SignedManifest
+from protocol.core.draws import SaltOpening
 from protocol.core.ids import Address, Digest, address
 from protocol.core.messages import ContractAddresses
 from protocol.core.node import Hardware
@@ -97,6 +100,18 @@ class Shop:
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
+    def draws(self) -> DrawSecrets:
+        """The validator's draw secrets."""
+        return DrawSecrets(
+            self.store,
+            self.objects,
+            self.context,
+            VALIDATOR,
+            random=random.Random(int(self.now())).randbytes,
+            now=self.now,
+        )
+
+    @property
     def backend(self) -> Backend:
         return Backend(
             context=self.context,
@@ -171,6 +186,11 @@ class Shop:
         with self.store.begin() as connection:
             policy = policies.get(connection, version)
         assert policy is not None
+        self.draws.prepare()
+        with self.store.begin() as connection:
+            listed = DrawBoard().current(connection, self.objects, self.context, self.now())
+        assert listed is not None
+        opening = SaltOpening(random=encoding.sha256(f"salt {number}".encode()), draws=listed)
         lease = Lease(
             pool=self.context.pool,
             step=step,
@@ -179,13 +199,14 @@ class Shop:
             policy_digest=policy.digest,
             run_digest=self.context.run.digest(),
             speed_class=1,
-            salt=encoding.sha256(f"salt {number}".encode()),
+            salt=opening.salt(),
             deadline=int(self.now()) + 60,
         )
         signed_lease = SignedLease(
             lease=lease,
             signature=MANAGER.sign(lease, self.context.domain(lease)),
             policy_version=version,
+            opening=opening,
         )
         lease_digest = lease.digest(self.context.domain(lease))
         content = f"file {number} of {node.address}".encode()

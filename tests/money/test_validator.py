@@ -25,7 +25,6 @@ from protocol.broadcast.manifest import Trust, build_manifest, signed_bytes
 from protocol.chain.history import Slash
 from protocol.core import encoding
 from protocol.core.checkpoint import PolicyStatement, SignedManifest
-from protocol.core.draws import DrawReveal, SignedDrawCommitment, file_secret
 from protocol.core.errors import NotFoundError, UnavailableError, UserError
 from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.messages import SubmissionInfo
@@ -143,6 +142,7 @@ class Court:
             run=context.run,
             environment=self.environment,
             engines=self.engines,
+            now=self.shop.now(),
         )
 
 
@@ -192,14 +192,7 @@ def court(tmp_path: Path, policy_folder: Path) -> Iterator[Court]:
     shop.admit(LIAR)
     context = shop.context
     environment = environment_for(context.run)
-    draws = DrawSecrets(
-        shop.store,
-        shop.objects,
-        context,
-        VALIDATOR,
-        random=lambda n: encoding.keccak256(str(shop.now()).encode()).encode()[:n],
-        now=shop.now,
-    )
+    draws = shop.draws
     trust = Trust(TRAINER.address, context.domain(PolicyStatement), 1)
     engines = FolderEngines(policy_folder, load_engine)
     yield Court(
@@ -393,44 +386,27 @@ def test_a_policy_that_nobody_serves_is_an_abstention(court: Court, tmp_path: Pa
     assert row.status == "submitted"
 
 
-def test_draws_are_committed_before_their_epoch_and_revealed_after_it(court: Court) -> None:
-    shop, draws = court.shop, court.draws
-    objects = shop.objects
-    draw = draws.draw(encoding.sha256(b"file"))
-    other = draws.draw(encoding.sha256(b"another"))
-    assert draw.secret != other.secret
-    assert draw.commitment == other.commitment
-    assert not objects.exists(digest_key(draw.commitment)), "not revealed while it is in use"
-    committed = [
-        SignedDrawCommitment.model_validate_json(raw)
-        for name in objects.keys("sha256/")
-        if b"commitment" in (raw := objects.get(name, 1 << 20))
-    ]
-    assert {c.commitment.epoch for c in committed} == {draw.epoch, draw.epoch + 1}
-    for found in committed:
-        statement = found.commitment
-        signer = statement.recover(shop.context.domain(statement), found.signature)
-        assert signer == VALIDATOR.address
-
-    shop.now.time += shop.context.run.epoch_seconds
-    draws.prepare()
-    reveal = DrawReveal.model_validate_json(objects.get(digest_key(draw.commitment), 9999))
-    assert file_secret(reveal.secret, encoding.sha256(b"file")) == draw.secret
-    ahead = next(c for c in committed if c.commitment.epoch == draw.epoch + 1)
-    assert draws.draw(ZERO_DIGEST).commitment == ahead.commitment.commitment
-
-
-def test_an_audit_checks_the_revealed_draw(court: Court) -> None:
+def test_an_audit_checks_that_the_rows_were_drawn_by_the_lease_s_secret(court: Court) -> None:
     row = court.judged(court.forged, LIAR)
-    evidence = court.evidence(row)
-    before = court.audit(court.slash(row))
-    assert before.notes == ("the draw's epoch secret is not revealed yet",)
-    court.shop.now.time += court.shop.context.run.epoch_seconds
+    (note,) = court.audit(court.slash(row)).notes
+    assert "is not shown before" in note
+    run = court.shop.context.run
+    court.shop.now.time += 2 * run.epoch_seconds + run.lease_seconds
     court.draws.prepare()
     after = court.audit(court.slash(row))
     assert (after.result, after.notes) == ("match", ())
-    chosen = evidence.model_copy(update={"draw_secret": encoding.sha256(b"chosen")})
-    assert court.audit(replaced(court, row, chosen)).result == "mismatch"
+    chosen = court.evidence(row).model_copy(update={"draw_secret": encoding.sha256(b"chosen")})
+    lying = court.audit(replaced(court, row, chosen))
+    assert lying.result == "mismatch"
+    assert "not drawn by the secret" in lying.detail
+
+
+def test_a_file_whose_lease_names_no_draw_of_ours_is_left_to_others(court: Court) -> None:
+    row = court.shop.submit(HONEST, make=court.honest)
+    with court.shop.store.begin() as connection:
+        connection.execute(schema.draw_secrets.delete())  # another key's secrets now
+    assert court.validator.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "submitted"
 
 
 def test_the_run_s_own_calibration_comes_from_the_object_store(tmp_path: Path) -> None:

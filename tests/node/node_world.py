@@ -21,9 +21,11 @@ from typing import Any
 import sqlalchemy as sa
 import uvicorn
 
+from devnet.chain import free_port
 from orchestrator.app import create_app
 from orchestrator.backend import Backend
 from orchestrator.context import PoolContext
+from orchestrator.draws import DrawSecrets
 from orchestrator.store import Store, nodes, open_store, policies, schema, sqlite_url
 from protocol.broadcast.publish import finalize, publish
 from protocol.broadcast.server import Origin
@@ -41,7 +43,7 @@ from protocol.environments.registry import environment_ref
 from protocol.storage.directory import DirectoryStore
 
 POOL = 3
-MANAGER, TRAINER, NODE = (LocalSigner(bytes([n]) * 32) for n in (0xA1, 0xA2, 0xA3))
+MANAGER, TRAINER, NODE, VALIDATOR = (LocalSigner(bytes([n]) * 32) for n in range(0xA1, 0xA5))
 PASSWORD = "correct horse"
 WITHOUT_CHAIN = """
 from node import cli, config
@@ -205,8 +207,7 @@ def node_world(
 ) -> Iterator[NodeWorld]:
     """Serves it, and ends every process and thread afterwards. `deployed` and `pool`: a real
     chain's, where a test has one."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     deployed = deployed or deployment()
     store = open_store(sqlite_url(folder / "orchestrator.sqlite"))
     store.migrate()
@@ -221,6 +222,9 @@ def node_world(
         trainer=TRAINER.address,
         audience=url,
     )
+    DrawSecrets(
+        store, backend.objects, backend.context, VALIDATOR, random=os.urandom, now=backend.now
+    ).prepare()
     keystore, password_file = folder / "node.json", folder / "pw"
     password_file.write_text(PASSWORD + "\n")
     save_keystore(keystore, NODE.account.key, PASSWORD, light=True)

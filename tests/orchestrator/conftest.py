@@ -26,6 +26,7 @@ from orchestrator_world import (
 from orchestrator.app import create_app
 from orchestrator.backend import Backend
 from orchestrator.context import PoolContext
+from orchestrator.draws import DrawSecrets
 from orchestrator.store import Store, open_store, sqlite_url
 from protocol.storage.directory import DirectoryStore
 
@@ -52,6 +53,15 @@ def make_world(store: Store, tmp_path: Path) -> Iterator[MakeWorld]:
             now=clock,
             random=random.Random(7).randbytes,
         )
+        validator = DrawSecrets(
+            store,
+            backend.objects,
+            backend.context,
+            signer(202),
+            random=random.Random(8).randbytes,
+            now=clock,
+        )
+        validator.prepare()  # no lease is given before a validator has committed to its draw
         http = TestClient(create_app(backend), base_url=AUDIENCE, raise_server_exceptions=True)
         http.follow_redirects = False
         clients.append(http)

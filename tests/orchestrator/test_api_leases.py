@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from orchestrator_world import MakeWorld, World
+from orchestrator_world import MakeWorld, World, signer
 
-from orchestrator.store import leases, nodes
+from orchestrator.store import leases, nodes, schema
+from protocol.core.draws import DrawList
 from protocol.core.encoding import sha256
 from protocol.core.messages import LeaseAnswer
 from protocol.core.task import SignedLease
@@ -172,3 +173,25 @@ def test_an_ended_lease_cannot_be_abandoned_or_uploaded_to(world: World) -> None
     upload = b'{"sha256":"%s","size":1}' % sha256(b"x").encode()
     assert world.post(f"/v1/leases/{digest}/abandon", b"{}", session).status_code == 409
     assert world.post(f"/v1/leases/{digest}/upload", upload, session).status_code == 409
+
+
+def test_a_lease_names_the_draws_that_its_file_will_be_judged_by(world: World) -> None:
+    lease = world.lease(world.member(1))
+    assert lease.opens()
+    assert lease.opening is not None
+    where = world.http.get(f"/v1/objects/{lease.opening.draws}").headers["location"]
+    listed = DrawList.model_validate_json(world.http.get(where).content)
+    assert [c.validator for c in listed.commitments] == [signer(202).address]
+    shown = world.http.get("/v1/draws").json()
+    assert listed.commitments[0].model_dump(mode="json") in [info["signed"] for info in shown]
+    assert not any(info["revealed"] for info in shown)
+
+
+def test_no_lease_is_given_while_no_validator_has_committed(world: World) -> None:
+    """Nobody could judge its file by a draw that is older than it."""
+    session = world.member(1)
+    with world.backend.store.begin() as connection:
+        connection.execute(schema.draw_secrets.delete())
+    answer = world.post("/v1/leases", b'{"policy_version":0}', session).json()
+    assert answer["lease"] is None
+    assert "no validator has committed" in answer["reason"]

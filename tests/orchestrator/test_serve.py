@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,8 +21,11 @@ from orchestrator_world import run_definition
 
 from devnet.deployed import TEST_PERIODS, Deployed
 from orchestrator.config import load
+from orchestrator.context import PoolContext
+from orchestrator.draws import DrawSecrets
 from orchestrator.serve import Loops, address_of, bind, run
 from orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
+from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import save_keystore
 from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
 from protocol.core.encoding import sha256
@@ -195,6 +199,16 @@ def publish(operator: Operator, client: OrchestratorClient) -> None:
         )
 
 
+def commit_draws(operator: Operator, store: Store) -> None:
+    """As `orchestrator validate` does when it starts: no lease is given before."""
+    context = PoolContext(Deployment.load(operator.deployed.path), operator.pool, NODE.address, RUN)
+    objects = DirectoryStore(operator.data / "objects")
+    validator = operator.deployed.accounts[3]
+    DrawSecrets(
+        store, objects, context, validator, random=secrets.token_bytes, now=time.time
+    ).prepare()
+
+
 def hand_in(client: OrchestratorClient, data: bytes) -> tuple[SignedSubmission, ReceiptAnswer]:
     answer = client.post("/v1/leases", LeaseRequest(policy_version=0), LeaseAnswer)
     assert answer.lease is not None, answer.reason
@@ -241,6 +255,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
         eventually(works)
         pools = operator.deployed.contracts.pools
         assert pools.class_of(operator.pool, NODE.address) >= 1
+        commit_draws(operator, empty_database)
         signed, receipt = hand_in(client, b"first file")
 
     child.kill()

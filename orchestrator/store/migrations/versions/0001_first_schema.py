@@ -69,8 +69,11 @@ def upgrade() -> None:
         sa.Column("validator", sa.Text(), nullable=False),
         sa.Column("epoch", sa.BigInteger(), nullable=False),
         sa.Column("secret", sa.Text(), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("revealed", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("validator", "epoch"),
     )
+    op.create_index("draw_secrets_epoch", "draw_secrets", ["epoch"], unique=False)
     op.create_table(
         "groups",
         sa.Column("submission_digest", sa.Text(), nullable=False),

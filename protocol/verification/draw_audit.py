@@ -1,0 +1,92 @@
+"""Whether a validator drew the rows it replayed by the secret that it was bound to (core/draws.py).
+
+evidence.lease.salt ─opens to─► DrawList ─► the validator's signed commitment ─► the reveal
+                                                    file_secret(reveal, leaf) = draw_secret?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from protocol.chain.deployment import Deployment
+from protocol.core.draws import (
+    DrawList,
+    DrawReveal,
+    SignedDrawCommitment,
+    file_secret,
+    reveal_at,
+)
+from protocol.core.errors import NotFoundError, UntrustedError
+from protocol.core.ids import Digest
+from protocol.core.run import RunDefinition
+from protocol.core.verdict import Evidence
+
+REVEAL_PATIENCE = 600.0
+"""Seconds after which a secret that was due counts as withheld."""
+
+Fetch = Callable[[Digest], bytes]
+
+
+def check_draw(
+    evidence: Evidence,
+    leaf: Digest,
+    deployment: Deployment,
+    run: RunDefinition,
+    fetch: Fetch,
+    *,
+    now: float,
+) -> tuple[str, ...]:
+    """Raises UntrustedError if the rows were not drawn by the secret that the lease's salt commits
+    to, NotFoundError if that secret is withheld though it was due; a note while it is not due.
+
+    `leaf` is the submission's digest. `fetch` gives the bytes of an object, checked against its
+    digest, or raises NotFoundError. `now` in Unix seconds.
+    """
+    statement = _commitment(evidence, deployment, fetch).commitment
+    epoch = statement.epoch
+    try:
+        raw = fetch(statement.commitment)
+    except NotFoundError:
+        due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
+        if now > due + REVEAL_PATIENCE:
+            raise NotFoundError(
+                f"the secret of the draw (epoch {epoch}) was due and is not published: "
+                "whether the rows were drawn by it cannot be told"
+            ) from None
+        return (f"the secret of the draw (epoch {epoch}) is not shown before {due} (Unix time)",)
+    try:
+        reveal = DrawReveal.model_validate_json(raw)
+    except ValueError as error:
+        raise UntrustedError("what the draw's commitment names is no secret") from error
+    shown = (reveal.pool, reveal.validator, reveal.epoch)
+    if shown != (evidence.lease.lease.pool, evidence.validator, epoch):
+        raise UntrustedError("the revealed secret is of another pool, validator or epoch")
+    if file_secret(reveal.secret, leaf) != evidence.draw_secret:
+        raise UntrustedError("the rows were not drawn by the secret that was committed to")
+    return ()
+
+
+def _commitment(evidence: Evidence, deployment: Deployment, fetch: Fetch) -> SignedDrawCommitment:
+    """The validator's commitment in the list that the lease's salt commits to.
+
+    The node signed the lease's digest with its file, so the commitment is older than the file.
+    Raises UntrustedError if there is none that holds.
+    """
+    lease = evidence.lease
+    if lease.opening is None or not lease.opens():
+        raise UntrustedError("the lease's salt commits to no draws")
+    try:
+        listed = DrawList.model_validate_json(fetch(lease.opening.draws))
+    except ValueError as error:
+        raise UntrustedError("the lease's list of draw commitments does not parse") from error
+    pool = lease.lease.pool
+    signed = listed.of(evidence.validator)
+    if signed is None or listed.pool != pool:
+        raise UntrustedError(f"the lease names no draw of {evidence.validator}")
+    statement = signed.commitment
+    signer = statement.recover(deployment.domain_of(statement), signed.signature)
+    if signer != evidence.validator or statement.pool != pool:
+        raise UntrustedError("the draw's commitment is not signed by the validator for this pool")
+    if evidence.statistics.get("draw_commitment", statement.commitment) != statement.commitment:
+        raise UntrustedError("the evidence names another draw than its lease")
+    return signed

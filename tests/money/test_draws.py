@@ -1,0 +1,261 @@
+"""A validator cannot choose its randomness after it has seen a file, and anyone can check it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from money_kit import FAKE_DEPLOYMENT, VALIDATOR, Shop, key, open_shop
+from pydantic import ValidationError
+
+from orchestrator.draws import EPOCHS_AHEAD, DrawBoard, DrawSecrets, listing
+from orchestrator.store import leases
+from orchestrator.store.submissions import SubmissionRow
+from protocol.core import encoding
+from protocol.core.draws import (
+    DrawCommitment,
+    DrawList,
+    DrawReveal,
+    SaltOpening,
+    SignedDrawCommitment,
+    file_secret,
+    reveal_at,
+)
+from protocol.core.errors import NotFoundError, UntrustedError
+from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.signing import LocalSigner
+from protocol.core.task import SignedLease
+from protocol.core.verdict import Evidence, Reason
+from protocol.storage.base import digest_key, put_object
+from protocol.verification.draw_audit import REVEAL_PATIENCE, check_draw
+
+NODE, OTHER = key(20), key(21)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Any:
+    opened = open_shop(tmp_path)
+    opened.publish(0)
+    opened.admit(NODE)
+    yield opened
+    opened.store.close()
+
+
+def lease_of(shop: Shop, row: SubmissionRow) -> SignedLease:
+    with shop.store.read() as connection:
+        found = leases.get(connection, row.lease_digest)
+    assert found is not None
+    return found.signed()
+
+
+def evidence_of(shop: Shop, row: SubmissionRow, **changes: Any) -> Evidence:
+    """What the validator would publish on the file, were it a lie."""
+    lease = lease_of(shop, row)
+    draw = shop.draws.draw(lease, row.digest)
+    values: dict[str, Any] = {
+        "chain_id": 31337,
+        "submission": row.signed(),
+        "lease": lease,
+        "reason": int(Reason.WRONG_SKETCH),
+        "detail": "",
+        "run_digest": shop.context.run.digest(),
+        "validator": VALIDATOR.address,
+        "validator_version": "test",
+        "draw_secret": draw.secret,
+        "rows_drawn": (0,),
+        "statistics": {"draw_commitment": draw.commitment},
+        "thresholds": {},
+    }
+    return Evidence(**(values | changes))
+
+
+def check(shop: Shop, row: SubmissionRow, evidence: Evidence) -> tuple[str, ...]:
+    return check_draw(
+        evidence,
+        row.digest,
+        FAKE_DEPLOYMENT,
+        shop.context.run,
+        lambda name: shop.objects.get(digest_key(name), 1 << 20),
+        now=shop.now(),
+    )
+
+
+def wait_for_reveal(shop: Shop) -> None:
+    run = shop.context.run
+    epoch = int(shop.now()) // run.epoch_seconds
+    due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
+    shop.now.time = float(due)
+    shop.draws.prepare()
+
+
+def commitment(
+    signer: LocalSigner, epoch: int, secret: Digest, *, pool: int = 1, name: Digest | None = None
+) -> SignedDrawCommitment:
+    """A validator's signed commitment to an epoch's secret, or to the object `name`."""
+    reveal = DrawReveal(pool=pool, validator=signer.address, epoch=epoch, secret=secret)
+    statement = DrawCommitment(pool=pool, epoch=epoch, commitment=name or reveal.digest())
+    signature = signer.sign(statement, FAKE_DEPLOYMENT.domain_of(statement))
+    return SignedDrawCommitment(commitment=statement, validator=signer.address, signature=signature)
+
+
+def rebound(shop: Shop, evidence: Evidence, *commitments: SignedDrawCommitment) -> Evidence:
+    """The evidence with its lease bound to other commitments, salt and all."""
+    listed = DrawList(pool=1, commitments=commitments)
+    opening = SaltOpening(random=ZERO_DIGEST, draws=put_object(shop.objects, listed.canonical()))
+    signed = evidence.lease
+    lease = signed.lease.model_copy(update={"salt": opening.salt()})
+    bound = signed.model_copy(update={"lease": lease, "opening": opening})
+    return evidence.model_copy(update={"lease": bound, "statistics": {}})
+
+
+def test_a_draw_is_bound_by_its_lease_and_shown_once_no_lease_needs_it(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    evidence = evidence_of(shop, row)
+    name = Digest(evidence.statistics["draw_commitment"])
+    shop.now.time += shop.context.run.epoch_seconds  # the epoch is over, its leases are not
+    shop.draws.prepare()
+    assert not shop.objects.exists(digest_key(name)), "a node could still compute its rows"
+    (note,) = check(shop, row, evidence)
+    assert "is not shown before" in note
+    wait_for_reveal(shop)
+    assert check(shop, row, evidence) == ()
+    reveal = DrawReveal.model_validate_json(shop.objects.get(digest_key(name), 9999))
+    assert file_secret(reveal.secret, row.digest) == evidence.draw_secret
+
+
+def test_the_secret_is_the_leases_however_late_the_file_is_judged(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    lease, before = lease_of(shop, row), evidence_of(shop, row)
+    shop.now.time += 3 * shop.context.run.epoch_seconds
+    shop.draws.prepare()
+    assert shop.draws.draw(lease, row.digest).secret == before.draw_secret
+    assert shop.draws.draw(lease, encoding.sha256(b"another file")).secret != before.draw_secret
+
+
+def test_a_validator_that_the_lease_does_not_name_has_no_draw(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    newcomer = DrawSecrets(
+        shop.store, shop.objects, shop.context, OTHER, random=lambda n: b"x" * n, now=shop.now
+    )
+    newcomer.prepare()
+    with pytest.raises(UntrustedError, match="names no draw commitment"):
+        newcomer.draw(lease_of(shop, row), row.digest)
+    unbound = lease_of(shop, row).model_copy(update={"opening": None})
+    with pytest.raises(UntrustedError, match="commits to no draws"):
+        shop.draws.draw(unbound, row.digest)
+    assert newcomer.draw(lease_of(shop, shop.submit(NODE)), row.digest), "the next lease names it"
+
+
+def test_a_secret_chosen_after_the_file_was_seen_is_a_lie(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    chosen = evidence_of(shop, row, draw_secret=file_secret(encoding.sha256(b"good"), row.digest))
+    wait_for_reveal(shop)
+    with pytest.raises(UntrustedError, match="not drawn by the secret"):
+        check(shop, row, chosen)
+
+
+def test_a_commitment_made_after_the_lease_does_not_open_its_salt(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    evidence = evidence_of(shop, row)
+    late = rebound(shop, evidence, commitment(VALIDATOR, 1, encoding.sha256(b"late")))
+    kept_salt = late.lease.model_copy(update={"lease": evidence.lease.lease})
+    with pytest.raises(UntrustedError, match="commits to no draws"):
+        check(shop, row, late.model_copy(update={"lease": kept_salt}))
+    bare = evidence.lease.model_copy(update={"opening": None})
+    with pytest.raises(UntrustedError, match="commits to no draws"):
+        check(shop, row, evidence.model_copy(update={"lease": bare}))
+
+
+def test_a_commitment_must_be_the_validators_for_this_pool(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    evidence = evidence_of(shop, row)
+    secret = encoding.sha256(b"s")
+    with pytest.raises(UntrustedError, match="names no draw of"):
+        check(shop, row, rebound(shop, evidence, commitment(OTHER, 1, secret)))
+    forged = commitment(OTHER, 1, secret).model_copy(update={"validator": VALIDATOR.address})
+    with pytest.raises(UntrustedError, match="not signed by the validator"):
+        check(shop, row, rebound(shop, evidence, forged))
+    with pytest.raises(UntrustedError, match="for this pool"):
+        check(shop, row, rebound(shop, evidence, commitment(VALIDATOR, 1, secret, pool=2)))
+    other = evidence.model_copy(update={"statistics": {"draw_commitment": encoding.sha256(b"o")}})
+    with pytest.raises(UntrustedError, match="another draw than its lease"):
+        check(shop, row, other)
+
+
+def test_a_reveal_of_another_epoch_pool_or_validator_or_no_reveal_at_all_is_a_lie(
+    shop: Shop,
+) -> None:
+    """The object has the committed name, but what it says is not what was committed for."""
+    row = shop.submit(NODE)
+    secret = encoding.sha256(b"s")
+    evidence = evidence_of(shop, row, draw_secret=file_secret(secret, row.digest))
+    for changes in ({"epoch": 8}, {"pool": 2}, {"validator": OTHER.address}):
+        values: dict[str, Any] = {
+            "pool": 1, "validator": VALIDATOR.address, "epoch": 7, "secret": secret
+        }  # fmt: skip
+        shown = put_object(shop.objects, DrawReveal(**(values | changes)).canonical())
+        bound = rebound(shop, evidence, commitment(VALIDATOR, 7, secret, name=shown))
+        with pytest.raises(UntrustedError, match="another pool, validator or epoch"):
+            check(shop, row, bound)
+    noise = put_object(shop.objects, b"not a secret")
+    with pytest.raises(UntrustedError, match="no secret"):
+        check(shop, row, rebound(shop, evidence, commitment(VALIDATOR, 7, secret, name=noise)))
+    honest = rebound(shop, evidence, commitment(VALIDATOR, 7, secret))
+    put_object(
+        shop.objects,
+        DrawReveal(pool=1, validator=VALIDATOR.address, epoch=7, secret=secret).canonical(),
+    )
+    assert check(shop, row, honest) == ()
+
+
+def test_a_list_with_two_commitments_of_one_validator_does_not_parse() -> None:
+    """Else it could say afterwards which of them it meant."""
+    two = [commitment(VALIDATOR, 1, encoding.sha256(bytes([n]))) for n in (1, 2)]
+    with pytest.raises(ValidationError, match="one each"):
+        DrawList(pool=1, commitments=tuple(two))
+
+
+def test_a_secret_that_is_withheld_after_it_was_due_leaves_the_audit_undecided(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    evidence = evidence_of(shop, row)
+    shop.now.time += 10 * shop.context.run.epoch_seconds + REVEAL_PATIENCE
+    with pytest.raises(NotFoundError, match="was due and is not published"):
+        check(shop, row, evidence)
+
+
+def test_only_the_present_epochs_commitments_are_named(shop: Shop) -> None:
+    """An older secret may be about to be shown."""
+    shop.draws.prepare()
+    run = shop.context.run
+
+    def named() -> Digest | None:
+        with shop.store.read() as connection:
+            return DrawBoard().current(connection, shop.objects, shop.context, shop.now())
+
+    first = named()
+    assert first is not None
+    listed = DrawList.model_validate_json(shop.objects.get(digest_key(first), 1 << 20))
+    assert [c.commitment.epoch for c in listed.commitments] == [
+        int(shop.now()) // run.epoch_seconds
+    ]
+    shop.now.time += run.epoch_seconds
+    assert named() not in (None, first), "a validator that is away has committed ahead"
+    shop.now.time += EPOCHS_AHEAD * run.epoch_seconds
+    assert named() is None, "but not for ever: nobody would judge the files"
+
+
+def test_a_validator_that_was_away_commits_anew_and_shows_what_was_due(shop: Shop) -> None:
+    shop.draws.prepare()
+    shop.now.time += 20 * shop.context.run.epoch_seconds
+    shop.draws.prepare()
+    shop.draws.prepare()
+    with shop.store.read() as connection:
+        found = listing(connection)
+    assert len(found) == 2 * EPOCHS_AHEAD
+    assert [info.revealed for info in found] == [False] * EPOCHS_AHEAD + [True] * EPOCHS_AHEAD
+    for info in found:
+        statement = info.signed.commitment
+        signer = statement.recover(FAKE_DEPLOYMENT.domain_of(statement), info.signed.signature)
+        assert signer == VALIDATOR.address
+        assert shop.objects.exists(digest_key(statement.commitment)) == info.revealed
