@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict
 from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
@@ -55,6 +56,17 @@ CHAIN_TIME = "chain_time"
 """Key in `meta`: that block's time, Unix seconds."""
 _OPEN = ("queued", "proposed")
 _LOOKED = "settlement_looked_to"
+"""Key in `meta`: epochs that were looked at and gave nothing to post, as JSON of `_Looked`."""
+
+
+class _Looked(BaseModel):
+    """After root `after`, nothing was to post up to `epoch`; `waits` if a credit there is held."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    after: int = -1
+    epoch: int = -1
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +125,10 @@ def settle_epochs(
         settlement = _settle(store, context, turn, previous, held)
     if settlement is None or not settlement.entries:
         # Nobody is owed anything, or nothing was decided: these leaves come up with a later epoch.
+        waits = settlement is not None and any(f.state == "held" for f in settlement.files)
+        looked = _Looked(after=turn.after, epoch=turn.epoch, waits=waits)
         with store.begin() as connection:
-            store_meta.put(connection, _LOOKED, str(turn.epoch))
+            store_meta.put(connection, _LOOKED, looked.model_dump_json())
         return None
     _queue(store, objects, context, settlement, now())
     return settlement
@@ -135,19 +149,21 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
         clock.time, epoch_seconds=run.epoch_seconds, validity_seconds=run.validity_seconds
     )
     after = -1 if last is None else int(last.epoch)
-    looked = max(after, int(store_meta.get(connection, _LOOKED) or -1))
-    if due <= looked:
+    looked = _Looked.model_validate_json(store_meta.get(connection, _LOOKED) or "{}")
+    if looked.after != after:  # a root came, or the last one was disabled: look anew
+        looked = _Looked(after=after, epoch=after)
+    if due <= looked.epoch:
         return None
     with_work = connection.execute(
         select(func.min(roots.c.epoch)).where(
-            roots.c.chain_seq.is_not(None), roots.c.epoch > looked, roots.c.epoch <= due
+            roots.c.chain_seq.is_not(None), roots.c.epoch > looked.epoch, roots.c.epoch <= due
         )
     ).scalar()
     return _Turn(
         epoch=due if with_work is None else int(with_work),
         after=after,
         previous=None if last is None else Digest(last.object),
-        new_leaves=with_work is not None,
+        new_leaves=with_work is not None or looked.waits,
     )
 
 
@@ -342,7 +358,7 @@ def _void(connection: Connection, submission: Digest, lease: Digest, now: float)
     connection.execute(
         update(submissions)
         .where(submissions.c.digest == submission, submissions.c.status == "submitted")
-        .values(status=state.status, reason=int(Reason.UNAVAILABLE))
+        .values(status=state.status, reason=int(Reason.UNAVAILABLE), judged_at=now)
     )
     connection.execute(update(leases).where(leases.c.digest == lease).values(status=state.status))
     connection.execute(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from devnet.chain import free_port
 from protocol.broadcast import layout
 from protocol.broadcast.manifest import Trust
 from protocol.broadcast.publish import finalize, publish
@@ -165,6 +165,4 @@ def bad_server(root: Path, behave: Behave) -> Iterator[str]:
 
 def dead_url() -> str:
     """A URL where nobody listens."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"

@@ -289,7 +289,8 @@ def test_a_disabled_reward_root_is_replaced_by_the_next(members: World) -> None:
     world, shop = members, members.shop
     shop.judge(shop.submit(HONEST))
     world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    # so far that later epochs, which hold no work, are looked at before the root is disabled
+    world.forward(RUN.validity_seconds + 3 * RUN.epoch_seconds)
     world.ticks()
     first = one(world, schema.reward_roots)
     assert first["claimable_at"] is not None
@@ -302,6 +303,30 @@ def test_a_disabled_reward_root_is_replaced_by_the_next(members: World) -> None:
     assert second["claimable_at"] is not None
     assert second["cumulative_total"] == first["cumulative_total"]
     assert world.contracts.rewards.funds(1).reserved == int(second["cumulative_total"])
+
+
+def test_a_credit_held_at_settlement_is_paid_after_its_slash_fell_though_no_work_came_since(
+    members: World,
+) -> None:
+    world, shop = members, members.shop
+    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
+    world.until_rooted()
+    shop.judge(earned)
+    world.forward(RUN.validity_seconds + 2 * RUN.epoch_seconds)
+    shop.now.time -= RUN.validity_seconds + 2 * RUN.epoch_seconds  # the judge is in time
+    shop.judge(bad, Reason.WRONG_PROMPTS)
+    world.loops.chain_tick()
+    assert settle_epochs(shop.store, shop.objects, shop.context, shop.now) is None
+    assert amounts(world) == {earned.digest: "held"}
+    with shop.store.read() as connection:
+        assert connection.execute(sa.select(schema.reward_roots)).all() == [], "nobody is owed yet"
+
+    world.ticks()
+    assert one(world, schema.slashes)["status"] == "cancelled", "proposed after the validity"
+    world.forward(2 * RUN.epoch_seconds)
+    world.ticks()
+    assert one(world, schema.reward_roots)["claimable_at"] is not None
+    assert int(one(world, schema.reward_roots)["cumulative_total"]) == 20 * TOKEN // 1000
 
 
 def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members: World) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from node_world import NODE, NodeWorld
 from typer.testing import CliRunner
 
+from devnet.chain import free_port
 from node import config
 from node.cli import app, main
 from node.wallet import open_provider
