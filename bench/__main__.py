@@ -12,6 +12,7 @@ from protocol.core.errors import PrimeError
 BENCHES = {
     "gas": "Gas of each act in a pool of 400 nodes, beside the ancestor's",
     "proofs": "Cost and soundness of activation proofs",
+    "broadcast": "Weights to many machines, beside SHARDCAST: whole, by delta, through relays",
 }
 
 
