@@ -107,7 +107,11 @@ def status(settings: Settings, as_json: Json = False) -> None:
     shown = [
         (name.replace("_", " "), local_time(value) if name.endswith("_at") and value else value)
         for name, value in found.items()
+        if name not in ("files", "not_accepted")
     ]
+    files = found.get("files") or {}
+    shown += [("files", ", ".join(f"{n} {state}" for state, n in sorted(files.items())) or "none")]
+    shown += [("not accepted", sentence) for sentence in found.get("not_accepted", ())]
     print_fields("prime-node", shown)
 
 

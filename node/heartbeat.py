@@ -24,11 +24,13 @@ from node.state import AgentStatus, DataFolder
 from node.task import TaskKeeper
 from node.watched import WatchedThread
 from protocol.core.errors import PolicyError, PrimeError, UnavailableError, UserError
-from protocol.core.messages import Heartbeat, HeartbeatAnswer
+from protocol.core.messages import FileEnding, Heartbeat, HeartbeatAnswer
 from protocol.core.run import RunDefinition
+from protocol.core.verdict import Reason
 
 log = logging.getLogger("prime.node")
 TICK_SECONDS = 1.0
+ENDINGS_SHOWN = 3
 LONGEST_SILENCE = 15.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 FINAL_ERRORS = (UserError, PolicyError)
@@ -71,6 +73,7 @@ class Pulse:
         self._task = task
         self._directive = ""
         self._silent_since: float | None = None
+        self._heard_at = 0
         self._next_beat = 0.0
         self._join_pause = 1.0
         self._next_tend = 0.0
@@ -119,12 +122,24 @@ class Pulse:
             log.warning("the orchestrator answers again")
             self._silent_since = None
         self._keeper.heard(answer.latest_version, answer.relays)
+        self._take_endings(answer)
         status = self._obey(answer)
         try:
             self._write_status(answer)
         except UnavailableError as error:
             log.warning("`prime-node status` is not up to date: %s", error)
         return status
+
+    def _take_endings(self, answer: HeartbeatAnswer) -> None:
+        """Says each file that was not accepted once, and why; `status` shows the newest."""
+        try:
+            for ending in answer.endings:
+                if self._outbox.note(ending):
+                    log.warning("the file %s", _sentence(ending))
+        except UnavailableError as error:
+            log.warning("what the verdicts were is not kept: %s", error)
+            return  # not heard: they come again
+        self._heard_at = answer.server_time
 
     def _body(self) -> Heartbeat:
         return Heartbeat(
@@ -133,6 +148,7 @@ class Pulse:
             tokens_per_second=self._desk.tokens_per_second,
             runtime=self._runtime,
             version=version("prime-open"),
+            heard_at=self._heard_at,
         )
 
     def _not_heard(self, error: PrimeError) -> None:
@@ -188,7 +204,14 @@ class Pulse:
                 latest_version=answer.latest_version,
                 speed_class=self._join.speed_class,
                 files=self._outbox.counts(),
+                not_accepted=tuple(_sentence(e) for e in self._outbox.endings(ENDINGS_SHOWN)),
                 tokens_per_second=self._desk.tokens_per_second,
                 task=self._task.description if self._member else "not started",
             )
         )
+
+
+def _sentence(ending: FileEnding) -> str:
+    """Which file, how it ended and why."""
+    reason = Reason(ending.reason).name if ending.reason in set(Reason) else f"{ending.reason}"
+    return f"{ending.submission_digest} is {ending.status} ({reason}): {ending.detail}"

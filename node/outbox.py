@@ -25,7 +25,7 @@ from typing import Literal
 
 from protocol.core.errors import ConflictError, MalformedError, UnavailableError
 from protocol.core.ids import Digest, digest
-from protocol.core.messages import ReceiptAnswer
+from protocol.core.messages import FileEnding, ReceiptAnswer
 from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission
 
 EntryState = Literal["spooled", "receipted", "refused"]
@@ -41,7 +41,12 @@ CREATE TABLE IF NOT EXISTS entries (
   receipt TEXT,                -- JSON of ReceiptAnswer
   reason TEXT NOT NULL DEFAULT '',
   created_at REAL NOT NULL
-)
+);
+CREATE TABLE IF NOT EXISTS endings (
+  submission_digest TEXT PRIMARY KEY,
+  judged_at INTEGER NOT NULL,
+  body TEXT NOT NULL           -- JSON of FileEnding
+);
 """
 
 
@@ -78,7 +83,7 @@ class Outbox:
         self.changed = threading.Condition()
         """Notified whenever an entry is added or settled."""
         with self._journal() as db:
-            db.execute(_SCHEMA)
+            db.executescript(_SCHEMA)
         self._sweep()
 
     @contextmanager
@@ -104,6 +109,10 @@ class Outbox:
                 "DELETE FROM entries WHERE state != 'spooled' AND lease_digest NOT IN "
                 "(SELECT lease_digest FROM entries ORDER BY created_at DESC LIMIT ?)",
                 (KEPT_RECEIPTS,),
+            )
+            db.execute(
+                "DELETE FROM endings WHERE submission_digest NOT IN "
+                "(SELECT submission_digest FROM entries)"
             )
 
     def take_in(self, source_folder: Path, name: str) -> SpooledFile:
@@ -205,10 +214,31 @@ class Outbox:
         """Entries not yet settled, oldest first."""
         return self._select("WHERE state = 'spooled' ORDER BY created_at, lease_digest", ())
 
-    def counts(self) -> dict[str, int]:
-        """Number of entries by state."""
+    def note(self, ending: FileEnding) -> bool:
+        """Keeps how one of our files ended; False if it is known already, or is none of ours."""
         with self._journal() as db:
-            return dict(db.execute("SELECT state, count(*) FROM entries GROUP BY state"))
+            done = db.execute(
+                "INSERT OR IGNORE INTO endings SELECT submission_digest, ?, ? FROM entries "
+                "WHERE submission_digest = ?",
+                (ending.judged_at, ending.model_dump_json(), ending.submission_digest),
+            )
+            return done.rowcount == 1
+
+    def endings(self, limit: int) -> list[FileEnding]:
+        """The newest files that were not accepted, newest first."""
+        with self._journal() as db:
+            rows = db.execute(
+                "SELECT body FROM endings ORDER BY judged_at DESC, submission_digest LIMIT ?",
+                (limit,),
+            ).fetchall()
+        return [FileEnding.model_validate_json(body) for (body,) in rows]
+
+    def counts(self) -> dict[str, int]:
+        """Number of entries by state, and of those that the orchestrator said ended badly."""
+        with self._journal() as db:
+            found = dict(db.execute("SELECT state, count(*) FROM entries GROUP BY state"))
+            ended = "SELECT json_extract(body, '$.status'), count(*) FROM endings GROUP BY 1"
+            return found | dict(db.execute(ended))
 
     def _select(self, where: str, values: tuple[str, ...]) -> list[Entry]:
         query = "SELECT lease_digest, submission_digest, body, state, receipt, reason FROM entries "

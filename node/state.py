@@ -39,6 +39,8 @@ class AgentStatus(Strict):
     latest_version: int | None
     speed_class: int | None
     files: dict[str, int]
+    not_accepted: tuple[str, ...] = ()
+    """The newest files that ended rejected or void, each with its reason in a sentence."""
     tokens_per_second: int
     task: str
 

@@ -8,14 +8,27 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.backend import Backend
-from orchestrator.store import chain, challenges, leases, nodes, policies, schema, sessions
+from orchestrator.store import (
+    chain,
+    challenges,
+    leases,
+    nodes,
+    policies,
+    schema,
+    sessions,
+    submissions,
+)
 from orchestrator.store.nodes import NodeRow
 from protocol.core.ids import Address
 from protocol.core.lifecycle import LeaseState, NodeState, step_lease, step_node
-from protocol.core.messages import Directive, Heartbeat, HeartbeatAnswer
+from protocol.core.messages import Directive, FileEnding, Heartbeat, HeartbeatAnswer
+from protocol.core.verdict import Reason
 
 log = logging.getLogger(__name__)
 
+MAX_ENDINGS = 16
+ENDING_MARGIN_SECONDS = 60
+"""A verdict's time is its validator's; told again within this margin, a node knows it already."""
 RELAY_SECONDS = 120
 """A relay not heard of for so long is no longer named to nodes."""
 
@@ -51,7 +64,26 @@ def heartbeat(backend: Backend, account: Address, beat: Heartbeat) -> HeartbeatA
             latest_version=policies.latest_version(connection),
             relays=tuple(relay.url for relay in relays),
             server_time=int(now),
+            endings=_endings(connection, account, beat.heard_at),
         )
+
+
+def _endings(connection: Connection, node: Address, heard_at: int) -> tuple[FileEnding, ...]:
+    """The node's files that ended badly since it last heard, oldest first."""
+    found = submissions.ended_badly(
+        connection, node, since=heard_at - ENDING_MARGIN_SECONDS, limit=MAX_ENDINGS
+    )
+    return tuple(
+        FileEnding(
+            submission_digest=row.digest,
+            lease_digest=row.lease_digest,
+            status="rejected" if row.status == "rejected" else "void",
+            reason=row.reason,
+            detail=Reason(row.reason).sentence,
+            judged_at=int(row.judged_at or 0),
+        )
+        for row in reversed(found)
+    )
 
 
 def _directive(

@@ -121,6 +121,7 @@ submissions = Table(
     Index("submissions_status", "status"),
     Index("submissions_root", "root_id"),
     Index("submissions_node", "node", "received_at"),
+    Index("submissions_judged", "node", "judged_at"),
 )
 
 jobs = Table(

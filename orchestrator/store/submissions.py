@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.store import schema
-from orchestrator.store.rows import record
+from orchestrator.store.rows import record, records
 from protocol.core.ids import Address, Digest
 from protocol.core.messages import ReceiptAnswer
 from protocol.core.rollout import SignedSubmission
@@ -120,6 +120,23 @@ def judge(
         )
     )
     return done.rowcount == 1
+
+
+def ended_badly(
+    connection: Connection, node: Address, *, since: float, limit: int
+) -> list[SubmissionRow]:
+    """Submissions of `node` that were judged rejected or void at `since` or later, newest first."""
+    query = (
+        sa.select(schema.submissions)
+        .where(
+            _submissions.node == node,
+            _submissions.judged_at >= since,
+            _submissions.status.in_(("rejected", "void")),
+        )
+        .order_by(_submissions.judged_at.desc(), _submissions.digest)
+        .limit(limit)
+    )
+    return records(SubmissionRow, connection.execute(query).mappings().all())
 
 
 def counts(connection: Connection) -> dict[str, int]:

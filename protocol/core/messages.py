@@ -117,13 +117,26 @@ class AdmissionAnswer(Strict):
 
 
 class Heartbeat(Strict):
-    """`policy_version` the newest verified on disk; `leases` the open ones being worked on."""
+    """`policy_version` the newest verified on disk; `leases` the open ones being worked on;
+    `heard_at` the `server_time` of the last answer that was taken in (0: none)."""
 
     policy_version: int | None
     leases: tuple[DigestField, ...] = Field(default=(), max_length=64)
     tokens_per_second: int = Field(default=0, ge=0)
     runtime: Literal["docker", "process"] = "process"
     version: str = Field(default="", max_length=64)
+    heard_at: int = Field(default=0, ge=0)
+
+
+class FileEnding(Strict):
+    """A file that was not accepted. `detail` says in a sentence why, and what to do."""
+
+    submission_digest: DigestField
+    lease_digest: DigestField
+    status: Literal["rejected", "void"]
+    reason: int
+    detail: str = Field(max_length=512)
+    judged_at: int
 
 
 Directive = Literal["join", "work", "wait", "stop"]
@@ -139,6 +152,8 @@ class HeartbeatAnswer(Strict):
     latest_version: int | None
     relays: tuple[str, ...]
     server_time: int
+    endings: tuple[FileEnding, ...] = Field(default=(), max_length=16)
+    """The node's files that ended rejected or void since `heard_at`, the newest; may repeat."""
 
 
 class LeaseRequest(Strict):

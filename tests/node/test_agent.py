@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
+from typing import Any
 
 import psutil
 import pytest
 from node_world import NODE, NodeWorld, until
 
+from orchestrator.store import submissions
 from protocol.core.ids import Digest
+from protocol.core.verdict import Reason
 from protocol.storage.base import digest_key
 from protocol.verification.rollout_file import read_rollout_file
 
@@ -83,6 +90,37 @@ def test_stop_while_generating_gives_the_lease_back_to_the_same_node(world: Node
     world.join()
     until(world.submissions, "the same lease is fulfilled after all")
     assert world.submissions()[0]["lease_digest"] == lease["digest"]
+
+
+def test_a_void_file_and_its_reason_are_told_by_the_agent_itself(world: NodeWorld) -> None:
+    agent = world.join()
+    admitted(world)
+    until(world.submissions, "it works")
+    digest = Digest(world.submissions()[0]["digest"])
+    with world.backend.store.begin() as connection:
+        assert submissions.judge(
+            connection, digest, "void", reason=Reason.MALFORMED, judged_at=world.backend.now()
+        )
+    sentence = f"{digest} is void (MALFORMED): {Reason.MALFORMED.sentence}"
+    until(lambda: sentence in world.log(), "the log says why")
+
+    def status() -> dict[str, Any]:
+        arguments = ["--json", "--data", str(world.folder / "node")]
+        command = [sys.executable, "-m", "node.cli", "status", *arguments]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        shown: dict[str, Any] = json.loads(found)
+        return shown
+
+    until(lambda: sentence in status().get("not_accepted", []), "the status says why")
+    assert status()["files"]["void"] == 1
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(30) == 0
+    assert world.log().count(sentence) == 1, "said once"
+    shown = subprocess.run(
+        [sys.executable, "-m", "node.cli", "status", "--data", str(world.folder / "node")],
+        capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "400"},
+    ).stdout  # fmt: skip
+    assert sentence in shown, "and a person sees it after the agent has ended"
 
 
 def test_quarantined_node_waits_and_ejected_node_stops_and_says_why(world: NodeWorld) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from orchestrator_world import MakeWorld, World, signer
 
-from orchestrator.store import leases, nodes, schema
+from orchestrator.store import leases, nodes, schema, submissions
 from protocol.core.draws import DrawList
 from protocol.core.encoding import sha256
 from protocol.core.messages import LeaseAnswer
 from protocol.core.task import SignedLease
+from protocol.core.verdict import Reason
 
 ASK = b'{"policy_version":0}'
 
@@ -195,3 +196,31 @@ def test_no_lease_is_given_while_no_validator_has_committed(world: World) -> Non
     answer = world.post("/v1/leases", b'{"policy_version":0}', session).json()
     assert answer["lease"] is None
     assert "no validator has committed" in answer["reason"]
+
+
+def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World) -> None:
+    ours, other = world.member(1), world.member(2)
+    for number, (session, reason) in enumerate(
+        [(ours, Reason.MALFORMED), (ours, Reason.NONE), (other, Reason.LATE)]
+    ):
+        digest = world.hand_in(session, data=f"file {number}".encode())
+        status = "void" if reason is not Reason.NONE else "accepted"
+        with world.backend.store.begin() as connection:
+            submissions.judge(
+                connection,
+                digest,
+                status,
+                reason=reason,
+                judged_at=world.clock(),  # type: ignore[arg-type]
+            )
+
+    def told(heard_at: int) -> list[dict[str, Any]]:
+        body = b'{"policy_version":0,"heard_at":%d}' % heard_at
+        ends: list[dict[str, Any]] = world.post("/v1/heartbeat", body, ours).json()["endings"]
+        return ends
+
+    (ending,) = told(0)
+    assert (ending["status"], ending["reason"]) == ("void", Reason.MALFORMED)
+    assert ending["detail"] == Reason.MALFORMED.sentence
+    assert told(int(world.clock())) == [ending], "told again: the verdict may have come late"
+    assert told(int(world.clock()) + 100) == []

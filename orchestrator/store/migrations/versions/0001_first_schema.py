@@ -261,6 +261,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("digest"),
         sa.UniqueConstraint("lease_digest"),
     )
+    op.create_index("submissions_judged", "submissions", ["node", "judged_at"], unique=False)
     op.create_index("submissions_node", "submissions", ["node", "received_at"], unique=False)
     op.create_index("submissions_root", "submissions", ["root_id"], unique=False)
     op.create_index("submissions_status", "submissions", ["status"], unique=False)
