@@ -14,6 +14,7 @@ from pathlib import Path
 
 from protocol.broadcast.chunks import PATIENCE
 from protocol.broadcast.client import Base, FetchStats, Progress, fetch
+from protocol.broadcast.durable import settle
 from protocol.broadcast.files import remove_folder
 from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed, verify_folder
 from protocol.broadcast.sources import SourceBook
@@ -38,6 +39,7 @@ class PolicyFolder:
         self._trust = trust
         self._book = book or SourceBook()
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
+        settle(root)
 
     def versions(self) -> list[int]:
         """Versions on disk, ascending."""

@@ -10,6 +10,7 @@ from orchestrator.presence import RELAY_SECONDS
 from orchestrator.store import policies
 from orchestrator.store.engine import Store
 from protocol.broadcast.client import Base, fetch
+from protocol.broadcast.durable import settle
 from protocol.broadcast.files import remove_folder
 from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed
 from protocol.broadcast.sources import SourceBook
@@ -49,6 +50,7 @@ class PolicyStore:
         self._now = now
         self._book = SourceBook()
         root.mkdir(parents=True, exist_ok=True)
+        settle(root)
 
     def ensure(self, version: int, policy_digest: Digest) -> Path:
         """The folder of policy `version`, whose manifest's digest is `policy_digest`.

@@ -26,13 +26,16 @@ from blake3 import blake3
 
 from protocol.broadcast.files import create_sized, open_regular, read_at, write_at
 from protocol.broadcast.layout import Item
+from protocol.broadcast.running import RunningHash
 from protocol.broadcast.sources import Fault, Source, SourceBook
 from protocol.broadcast.transfer import Link, SupersededError, TransferError
 from protocol.core.errors import PrimeError, UnavailableError
-from protocol.core.ids import to_bytes
+from protocol.core.ids import Digest, to_bytes
 
 PATIENCE = 60.0
 """Seconds without one verified chunk after which a fetch gives up."""
+PER_SOURCE = 2
+"""Connections to one source: while one chunk is hashed and written, the next is on its way."""
 TOO_SLOW = 3.0
 """A chunk that takes more seconds than this, and ten times the usual, is fetched elsewhere."""
 HEDGE_AFTER = 1.0
@@ -80,9 +83,10 @@ class ChunkFetcher:
         book: SourceBook,
         *,
         parallel: int = 4,
-        per_source: int = 1,
+        per_source: int = PER_SOURCE,
         patience: float = PATIENCE,
         last_resort: str | None = "origin",
+        whole_digests: bool = False,
         stop: Callable[[], bool] = lambda: False,
         on_chunk: Callable[[Item, int], None] = lambda item, index: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -110,7 +114,14 @@ class ChunkFetcher:
         self._begun = clock()
         self._last_success = self._begun
         self._usual = 0.0
+        self._hashes = {
+            item.name: RunningHash(item, folder / item.name) for item in items if whole_digests
+        }
         self.stats = ChunkStats()
+
+    def digest(self, item: Item) -> Digest:
+        """BLAKE3 of an item's whole file, once `run` has returned; with `whole_digests` only."""
+        return self._hashes[item.name].digest()
 
     def run(self) -> ChunkStats:
         """Returns when every chunk is on disk. Raises UnavailableError, naming each source's last
@@ -164,6 +175,8 @@ class ChunkFetcher:
             for index in range(len(item.chunks)):
                 if index in have:
                     self.stats.kept += 1
+                    if whole := self._hashes.get(item.name):
+                        whole.kept(index)
                     self._done += item.span(index)[1]
                     self._on_chunk(item, index)
                 else:
@@ -323,6 +336,8 @@ class ChunkFetcher:
         finally:
             os.close(fd)
         self._on_chunk(task.item, task.index)
+        if whole := self._hashes.get(task.item.name):
+            whole.feed(task.index, view)
         with self._change:
             now = self._clock()
             task.done = True

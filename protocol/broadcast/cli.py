@@ -31,7 +31,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from protocol.broadcast import delta as deltas
 from protocol.broadcast import layout
+from protocol.broadcast.chunks import PER_SOURCE
 from protocol.broadcast.client import Base, fetch
+from protocol.broadcast.durable import settle
 from protocol.broadcast.manifest import (
     MANIFEST_NAME,
     Trust,
@@ -154,7 +156,7 @@ def fetch_command(
     contract: Contract = ZERO_ADDRESS,
     pool: PoolNumber = 0,
     parallel: Annotated[int, typer.Option(help="Chunks under way at once.", min=1)] = 4,
-    per_source: Annotated[int, typer.Option(help="Connections to one server.", min=1)] = 1,
+    per_source: Annotated[int, typer.Option(help="Connections to one server.", min=1)] = PER_SOURCE,
     patience: Annotated[float, typer.Option(help="Seconds without progress.", min=1)] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -319,6 +321,7 @@ def _index(link: Link) -> list[SignedManifest]:
 def _on_disk(dest: Path, trust: Trust) -> dict[int, Base]:
     found: dict[int, Base] = {}
     if dest.is_dir():
+        settle(dest)
         for path in dest.iterdir():
             if path.name.isascii() and path.name.isdigit() and (path / MANIFEST_NAME).is_file():
                 signed = read_signed(path / MANIFEST_NAME)

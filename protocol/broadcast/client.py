@@ -4,7 +4,7 @@ fetch()   1  plan: the cheapest of one whole download and of any chain of deltas
           2  get the chunks (protocol/broadcast/chunks.py), resuming what an earlier try left
           3  apply the deltas, if that was the way; a damaged base falls back to the whole
           4  check every file's digest, put the manifest beside them
-          5  the folder appears under its name by one rename
+          5  the folder appears under its name by one rename (protocol/broadcast/durable.py)
 
 The signature on the manifest is the caller's to check (`Trust`), before anything is fetched.
 """
@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from protocol.broadcast import delta as deltas
-from protocol.broadcast.chunks import PATIENCE, ChunkFetcher, ChunkStats
-from protocol.broadcast.files import remove_folder, rename_folder, require_space, write_whole
+from protocol.broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, ChunkStats
+from protocol.broadcast.durable import appear
+from protocol.broadcast.files import remove_folder, replace_file, require_space
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import (
     MANIFEST_NAME,
     check_manifest,
-    file_digest,
     read_signed,
     signed_bytes,
     total_size,
@@ -148,7 +148,7 @@ def fetch(
     chain: Mapping[int, Manifest] | None = None,
     book: SourceBook | None = None,
     parallel: int = 4,
-    per_source: int = 1,
+    per_source: int = PER_SOURCE,
     patience: float = PATIENCE,
     progress: Progress = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
@@ -180,8 +180,8 @@ def fetch(
             patience,
         )
         if signed is not None:
-            write_whole(files / MANIFEST_NAME, signed_bytes(signed))
-        rename_folder(files, dest)
+            replace_file(files / MANIFEST_NAME, signed_bytes(signed), durable=False)
+        appear(files, dest)
         remove_folder(partial)
     stats.seconds = clock() - begun
     return stats
@@ -209,13 +209,15 @@ class _Arriving:
         self.stats.route, self.stats.hops = "whole", ()
         have = sum(path.stat().st_blocks * 512 for path in self.files.iterdir())
         require_space(self.files, total_size(self.policy) - have)
-        self._get(file_items(self.policy), self.files, book, options, patience)
-        for entry in self.policy.files:
-            if file_digest(self.files / entry.name) != entry.digest:
+        items = file_items(self.policy)
+        options = {**options, "whole_digests": True}
+        fetcher = self._get(items, self.files, book, options, patience)
+        for item in items:
+            if fetcher.digest(item) != item.digest:
                 remove_folder(self.partial)
                 raise UntrustedError(
                     f"the manifest of policy {self.policy.version} contradicts itself: all chunks "
-                    f"of {entry.name} are right and the file is not"
+                    f"of {item.name} are right and the file is not"
                 )
 
     def _by_deltas(
@@ -249,12 +251,13 @@ class _Arriving:
         book: SourceBook,
         options: dict[str, Any],
         patience: float,
-    ) -> None:
+    ) -> ChunkFetcher:
         fetcher = ChunkFetcher(items, folder, self.sources, book, patience=patience, **options)
         try:
             fetcher.run()
         finally:
             self.stats.add(fetcher.stats)
+        return fetcher
 
 
 def _require_same(dest: Path, policy: Manifest) -> None:

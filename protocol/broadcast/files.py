@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,13 +111,19 @@ def create_sized(path: Path, size: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces `path` by `data` at once: a reader sees the old bytes or the new ones."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replaces `path` by `data` at once and durably: a reader sees the old bytes or the new."""
+    replace_file(path, data, durable=True)
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool) -> None:
+    """Replaces `path` by `data` at once; `durable` waits until the disk has the bytes."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, DATA_MODE)
     try:
         os.fchmod(fd, DATA_MODE)
         write_at(fd, data, 0)
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
     finally:
         os.close(fd)
     temporary.replace(path)
@@ -126,8 +133,8 @@ def sync_folder(folder: Path) -> None:
     """Makes the folder's entries and files durable before a rename says that they are there."""
     for entry in sorted(folder.iterdir()):
         if entry.is_file() and not entry.is_symlink():
-            _fsync(entry)
-    _fsync(folder)
+            sync_path(entry)
+    sync_path(folder)
 
 
 def rename_folder(source: Path, target: Path) -> None:
@@ -135,7 +142,7 @@ def rename_folder(source: Path, target: Path) -> None:
     sync_folder(source)
     source.chmod(0o755)
     source.rename(target)
-    _fsync(target.parent)
+    sync_path(target.parent)
 
 
 def remove_folder(folder: Path) -> None:
@@ -148,7 +155,8 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _fsync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Makes one file or folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

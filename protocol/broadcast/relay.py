@@ -23,7 +23,8 @@ from protocol.broadcast import delta as deltas
 from protocol.broadcast import layout
 from protocol.broadcast.chunks import ChunkFetcher
 from protocol.broadcast.content import Arrival, LiveContent, LiveVersion
-from protocol.broadcast.files import remove_folder, rename_folder, write_whole
+from protocol.broadcast.durable import appear, settle
+from protocol.broadcast.files import remove_folder, replace_file
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes, total_size
 from protocol.broadcast.server import Counters, Limits, Server
@@ -173,10 +174,10 @@ class Relay:
             self._tell(RelayEvent("refused", version, str(error)))
             return
         live = self._live(signed, self._partial(signed))
-        with self._change:
-            self._wanted[version] = signed
         live.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._content.put(live)
+        with self._change:
+            self._wanted[version] = signed
         self._tell(RelayEvent("learned", version, signed.manifest.digest()))
 
     def _same(self, signed: SignedManifest) -> bool:
@@ -204,6 +205,7 @@ class Relay:
         return LiveVersion(signed, folder, items, arrivals)
 
     def _restore(self) -> None:
+        settle(layout.policies_folder(self._root))
         for version in layout.versions(self._root):
             try:
                 signed = layout.manifest_of(self._root, version)
@@ -264,9 +266,9 @@ class Relay:
         self._get(delta_items(manifest), live)
         if not self._from_delta(signed, live):
             self._get(file_items(manifest), live)
-        write_whole(live.folder / MANIFEST_NAME, signed_bytes(signed))
+        replace_file(live.folder / MANIFEST_NAME, signed_bytes(signed), durable=False)
         final = layout.version_folder(self._root, manifest.version)
-        rename_folder(live.folder, final)
+        appear(live.folder, final)
         self._content.put(LiveVersion(signed, final, live.items, live.arrivals))
 
     def _get(self, items: Sequence[Item], live: LiveVersion) -> None:
