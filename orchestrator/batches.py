@@ -13,6 +13,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
 
 from sqlalchemy import and_, select
 from sqlalchemy.engine import Connection
@@ -29,6 +31,7 @@ from protocol.core import encoding
 from protocol.core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
 from protocol.core.errors import FatalError
 from protocol.core.ids import Digest, to_bytes
+from protocol.core.run import MICRO
 from protocol.core.signing import Signer
 from protocol.storage.base import ObjectStore, put_object
 
@@ -53,18 +56,37 @@ class FreeGroup:
 
 
 def choose(
-    free: Iterable[FreeGroup], *, step: int, groups_per_batch: int, max_staleness: int
+    free: Iterable[FreeGroup],
+    *,
+    step: int,
+    groups_per_batch: int,
+    max_staleness: int,
+    surplus: int = 0,
+    selection: Literal["arrival", "difficulty"] = "arrival",
 ) -> tuple[FreeGroup, ...] | None:
     """The groups of batch `step`, or None while there are too few.
 
-    Informative and fresh (0 ≤ step − policy version ≤ max_staleness) ones, those of the oldest
-    policy first, then by acceptance; ties by name, so the input's order plays no part.
+    Informative and fresh (0 ≤ step − policy version ≤ max_staleness) ones, once `surplus` more of
+    them lie ready than the batch takes. By arrival: those of the oldest policy first, then by
+    acceptance. By difficulty: those whose mean reward is nearest to one half, then as by arrival.
+    Ties by name, so the input's order plays no part.
     """
     fit = [g for g in free if g.informative and 0 <= step - g.policy_version <= max_staleness]
-    if len(fit) < groups_per_batch:
+    if len(fit) < groups_per_batch + surplus:
         return None
-    fit.sort(key=lambda g: (g.policy_version, g.accepted_at, g.submission_digest, g.group_no))
+
+    def rank(group: FreeGroup) -> tuple[Fraction, int, float, str, int]:
+        off = Fraction(0)
+        if selection == "difficulty":
+            off = abs(Fraction(group.reward_micro_sum, group.rows) - MICRO // 2)
+        return (off, group.policy_version, group.accepted_at, *_name(group))
+
+    fit.sort(key=rank)
     return tuple(fit[:groups_per_batch])
+
+
+def _name(group: FreeGroup) -> tuple[str, int]:
+    return group.submission_digest, group.group_no
 
 
 def may_seal(step: int, latest_version: int | None, max_staleness: int) -> bool:
@@ -150,6 +172,8 @@ def _seal_next(
         step=step,
         groups_per_batch=run.groups_per_batch,
         max_staleness=run.max_staleness,
+        surplus=run.surplus_groups,
+        selection=run.selection,
     )
     if chosen is None:
         return None

@@ -33,9 +33,7 @@ MAX_UPLOADS = 4
 def rules_of(backend: Backend) -> Rules:
     """The scheduler's part of the run definition."""
     run = backend.context.run
-    return Rules(
-        run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups
-    )
+    return Rules(run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups)
 
 
 def supply_of(connection: Connection, backend: Backend) -> Supply:

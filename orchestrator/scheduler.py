@@ -30,6 +30,8 @@ class Rules:
     groups_per_batch: int
     groups_per_lease: int
     max_staleness: int
+    surplus: int = 0
+    """Groups that must lie ready beyond those that a batch takes."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ def first_lacking(supply: Supply, rules: Rules) -> int | None:
         return None
     expected = _expected_groups(supply, rules)
     for step in range(supply.next_step, supply.latest_version + rules.max_staleness + 1):
-        need = float(rules.groups_per_batch)
-        for version in sorted(expected):
-            if version <= step <= version + rules.max_staleness:
-                taken = min(need, expected[version])
-                expected[version] -= taken
-                need -= taken
-        if need > 1e-9:
+        fresh = [v for v in sorted(expected) if v <= step <= v + rules.max_staleness]
+        if sum(expected[v] for v in fresh) < rules.groups_per_batch + rules.surplus - 1e-9:
             return step
+        need = float(rules.groups_per_batch)
+        for version in fresh:
+            taken = min(need, expected[version])
+            expected[version] -= taken
+            need -= taken
     return None
 
 

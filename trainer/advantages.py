@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+from protocol.core.rollout import Rollout
+from protocol.core.run import MICRO, Objective
 
 AdvantageForm = Literal["mean_std", "mean", "leave_one_out"]
 STD_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One value a sample, in the batch's order: its advantage, and whether it has a say."""
+
+    advantages: list[float]
+    counted: list[bool]
+    overlong: int
+    """Samples that were cut at the length limit, whatever became of them."""
 
 
 def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[float]:
@@ -30,3 +44,26 @@ def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[fl
         return [value * count / (count - 1) for value in centred]
     std = math.sqrt(math.fsum(value * value for value in centred) / (count - 1))
     return [value / (std + STD_FLOOR) for value in centred]
+
+
+def judge(groups: Sequence[Sequence[Rollout]], objective: Objective) -> Judged:
+    """Every sample's advantage in its group, and what the run does with samples cut at the limit:
+
+    - keep: as any other
+    - mask: its reward stays in its group's baseline, its tokens weigh nothing (DAPO)
+    - penalise: its reward is lowered before the group is compared
+    """
+    advantages: list[float] = []
+    counted: list[bool] = []
+    overlong = 0
+    penalty = objective.overlong_penalty_micro / MICRO if objective.overlong == "penalise" else 0.0
+    for group in groups:
+        cut = [row.finish_reason == "length" for row in group]
+        overlong += sum(cut)
+        rewards = [
+            row.reward - (penalty if is_cut else 0.0)
+            for row, is_cut in zip(group, cut, strict=True)
+        ]
+        advantages += group_advantages(rewards, objective.advantage)
+        counted += [not (is_cut and objective.overlong == "mask") for is_cut in cut]
+    return Judged(advantages, counted, overlong)

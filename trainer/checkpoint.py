@@ -3,18 +3,22 @@
     <data>/checkpoints/<step>/         DCP shards, one file a *global* rank, and state.json
     <data>/checkpoints/.staging-<step> the same, not yet whole
 
-A folder gets its name by one rename, after every rank has written its part and rank 0 has made it
-durable. `<step>` is the number of batches trained, so it holds policy version <step>. A version is
-published only from a checkpoint that is on disk: after a crash the same bytes are published again.
+`begin` copies the state to CPU memory and returns; a thread writes it (DCP) while training goes on,
+and `finish` makes it count. A folder gets its name by one rename, after every rank has written its
+part and rank 0 has made it durable. `<step>` is the number of batches trained, so it holds policy
+version <step>. A version is published only from a checkpoint that is on disk: after a crash the
+same bytes are published again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,8 @@ from trainer.disk import writing
 from trainer.model import Policy
 from trainer.parallel import World
 
+log = logging.getLogger(__name__)
+
 STATE_NAME = "state.json"
 KEEP = 2
 
@@ -42,12 +48,14 @@ KEEP = 2
 @dataclass(frozen=True)
 class TrainerState:
     """`step` batches trained so far. `trained` maps a step to its batch's groups, for as many steps
-    back as staleness could bring a group again. `metrics` is the last step's line."""
+    back as staleness could bring a group again. `metrics` is the last step's line. `ranks` wrote
+    the checkpoint; any other number can read it, but only as many repeat its bits."""
 
     run_digest: Digest
     step: int = 0
     trained: Mapping[int, tuple[GroupKey, ...]] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
+    ranks: int = 1
 
     def recent_groups(self) -> set[GroupKey]:
         """Every remembered group."""
@@ -59,7 +67,7 @@ class TrainerState:
         """The state after training batch `step` of `groups`."""
         kept = {s: keys for s, keys in self.trained.items() if s >= self.step - max_staleness}
         kept[self.step] = groups
-        return TrainerState(self.run_digest, self.step + 1, kept, metrics)
+        return replace(self, step=self.step + 1, trained=kept, metrics=metrics)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -74,7 +82,11 @@ class TrainerState:
                 for step, keys in raw["trained"].items()
             }
             return TrainerState(
-                Digest(raw["run_digest"]), int(raw["step"]), trained, raw["metrics"]
+                Digest(raw["run_digest"]),
+                int(raw["step"]),
+                trained,
+                raw["metrics"],
+                int(raw["ranks"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FatalError(f"the checkpoint's {STATE_NAME} is damaged: {error}") from error
@@ -91,16 +103,45 @@ def latest(data: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name), default=None)
 
 
-def save(
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint under way; nothing of it counts until `finish` has returned."""
+
+    staging: Path
+    final: Path
+    state: TrainerState
+    written: Future[Any] | None
+
+    def finish(self, leads: bool) -> None:
+        """Waits until every rank has written; rank 0 then gives the folder its name, durably, and
+        drops what is older than the last two. Raises UnavailableError if the disk refuses; the
+        earlier checkpoints are untouched."""
+        data = self.final.parent.parent
+        with writing(f"checkpoint {self.state.step}", data):
+            if self.written is not None:
+                self.written.result()
+            if not leads:
+                return
+            (self.staging / STATE_NAME).write_text(self.state.to_json())
+            _make_durable(self.staging)
+            self.staging.rename(self.final)
+            _fsync(self.final.parent)
+            for old in sorted(self.final.parent.iterdir(), key=lambda path: path.name):
+                if old.name.isdigit() and int(old.name) <= self.state.step - KEEP:
+                    shutil.rmtree(old)
+
+
+def begin(
     data: Path,
     state: TrainerState,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     world: World,
-) -> None:
-    """Writes checkpoint `state.step`, on all ranks together; keeps the last two.
+) -> Saving:
+    """Copies everything to CPU memory and writes it in a thread (DCP); a collective.
 
-    Raises UnavailableError if the disk refuses; the earlier checkpoints are untouched.
+    When it returns, training may go on. One at a time: `finish` the one before first, on every
+    rank. Raises UnavailableError if the disk refuses.
     """
     final = _folder(data) / str(state.step)
     staging = _folder(data) / f".staging-{state.step}"
@@ -110,16 +151,25 @@ def save(
             shutil.rmtree(final, ignore_errors=True)
             staging.mkdir(parents=True)
         world.barrier()
-        state_dict_saver.save(_tensors(policy, optimizer, world), checkpoint_id=staging)
-        world.barrier()
-        if world.leads:
-            (staging / STATE_NAME).write_text(state.to_json())
-            _make_durable(staging)
-            staging.rename(final)
-            _fsync(final.parent)
-            for old in sorted(_folder(data).iterdir(), key=lambda path: path.name):
-                if old.name.isdigit() and int(old.name) <= state.step - KEEP:
-                    shutil.rmtree(old)
+        written = state_dict_saver.async_save(
+            _tensors(policy, optimizer, world), checkpoint_id=staging, process_group=world.storage
+        )
+    assert isinstance(written, Future)
+    return Saving(staging, final, replace(state, ranks=world.size), written)
+
+
+def save(
+    data: Path,
+    state: TrainerState,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> None:
+    """Writes checkpoint `state.step` and waits for it, on all ranks together; keeps the last two.
+
+    Raises UnavailableError if the disk refuses; the earlier checkpoints are untouched.
+    """
+    begin(data, state, policy, optimizer, world).finish(world.leads)
     world.barrier()
 
 
@@ -147,6 +197,15 @@ def load(
             hint="name another --data folder for this run",
         )
     tensors = _tensors(policy, optimizer, world)
+    if state.ranks != world.size:
+        log.warning(
+            "the checkpoint was written by %d ranks and is read by %d: the run goes on, but not "
+            "with the very bits that it would have had",
+            state.ranks,
+            world.size,
+        )
+    if world.rank >= state.ranks:
+        del tensors["random"]
     try:
         state_dict_loader.load(tensors, checkpoint_id=folder)
     except CheckpointException as error:  # a BaseException: nobody above would know it
@@ -157,7 +216,8 @@ def load(
         ) from error
     set_model_state_dict(policy, tensors["policy"])
     set_optimizer_state_dict(policy, optimizer, tensors["optimizer"])
-    torch.set_rng_state(tensors["random"][str(world.rank)])
+    if world.rank < state.ranks:
+        torch.set_rng_state(tensors["random"][str(world.rank)])
     return state
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -57,14 +57,43 @@ class Settings(BaseSettings):
     weight_decay: float = Field(default=0.01, ge=0)
     gradient_clip: float = Field(default=0.1, gt=0)
     """Limit of the global gradient norm."""
+    optimizer_steps: int = Field(default=1, ge=1, le=256)
+    """Optimizer steps a batch, each on its share of the groups; with more than one the run's
+    objective should compare with the proximal policy."""
     bf16: bool = False
     """Compute in bf16 (masters and reduction stay fp32); for GPUs."""
+    recompute: bool = False
+    """Compute activations again in the backward pass instead of keeping them (checkpointing)."""
+    lora_rank: int = Field(default=0, ge=0, le=4096)
+    """Train adapters of this rank beside frozen weights; 0 trains the weights themselves."""
+    lora_alpha: int = Field(default=0, ge=0)
+    """Adapters count α/rank; 0 takes twice the rank."""
     row_tokens: int = Field(default=128, ge=1)
     """Samples are packed into rows of this many tokens (a longer one gets a row of its own)."""
     micro_tokens: int = Field(default=4096, ge=1)
     """Padded tokens of a micro-batch; what fits the device's memory."""
     delta_from: int = Field(default=2, ge=0, le=16)
     """Deltas are made from so many earlier versions."""
+    bad_batch: Literal["stop", "skip"] = "stop"
+    """What a sealed batch that breaks a rule does: end the trainer, or publish the weights
+    unchanged under the next number. Three in a row end it in either case."""
+    alarm_ratio: float = Field(default=100.0, gt=0)
+    """An importance ratio above this in a batch is an alarm."""
+    alarm_kl: float = Field(default=1.0, gt=0)
+    """So is a mean KL from the behaviour (or the reference) policy above this."""
+    alarm_entropy: float = Field(default=0.0, ge=0)
+    """So is a mean entropy below this; 0: never."""
+    alarm_action: Literal["warn", "stop"] = "warn"
+    """What an alarm does: a warning and a word in the step's line, or the end of the run (the
+    batch is kept, nothing after it is trained)."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    """Serve Prometheus' text at http://127.0.0.1:<port>/metrics; 0 takes a free port."""
+    tensorboard: UserPath | None = None
+    """Write TensorBoard event files into this folder as well."""
+    peak_tflops: float = Field(default=0.0, ge=0)
+    """Peak of one device in 10^12 operations a second, for MFU; 0 takes the known device's own."""
+    progress: bool = True
+    """A bar with what it waits for, where there is a terminal."""
     log_level: str = "info"
 
     def need(self, name: str) -> Any:

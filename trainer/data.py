@@ -59,6 +59,15 @@ class TrainingBatch:
         """All rows, group after group."""
         return [row for group in self.groups for row in group]
 
+    def require_new(self, trained: Collection[GroupKey]) -> None:
+        """Raises UntrustedError if a group of this batch is among those `trained` before."""
+        again = set(self.keys) & set(trained)
+        if again:
+            sha256, number = min(again)
+            raise UntrustedError(
+                f"batch {self.step} holds group {number} of {sha256}, trained before"
+            )
+
 
 def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:
     """The manifest, once it is the manager's for this pool, run and step, and well formed.
@@ -105,10 +114,6 @@ def assemble(
         for number, rows in _groups_of(file, step, rules, fetch):
             groups.append(rows)
             keys.append((file.sha256, number))
-    again = set(keys) & set(trained)
-    if again:
-        sha256, number = min(again)
-        raise UntrustedError(f"batch {step} holds group {number} of {sha256}, trained before")
     total = sum(len(rows) for rows in groups)
     if total != manifest.rows:
         raise UntrustedError(f"batch {step} has {total} rows, its manifest says {manifest.rows}")
@@ -117,7 +122,9 @@ def assemble(
         raise UntrustedError(
             f"batch {step} has rows of policies {sorted(versions)}, not as it says"
         )
-    return TrainingBatch(Step(step), manifest.digest(), tuple(groups), tuple(keys))
+    batch = TrainingBatch(Step(step), manifest.digest(), tuple(groups), tuple(keys))
+    batch.require_new(trained)
+    return batch
 
 
 def _groups_of(

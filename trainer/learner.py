@@ -1,4 +1,9 @@
-"""One optimizer step: batch in, gradient of the run's objective, new weights, a line of metrics."""
+"""One batch in, new weights out: gradient of the run's objective, clip, AdamW, a line of metrics.
+
+judge (advantages, samples cut at the limit) ─► proximal log-probabilities, if the run wants them
+  for each of `optimizer_steps` shares of the batch's groups:
+    a weight for each token of the share ─► plan ─► collate ─► forward, −J, backward … ─► step
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,17 @@ import torch
 from protocol.core.errors import FatalError
 from protocol.core.rollout import Rollout
 from protocol.core.run import MICRO, RunDefinition
-from trainer.advantages import group_advantages
-from trainer.collate import collate
+from trainer.advantages import Judged, judge
+from trainer.collate import Extra, collate
 from trainer.config import Settings
 from trainer.data import TrainingBatch
-from trainer.loss import ObjectiveSettings, policy_loss, token_weights
+from trainer.lora import add_adapters
+from trainer.loss import policy_loss, token_weights
 from trainer.metrics import Stopwatch, describe_rows
-from trainer.model import Policy, load_policy
-from trainer.packing import plan
+from trainer.model import Policy, Shape, load_policy, shape_of
+from trainer.objectives import form_of
+from trainer.objectives.base import ObjectiveSettings
+from trainer.packing import Plan, plan, quality
 from trainer.parallel import World, accumulating, all_finite, clip_gradients, shard
 
 log = logging.getLogger(__name__)
@@ -40,26 +48,56 @@ class Learner:
     @property
     def objective(self) -> ObjectiveSettings:
         """The run's objective in plain floats."""
-        o = self.run.objective
-        return ObjectiveSettings(
-            normalisation=o.name,
-            clip=o.clip_micro / MICRO,
-            delta=o.delta_micro / MICRO,
-            kl=o.kl_micro / MICRO,
-            entropy=o.entropy_micro / MICRO,
+        return objective_settings(self.run)
+
+    @property
+    def shape(self) -> Shape:
+        """What the model costs."""
+        return shape_of(self.policy.lm.config)
+
+    def planned(self, lengths: Sequence[int]) -> Plan:
+        """Where samples of these lengths go; the same on every rank."""
+        return plan(
+            lengths,
+            ranks=self.world.size,
+            row_tokens=self.settings.row_tokens,
+            micro_tokens=self.settings.micro_tokens,
+            attention_cost=self.shape.attention_cost,
         )
 
 
+def objective_settings(run: RunDefinition) -> ObjectiveSettings:
+    """A run's objective in plain floats. Raises UserError if its form is not registered."""
+    o = run.objective
+    form_of(o.name)
+    return ObjectiveSettings(
+        normalisation=o.name,
+        clip=o.clip_micro / MICRO,
+        delta=o.delta_micro / MICRO,
+        kl=o.kl_micro / MICRO,
+        kl_form=o.kl_form,
+        entropy=o.entropy_micro / MICRO,
+        ratio=o.ratio,
+        importance_cap=o.importance_cap_micro / MICRO,
+    )
+
+
 def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learner:
-    """Loads the base model and shards it over all ranks."""
+    """Loads the base model and shards it over all ranks. Raises UserError for a folder that is no
+    model, or an objective that is not registered."""
     base = settings.need("model")
-    policy = shard(load_policy(base, run.temperature), world, bf16=settings.bf16)
+    wanted = objective_settings(run)
+    policy = load_policy(base, run.temperature)
+    policy.entropy_gradient = bool(wanted.entropy)
+    if settings.lora_rank:
+        add_adapters(policy, settings.lora_rank, settings.lora_alpha or 2 * settings.lora_rank)
+    shard(policy, world, bf16=settings.bf16, recompute=settings.recompute)
     reference = None
-    if run.objective.kl_micro:
+    if wanted.kl:
         reference = load_policy(base, run.temperature).requires_grad_(False)
         reference = shard(reference, world, bf16=settings.bf16)
     optimizer = torch.optim.AdamW(
-        policy.parameters(),
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
@@ -72,35 +110,38 @@ def learning_rate(settings: Settings, step: int) -> float:
     return settings.learning_rate * min(1.0, (step + 1) / max(1, settings.warmup_steps))
 
 
-def backward(learner: Learner, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Accumulates the whole batch's gradient, all ranks together; returns the step's statistics.
+def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
+    """Rows in the batch's order, `size` of them a group."""
+    return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
-    The same gradient however rows are packed, cut into micro-batches or spread over ranks.
+
+def backward(
+    learner: Learner,
+    rollouts: Sequence[Rollout],
+    step: int | None = None,
+    proximal: Sequence[torch.Tensor] | None = None,
+) -> dict[str, float]:
+    """Accumulates the gradient of all `rollouts`, ranks together; returns the statistics.
+
+    The same gradient however rows are packed, cut into micro-batches or spread over ranks. `step`:
+    the policy that this step begins with, if it has taken no step yet.
     """
-    run, settings, world = learner.run, learner.settings, learner.world
-    size = run.samples_per_group
-    advantages = [
-        value
-        for start in range(0, len(rollouts), size)
-        for value in group_advantages(
-            [row.reward for row in rollouts[start : start + size]], run.objective.advantage
-        )
-    ]
+    run, world = learner.run, learner.world
+    judged = judge(groups_of(rollouts, run.samples_per_group), run.objective)
     outputs = [len(row.output_tokens) for row in rollouts]
-    weights = token_weights(outputs, run.objective.name, run.max_output_tokens)
+    weights = token_weights(outputs, run.objective.name, run.max_output_tokens, judged.counted)
     lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
-    layout = plan(
-        lengths,
-        ranks=world.size,
-        row_tokens=settings.row_tokens,
-        micro_tokens=settings.micro_tokens,
-    )
+    layout = learner.planned(lengths)
     mine = layout.ranks[world.rank]
     dtype = next(learner.policy.parameters()).dtype
+    fresh = None if step is None else [row.policy_version == step for row in rollouts]
+    extra = Extra(proximal, fresh)
     sums: dict[str, torch.Tensor] = {}
     ratio_max = torch.zeros((), dtype=dtype, device=world.device)
     for number, rows in enumerate(mine):
-        batch, tokens = collate(rows, rollouts, advantages, weights, world.device, dtype)
+        batch, tokens = collate(
+            rows, rollouts, judged.advantages, weights, world.device, dtype, extra
+        )
         if learner.reference is not None:
             with torch.no_grad():
                 tokens = replace(tokens, reference=learner.reference(batch)[0])
@@ -114,21 +155,59 @@ def backward(learner: Learner, rollouts: Sequence[Rollout]) -> dict[str, float]:
         ratio_max = torch.maximum(ratio_max, terms.ratio_max)
     names = sorted(sums)
     totals = world.sum(torch.stack([sums[name] for name in names])).tolist()
-    statistics = dict(zip(names, totals, strict=True))
-    loss = statistics.pop("loss")
-    count = sum(outputs)
+    found = _statistics(dict(zip(names, totals, strict=True)), sum(outputs))
+    used = quality(layout, lengths, learner.shape.attention_cost)
     return {
-        "loss": loss,
-        **{name: value / count for name, value in statistics.items()},
+        **found,
+        **_counts(judged, rollouts),
         "ratio_max": float(world.max(ratio_max)),
-        "padding": 1.0 - sum(lengths) / max(1, _padded(layout.ranks, lengths)),
+        "padding": used.padding,
+        "packing_fill": used.fill,
+        "rank_imbalance": used.imbalance,
     }
 
 
-def _padded(ranks: Sequence[Sequence[Sequence[Sequence[int]]]], lengths: Sequence[int]) -> int:
-    """Tokens that are computed, padding included."""
-    batches = [rows for micro in ranks for rows in micro if rows]
-    return sum(len(rows) * max(sum(lengths[i] for i in row) for row in rows) for rows in batches)
+def _statistics(totals: dict[str, float], count: int) -> dict[str, float]:
+    """Sums over tokens as means over tokens; the loss is a sum already."""
+    found = {"loss": totals.pop("loss")}
+    fresh = totals.pop("fresh_tokens", 0.0)
+    mismatch = totals.pop("kl_mismatch", 0.0)
+    if fresh:
+        found["kl_mismatch"] = mismatch / fresh
+    return {**found, **{name: value / count for name, value in totals.items()}}
+
+
+def _counts(judged: Judged, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rows = len(rollouts)
+    return {
+        "overlong": judged.overlong / rows,
+        "masked": 1.0 - sum(judged.counted) / rows,
+        "advantage_zero": sum(value == 0.0 for value in judged.advantages) / rows,
+    }
+
+
+def proximal_logprobs(learner: Learner, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+    """(|o_i|,) log-probabilities of every sample by the policy as it is now, on every rank."""
+    world = learner.world
+    outputs = [len(row.output_tokens) for row in rollouts]
+    lengths = [len(row.prompt_tokens) + size for row, size in zip(rollouts, outputs, strict=True)]
+    dtype = next(learner.policy.parameters()).dtype
+    starts = [0]
+    for size in outputs:
+        starts.append(starts[-1] + size)
+    whole = torch.zeros(starts[-1], dtype=dtype, device=world.device)
+    nothing = [0.0] * len(rollouts)
+    for rows in learner.planned(lengths).ranks[world.rank]:
+        batch, _ = collate(rows, rollouts, nothing, nothing, world.device, dtype)
+        with torch.no_grad():
+            logprobs, _ = learner.policy(batch)
+        done = 0
+        for sample in (sample for row in rows for sample in row):
+            size = outputs[sample]
+            whole[starts[sample] : starts[sample] + size] = logprobs[done : done + size]
+            done += size
+    world.sum(whole)
+    return list(whole.split(outputs))
 
 
 def optimizer_step(learner: Learner, loss: float, step: int) -> dict[str, Any]:
@@ -148,27 +227,65 @@ def optimizer_step(learner: Learner, loss: float, step: int) -> dict[str, Any]:
     else:
         log.error("step %d is skipped: loss %s, gradient norm %s", step, loss, norm)
     learner.optimizer.zero_grad(set_to_none=True)
-    return {"gradient_norm": _number(norm), "learning_rate": rate, "applied": applied}
+    return {"gradient_norm": norm, "learning_rate": rate, "applied": applied}
 
 
-def _number(value: float) -> float | str:
+def _number(value: Any) -> Any:
     """JSON has no NaN."""
-    return value if math.isfinite(value) else str(value)
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _worst(norms: Sequence[float]) -> float:
+    """The first norm that is not finite, or else the largest."""
+    return next((norm for norm in norms if not math.isfinite(norm)), max(norms))
+
+
+def shares_of(groups: int, steps: int) -> list[list[int]]:
+    """Group numbers of each optimizer step: every group once, sizes within one of each other, no
+    step empty."""
+    steps = max(1, min(steps, groups))
+    return [list(range(number, groups, steps)) for number in range(steps)]
 
 
 def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict[str, Any]:
-    """One optimizer step on one batch; the step's line of metrics without its waits."""
+    """`optimizer_steps` steps on one batch; the batch's line of metrics without its waits.
+
+    Its statistics are those of the first step, whose ratios are the batch's own staleness, but for
+    the largest gradient norm and ratio, and `applied`, which is true if any step was taken.
+    """
     rollouts = batch.rollouts
-    with watch.timed("forward_backward"):
-        statistics = backward(learner, rollouts)
-    with watch.timed("optimizer"):
-        report = optimizer_step(learner, statistics["loss"], batch.step)
-    return {
+    size = learner.run.samples_per_group
+    shares = shares_of(len(batch.groups), learner.settings.optimizer_steps)
+    proximal = None
+    if learner.objective.ratio == "proximal" and len(shares) > 1:
+        with watch.timed("proximal"):
+            proximal = proximal_logprobs(learner, rollouts)
+    lines: list[dict[str, Any]] = []
+    for number, share in enumerate(shares):
+        chosen = [group * size + sample for group in share for sample in range(size)]
+        with watch.timed("forward_backward"):
+            statistics = backward(
+                learner,
+                [rollouts[i] for i in chosen],
+                batch.step if number == 0 else None,
+                None if proximal is None else [proximal[i] for i in chosen],
+            )
+        with watch.timed("optimizer"):
+            lines.append(statistics | optimizer_step(learner, statistics["loss"], batch.step))
+    lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
+    outputs = [len(row.output_tokens) for row in rollouts]
+    line = {
         "step": batch.step,
         "version": batch.step + 1,
         "batch": batch.digest,
         "groups": len(batch.groups),
+        "optimizer_steps": len(shares),
         **describe_rows(rollouts, batch.step),
-        **{name: _number(value) for name, value in statistics.items()},
-        **report,
+        **lines[0],
+        "gradient_norm": _worst([line["gradient_norm"] for line in lines]),
+        "ratio_max": max(line["ratio_max"] for line in lines),
+        "applied": any(line["applied"] for line in lines),
+        "tokens": sum(lengths),
+        "flops": learner.shape.training_flops(lengths, outputs),
     }
+    return {name: _number(value) for name, value in line.items()}

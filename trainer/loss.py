@@ -1,53 +1,49 @@
-"""The objective, as small pure functions over the generated tokens of a micro-batch.
+"""The objective of a micro-batch, as small pure functions over its generated tokens.
 
 All tensors are flat over the N generated tokens of the micro-batch, whatever rows they sat in.
 Each token carries its weight in the whole batch, computed before packing (`token_weights`), so a
 sum over micro-batches, accumulation steps and ranks is the objective itself, whatever the layout.
 
-With r = π_θ/π_old, π_old the *behaviour* policy whose log-probabilities came with the file:
+    J = Σ_t w_t · [ c_t · surrogate(r_t, A_t) − β·KL_t + η·H_t ]
 
-    J = Σ_t w_t · [ min( min(r_t, δ)·A_t, clip(r_t, 1−ε, 1+ε)·A_t ) − β·KL_t + η·H_t ]
+    ratio = "behaviour":  r = π_θ/π_old, c = 1; π_old generated the row, its log-probabilities
+                          came with the file
+    ratio = "proximal":   r = π_θ/π_prox, c = min(π_prox/π_old, cap) without gradient; π_prox is
+                          the trainer's own policy at the start of the batch. Decoupled PPO
+                          (arXiv 2110.00641); c is also the truncated importance weight between
+                          engine and trainer
 
-δ > 1+ε bounds the ratio where A < 0, which one-sided clipping leaves open (arXiv 2505.07291).
+`surrogate` and w_t are the registered form's (trainer/objectives).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Normalisation = Literal["grpo", "grpo_token_mean", "dr_grpo"]
-KlForm = Literal["k1", "k2", "k3"]
+from trainer.objectives import form_of
+from trainer.objectives.base import (
+    MAX_LOG_RATIO,
+    KlForm,
+    ObjectiveSettings,
+    Tokens,
+    two_sided_clip,
+)
 
-MAX_LOG_RATIO = 20.0
-"""exp(20) is finite in fp32; δ and the clip decide long before it."""
-
-
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """ε, δ, β, η of the module's docstring; all plain floats."""
-
-    normalisation: Normalisation = "grpo"
-    clip: float = 0.2
-    delta: float = 4.0
-    kl: float = 0.0
-    kl_form: KlForm = "k3"
-    entropy: float = 0.0
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """(N,) each: behaviour policy's log-probability, advantage, weight in the batch; reference
-    policy's log-probability where the objective has a KL term."""
-
-    old_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    reference: Tensor | None = None
+__all__ = [
+    "MAX_LOG_RATIO",
+    "KlForm",
+    "LossTerms",
+    "ObjectiveSettings",
+    "Tokens",
+    "kl_estimate",
+    "policy_loss",
+    "token_weights",
+    "two_sided_clip",
+]
 
 
 @dataclass(frozen=True)
@@ -60,28 +56,21 @@ class LossTerms:
 
 
 def token_weights(
-    output_lengths: Sequence[int], normalisation: Normalisation, max_output_tokens: int
+    output_lengths: Sequence[int],
+    normalisation: str,
+    max_output_tokens: int,
+    counted: Sequence[bool] | None = None,
 ) -> list[float]:
     """Weight of each token of each sample; `output_lengths` are those of the *whole* batch.
 
-    - grpo: 1/(samples·|o_i|), the paper's mean of means
-    - grpo_token_mean: 1/Σ|o_i|
-    - dr_grpo: 1/(samples·max_output_tokens): no sample's length changes its tokens' weight
+    Samples that are not `counted` (masked) weigh nothing, and the others as if those were not
+    there. Raises UserError for a form that is not registered.
     """
-    samples = len(output_lengths)
-    if normalisation == "grpo":
-        return [1.0 / (samples * length) for length in output_lengths]
-    if normalisation == "grpo_token_mean":
-        return [1.0 / sum(output_lengths)] * samples
-    return [1.0 / (samples * max_output_tokens)] * samples
-
-
-def two_sided_clip(log_ratio: Tensor, advantages: Tensor, clip: float, delta: float) -> Tensor:
-    """(N,) objective: min( min(r, δ)·A, clip(r, 1−ε, 1+ε)·A )."""
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    bounded = ratio.clamp(max=delta) * advantages
-    clipped = ratio.clamp(1.0 - clip, 1.0 + clip) * advantages
-    return torch.minimum(bounded, clipped)
+    if counted is None:
+        counted = [True] * len(output_lengths)
+    kept = [length for length, counts in zip(output_lengths, counted, strict=True) if counts]
+    weights = iter(form_of(normalisation).weights(kept, max_output_tokens) if kept else ())
+    return [next(weights) if counts else 0.0 for counts in counted]
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, form: KlForm) -> Tensor:
@@ -96,13 +85,27 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, form: KlForm) -> Tensor:
     return d.exp() - 1.0 - d
 
 
+def importance(proximal: Tensor, old_logprobs: Tensor, cap: float) -> Tensor:
+    """(N,) min(π_prox/π_old, cap), without gradient (IMPALA's truncation, arXiv 1802.01561)."""
+    log_weight = (proximal - old_logprobs).detach()
+    return log_weight.clamp(max=MAX_LOG_RATIO).exp().clamp(max=cap)
+
+
 def policy_loss(
     logprobs: Tensor, entropy: Tensor, tokens: Tokens, settings: ObjectiveSettings
 ) -> LossTerms:
     """−J over this micro-batch's tokens. `logprobs`, `entropy`: (N,) of the trained policy at the
-    run's temperature, with gradient."""
-    log_ratio = logprobs - tokens.old_logprobs
-    objective = two_sided_clip(log_ratio, tokens.advantages, settings.clip, settings.delta)
+    run's temperature, with gradient. Raises ValueError if the KL term lacks its reference."""
+    form = form_of(settings.normalisation)
+    if settings.ratio == "proximal":
+        proximal = logprobs.detach() if tokens.proximal is None else tokens.proximal
+        log_ratio = logprobs - proximal
+        correction = importance(proximal, tokens.old_logprobs, settings.importance_cap)
+        objective = correction * form.surrogate(log_ratio, tokens.advantages, settings)
+    else:
+        log_ratio = logprobs - tokens.old_logprobs
+        objective = form.surrogate(log_ratio, tokens.advantages, settings)
+    kl = None
     if settings.kl:
         if tokens.reference is None:
             raise ValueError("an objective with a KL term needs the reference policy")
@@ -110,20 +113,40 @@ def policy_loss(
         objective = objective - settings.kl * kl
     if settings.entropy:
         objective = objective + settings.entropy * entropy
-    loss = -(objective * tokens.weights).sum()
+    # A token without weight has no say, whatever its numbers are (0 · inf is NaN).
+    weighted = torch.where(tokens.weights != 0, objective * tokens.weights, 0.0)
+    loss = -weighted.sum()
     with torch.no_grad():
-        ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-        positive = tokens.advantages > 0
-        clipped = torch.where(positive, ratio > 1 + settings.clip, ratio < 1 - settings.clip)
-        clipped |= ~positive & (ratio > settings.delta)
-        sums = {
-            "ratio": ratio.sum(),
-            "clipped": clipped.sum(),
-            "entropy": entropy.sum(),
-            "kl_old": (ratio - 1.0 - log_ratio).sum(),  # k3 of KL(π_old ‖ π_θ): samples of π_old
-        }
-        if settings.kl:
+        sums = _statistics(logprobs, entropy, log_ratio, tokens, settings)
+        if kl is not None:
             sums["kl_reference"] = kl.sum()
-        empty = ratio.new_zeros(())
-        ratio_max = ratio.max() if ratio.numel() else empty
+        ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+        ratio_max = ratio.max() if ratio.numel() else ratio.new_zeros(())
     return LossTerms(loss, {k: v.detach().double() for k, v in sums.items()}, ratio_max)
+
+
+def _statistics(
+    logprobs: Tensor, entropy: Tensor, log_ratio: Tensor, tokens: Tokens, s: ObjectiveSettings
+) -> dict[str, Tensor]:
+    """Sums over tokens; `kl_old` and `kl_mismatch` are k3 of KL(π_old ‖ π_θ) (tokens are samples
+    of π_old), the latter over rows that the present policy itself is said to have generated: what
+    is left there is the difference between engine and trainer."""
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    positive = tokens.advantages > 0
+    clipped = torch.where(positive, ratio > 1 + s.clip, ratio < 1 - s.clip)
+    clipped |= ~positive & (ratio > s.delta)
+    behind = (logprobs - tokens.old_logprobs).clamp(max=MAX_LOG_RATIO)
+    kl_old = behind.exp() - 1.0 - behind
+    sums = {
+        "ratio": ratio.sum(),
+        "clipped": clipped.sum(),
+        "entropy": entropy.sum(),
+        "kl_old": kl_old.sum(),
+    }
+    if s.ratio == "proximal":
+        proximal = logprobs if tokens.proximal is None else tokens.proximal
+        sums["truncated"] = ((proximal - tokens.old_logprobs).exp() > s.importance_cap).sum()
+    if tokens.fresh is not None:
+        sums["kl_mismatch"] = (kl_old * tokens.fresh).sum()
+        sums["fresh_tokens"] = tokens.fresh.sum()
+    return sums

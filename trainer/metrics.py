@@ -21,13 +21,18 @@ from trainer.disk import writing
 class Stopwatch:
     """Seconds spent, by name: every wait of the loop has one."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        begins: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._now, self._begins = now, begins
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to `name`."""
+        """Adds the time of the block to `name`; tells `begins` of it first."""
+        self._begins(name)
         start = self._now()
         try:
             yield

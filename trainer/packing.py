@@ -1,4 +1,10 @@
-"""Packing: samples into rows, rows onto ranks, rows into micro-batches. Pure; nothing is lost.
+"""Packing: samples onto ranks, into rows, rows into micro-batches. Pure; nothing is lost.
+
+    samples, heaviest first ─► the rank with least work      (every rank gets the same mixture, so
+                                                              tokens and attention balance both)
+    a rank's samples        ─► rows, best fit decreasing
+    a rank's rows           ─► micro-batches, widest first    (the ranks' m-th are much alike: a
+                                                              collective waits for the slowest)
 
 Every sample lands in exactly one row of exactly one rank (a property test holds this; a published
 ancestor duplicated a micro-batch here, with its loss). All ranks get the same number of
@@ -8,11 +14,13 @@ micro-batches, because a collective waits for every rank; a rank without work ge
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ATTENTION_COST = 1 / 2048
-"""Cost of one pair of attended tokens, against one token's linear layers (hidden size ~ 2K)."""
+ATTENTION_COST = 1 / 12288
+"""Cost of one pair of attended tokens against one token's linear layers: 4·h over 24·h² multiply-
+adds a layer at hidden size h = 2,048. `plan` takes a model's own."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +31,9 @@ class Plan:
     row_tokens: int
 
 
-def cost(length: int) -> float:
+def cost(length: int, attention_cost: float = ATTENTION_COST) -> float:
     """Work of one sample: linear layers plus its own (causal) attention."""
-    return length + ATTENTION_COST * length * length / 2
+    return length + attention_cost * length * length / 2
 
 
 def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -35,51 +43,108 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows: list[list[int]] = []
-    open_by_room: dict[int, list[int]] = {}  # room left → heap of row numbers
+    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
     for sample in order:
         length = lengths[sample]
         if length < 1:
             raise ValueError(f"sample {sample} has no tokens")
-        room = next((r for r in range(length, row_tokens + 1) if open_by_room.get(r)), None)
-        if room is None:
+        place = bisect_left(open_rows, (length, -1))
+        if place == len(open_rows):
             row, left = len(rows), row_tokens - length
             rows.append([sample])
         else:
-            row, left = heapq.heappop(open_by_room[room]), room - length
+            room, row = open_rows.pop(place)
+            left = room - length
             rows[row].append(sample)
         if left > 0:
-            heapq.heappush(open_by_room.setdefault(left, []), row)
+            insort(open_rows, (left, row))
     return rows
 
 
-def plan(lengths: Sequence[int], *, ranks: int, row_tokens: int, micro_tokens: int) -> Plan:
+def share_out(
+    lengths: Sequence[int], ranks: int, attention_cost: float = ATTENTION_COST
+) -> list[list[int]]:
+    """Sample numbers of each rank: heaviest first to the rank with least work (LPT: within 4/3 of
+    the best makespan, Graham 1969; with many samples within a fraction of the last one's)."""
+    if ranks == 1:
+        return [list(range(len(lengths)))]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = loads[0]
+        shares[rank].append(sample)
+        heapq.heapreplace(loads, (load + cost(lengths[sample], attention_cost), rank))
+    return shares
+
+
+def plan(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    row_tokens: int,
+    micro_tokens: int,
+    attention_cost: float = ATTENTION_COST,
+) -> Plan:
     """Which sample goes where. `lengths` in tokens; the same on every rank.
 
-    Rows go to the least loaded rank, heaviest first (LPT: within 4/3 of the best makespan, Graham
-    1969). A micro-batch holds rows worth at most `micro_tokens` padded tokens, at least one row.
+    A micro-batch holds rows worth at most `micro_tokens` padded tokens, at least one row. Raises
+    ValueError for a sample without tokens.
     """
-    rows = pack_rows(lengths, row_tokens)
-    work = [sum(cost(lengths[i]) for i in row) for row in rows]
-    loads = [(0.0, rank) for rank in range(ranks)]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for row in sorted(range(len(rows)), key=lambda k: (-work[k], k)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(row)
-        heapq.heappush(loads, (load + work[row], rank))
-    micro: list[list[tuple[tuple[int, ...], ...]]] = []
-    for share in shares:
-        batches: list[list[int]] = []
-        widest = 0
-        # By width, so that a micro-batch pads little.
-        for row in sorted(share, key=lambda k: (-sum(lengths[i] for i in rows[k]), k)):
-            width = sum(lengths[i] for i in rows[row])
-            if batches and max(widest, width) * (len(batches[-1]) + 1) <= micro_tokens:
-                batches[-1].append(row)
-            else:
-                batches.append([row])
-                widest = width
-        micro.append([tuple(tuple(rows[k]) for k in batch) for batch in batches])
+    micro = [
+        _micro_batches(lengths, share, row_tokens, micro_tokens)
+        for share in share_out(lengths, ranks, attention_cost)
+    ]
     most = max(len(batches) for batches in micro)
     return Plan(
         ranks=tuple(tuple(b + [()] * (most - len(b))) for b in micro), row_tokens=row_tokens
+    )
+
+
+def _micro_batches(
+    lengths: Sequence[int], share: Sequence[int], row_tokens: int, micro_tokens: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """One rank's samples in rows in micro-batches."""
+    rows = pack_rows([lengths[i] for i in share], row_tokens)
+    named = [tuple(share[i] for i in row) for row in rows]
+    widths = [sum(lengths[i] for i in row) for row in named]
+    batches: list[list[tuple[int, ...]]] = []
+    widest = 0
+    # By width, so that a micro-batch pads little and the ranks' m-th batches are alike.
+    for row in sorted(range(len(named)), key=lambda k: (-widths[k], k)):
+        if batches and widest * (len(batches[-1]) + 1) <= micro_tokens:
+            batches[-1].append(named[row])
+        else:
+            batches.append([named[row]])
+            widest = widths[row]
+    return [tuple(batch) for batch in batches]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of a plan: `fill` = tokens in rows over their room; `padding` = padded tokens among those
+    computed; `imbalance` = the heaviest rank's work over the mean, less one; `lockstep` the same
+    with every micro-batch waiting for the slowest rank."""
+
+    fill: float
+    padding: float
+    imbalance: float
+    lockstep: float
+
+
+def quality(found: Plan, lengths: Sequence[int], attention_cost: float = ATTENTION_COST) -> Quality:
+    """How well a plan uses the machines."""
+    micro = [[[sum(lengths[i] for i in row) for row in m] for m in rank] for rank in found.ranks]
+    room = sum(max(found.row_tokens, w) for rank in micro for m in rank for w in m)
+    computed = sum(len(m) * max(m) for rank in micro for m in rank if m)
+    work = [
+        [sum(cost(lengths[i], attention_cost) for row in m for i in row) for m in rank]
+        for rank in found.ranks
+    ]
+    mean = sum(map(sum, work)) / len(work)
+    slowest = sum(max(step) for step in zip(*work, strict=True))
+    return Quality(
+        fill=sum(lengths) / room,
+        padding=1.0 - sum(lengths) / computed,
+        imbalance=max(map(sum, work)) / mean - 1.0,
+        lockstep=slowest / mean - 1.0,
     )

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainer.lora import is_adapted, merged
 from trainer.model import Policy
 
 Value = TypeVar("Value")
@@ -31,6 +32,8 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    storage: dist.ProcessGroup | None = None
+    """A CPU group for checkpoints alone, so that a thread writes one beside the loop's work."""
 
     @property
     def leads(self) -> bool:
@@ -71,7 +74,7 @@ def joined_world() -> Iterator[World]:
     20 times slower with two.
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -86,19 +89,24 @@ def joined_world() -> Iterator[World]:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        yield World(dist.get_rank(), dist.get_world_size(), device, mesh)
+        storage = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        yield World(dist.get_rank(), dist.get_world_size(), device, mesh, storage)
     finally:
         dist.destroy_process_group()
 
 
-def shard(policy: Policy, world: World, *, bf16: bool = False) -> Policy:
+def shard(policy: Policy, world: World, *, bf16: bool = False, recompute: bool = False) -> Policy:
     """Shards parameters, gradients and optimizer state over all ranks: each decoder layer is one
-    unit, the rest another. `bf16`: compute in bf16, reduce in fp32; masters stay as loaded."""
+    unit, the rest another. `bf16`: compute in bf16, reduce in fp32; masters stay as loaded.
+    `recompute`: a layer's activations are computed again in the backward pass, not kept."""
     policy.to(world.device)
+    if recompute:
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.lm.train()  # no dropout anywhere (load_policy refuses it); it only switches this on
     precision = MixedPrecisionPolicy()
     if bf16:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers: nn.ModuleList = policy.lm.model.layers
+    layers: nn.ModuleList = policy.decoder.layers
     for layer in layers:
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
     fully_shard(policy, mesh=world.mesh, mp_policy=precision)
@@ -114,6 +122,19 @@ def accumulating(policy: nn.Module, *, last: bool) -> Iterator[None]:
     yield
 
 
+def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
+    """What a node would load: the whole language model in bf16 on CPU, adapters merged, under the
+    base model's names. A collective; only rank 0 keeps anything."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in policy.lm.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.leads:
+            # What an adapter is added to stays wide until it is.
+            width = whole.dtype if is_adapted(name) else torch.bfloat16
+            state[name] = whole.detach().to("cpu", width, copy=True)
+    return {name: tensor.to(torch.bfloat16) for name, tensor in merged(state, policy.lm).items()}
+
+
 def full_state(policy: Policy) -> dict[str, Tensor]:
     """The language model's whole state on every rank, fp32 on CPU, under its own names."""
     state: dict[str, Tensor] = {}
@@ -126,7 +147,8 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 def clip_gradients(policy: nn.Module, limit: float) -> float:
     """Scales the global gradient norm to `limit` at most; returns the norm before, maybe not
     finite (then nothing may be stepped)."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), limit)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(trained, limit)
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return float(whole)
 

@@ -238,6 +238,25 @@ def verify_loadable(folder: Path) -> None:
         raise FatalError(f"the policy in {folder} predicts values that are not finite")
 
 
+def publish_state(
+    publisher: Publisher,
+    weights: dict[str, Tensor],
+    version: int,
+    base: Path,
+    data: Path,
+    insist: Callable[[Callable[[], SignedManifest]], object],
+) -> None:
+    """Publishes `weights` (rank 0's whole state, on CPU) as `version`, by way of a folder that is
+    loaded once; version 0 is the base model as it is. `insist` repeats what is refused for now."""
+    folder = base
+    if version:
+        folder = data / "export"
+        export(weights, base, folder)
+        verify_loadable(folder)
+    insist(lambda: publisher.publish(folder, version))
+    shutil.rmtree(data / "export", ignore_errors=True)
+
+
 def write_address(data: Path, url: str) -> None:
     """Notes the origin's address in `<data>/origin.url`, for whoever starts a relay."""
     write_whole(data / "origin.url", url.encode() + b"\n")

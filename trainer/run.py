@@ -93,6 +93,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
             require_trainer(facts, signer.address)
 
         from trainer.learner import make_learner
+        from trainer.observe import Observers
         from trainer.parallel import joined_world
         from trainer.publish import Origin, write_address
         from trainer.train import Trainer
@@ -112,7 +113,8 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
             stack.enter_context(origin)
             write_address(settings.data, origin.url)
             print(f"origin: {origin.url}", flush=True)
-        Trainer(learner, facts, client, publisher, origin, stop).run()
+        observers = stack.enter_context(Observers.of(settings, world.leads))
+        Trainer(learner, facts, client, publisher, origin, stop, observers).run()
         if settings.linger and origin is not None and not stop.is_set():
             log.info("every wished batch is trained; serving policies until told to stop")
             stop.wait()

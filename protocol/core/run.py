@@ -34,14 +34,25 @@ class EnvironmentRef(Strict):
 
 
 class Objective(Strict):
-    """The loss. `clip` is ε, `delta` the two-sided bound δ, both in millionths."""
+    """The loss. `clip` is ε, `delta` the two-sided bound δ, `kl` β, `entropy` η, in millionths."""
 
-    name: Literal["grpo", "grpo_token_mean", "dr_grpo"] = "grpo"
-    clip_micro: int = 200_000
-    delta_micro: int = 4 * MICRO
-    kl_micro: int = 0
+    name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]{0,31}$")
+    """An entry of the trainer's registry (trainer/objectives): how tokens weigh and are clipped."""
+    clip_micro: int = Field(default=200_000, ge=1, le=MICRO)
+    delta_micro: int = Field(default=4 * MICRO, ge=MICRO)
+    kl_micro: int = Field(default=0, ge=0)
+    kl_form: Literal["k1", "k2", "k3"] = "k3"
     entropy_micro: int = 0
     advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
+    ratio: Literal["behaviour", "proximal"] = "behaviour"
+    """What π_θ is compared with: the policy that generated (its log-probabilities are in the file),
+    or the trainer's own at the start of the batch (decoupled PPO), the rest of the way corrected by
+    an importance weight truncated at `importance_cap`."""
+    importance_cap_micro: int = Field(default=2 * MICRO, ge=MICRO)
+    overlong: Literal["keep", "mask", "penalise"] = "keep"
+    """What becomes of a sample cut at the length limit: trained as it is, without weight in the
+    loss (its reward still in its group's baseline), or its reward lowered by the penalty."""
+    overlong_penalty_micro: int = Field(default=0, ge=0)
 
 
 LengthForm = Literal["exact", "max", "clip"]
@@ -95,6 +106,13 @@ class RunDefinition(Strict):
     groups_per_lease: int = Field(ge=1, le=1024)
     groups_per_batch: int = Field(ge=1, le=65_536)
     max_staleness: int = Field(default=2, ge=0, le=4)
+    oversample_micro: int = Field(default=0, ge=0, le=8 * MICRO)
+    """Groups with some difference in their rewards that must lie ready before a batch is sealed,
+    beyond those it takes, as a share of `groups_per_batch`; the surplus waits for a later batch
+    while it is fresh, and is paid like the rest."""
+    selection: Literal["arrival", "difficulty"] = "arrival"
+    """Which groups a batch takes of those: the oldest policy's first, or those whose mean reward is
+    nearest to one half. Groups without any difference are never taken."""
     budgets: LengthBudgets
     speed: SpeedClasses = SpeedClasses()
     requirements: Requirements = Requirements()
@@ -125,6 +143,11 @@ class RunDefinition(Strict):
     @property
     def temperature(self) -> float:
         return self.temperature_micro / MICRO
+
+    @property
+    def surplus_groups(self) -> int:
+        """Groups that must lie ready beyond those that a batch takes."""
+        return self.groups_per_batch * self.oversample_micro // MICRO
 
     @property
     def rows_per_lease(self) -> int:

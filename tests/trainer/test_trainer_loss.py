@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from trainer.loss import (
     KlForm,
-    Normalisation,
     ObjectiveSettings,
     Tokens,
     kl_estimate,
@@ -22,7 +21,7 @@ from trainer.loss import (
     two_sided_clip,
 )
 
-NORMALISATIONS: tuple[Normalisation, ...] = ("grpo", "grpo_token_mean", "dr_grpo")
+NORMALISATIONS: tuple[str, ...] = ("grpo", "grpo_token_mean", "dr_grpo")
 LENGTHS = [3, 1, 5, 2]
 VOCABULARY = 6
 MAX_OUTPUT = 8
@@ -71,7 +70,7 @@ def slow_gradient(
 @pytest.mark.parametrize("kl_form", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_objectives_gradient_is_the_slow_one(
-    normalisation: Normalisation, kl_form: KlForm, seed: int
+    normalisation: str, kl_form: KlForm, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     total = sum(LENGTHS)
@@ -145,7 +144,7 @@ def test_a_huge_ratio_with_negative_advantage_has_no_gradient_only_under_two_sid
 
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
-def test_weights_of_a_whole_batch_sum_as_the_form_says(normalisation: Normalisation) -> None:
+def test_weights_of_a_whole_batch_sum_as_the_form_says(normalisation: str) -> None:
     rng = random.Random(1)
     lengths = [rng.randint(1, 20) for _ in range(12)]
     weights = token_weights(lengths, normalisation, 20)

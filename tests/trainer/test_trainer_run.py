@@ -73,8 +73,10 @@ def test_each_sealed_batch_becomes_one_published_policy(
     assert [line["step"] for line in metrics] == list(range(STEPS))
     assert all(line["applied"] for line in metrics)
     assert metrics[3]["staleness"] == {"0": 8, "2": 4}
-    for name in ("wait_batch", "fetch", "forward_backward", "optimizer"):
-        assert name in metrics[0]["seconds"]  # type: ignore[operator]
+    for name in ("wait_batch", "forward_backward", "optimizer", "wait_kept"):
+        assert name in metrics[1]["seconds"]  # type: ignore[operator]
+    for name in ("sealed", "fetch", "checkpoint", "publish"):  # beside the loop's own work
+        assert name in metrics[2]["background"]  # type: ignore[operator]
 
 
 def test_a_trainer_killed_again_and_again_trains_no_batch_twice_and_publishes_the_same_bytes(

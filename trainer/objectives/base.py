@@ -1,0 +1,80 @@
+"""What every objective is made of: typed inputs, one signature, and the pieces they share.
+
+An objective is a `Form`: `weights` says what one token of each sample counts in the whole batch,
+`surrogate` what a token's objective is. All tensors are flat over the N generated tokens of a
+micro-batch; everything that depends on the whole batch is in the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KlForm = Literal["k1", "k2", "k3"]
+RatioForm = Literal["behaviour", "proximal"]
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) is finite in fp32; δ and the clip decide long before it."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """ε, δ, β, η of trainer/loss.py and the importance weight's cap; all plain floats.
+
+    `normalisation`: the registry's name of the form."""
+
+    normalisation: str = "grpo"
+    clip: float = 0.2
+    delta: float = 4.0
+    kl: float = 0.0
+    kl_form: KlForm = "k3"
+    entropy: float = 0.0
+    ratio: RatioForm = "behaviour"
+    importance_cap: float = 2.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """(N,) each: behaviour policy's log-probability, advantage, weight in the batch; reference
+    policy's log-probability where the objective has a KL term; the proximal policy's where the
+    ratio is against it and it is not the present policy; `fresh`: 1 where the row's policy is the
+    very one that this step begins with."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    reference: Tensor | None = None
+    proximal: Tensor | None = None
+    fresh: Tensor | None = None
+
+
+Weights = Callable[[Sequence[int], int], list[float]]
+"""(output lengths of the samples that count, the run's max_output_tokens) → weight of each token
+of each sample."""
+Surrogate = Callable[[Tensor, Tensor, ObjectiveSettings], Tensor]
+"""(log r, advantages, settings) → (N,) objective, with gradient through log r."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One objective, as the registry holds it."""
+
+    weights: Weights
+    surrogate: Surrogate
+
+
+def two_sided_clip(log_ratio: Tensor, advantages: Tensor, clip: float, delta: float) -> Tensor:
+    """(N,) objective: min( min(r, δ)·A, clip(r, 1−ε, 1+ε)·A ) (arXiv 2505.07291)."""
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    bounded = ratio.clamp(max=delta) * advantages
+    clipped = ratio.clamp(1.0 - clip, 1.0 + clip) * advantages
+    return torch.minimum(bounded, clipped)
+
+
+def two_sided(log_ratio: Tensor, advantages: Tensor, settings: ObjectiveSettings) -> Tensor:
+    """`two_sided_clip` with the settings' bounds."""
+    return two_sided_clip(log_ratio, advantages, settings.clip, settings.delta)
