@@ -123,9 +123,10 @@ class Join:
     def _missing(self, link: Link, speed_class: int) -> list[Call]:
         standing = read_standing(link, self._signer.address, self._provider)
         needed = self._needed(speed_class)
-        if standing.member_class or standing.ready(needed):
+        if standing.member_class or standing.ready(needed, speed_class):
             return []
-        return missing_calls(link, standing, needed, self._signer, int(self._now()))
+        now = int(self._now())
+        return missing_calls(link, standing, needed, speed_class, self._signer, now)
 
     def _perform(self, link: Link, speed_class: int) -> None:
         assert self._owner_signer is not None, "_acts_itself"

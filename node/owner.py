@@ -37,10 +37,12 @@ class Standing:
     owner_of_node: Address | None
     active: int
     member_class: int
+    allowed_class: int
 
-    def ready(self, needed: int) -> bool:
-        """True once the node may be admitted with `needed` wei of active stake."""
-        return self.registered and self.owner_of_node == self.provider and self.active >= needed
+    def ready(self, needed: int, speed_class: int) -> bool:
+        """True once the node may be admitted to `speed_class` with `needed` wei of active stake."""
+        bound = self.registered and self.owner_of_node == self.provider
+        return bound and self.active >= needed and self.allowed_class >= speed_class
 
 
 def read_standing(link: Link, node: Address, provider: Address) -> Standing:
@@ -52,6 +54,7 @@ def read_standing(link: Link, node: Address, provider: Address) -> Standing:
         owner_of_node=c.registry.provider_of(node),
         active=c.vault.active(provider),
         member_class=c.pools.class_of(link.pool, node),
+        allowed_class=c.pools.allowed_class(provider, link.pool),
     )
 
 
@@ -72,7 +75,7 @@ def stake_needed(
 
 
 def missing_calls(
-    link: Link, standing: Standing, needed: int, node: Signer, now: int
+    link: Link, standing: Standing, needed: int, speed_class: int, node: Signer, now: int
 ) -> list[Call]:
     """The owner's transactions that are still missing, in order; empty if there are none.
 
@@ -94,7 +97,7 @@ def missing_calls(
         )
         signature = node.sign(consent, link.deployment.domain_of(consent))
         calls += flows.add_node(link.contracts, consent, signature)
-    return calls
+    return calls + flows.allow(link.contracts, provider, link.pool, speed_class)
 
 
 class Owner:

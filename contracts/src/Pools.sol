@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
-import { EIP712 } from "@openzeppelin/contracts/utils/cryptography/EIP712.sol";
 import { Math } from "@openzeppelin/contracts/utils/math/Math.sol";
 
+import { PoolState } from "./PoolState.sol";
 import { Registry } from "./Registry.sol";
 import { StakeVault } from "./StakeVault.sol";
 import { Errors } from "./libraries/Errors.sol";
@@ -12,91 +12,18 @@ import { Invite, PolicyStatement, Statements } from "./libraries/Statements.sol"
 /// @title Training runs: who manages them, who sits in them, which policies they published.
 /// @notice Holds no tokens. The manager is trusted to invite, to judge and to pay; every step of it
 /// is an event, and stake moves only through the slasher. No call's cost depends on a pool's size.
-contract Pools is EIP712 {
-    /// @notice A pool was made by its manager.
-    event PoolCreated(
-        uint256 indexed pool, address indexed manager, address trainer, bytes32 runDigest
-    );
-    /// @notice The manager appointed or dismissed a validator.
-    event ValidatorSet(uint256 indexed pool, address indexed validator, bool on);
-    /// @notice A node took a seat.
-    event NodeJoined(
-        uint256 indexed pool, address indexed node, address indexed provider, uint8 speedClass
-    );
-    /// @notice A node gave up its seat.
-    event NodeLeft(uint256 indexed pool, address indexed node);
-    /// @notice A node lost its seat.
-    event NodeEjected(uint256 indexed pool, address indexed node);
-    /// @notice A node may not come back, or may again. A slash bans as well, without this event.
-    event BanSet(uint256 indexed pool, address indexed node, bool on);
-    /// @notice The trainer published a policy.
-    event PolicyPublished(uint256 indexed pool, uint64 indexed version, bytes32 manifestDigest);
-    /// @notice The run is over.
-    event PoolEnded(uint256 indexed pool);
-
-    /// @param nextVersion The policy version to be published next.
-    /// @param validators Number of accounts ever appointed.
-    struct Pool {
-        address manager;
-        uint32 capacity;
-        uint32 members;
-        bool ended;
-        address trainer;
-        uint96 stakePerClass;
-        address treasury;
-        uint64 nextVersion;
-        uint8 validators;
-        bytes32 runDigest;
-    }
-
-    /// @param number Given at the first appointment, never again to another account.
-    /// @param on Whether its verdicts count now.
-    struct Validator {
-        uint8 number;
-        bool on;
-    }
-
-    /// @notice A node's seat. It stays on record when given up: who answered for the node's work
-    /// answers for it until the liability has ended.
-    /// @param provider Who answers for the node, zero if it never joined.
-    /// @param speedClass The class of the present or last stay.
-    /// @param banned Whether it may not come back.
-    /// @param leftAt When the seat was given up, zero while it is taken.
-    /// @param inviteDeadline Deadline of the last used invite; a later one is needed to come back.
-    struct Seat {
-        address provider;
-        uint8 speedClass;
-        bool banned;
-        uint40 leftAt;
-        uint40 inviteDeadline;
-    }
-
+/// A seat commits stake of the node's provider, so it needs the provider's own consent: its
+/// transaction (`join`, `Registry.enroll`), or a class that it allowed the pool before (`allow`).
+contract Pools is PoolState {
     /// @notice Says who owns a node.
     Registry public immutable registry;
-    /// @notice Holds the stake that seats need.
-    StakeVault public immutable vault;
-    uint64 private immutable _unbonding;
     address private immutable _deployer = msg.sender;
-
-    /// @notice May expel nodes; set once by the deployer.
-    address public slasher;
-    /// @notice Number of pools; they are numbered from 1.
-    uint256 public count;
-    /// @notice Digest of each published policy.
-    mapping(uint256 pool => mapping(uint64 version => bytes32)) public policyDigest;
-    /// @notice The account that got a validator's number in a pool, from 1.
-    mapping(uint256 pool => mapping(uint8 number => address)) public validatorAt;
-    mapping(uint256 pool => mapping(address account => Validator)) private _validators;
-    mapping(uint256 pool => Pool) private _pools;
-    mapping(uint256 pool => mapping(address node => Seat)) private _seats;
 
     /// @param registry_ Says who owns a node.
     /// @param vault_ Holds the stake.
-    constructor(Registry registry_, StakeVault vault_) EIP712("Prime", "1") {
+    constructor(Registry registry_, StakeVault vault_) PoolState(vault_) {
         if (address(registry_) == address(0)) revert Errors.ZeroAddress();
         registry = registry_;
-        vault = vault_;
-        _unbonding = vault_.periods().unbonding;
     }
 
     /// @notice Tells of the slasher, deployed later. Once, by the deployer.
@@ -157,10 +84,35 @@ contract Pools is EIP712 {
         emit ValidatorSet(pool, validator, on);
     }
 
+    /// @notice Closes the pool to newcomers until `start`. Seats, work and pay go on.
+    function pause(uint256 pool) external {
+        _managed(pool).paused = true;
+        emit PoolPaused(pool);
+    }
+
+    /// @notice Opens a paused pool again. A pool is open from its creation.
+    function start(uint256 pool) external {
+        _managed(pool).paused = false;
+        emit PoolStarted(pool);
+    }
+
+    /// @notice Whether only nodes of listed providers may join from now on. Seats stay as they are.
+    function setAllowList(uint256 pool, bool on) external {
+        _managed(pool).listOnly = on;
+        emit AllowListSet(pool, on);
+    }
+
+    /// @notice Puts a provider on the allow list or takes it off.
+    function setListed(uint256 pool, address provider, bool on) external {
+        _managed(pool);
+        isListed[pool][provider] = on;
+        emit ListedSet(pool, provider, on);
+    }
+
     /// @notice Bars a node from coming back, or lifts the bar. It does not eject.
     function setBan(uint256 pool, address node, bool on) external {
         _managed(pool);
-        _seats[pool][node].banned = on;
+        _setFlag(_seats[pool][node], BANNED, on);
         emit BanSet(pool, node, on);
     }
 
@@ -170,67 +122,115 @@ contract Pools is EIP712 {
         Pool storage p = _managed(pool);
         if (p.ended) revert Errors.PoolHasEnded(pool);
         p.ended = true;
+        _endedAt[pool] = uint64(block.timestamp);
         emit PoolEnded(pool);
     }
 
     /// @notice Takes a node's seat away. By the manager.
     function eject(uint256 pool, address node) external {
         _managed(pool);
-        if (!_vacate(pool, node)) revert Errors.NotMember(pool, node);
+        if (!_vacate(pool, node, EJECTED)) revert Errors.NotMember(pool, node);
         emit NodeEjected(pool, node);
     }
 
     // ----------------------------------------------------------------------------- the slasher's
 
-    /// @notice Takes the seat away if there is one, and bars the node from coming back.
+    /// @notice Takes the seat away if there is one, and bars the node from coming back. So it goes for
+    /// the key to which the seat was moved since: the work of a seat that can still be slashed lies
+    /// at most one move back (see `moveSeat`).
     /// @return treasury Where the slashed stake goes, zero if it is burned.
     function expel(uint256 pool, address node) external returns (address treasury) {
         if (msg.sender != slasher) revert Errors.NotAllowed(msg.sender);
-        _seats[pool][node].banned = true;
-        if (_vacate(pool, node)) emit NodeEjected(pool, node);
+        Stay storage seat = _seats[pool][node];
+        if (seat.leftAt != 0) {
+            address to = _moves[pool][node].to;
+            if (to != address(0)) _expel(pool, to);
+        }
+        _expel(pool, node);
         return _pools[pool].treasury;
+    }
+
+    // ----------------------------------------------------------------------------- the registry's
+
+    /// @notice Gives a seat to another key of the same provider: class, ban and stake go with it, who
+    /// answers for the work done under the old key does not change. The old key's earned money stays
+    /// claimable under the old key. Once per unbonding period, so that a seat cannot run away from a
+    /// slash by moving on and on.
+    /// @param pool The pool.
+    /// @param from The node that has the seat.
+    /// @param to The provider's other node, which has none.
+    function moveSeat(uint256 pool, address from, address to) external {
+        if (msg.sender != address(registry)) revert Errors.NotAllowed(msg.sender);
+        Stay storage old = _seats[pool][from];
+        Stay memory seat = old;
+        if (seat.provider == address(0) || seat.leftAt != 0) revert Errors.NotMember(pool, from);
+        if (registry.providerOf(to) != seat.provider) revert Errors.UnknownNode(to);
+        // A key that sat here before has a record of its own, which must not be overwritten.
+        if (_seats[pool][to].provider != address(0)) revert Errors.AlreadyMember(pool, to);
+        if (_seats[pool][to].flags & BANNED != 0) revert Errors.Banned(pool, to);
+        uint256 until = uint256(_moves[pool][from].cameAt) + _unbonding;
+        if (block.timestamp < until) revert Errors.MovedRecently(from, until);
+
+        old.leftAt = uint40(block.timestamp);
+        _moves[pool][from].to = to;
+        _moves[pool][to].cameAt = uint64(block.timestamp);
+        _seats[pool][to] = seat;
+        emit NodeLeft(pool, from);
+        emit NodeJoined(pool, to, seat.provider, seat.speedClass);
+        emit SeatMoved(pool, from, to, seat.provider);
+    }
+
+    // ----------------------------------------------------------------------------- the provider's
+
+    /// @notice Lets a pool seat the caller's nodes up to a speed class, whoever carries the invites.
+    /// Each seat commits the pool's `stakePerClass` times its class of the caller's stake.
+    /// @param pool The pool.
+    /// @param upToClass The highest class; zero takes the consent back. Taken seats stay.
+    function allow(uint256 pool, uint8 upToClass) external {
+        _known(pool);
+        allowedClass[msg.sender][pool] = upToClass;
+        emit SeatsAllowed(pool, msg.sender, upToClass);
+    }
+
+    // ---------------------------------------------------------------------------- the validator's
+
+    /// @notice Gives the caller's role up, as a validator whose key is no longer safe does. Its open
+    /// proposals stay, and it still answers for them.
+    function resign(uint256 pool) external {
+        Validator storage v = _validators[pool][msg.sender];
+        if (!v.on) revert Errors.NotAllowed(msg.sender);
+        v.on = false;
+        emit ValidatorSet(pool, msg.sender, false);
     }
 
     // --------------------------------------------------------------------------------- anybody's
 
-    /// @notice Seats a node. Its provider's active stake must cover all of the provider's seats.
+    /// @notice Seats a node. Its provider's active stake must cover all of the provider's seats, and
+    /// the provider must have agreed: it is the caller (also through `Registry.enroll`), or allowed
+    /// the class, or the node was ejected from a seat of that class or a higher one.
     /// @param invite The manager's invite; anyone may carry it.
     /// @param managerSignature The manager's signature over it (ERC-1271 works).
     function join(Invite calldata invite, bytes calldata managerSignature) external {
         uint256 pool = invite.pool;
         address node = invite.node;
         Pool storage p = _known(pool);
-        Seat storage seat = _seats[pool][node];
-        Seat memory last = seat;
         if (p.ended) revert Errors.PoolHasEnded(pool);
+        if (p.paused) revert Errors.PoolIsPaused(pool);
         if (invite.speedClass == 0) revert Errors.ZeroClass();
         if (block.timestamp > invite.deadline) {
             revert Errors.Expired(invite.deadline, block.timestamp);
         }
-        if (last.banned) revert Errors.Banned(pool, node);
-        address provider = registry.providerOf(node);
-        if (provider == address(0)) revert Errors.UnknownNode(node);
-        uint40 deadline = uint40(Math.min(invite.deadline, type(uint40).max));
-        if (last.provider != address(0)) {
-            if (last.leftAt == 0) revert Errors.AlreadyMember(pool, node);
-            if (deadline <= last.inviteDeadline) {
-                revert Errors.InviteUsed(pool, node, invite.deadline);
-            }
-            uint256 until = uint256(last.leftAt) + _unbonding;
-            if (last.provider != provider && block.timestamp < until) {
-                revert Errors.StillLiable(node, last.provider, until);
-            }
-        }
+        address provider = _checkSeat(p, invite);
         if (p.members == p.capacity) revert Errors.PoolFull(pool, p.capacity);
         Statements.check(p.manager, inviteDigest(invite), managerSignature);
 
         ++p.members;
-        _seats[pool][node] = Seat({
+        _seats[pool][node] = Stay({
             provider: provider,
             speedClass: invite.speedClass,
-            banned: false,
+            flags: 0,
             leftAt: 0,
-            inviteDeadline: deadline
+            inviteDeadline: _deadline(invite)
         });
         emit NodeJoined(pool, node, provider, invite.speedClass);
         vault.commit(provider, uint256(p.stakePerClass) * invite.speedClass);
@@ -241,7 +241,7 @@ contract Pools is EIP712 {
         if (msg.sender != node && msg.sender != _seats[pool][node].provider) {
             revert Errors.NotAllowed(msg.sender);
         }
-        if (!_vacate(pool, node)) revert Errors.NotMember(pool, node);
+        if (!_vacate(pool, node, 0)) revert Errors.NotMember(pool, node);
         emit NodeLeft(pool, node);
     }
 
@@ -265,127 +265,62 @@ contract Pools is EIP712 {
         emit PolicyPublished(pool, statement.version, statement.manifestDigest);
     }
 
-    // -------------------------------------------------------------------------------------- views
-
-    /// @notice A pool's facts. Reverts if there is no such pool.
-    function poolOf(uint256 pool)
-        external
-        view
-        returns (
-            address manager,
-            address trainer,
-            bytes32 runDigest,
-            uint256 stakePerClass,
-            uint32 capacity,
-            uint32 members,
-            bool ended,
-            address treasury
-        )
-    {
-        Pool storage p = _known(pool);
-        return (
-            p.manager,
-            p.trainer,
-            p.runDigest,
-            p.stakePerClass,
-            p.capacity,
-            p.members,
-            p.ended,
-            p.treasury
-        );
-    }
-
-    /// @notice Whether an account's verdicts count in a pool.
-    function isValidator(uint256 pool, address account) external view returns (bool) {
-        return _validators[pool][account].on;
-    }
-
-    /// @notice A validator's number in a pool, zero if its verdicts do not count.
-    function validatorNumber(uint256 pool, address account) external view returns (uint8) {
-        Validator memory v = _validators[pool][account];
-        return v.on ? v.number : 0;
-    }
-
-    /// @notice A pool's manager. Reverts if there is no such pool.
-    function managerOf(uint256 pool) external view returns (address) {
-        return _known(pool).manager;
-    }
-
-    /// @notice Where a pool's slashed stake goes, zero if it is burned.
-    function treasuryOf(uint256 pool) external view returns (address) {
-        return _known(pool).treasury;
-    }
-
-    /// @notice Whether a pool has ended.
-    function hasEnded(uint256 pool) external view returns (bool) {
-        return _known(pool).ended;
-    }
-
-    /// @notice The policy version that the trainer publishes next.
-    function nextVersion(uint256 pool) external view returns (uint64) {
-        return _known(pool).nextVersion;
-    }
-
-    /// @notice A member's speed class, 0 if the node is no member.
-    function classOf(uint256 pool, address node) external view returns (uint8) {
-        Seat storage seat = _seats[pool][node];
-        return seat.leftAt == 0 ? seat.speedClass : 0;
-    }
-
-    /// @notice A node's present or last seat.
-    function seatOf(uint256 pool, address node) external view returns (Seat memory) {
-        return _seats[pool][node];
-    }
-
-    /// @notice Who answers for a node's work in a pool; it outlasts the seat.
-    function liableFor(uint256 pool, address node) external view returns (address provider) {
-        return _seats[pool][node].provider;
-    }
-
-    /// @notice Who answers for a node's work in a pool, and with how much for each submission.
-    /// @return provider Zero if the node never joined.
-    /// @return stake Stake that its seat needs, or needed.
-    function liabilityOf(uint256 pool, address node)
-        external
-        view
-        returns (address provider, uint256 stake)
-    {
-        Seat storage seat = _seats[pool][node];
-        return (seat.provider, uint256(_pools[pool].stakePerClass) * seat.speedClass);
-    }
-
-    /// @notice EIP-712 digest of an invite under this contract's domain.
-    function inviteDigest(Invite calldata invite) public view returns (bytes32) {
-        return _hashTypedDataV4(Statements.hash(invite));
-    }
-
-    /// @notice EIP-712 digest of a policy statement under this contract's domain.
-    function policyStatementDigest(PolicyStatement calldata statement)
-        public
-        view
-        returns (bytes32)
-    {
-        return _hashTypedDataV4(Statements.hash(statement));
-    }
-
     // ------------------------------------------------------------------------------------ private
 
-    function _known(uint256 pool) private view returns (Pool storage p) {
-        p = _pools[pool];
-        if (p.manager == address(0)) revert Errors.UnknownPool(pool);
+    /// @dev What the node's last stay and its provider say to an invite. Returns the provider.
+    function _checkSeat(Pool storage p, Invite calldata invite)
+        private
+        view
+        returns (address provider)
+    {
+        uint256 pool = invite.pool;
+        address node = invite.node;
+        Stay memory last = _seats[pool][node];
+        if (last.flags & BANNED != 0) revert Errors.Banned(pool, node);
+        provider = registry.providerOf(node);
+        if (provider == address(0)) revert Errors.UnknownNode(node);
+        if (p.listOnly && !isListed[pool][provider]) revert Errors.NotListed(pool, provider);
+        if (last.provider != address(0)) {
+            if (last.leftAt == 0) revert Errors.AlreadyMember(pool, node);
+            if (_deadline(invite) <= last.inviteDeadline) {
+                revert Errors.InviteUsed(pool, node, invite.deadline);
+            }
+            uint256 until = uint256(last.leftAt) + _unbonding;
+            if (last.provider != provider && block.timestamp < until) {
+                revert Errors.StillLiable(node, last.provider, until);
+            }
+        }
+        // `enroll` binds the node to its own caller, so the provider speaks through the registry.
+        if (msg.sender == provider || msg.sender == address(registry)) return provider;
+        bool ejected = last.flags & EJECTED != 0 && last.provider == provider
+            && invite.speedClass <= last.speedClass;
+        if (!ejected && invite.speedClass > allowedClass[provider][pool]) {
+            revert Errors.NotAgreed(pool, provider, invite.speedClass);
+        }
     }
 
-    function _managed(uint256 pool) private view returns (Pool storage p) {
-        p = _known(pool);
-        if (p.manager != msg.sender) revert Errors.NotAllowed(msg.sender);
+    /// @dev An invite's deadline as a seat keeps it.
+    function _deadline(Invite calldata invite) private pure returns (uint40) {
+        return uint40(Math.min(invite.deadline, type(uint40).max));
+    }
+
+    function _setFlag(Stay storage seat, uint8 flag, bool on) private {
+        seat.flags = on ? seat.flags | flag : seat.flags & ~flag;
+    }
+
+    /// @dev Bars a node, and frees its seat if it has one.
+    function _expel(uint256 pool, address node) private {
+        _setFlag(_seats[pool][node], BANNED, true);
+        if (_vacate(pool, node, EJECTED)) emit NodeEjected(pool, node);
     }
 
     /// @dev Frees the seat and the stake that it needs. False if the node has none.
-    function _vacate(uint256 pool, address node) private returns (bool) {
-        Seat storage seat = _seats[pool][node];
+    function _vacate(uint256 pool, address node, uint8 flag) private returns (bool) {
+        Stay storage seat = _seats[pool][node];
         if (seat.provider == address(0) || seat.leftAt != 0) return false;
         Pool storage p = _pools[pool];
         seat.leftAt = uint40(block.timestamp);
+        seat.flags |= flag;
         --p.members;
         vault.release(seat.provider, uint256(p.stakePerClass) * seat.speedClass);
         return true;

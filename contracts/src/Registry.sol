@@ -20,6 +20,8 @@ contract Registry is EIP712 {
     event NodeAdded(address indexed provider, address indexed node);
     /// @notice A node was let go.
     event NodeRemoved(address indexed provider, address indexed node);
+    /// @notice A provider moved a node to a new key; its history goes on under `to`.
+    event NodeMoved(address indexed provider, address indexed from, address indexed to);
     /// @notice Sessions of `node` that were granted before `at` are void.
     event RevokedBefore(address indexed node, uint64 at);
 
@@ -32,9 +34,12 @@ contract Registry is EIP712 {
     /// @notice Whether a node's consent with this salt was used.
     mapping(address node => mapping(bytes32 salt => bool)) public consentUsed;
 
+    /// @notice The key to which a node was moved last, zero if it was not.
+    mapping(address node => address) public movedTo;
+
     /// @notice Set once by the deployer; used by `enroll` only.
     StakeVault public vault;
-    /// @notice Set once by the deployer; used by `enroll` only.
+    /// @notice Set once by the deployer; used by `enroll` and `moveNode`.
     Pools public pools;
     address private immutable _deployer = msg.sender;
 
@@ -87,6 +92,32 @@ contract Registry is EIP712 {
         emit NodeRemoved(provider, node);
     }
 
+    /// @notice Moves a node of the caller to a new key (a lost or stolen one, a new machine): the old key
+    /// is let go, the new one takes its seats. What the old key earned is still paid, under the old
+    /// key; what it did is still answered for.
+    /// @param from The caller's node.
+    /// @param consent The new key's consent; its provider must be the caller.
+    /// @param nodeSignature ECDSA signature of the new key over the consent.
+    /// @param seats Pools in which the seat goes along (see `Pools.moveSeat`).
+    function moveNode(
+        address from,
+        NodeConsent calldata consent,
+        bytes calldata nodeSignature,
+        uint256[] calldata seats
+    ) external {
+        if (providerOf[from] != msg.sender) {
+            revert Errors.NotAllowed(msg.sender);
+        }
+        delete providerOf[from];
+        emit NodeRemoved(msg.sender, from);
+        _addNode(consent, nodeSignature);
+        movedTo[from] = consent.node;
+        emit NodeMoved(msg.sender, from, consent.node);
+        for (uint256 i; i < seats.length; ++i) {
+            pools.moveSeat(seats[i], from, consent.node);
+        }
+    }
+
     /// @notice Voids every session of `node` granted before `at`, for good.
     /// @param node The caller's node, or the caller itself (any account that grants sessions).
     /// @param at Unix time; later than the last one set.
@@ -101,7 +132,8 @@ contract Registry is EIP712 {
     }
 
     /// @notice Everything a newcomer needs in one transaction: registers the caller as a provider
-    /// if it is not yet, stakes (if `amount` is not zero), binds the node, takes the seat.
+    /// if it is not yet, stakes (if `amount` is not zero), binds the node, takes the seat. Being the
+    /// provider's own call, it is also its consent to the seat.
     /// @param payout Where rewards go; ignored if the caller is registered already.
     /// @param amount Stake to deposit.
     /// @param deadline Of the permit.

@@ -7,6 +7,7 @@ import {
     ReentrancyGuardTransient
 } from "@openzeppelin/contracts/utils/ReentrancyGuardTransient.sol";
 import { MerkleProof } from "@openzeppelin/contracts/utils/cryptography/MerkleProof.sol";
+import { Math } from "@openzeppelin/contracts/utils/math/Math.sol";
 import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
 import { Pools } from "./Pools.sol";
@@ -45,6 +46,20 @@ contract Rewards is ReentrancyGuardTransient {
     /// @notice A node's rewards were paid to its provider's payout account.
     event Claimed(uint256 indexed pool, address indexed node, address payout, uint256 amount);
 
+    /// @notice One claim of a batch.
+    /// @param pool The pool.
+    /// @param epoch A live reward root's epoch.
+    /// @param node The node.
+    /// @param cumulative Its cumulative amount in that root.
+    /// @param proof Merkle path.
+    struct Claim {
+        uint256 pool;
+        uint64 epoch;
+        address node;
+        uint256 cumulative;
+        bytes32[] proof;
+    }
+
     /// @param free Funds that nobody is promised.
     /// @param total Cumulative total of the last live root.
     /// @param reserved Promised by the live roots and not yet claimed.
@@ -69,6 +84,10 @@ contract Rewards is ReentrancyGuardTransient {
         uint64 previousNextEpoch;
         uint128 previousTotal;
     }
+
+    /// @notice How long after a pool's end its rewards can surely be claimed. Afterwards the manager may
+    /// take back what nobody claimed: a reserve without an owner must not be stuck for ever.
+    uint64 public constant CLAIM_PERIOD = 365 days;
 
     /// @notice What rewards are counted in.
     IERC20 public immutable token;
@@ -133,14 +152,20 @@ contract Rewards is ReentrancyGuardTransient {
         if (received != amount) revert Errors.TokenNotPlain(amount, received);
     }
 
-    /// @notice Takes back what nobody is promised. By the manager of an ended pool, which posts the
-    /// last reward roots first.
+    /// @notice Takes back what nobody is promised; one `CLAIM_PERIOD` after the pool's end also what
+    /// nobody claimed. By the manager of an ended pool, which posts the last reward roots first.
     function refund(uint256 pool) external nonReentrant {
         if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
-        if (!pools.hasEnded(pool)) revert Errors.PoolNotEnded(pool);
-        uint256 amount = _funds[pool].free;
+        (,, uint64 endedAt) = pools.rulesOf(pool);
+        if (endedAt == 0) revert Errors.PoolNotEnded(pool);
+        Funds storage f = _funds[pool];
+        uint256 amount = f.free;
+        f.free = 0;
+        if (block.timestamp >= endedAt + CLAIM_PERIOD) {
+            amount += f.reserved;
+            f.reserved = 0;
+        }
         if (amount == 0) revert Errors.NothingToRefund(pool);
-        _funds[pool].free = 0;
         emit Refunded(pool, msg.sender, amount);
 
         token.safeTransfer(msg.sender, amount);
@@ -210,7 +235,8 @@ contract Rewards is ReentrancyGuardTransient {
 
         Funds storage f = _funds[pool];
         uint64 last = f.nextEpoch - 1;
-        uint128 taken = f.total - r.previousTotal;
+        // Less than was added is left if leaves of an earlier root promised more than its total.
+        uint128 taken = uint128(Math.min(f.total - r.previousTotal, f.reserved));
         f.free += taken;
         f.reserved -= taken;
         f.total = r.previousTotal;
@@ -234,27 +260,31 @@ contract Rewards is ReentrancyGuardTransient {
         uint256 cumulative,
         bytes32[] calldata proof
     ) external {
-        RewardRoot storage r = _live(pool, epoch);
-        if (block.timestamp < r.claimableAt) {
-            revert Errors.NotClaimableYet(r.claimableAt, block.timestamp);
-        }
-        bytes32 leaf = Statements.rewardLeaf(node, cumulative);
-        if (!MerkleProof.verifyCalldata(proof, r.root, leaf)) {
-            revert Errors.BadRewardProof(node, cumulative);
-        }
-        uint256 paid = claimed[pool][node];
-        if (cumulative <= paid) revert Errors.NothingToClaim(node, paid);
-        uint256 amount = cumulative - paid;
-        uint256 reserved = _funds[pool].reserved;
-        if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);
-        address payout = registry.payoutOf(pools.liableFor(pool, node));
-        if (payout == address(0)) revert Errors.UnknownNode(node);
-
-        claimed[pool][node] = cumulative;
-        _funds[pool].reserved = (reserved - amount).toUint128();
-        emit Claimed(pool, node, payout, amount);
-
+        (uint256 amount, address payout) = _account(pool, epoch, node, cumulative, proof);
+        if (amount == 0) revert Errors.NothingToClaim(node, claimed[pool][node]);
         token.safeTransfer(payout, amount);
+    }
+
+    /// @notice Pays many nodes in one transaction, each as `claim` would; what was paid already is
+    /// skipped, so that nobody stops a batch by claiming one of it first.
+    /// @param claims What to pay. Those that follow one another to one account are one transfer.
+    /// @return paid The sum.
+    function claimMany(Claim[] calldata claims) external returns (uint256 paid) {
+        address last;
+        uint256 owed;
+        for (uint256 i; i < claims.length; ++i) {
+            Claim calldata c = claims[i];
+            (uint256 amount, address payout) =
+                _account(c.pool, c.epoch, c.node, c.cumulative, c.proof);
+            if (amount == 0) continue;
+            paid += amount;
+            if (payout != last) {
+                if (owed > 0) token.safeTransfer(last, owed);
+                (last, owed) = (payout, 0);
+            }
+            owed += amount;
+        }
+        if (owed > 0) token.safeTransfer(last, owed);
     }
 
     /// @notice A pool's funds: what nobody is promised, and what is promised and not yet claimed.
@@ -275,6 +305,36 @@ contract Rewards is ReentrancyGuardTransient {
     {
         RewardRoot storage r = _roots[pool][epoch];
         return (r.root, r.claimableAt, r.root != 0 && r.index >= _funds[pool].liveRoots);
+    }
+
+    /// @dev Enters a claim in the books. `amount` is what is to be paid now, to `payout`; zero if the
+    /// node has been paid as much before.
+    function _account(
+        uint256 pool,
+        uint64 epoch,
+        address node,
+        uint256 cumulative,
+        bytes32[] calldata proof
+    ) private returns (uint256 amount, address payout) {
+        RewardRoot storage r = _live(pool, epoch);
+        if (block.timestamp < r.claimableAt) {
+            revert Errors.NotClaimableYet(r.claimableAt, block.timestamp);
+        }
+        bytes32 leaf = Statements.rewardLeaf(node, cumulative);
+        if (!MerkleProof.verifyCalldata(proof, r.root, leaf)) {
+            revert Errors.BadRewardProof(node, cumulative);
+        }
+        uint256 paid = claimed[pool][node];
+        if (cumulative <= paid) return (0, address(0));
+        amount = cumulative - paid;
+        uint256 reserved = _funds[pool].reserved;
+        if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);
+        payout = registry.payoutOf(pools.liableFor(pool, node));
+        if (payout == address(0)) revert Errors.UnknownNode(node);
+
+        claimed[pool][node] = cumulative;
+        _funds[pool].reserved = uint128(reserved - amount); // less than what 128 bits held
+        emit Claimed(pool, node, payout, amount);
     }
 
     function _live(uint256 pool, uint64 epoch) private view returns (RewardRoot storage r) {

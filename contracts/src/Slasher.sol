@@ -12,6 +12,7 @@ import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
 import { Pools } from "./Pools.sol";
 import { StakeVault } from "./StakeVault.sol";
+import { Terms } from "./Terms.sol";
 import { Work } from "./Work.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
@@ -31,7 +32,7 @@ import { Submission } from "./libraries/Statements.sol";
 /// a provider's open ones together at most what was slashable when the first was opened (see the
 /// vault). Only reasons that are a lie in the work can be proposed: downtime has no path to stake.
 /// Tokens held = Σ deposits of disputed proposals.
-contract Slasher is ReentrancyGuardTransient {
+contract Slasher is Terms, ReentrancyGuardTransient {
     using SafeCast for uint256;
     using SafeERC20 for IERC20;
 
@@ -114,11 +115,13 @@ contract Slasher is ReentrancyGuardTransient {
     /// @param guardianEnds From when on it may not.
     /// @param disputeDeposit What a dispute costs if it is lost.
     /// @param validatorBond Active stake a proposer must have; what an overturned proposal costs it.
-    struct Terms {
+    /// @param governor May move deposit and bond, behind a delay; zero: they never move.
+    struct Roles {
         address guardian;
         uint64 guardianEnds;
         uint256 disputeDeposit;
         uint256 validatorBond;
+        address governor;
     }
 
     /// @notice Reasons from 1 to this one are lies that evidence shows; others cannot be proposed.
@@ -136,10 +139,6 @@ contract Slasher is ReentrancyGuardTransient {
     address public immutable guardian;
     /// @notice From when on it may not.
     uint64 public immutable guardianEnds;
-    /// @notice What a dispute costs if it is lost.
-    uint256 public immutable disputeDeposit;
-    /// @notice Active stake a proposer must have; what an overturned proposal costs it.
-    uint256 public immutable validatorBond;
     uint64 private immutable _slashWindow;
     uint64 private immutable _disputeWindow;
 
@@ -147,13 +146,17 @@ contract Slasher is ReentrancyGuardTransient {
     uint256 public count;
     /// @notice The proposal about a submission, zero if there is none.
     mapping(bytes32 leaf => uint256) public proposalOf;
+    /// @notice What a dispute holds; later terms do not change it.
+    mapping(uint256 id => uint256) public depositOf;
     mapping(uint256 id => Entry) private _entries;
 
     /// @param vault_ Holds the stake.
     /// @param pools_ The training runs.
     /// @param work_ Knows the submissions.
-    /// @param terms The guardian and the sums at risk.
-    constructor(StakeVault vault_, Pools pools_, Work work_, Terms memory terms) {
+    /// @param roles The guardian, the governor and the sums at risk.
+    constructor(StakeVault vault_, Pools pools_, Work work_, Roles memory roles)
+        Terms(roles.governor, roles.disputeDeposit, roles.validatorBond, vault_.periods().unbonding)
+    {
         if (address(pools_) == address(0) || address(work_) == address(0)) {
             revert Errors.ZeroAddress();
         }
@@ -162,10 +165,8 @@ contract Slasher is ReentrancyGuardTransient {
         vault = vault_;
         pools = pools_;
         work = work_;
-        guardian = terms.guardian;
-        guardianEnds = terms.guardianEnds;
-        disputeDeposit = terms.disputeDeposit;
-        validatorBond = terms.validatorBond;
+        guardian = roles.guardian;
+        guardianEnds = roles.guardianEnds;
         _slashWindow = p.slashWindow;
         _disputeWindow = p.disputeWindow;
     }
@@ -224,13 +225,15 @@ contract Slasher is ReentrancyGuardTransient {
         uint64 judgeBy = uint64(block.timestamp) + _disputeWindow;
         _entries[id].state = State.Disputed;
         _entries[id].deadline = uint40(judgeBy);
-        emit SlashDisputed(id, p.pool, p.node, disputeDeposit, judgeBy);
+        uint256 deposit = _terms.deposit;
+        emit SlashDisputed(id, p.pool, p.node, deposit, judgeBy);
 
-        if (disputeDeposit == 0) return;
+        if (deposit == 0) return;
+        depositOf[id] = deposit;
         uint256 before = token.balanceOf(address(this));
-        token.safeTransferFrom(msg.sender, address(this), disputeDeposit);
+        token.safeTransferFrom(msg.sender, address(this), deposit);
         uint256 received = token.balanceOf(address(this)) - before;
-        if (received != disputeDeposit) revert Errors.TokenNotPlain(disputeDeposit, received);
+        if (received != deposit) revert Errors.TokenNotPlain(deposit, received);
     }
 
     /// @notice Finds the same as the proposer: the slash is carried out and the deposit lost.
@@ -239,27 +242,29 @@ contract Slasher is ReentrancyGuardTransient {
         emit SlashConfirmed(id, msg.sender);
         _execute(id, p);
 
-        if (disputeDeposit == 0) return;
+        uint256 deposit = _takeDeposit(id);
+        if (deposit == 0) return;
         address treasury = pools.treasuryOf(p.pool);
-        if (treasury == address(0)) ERC20Burnable(address(token)).burn(disputeDeposit);
-        else token.safeTransfer(treasury, disputeDeposit);
+        if (treasury == address(0)) ERC20Burnable(address(token)).burn(deposit);
+        else token.safeTransfer(treasury, deposit);
     }
 
     /// @notice Finds otherwise: the deposit goes back and the proposer pays from its stake.
     function overturn(uint256 id) external nonReentrant {
         Entry memory p = _judged(id);
         address proposer = pools.validatorAt(p.pool, p.number);
-        uint256 penalty = validatorBond == 0 ? 0 : vault.openSlash(proposer, validatorBond);
+        uint256 bond = _terms.bond;
+        uint256 penalty = bond == 0 ? 0 : vault.openSlash(proposer, bond);
         emit SlashOverturned(id, msg.sender, penalty);
-        _cancel(id, p, true);
-        if (validatorBond > 0) vault.settleSlash(proposer, penalty, pools.treasuryOf(p.pool));
+        _cancel(id, p);
+        if (bond > 0) vault.settleSlash(proposer, penalty, pools.treasuryOf(p.pool));
     }
 
     /// @notice Ends a dispute that nobody judged in time: the deposit goes back. By anyone.
     function lapse(uint256 id) external nonReentrant {
         Entry memory p = _in(id, State.Disputed);
         if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);
-        _cancel(id, p, true);
+        _cancel(id, p);
     }
 
     /// @notice Calls a proposal off. By the guardian, until its power ends.
@@ -271,7 +276,7 @@ contract Slasher is ReentrancyGuardTransient {
         if (p.state != State.Proposed && p.state != State.Disputed) {
             revert Errors.WrongState(id, uint8(p.state));
         }
-        _cancel(id, p, p.state == State.Disputed);
+        _cancel(id, p);
     }
 
     /// @notice A proposal, zeros if there is none of this number.
@@ -310,11 +315,10 @@ contract Slasher is ReentrancyGuardTransient {
     function _checkProposer(uint256 pool) private view returns (uint8 number) {
         number = pools.validatorNumber(pool, msg.sender);
         if (number == 0) revert Errors.NotAllowed(msg.sender);
-        if (validatorBond == 0) return number;
+        uint256 bond = _terms.bond;
+        if (bond == 0) return number;
         uint256 active = vault.active(msg.sender);
-        if (active < validatorBond) {
-            revert Errors.InsufficientStake(msg.sender, active, validatorBond);
-        }
+        if (active < bond) revert Errors.InsufficientStake(msg.sender, active, bond);
     }
 
     /// @dev Holds the stake of whoever answers for the node: at most what its seat needs.
@@ -344,10 +348,17 @@ contract Slasher is ReentrancyGuardTransient {
         vault.settleSlash(p.provider, p.amount, treasury);
     }
 
-    function _cancel(uint256 id, Entry memory p, bool hasDeposit) private {
+    function _cancel(uint256 id, Entry memory p) private {
         _entries[id].state = State.Cancelled;
         emit SlashCancelled(id, p.pool, p.node);
         vault.releaseSlash(p.provider, p.amount);
-        if (hasDeposit && disputeDeposit > 0) token.safeTransfer(p.provider, disputeDeposit);
+        uint256 deposit = _takeDeposit(id);
+        if (deposit > 0) token.safeTransfer(p.provider, deposit);
+    }
+
+    /// @dev What the dispute held; it is on its way out now.
+    function _takeDeposit(uint256 id) private returns (uint256 deposit) {
+        deposit = depositOf[id];
+        delete depositOf[id];
     }
 }

@@ -13,6 +13,7 @@ import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
+import { MAX_UNBONDINGS, Queue, Unbonding } from "./libraries/Queue.sol";
 
 /// @title The only contract that holds stake.
 /// @notice An account's stake is bonded or in a queue of at most eight unbondings. Part of it may be
@@ -25,6 +26,7 @@ import { Periods } from "./libraries/Periods.sol";
 /// All slashes of an account that are open together take at most what was slashable when the first
 /// of them was opened (`room`).
 contract StakeVault is ReentrancyGuardTransient {
+    using Queue for Unbonding[MAX_UNBONDINGS];
     using SafeCast for uint256;
     using SafeERC20 for IERC20;
 
@@ -43,32 +45,24 @@ contract StakeVault is ReentrancyGuardTransient {
     /// @notice Stake was taken by a slash; `to` zero means burned.
     event Slashed(address indexed provider, uint256 amount, address to);
 
+    /// @dev A slash of a seated provider writes no slot for the first time: `committed` lies beside
+    /// `room`.
     /// @param bonded Stake that is not unbonding, the part held for slashes included.
-    /// @param committed What seats in pools need.
-    /// @param queueLength Number of entries in the queue, oldest first.
     /// @param pending Sum held for open slashes.
-    /// @param room What further slashes may take until all open ones are settled.
     /// @param openSlashes Number of open slashes.
+    /// @param queueLength Number of entries in the queue.
+    /// @param committed What seats in pools need.
+    /// @param room What further slashes may take until all open ones are settled.
     /// @param queued Sum of the queue, the part held for slashes included; zero if it is empty.
     struct Account {
         uint96 bonded;
-        uint96 committed;
-        uint8 queueLength;
         uint96 pending;
-        uint96 room;
         uint32 openSlashes;
+        uint8 queueLength;
+        uint96 committed;
+        uint96 room;
         uint96 queued;
     }
-
-    /// @param amount Stake on its way out.
-    /// @param matureAt From when it can be withdrawn.
-    struct Unbonding {
-        uint96 amount;
-        uint64 matureAt;
-    }
-
-    /// @notice Unbondings that one account can have at a time.
-    uint256 public constant MAX_UNBONDINGS = 8;
 
     /// @notice What stake is counted in.
     IERC20 public immutable token;
@@ -161,18 +155,9 @@ contract StakeVault is ReentrancyGuardTransient {
         Account storage account = _accounts[msg.sender];
         uint256 available = _unbondable(account);
         if (amount > available) revert Errors.StakeNotFree(available, amount);
-        uint256 length = account.queueLength;
         uint64 matureAt = uint64(block.timestamp) + _unbonding;
-        Unbonding[MAX_UNBONDINGS] storage queue = _queues[msg.sender];
-
         uint96 amount96 = amount.toUint96();
-        if (length > 0 && queue[length - 1].matureAt == matureAt) {
-            queue[length - 1].amount += amount96;
-        } else {
-            if (length == MAX_UNBONDINGS) revert Errors.TooManyUnbondings(MAX_UNBONDINGS);
-            queue[length] = Unbonding(amount96, matureAt);
-            account.queueLength = uint8(length + 1);
-        }
+        account.queueLength = _queues[msg.sender].push(account.queueLength, amount96, matureAt);
         account.bonded -= amount96;
         account.queued += amount96;
         emit UnbondStarted(msg.sender, amount, matureAt);
@@ -196,25 +181,10 @@ contract StakeVault is ReentrancyGuardTransient {
     function withdraw() external nonReentrant returns (uint256 amount) {
         Account storage account = _accounts[msg.sender];
         (, uint256 available) = _split(account);
-        Unbonding[MAX_UNBONDINGS] storage queue = _queues[msg.sender];
-        uint256 length = account.queueLength;
-        uint256 done;
-        while (done < length && amount < available && queue[done].matureAt <= block.timestamp) {
-            uint256 part = Math.min(queue[done].amount, available - amount);
-            amount += part;
-            if (part < queue[done].amount) {
-                queue[done].amount -= part.toUint96();
-                break;
-            }
-            ++done;
-        }
+        uint8 left;
+        (amount, left) = _queues[msg.sender].takeMature(account.queueLength, available);
         if (amount == 0) revert Errors.NothingToWithdraw(msg.sender);
-
-        for (uint256 i; i < length; ++i) {
-            if (i + done < length) queue[i] = queue[i + done];
-            else if (done > 0) delete queue[i];
-        }
-        account.queueLength = uint8(length - done);
+        account.queueLength = left;
         account.queued -= amount.toUint96();
         emit Withdrawn(msg.sender, amount);
 
@@ -391,21 +361,8 @@ contract StakeVault is ReentrancyGuardTransient {
         return Math.saturatingSub(active_, account.committed);
     }
 
-    /// @dev Takes `amount` off the queue's newest entries; the queue holds at least that much.
     function _takeNewest(address provider, Account storage account, uint256 amount) private {
-        Unbonding[MAX_UNBONDINGS] storage queue = _queues[provider];
-        uint256 length = account.queueLength;
         account.queued -= amount.toUint96();
-        while (amount > 0) {
-            Unbonding storage last = queue[length - 1];
-            uint256 part = Math.min(last.amount, amount);
-            amount -= part;
-            if (part == last.amount) {
-                delete queue[--length];
-            } else {
-                last.amount -= part.toUint96();
-            }
-        }
-        account.queueLength = uint8(length);
+        account.queueLength = _queues[provider].takeNewest(account.queueLength, amount);
     }
 }

@@ -46,6 +46,7 @@ contract Work is EIP712 {
     Pools public immutable pools;
     uint64 private immutable _epochLength;
     uint64 private immutable _validity;
+    uint64 private immutable _accountable;
     StakeVault private immutable _vault;
 
     /// @notice Number of roots of a pool; they are numbered from 1.
@@ -65,6 +66,7 @@ contract Work is EIP712 {
         _vault = vault_;
         _epochLength = p.epochLength;
         _validity = p.validity;
+        _accountable = p.slashWindow + p.disputeWindow;
     }
 
     /// @notice Roots a batch of submissions. By the manager.
@@ -138,7 +140,10 @@ contract Work is EIP712 {
     }
 
     /// @notice Reverts unless `node` signed the submission, its leaf is in the root and valid, and the
-    /// root was posted at most one validity after the submission's own end.
+    /// root was posted at most slash window + dispute window after the submission's own end. So a
+    /// submission can be proposed for a slash until `validUntil` + slash window + dispute window +
+    /// validity at the latest: less than an unbonding period, by the vault's constructor, so a provider
+    /// that unbonds after its last lease's end cannot have its stake back before that.
     /// @return leaf The submission's digest.
     function checkSubmission(
         Submission calldata submission,
@@ -151,7 +156,7 @@ contract Work is EIP712 {
         Statements.checkKey(node, leaf, nodeSignature);
         _checkLiable(submission.pool, seq, leaf, proof);
         // Rooting the same leaf again and again must not keep its node liable for ever.
-        uint256 until = uint256(submission.validUntil) + _validity;
+        uint256 until = uint256(submission.validUntil) + _accountable;
         uint64 postedAt = _roots[submission.pool][seq].postedAt;
         if (postedAt > until) revert Errors.RootedLate(postedAt, until);
     }

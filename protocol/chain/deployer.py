@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,31 @@ from web3.types import Nonce
 from web3.utils.address import get_create_address
 
 from protocol.chain import codec
+from protocol.chain.amounts import ETHER
 from protocol.chain.client import Call, ChainClient
-from protocol.chain.contracts import Contracts
-from protocol.chain.deployment import SOLIDITY_NAMES, Deployment, Periods
+from protocol.chain.costs import has_l1_fee, l1_fee
+from protocol.chain.deployment import SOLIDITY_NAMES, Deployment, Periods, Roles
+from protocol.chain.deployment_check import code_hash, verify
 from protocol.chain.errors import RpcError
 from protocol.chain.sender import Sender
 from protocol.core import encoding
-from protocol.core.errors import FatalError, UserError
-from protocol.core.ids import Address, address
+from protocol.core.errors import UserError
+from protocol.core.ids import ZERO_ADDRESS, Address, address
 from protocol.core.messages import ContractAddresses
 from protocol.core.signing import ContractName, LocalSigner
 
-ETHER = 10**18
 YEAR = 365 * 86_400
+DEFAULT_BOND = 1000 * ETHER
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a deployment fixes for good. Amounts in wei of the token, times in Unix seconds.
+    """What a deployment fixes. Amounts in wei of the token, times in Unix seconds.
 
-    The guardian may disable reward roots and cancel slashes for `guardian_seconds` from the
-    deployment's beginning.
+    Roles are given by the constructors, so the deployer never has one unless it is named: the
+    guardian may disable reward roots and cancel slashes for `guardian_seconds` from the
+    deployment's beginning; the governor (the guardian, if None; nobody, if zero) may announce other
+    terms. Everything else is fixed for good.
     """
 
     periods: Periods
@@ -50,18 +54,31 @@ class Options:
     supply: int
     guardian: Address
     guardian_seconds: int = YEAR
+    governor: Address | None = None
     dispute_deposit: int = 100 * ETHER
     validator_bond: int = 0
+    """What a validator must have bonded; `DEFAULT_BOND` off the local network."""
+
+    def roles(self, guardian_ends: int) -> Roles:
+        """Who has which power once the contracts are made."""
+        return Roles(
+            guardian=self.guardian,
+            guardian_ends=guardian_ends,
+            governor=self.guardian if self.governor is None else self.governor,
+            holder=self.holder,
+        )
 
 
 @dataclass(frozen=True)
 class DryStep:
-    """One transaction of a deployment that was not sent. `gas` None: the endpoint cannot tell."""
+    """One transaction of a deployment that was not sent. `gas` None: the endpoint cannot tell;
+    `l1_fee` in wei, None on a chain that charges none."""
 
     name: str
     call: Call
     address: Address | None
     gas: int | None
+    l1_fee: int | None = None
 
 
 Known = dict[ContractName, Address]
@@ -101,6 +118,7 @@ def constructor_arguments(
             terms = (
                 options.guardian, ends,
                 options.dispute_deposit, options.validator_bond,
+                options.governor or options.guardian,
             )  # fmt: skip
             return known["vault"], known["pools"], known["work"], terms
 
@@ -137,6 +155,26 @@ def check_options(options: Options, client: ChainClient) -> None:
         raise UserError(f"a faucet on {client.network.name} would give real value away")
     if options.guardian_seconds < 0:
         raise UserError("the guardian's power would end before it began")
+    if not client.network.testnet:
+        _check_roles(options, client)
+
+
+def _check_roles(options: Options, client: ChainClient) -> None:
+    """Where value is real, no single key may hold a role or the supply."""
+    held = {"guardian": options.guardian, "holder": options.holder}
+    if options.governor is not None and options.governor != ZERO_ADDRESS:
+        held["governor"] = options.governor
+    for role, account in held.items():
+        if not client.code(account):
+            raise UserError(
+                f"the {role} {account} is no contract: on {client.network.name} a multisig has it",
+                hint=f"deploy a multisig first and name it by --multisig (or --{role})",
+            )
+    if options.validator_bond == 0 or options.dispute_deposit == 0:
+        raise UserError(
+            "a bond or deposit of nothing leaves a wrong word without a price",
+            hint="give --validator-bond and --dispute-deposit",
+        )
 
 
 def deploy(
@@ -145,21 +183,26 @@ def deploy(
     options: Options,
     *,
     journal: Path,
+    commit: str = "",
     timeout: float = 600.0,
     now: Callable[[], float] = time.time,
     report: Callable[[str], None] = lambda line: None,
 ) -> Deployment:
     """Deploys, or finishes a deployment begun with the same journal and options.
 
-    `report` is told of each step. Raises UserError, UnavailableError (run it again),
-    ChainRevertedError, FatalError if the chain does not hold what was deployed.
+    `commit` names the sources in the file; `report` is told of each step. Raises UserError,
+    UnavailableError (run it again), ChainRevertedError, FatalError if the chain does not hold what
+    was deployed.
     """
     check_options(options, client)
     sender = Sender(client, signer, journal, now=now)
     try:
-        return _deploy(client, sender, options, now(), timeout, report)
+        made = _deploy(client, sender, options, now(), timeout, report)
     finally:
         sender.close()
+    deployment = made.model_copy(update={"commit": commit})
+    verify(client, deployment)
+    return deployment
 
 
 def _deploy(
@@ -174,14 +217,14 @@ def _deploy(
     ends = int(sender.remember("guardian_ends", str(int(started + options.guardian_seconds))))
     known: Known = {}
     transactions: dict[str, str] = {}
-    blocks: list[int] = []
+    blocks: dict[str, int] = {}
 
     def finish(step: str, intent_id: str, call: Call) -> Address | None:
         done = sender.send_and_wait(intent_id, call, timeout)
         assert done.tx_hash is not None
         assert done.block is not None
         transactions[step] = done.tx_hash
-        blocks.append(done.block)
+        blocks[step] = done.block
         report(f"{call.description}: {done.contract or 'done'} in block {done.block}")
         return done.contract
 
@@ -198,45 +241,30 @@ def _deploy(
         _submit_again(sender, _intent(step, call), call)
     for step, call in wires.items():
         finish(step, _intent(step, call), call)
-    deployment = Deployment(
+    arguments = {name: constructor_arguments(name, options, ends, known) for name in known}
+    artifacts = {name: codec.artifact(SOLIDITY_NAMES[name]) for name in known}
+    return Deployment(
         chain_id=client.chain_id,
         contracts=ContractAddresses(**known),
-        block=min(blocks),
+        block=min(blocks.values()),
         periods=options.periods,
         deployer=sender.address,
-        arguments={
-            name: tuple(_text(a) for a in constructor_arguments(name, options, ends, known))
+        roles=options.roles(ends),
+        blocks=blocks,
+        arguments={name: tuple(_text(one) for one in arguments[name]) for name in known},
+        encoded_arguments={
+            name: "0x" + codec.encode(artifacts[name].constructor, arguments[name]).hex()
             for name in known
         },
         transactions=transactions,
-        abi={name: codec.artifact(SOLIDITY_NAMES[name]).digest for name in known},
+        abi={name: artifacts[name].digest for name in known},
+        code={name: code_hash(client.code(known[name])) for name in known},
     )
-    verify(client, deployment)
-    return deployment
 
 
 def _submit_again(sender: Sender, intent_id: str, call: Call) -> None:
     if sender.submit(intent_id, call).status == "failed":
         sender.retry(intent_id)
-
-
-def verify(client: ChainClient, deployment: Deployment) -> None:
-    """Raises FatalError unless the chain holds this deployment: code, periods and wiring."""
-    for account, contract_name in deployment.addresses().items():
-        if not client.code(account):
-            raise FatalError(f"there is no {SOLIDITY_NAMES[contract_name]} at {account}")
-    contracts = Contracts(client, deployment)
-    if contracts.work.periods() != deployment.periods:
-        raise FatalError("the periods on chain are not those of the deployment file")
-    wired = (
-        (contracts.registry, "vault", "vault"), (contracts.registry, "pools", "pools"),
-        (contracts.vault, "slasher", "slasher"), (contracts.pools, "slasher", "slasher"),
-        (contracts.slasher, "work", "work"), (contracts.rewards, "token", "token"),
-    )  # fmt: skip
-    for contract, function, name in wired:
-        (found,) = contract.read(function)
-        if found != getattr(deployment.contracts, name):
-            raise FatalError(f"{contract.NAME}.{function} on chain is {found}")
 
 
 def dry_run(client: ChainClient, deployer: Address, options: Options) -> list[DryStep]:
@@ -263,7 +291,13 @@ def dry_run(client: ChainClient, deployer: Address, options: Options) -> list[Dr
     for wiring, call in wirings(known).items():
         request = {"from": deployer, "to": str(call.to), "data": call.calldata()}
         steps.append(DryStep(wiring, call, None, _gas(client, request, overlay)))
-    return steps
+    if not has_l1_fee(client):
+        return steps
+    fees = client.fees()
+    return [
+        replace(step, l1_fee=l1_fee(client, step.call, nonce + n, step.gas or 5_000_000, fees))
+        for n, step in enumerate(steps)
+    ]
 
 
 def create_address(creator: Address, nonce: int) -> Address:

@@ -59,6 +59,8 @@ def stage(deployed: Deployed) -> Stage:
     stage = Stage(deployed, pool, manager, trainer, validator, provider, node, treasury)
     for step in flows.add_node(c, *_consent(stage)):
         deployed.send(provider, step)
+    for step in flows.allow(c, provider.address, pool, 2):
+        deployed.send(provider, step)
     for step in flows.join(c, *_invite(stage, 2)):
         deployed.send(accounts[0], step)  # anyone carries it
     return stage
@@ -104,7 +106,7 @@ def test_every_state_changing_function_of_the_contracts_has_a_wrapper() -> None:
     """Except what only the contracts say to one another, or the deployer once."""
     internal = {
         "wire", "depositFor", "commit", "release", "openSlash", "releaseSlash", "settleSlash",
-        "expel", "permit", "burn", "burnFrom", "transferFrom",
+        "expel", "moveSeat", "permit", "burn", "burnFrom", "transferFrom",
     }  # fmt: skip
     folder = Path(codec.__file__).parent / "abi"
     for name in CONTRACT_NAMES:

@@ -6,6 +6,7 @@ import { PrimeToken } from "../../contracts/src/PrimeToken.sol";
 import { Rewards } from "../../contracts/src/Rewards.sol";
 import { Slasher } from "../../contracts/src/Slasher.sol";
 import { StakeVault } from "../../contracts/src/StakeVault.sol";
+import { Unbonding } from "../../contracts/src/libraries/Queue.sol";
 import { Handler } from "./utils/Handler.sol";
 import { vm } from "./utils/Vm.sol";
 
@@ -158,7 +159,7 @@ contract MoneyInvariant {
                 "account"
             );
             uint256 queued;
-            StakeVault.Unbonding[] memory queue = vault.unbondings(a);
+            Unbonding[] memory queue = vault.unbondings(a);
             for (uint256 j; j < queue.length; ++j) {
                 queued += queue[j].amount;
                 vm.assertTrue(queue[j].amount > 0, "empty entry in the queue");

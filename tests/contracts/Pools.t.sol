@@ -226,6 +226,7 @@ contract PoolsTest is Network {
 
         vm.prank(manager);
         pool = pools.create(trainer, RUN, 0, 1, treasury);
+        allow(provider, pool);
         join(node, 1);
         i = invite(node2, 1);
         signature = signed(i);
@@ -358,6 +359,7 @@ contract PoolsTest is Network {
     function test_ContractAccounts_ManageAndTrain() public {
         Safe safe = new Safe();
         pool = safe.create(pools, RUN);
+        allow(provider, pool);
         Invite memory i = invite(node, 1);
         vm.expectPartialRevert(Errors.BadSignature.selector);
         pools.join(i, "");

@@ -137,7 +137,7 @@ contract SlasherTest is Network {
         Submission memory s = submission(1);
         bytes32 leaf = work.submissionDigest(s);
         bytes memory signature = sign(NODE_KEY, leaf);
-        uint256 until = uint256(s.validUntil) + VALIDITY;
+        uint256 until = uint256(s.validUntil) + WINDOW + DISPUTE;
         vm.warp(until);
         uint64 inTime = postRoot(one(leaf));
         vm.warp(until + 1);
@@ -379,11 +379,12 @@ contract SlasherTest is Network {
     }
 
     function test_WithoutDepositAndBond_NothingIsAsked() public {
-        Slasher.Terms memory terms = Slasher.Terms(guardian, GUARDIAN_ENDS, 0, 0);
+        Slasher.Roles memory terms = Slasher.Roles(guardian, GUARDIAN_ENDS, 0, 0, governor);
         Slasher free = new Slasher(vault, pools, work, terms);
         vm.assertEq(free.disputeDeposit(), 0);
         // The vault and the pools know the first one; put the new code in its place.
         vm.etch(address(slasher), address(free).code);
+        vm.store(address(slasher), bytes32(uint256(2)), 0);
         vm.prank(validator);
         vault.unbond(BOND);
         uint256 id = propose(1, SLASH);

@@ -105,6 +105,7 @@ class World:
         )
         signature = node.sign(consent, self.deployment.domain_of(consent))
         self.send(provider, c.registry.add_node(consent, signature))
+        self.send(provider, c.pools.allow(self.shop.context.pool, 1))
         self.shop.admit(node, "admitted")
         invite = Invite(
             pool=self.shop.context.pool,

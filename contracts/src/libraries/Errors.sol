@@ -81,6 +81,14 @@ library Errors {
     error InviteUsed(uint256 pool, address node, uint64 deadline);
     /// @notice `provider` still answers for this node's work in the pool, until `until`.
     error StillLiable(address node, address provider, uint256 until);
+    /// @notice The provider has not agreed to a seat of this class in the pool (`Pools.allow`).
+    error NotAgreed(uint256 pool, address provider, uint8 speedClass);
+    /// @notice The pool seats only nodes of listed providers.
+    error NotListed(uint256 pool, address provider);
+    /// @notice Nobody joins while the pool is paused.
+    error PoolIsPaused(uint256 pool);
+    /// @notice The seat came from another key a short time ago; it can be moved again from `until`.
+    error MovedRecently(address node, uint256 until);
     /// @notice Policies are published in order; `expected` is next.
     error WrongVersion(uint64 expected, uint64 given);
     /// @notice A pool appoints at most `limit` accounts over its life.
@@ -152,6 +160,10 @@ library Errors {
     error WindowClosed(uint256 id, uint256 until);
     /// @notice The guardian's power ended.
     error GuardianEnded(uint64 ended);
+    /// @notice No new terms were announced.
+    error NothingAnnounced();
+    /// @notice The announced terms take effect from `from` on.
+    error TooEarly(uint256 from, uint256 timestamp);
     /// @notice A validator may not judge its own proposal.
     error OwnProposal(uint256 id, address validator);
 }

@@ -190,7 +190,7 @@ library Statements {
 
     /// @notice Leaf of a reward root: keccak256(keccak256(abi.encode(node, cumulative))).
     function rewardLeaf(address node, uint256 cumulative) internal pure returns (bytes32) {
-        return keccak256(bytes.concat(keccak256(abi.encode(node, cumulative))));
+        return keccak256(abi.encode(keccak256(abi.encode(node, cumulative))));
     }
 
     /// @notice Reverts unless `signature` over `digest` is `signer`'s: ECDSA in low-s form (also of

@@ -37,6 +37,15 @@ class Seat:
     invite_deadline: int
 
 
+@dataclass(frozen=True)
+class Rules:
+    """Who may join now. `ended_at`: Unix seconds, 0 while the pool runs."""
+
+    paused: bool
+    list_only: bool
+    ended_at: int
+
+
 class Pools(Contract):
     """Pools, their members, validators and published policies."""
 
@@ -67,6 +76,18 @@ class Pools(Contract):
         seat = Seat(*self._one("seatOf", pool, node, block=block))
         return seat if or_none(seat.provider) is not None else None
 
+    def rules_of(self, pool: int, block: BlockId = "latest") -> Rules:
+        """Raises ChainRevertedError (UnknownPool) if there is no such pool."""
+        return Rules(*self.read("rulesOf", pool, block=block))
+
+    def allowed_class(self, provider: Address, pool: int, block: BlockId = "latest") -> int:
+        """Up to which class the provider lets the pool seat its nodes; 0: not at all."""
+        return cast(int, self._one("allowedClass", provider, pool, block=block))
+
+    def is_listed(self, pool: int, provider: Address, block: BlockId = "latest") -> bool:
+        """Whether the provider is on the pool's allow list (which counts while it is on)."""
+        return bool(self._one("isListed", pool, provider, block=block))
+
     def create(
         self,
         trainer: Address,
@@ -85,9 +106,33 @@ class Pools(Contract):
         what = f"{'appoint' if on else 'dismiss'} validator {validator} in pool {pool}"
         return self.write("setValidator", pool, validator, on, what=what)
 
+    def resign(self, pool: int) -> Call:
+        """By a validator; its open proposals stay."""
+        return self.write("resign", pool, what=f"resign as a validator of pool {pool}")
+
+    def pause(self, pool: int) -> Call:
+        return self.write("pause", pool, what=f"let nobody into pool {pool} for now")
+
+    def start(self, pool: int) -> Call:
+        return self.write("start", pool, what=f"let nodes into pool {pool} again")
+
+    def set_allow_list(self, pool: int, on: bool) -> Call:
+        whom = "listed providers only" if on else "any provider"
+        return self.write("setAllowList", pool, on, what=f"let {whom} into pool {pool}")
+
+    def set_listed(self, pool: int, provider: Address, on: bool) -> Call:
+        act = "put on" if on else "take off"
+        what = f"{act} pool {pool}'s list: provider {provider}"
+        return self.write("setListed", pool, provider, on, what=what)
+
     def set_ban(self, pool: int, node: Address, on: bool) -> Call:
         what = f"{'bar' if on else 'let back'} node {node} {'from' if on else 'into'} pool {pool}"
         return self.write("setBan", pool, node, on, what=what)
+
+    def allow(self, pool: int, up_to_class: int) -> Call:
+        """By a provider: the pool may seat its nodes, and so commit its stake, up to a class."""
+        what = f"let pool {pool} seat nodes up to class {up_to_class}"
+        return self.write("allow", pool, up_to_class, what=what)
 
     def join(self, invite: Invite, manager_signature: Signature) -> Call:
         what = f"admit node {invite.node} to pool {invite.pool} in class {invite.speed_class}"

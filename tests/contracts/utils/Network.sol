@@ -55,6 +55,7 @@ abstract contract Network {
     address internal validator = address(0x7A1);
     address internal validator2 = address(0x7A2);
     address internal guardian = address(0x60A2);
+    address internal governor = address(0x60B);
     address internal stranger = address(0x57A);
 
     PrimeToken internal token;
@@ -77,8 +78,9 @@ abstract contract Network {
         pools = new Pools(registry, vault);
         work = new Work(pools, vault);
         rewards = new Rewards(token, registry, pools, vault, guardian, GUARDIAN_ENDS);
-        slasher =
-            new Slasher(vault, pools, work, Slasher.Terms(guardian, GUARDIAN_ENDS, DEPOSIT, BOND));
+        slasher = new Slasher(
+            vault, pools, work, Slasher.Roles(guardian, GUARDIAN_ENDS, DEPOSIT, BOND, governor)
+        );
         vault.wire(address(registry), address(pools), address(slasher));
         pools.wire(address(slasher));
         registry.wire(vault, pools);
@@ -95,6 +97,7 @@ abstract contract Network {
     function createPool(address treasury_) internal returns (uint256 id) {
         vm.prank(manager);
         id = pools.create(trainer, RUN, STAKE, CAPACITY, treasury_);
+        allow(provider, id);
     }
 
     function bondValidator(address who) internal {
@@ -153,6 +156,13 @@ abstract contract Network {
     function register(address provider_, address payout_) internal {
         vm.prank(provider_);
         registry.registerProvider(payout_);
+        allow(provider_, pool);
+    }
+
+    /// @dev The provider lets a pool seat its nodes in any class.
+    function allow(address provider_, uint256 pool_) internal {
+        vm.prank(provider_);
+        pools.allow(pool_, 255);
     }
 
     function addNode(address provider_, uint256 nodeKey) internal {

@@ -18,6 +18,8 @@ interface Vm {
     function startPrank(address caller) external;
     function stopPrank() external;
     function deal(address account, uint256 wei_) external;
+    function store(address account, bytes32 slot, bytes32 value) external;
+    function load(address account, bytes32 slot) external view returns (bytes32);
     function etch(address account, bytes calldata code) external;
     function label(address account, string calldata name) external;
     function assume(bool condition) external pure;

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { EIP712 } from "@openzeppelin/contracts/utils/cryptography/EIP712.sol";
+
+import { StakeVault } from "./StakeVault.sol";
+import { Errors } from "./libraries/Errors.sol";
+import { Invite, PolicyStatement, Statements } from "./libraries/Statements.sol";
+
+/// @title What the pools remember, and what anybody can read of it.
+abstract contract PoolState is EIP712 {
+    /// @notice A pool was made by its manager.
+    event PoolCreated(
+        uint256 indexed pool, address indexed manager, address trainer, bytes32 runDigest
+    );
+    /// @notice The manager appointed or dismissed a validator.
+    event ValidatorSet(uint256 indexed pool, address indexed validator, bool on);
+    /// @notice A node took a seat.
+    event NodeJoined(
+        uint256 indexed pool, address indexed node, address indexed provider, uint8 speedClass
+    );
+    /// @notice A node gave up its seat.
+    event NodeLeft(uint256 indexed pool, address indexed node);
+    /// @notice A node lost its seat.
+    event NodeEjected(uint256 indexed pool, address indexed node);
+    /// @notice A node may not come back, or may again. A slash bans as well, without this event.
+    event BanSet(uint256 indexed pool, address indexed node, bool on);
+    /// @notice The trainer published a policy.
+    event PolicyPublished(uint256 indexed pool, uint64 indexed version, bytes32 manifestDigest);
+    /// @notice The run is over.
+    event PoolEnded(uint256 indexed pool);
+
+    /// @notice A provider lets a pool seat its nodes, up to a speed class; zero takes that back.
+    event SeatsAllowed(uint256 indexed pool, address indexed provider, uint8 upToClass);
+    /// @notice Nobody joins until the pool is started again.
+    event PoolPaused(uint256 indexed pool);
+    /// @notice Nodes may join again.
+    event PoolStarted(uint256 indexed pool);
+    /// @notice Whether only listed providers' nodes may join.
+    event AllowListSet(uint256 indexed pool, bool on);
+    /// @notice A provider was put on the pool's allow list or taken off it.
+    event ListedSet(uint256 indexed pool, address indexed provider, bool on);
+    /// @notice A seat went to another key of the same provider.
+    event SeatMoved(
+        uint256 indexed pool, address indexed from, address indexed to, address provider
+    );
+
+    /// @param paused Whether nobody may join now.
+    /// @param listOnly Whether only listed providers' nodes may join.
+    /// @param nextVersion The policy version to be published next.
+    /// @param validators Number of accounts ever appointed.
+    struct Pool {
+        address manager;
+        uint32 capacity;
+        uint32 members;
+        bool ended;
+        bool paused;
+        bool listOnly;
+        address trainer;
+        uint96 stakePerClass;
+        address treasury;
+        uint64 nextVersion;
+        uint8 validators;
+        bytes32 runDigest;
+    }
+
+    /// @param number Given at the first appointment, never again to another account.
+    /// @param on Whether its verdicts count now.
+    struct Validator {
+        uint8 number;
+        bool on;
+    }
+
+    /// @notice A node's seat. It stays on record when given up: who answered for the node's work
+    /// answers for it until the liability has ended.
+    /// @param provider Who answers for the node, zero if it never joined.
+    /// @param speedClass The class of the present or last stay.
+    /// @param banned Whether it may not come back.
+    /// @param leftAt When the seat was given up, zero while it is taken.
+    /// @param inviteDeadline Deadline of the last used invite; a later one is needed to come back.
+    struct Seat {
+        address provider;
+        uint8 speedClass;
+        bool banned;
+        uint40 leftAt;
+        uint40 inviteDeadline;
+    }
+
+    /// @dev A seat as stored: one slot. `flags`: BANNED, EJECTED.
+    struct Stay {
+        address provider;
+        uint8 speedClass;
+        uint8 flags;
+        uint40 leftAt;
+        uint40 inviteDeadline;
+    }
+
+    /// @dev Where a seat went, and when the seat of this node came from another key.
+    struct Move {
+        address to;
+        uint64 cameAt;
+    }
+
+    /// @dev The node may not come back.
+    uint8 internal constant BANNED = 1;
+    /// @dev The seat was taken away, not given up: the provider's consent to its class stands.
+    uint8 internal constant EJECTED = 2;
+
+    /// @notice Holds the stake that seats need.
+    StakeVault public immutable vault;
+    uint64 internal immutable _unbonding;
+
+    /// @notice May expel nodes; set once by the deployer.
+    address public slasher;
+    /// @notice Number of pools; they are numbered from 1.
+    uint256 public count;
+    /// @notice Digest of each published policy.
+    mapping(uint256 pool => mapping(uint64 version => bytes32)) public policyDigest;
+    /// @notice The account that got a validator's number in a pool, from 1.
+    mapping(uint256 pool => mapping(uint8 number => address)) public validatorAt;
+    /// @notice Up to which class a provider lets a pool seat its nodes; zero: not at all.
+    mapping(address provider => mapping(uint256 pool => uint8)) public allowedClass;
+    /// @notice Whether a provider is on a pool's allow list.
+    mapping(uint256 pool => mapping(address provider => bool)) public isListed;
+    mapping(uint256 pool => mapping(address account => Validator)) internal _validators;
+    mapping(uint256 pool => Pool) internal _pools;
+    mapping(uint256 pool => mapping(address node => Stay)) internal _seats;
+    mapping(uint256 pool => mapping(address node => Move)) internal _moves;
+    mapping(uint256 pool => uint64) internal _endedAt;
+
+    /// @param vault_ Holds the stake.
+    constructor(StakeVault vault_) EIP712("Prime", "1") {
+        vault = vault_;
+        _unbonding = vault_.periods().unbonding;
+    }
+
+    /// @notice Who may join a pool now, and when it ended (Unix time, zero while it runs).
+    function rulesOf(uint256 pool)
+        external
+        view
+        returns (bool paused, bool listOnly, uint64 endedAt)
+    {
+        Pool storage p = _known(pool);
+        return (p.paused, p.listOnly, _endedAt[pool]);
+    }
+
+    /// @notice A pool's facts. Reverts if there is no such pool.
+    function poolOf(uint256 pool)
+        external
+        view
+        returns (
+            address manager,
+            address trainer,
+            bytes32 runDigest,
+            uint256 stakePerClass,
+            uint32 capacity,
+            uint32 members,
+            bool ended,
+            address treasury
+        )
+    {
+        Pool storage p = _known(pool);
+        return (
+            p.manager,
+            p.trainer,
+            p.runDigest,
+            p.stakePerClass,
+            p.capacity,
+            p.members,
+            p.ended,
+            p.treasury
+        );
+    }
+
+    /// @notice Whether an account's verdicts count in a pool.
+    function isValidator(uint256 pool, address account) external view returns (bool) {
+        return _validators[pool][account].on;
+    }
+
+    /// @notice A validator's number in a pool, zero if its verdicts do not count.
+    function validatorNumber(uint256 pool, address account) external view returns (uint8) {
+        Validator memory v = _validators[pool][account];
+        return v.on ? v.number : 0;
+    }
+
+    /// @notice A pool's manager. Reverts if there is no such pool.
+    function managerOf(uint256 pool) external view returns (address) {
+        return _known(pool).manager;
+    }
+
+    /// @notice Where a pool's slashed stake goes, zero if it is burned.
+    function treasuryOf(uint256 pool) external view returns (address) {
+        return _known(pool).treasury;
+    }
+
+    /// @notice Whether a pool has ended.
+    function hasEnded(uint256 pool) external view returns (bool) {
+        return _known(pool).ended;
+    }
+
+    /// @notice The policy version that the trainer publishes next.
+    function nextVersion(uint256 pool) external view returns (uint64) {
+        return _known(pool).nextVersion;
+    }
+
+    /// @notice A member's speed class, 0 if the node is no member.
+    function classOf(uint256 pool, address node) external view returns (uint8) {
+        Stay storage seat = _seats[pool][node];
+        return seat.leftAt == 0 ? seat.speedClass : 0;
+    }
+
+    /// @notice A node's present or last seat.
+    function seatOf(uint256 pool, address node) external view returns (Seat memory) {
+        Stay memory s = _seats[pool][node];
+        bool banned = s.flags & BANNED != 0;
+        return Seat(s.provider, s.speedClass, banned, s.leftAt, s.inviteDeadline);
+    }
+
+    /// @notice Who answers for a node's work in a pool; it outlasts the seat.
+    function liableFor(uint256 pool, address node) external view returns (address provider) {
+        return _seats[pool][node].provider;
+    }
+
+    /// @notice Who answers for a node's work in a pool, and with how much for each submission.
+    /// @return provider Zero if the node never joined.
+    /// @return stake Stake that its seat needs, or needed.
+    function liabilityOf(uint256 pool, address node)
+        external
+        view
+        returns (address provider, uint256 stake)
+    {
+        Stay storage seat = _seats[pool][node];
+        return (seat.provider, uint256(_pools[pool].stakePerClass) * seat.speedClass);
+    }
+
+    /// @notice EIP-712 digest of an invite under this contract's domain.
+    function inviteDigest(Invite calldata invite) public view returns (bytes32) {
+        return _hashTypedDataV4(Statements.hash(invite));
+    }
+
+    /// @notice EIP-712 digest of a policy statement under this contract's domain.
+    function policyStatementDigest(PolicyStatement calldata statement)
+        public
+        view
+        returns (bytes32)
+    {
+        return _hashTypedDataV4(Statements.hash(statement));
+    }
+
+    function _known(uint256 pool) internal view returns (Pool storage p) {
+        p = _pools[pool];
+        if (p.manager == address(0)) revert Errors.UnknownPool(pool);
+    }
+
+    function _managed(uint256 pool) internal view returns (Pool storage p) {
+        p = _known(pool);
+        if (p.manager != msg.sender) revert Errors.NotAllowed(msg.sender);
+    }
+}
