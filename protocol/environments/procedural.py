@@ -16,6 +16,7 @@ from protocol.core.errors import UserError
 from protocol.core.ids import Digest
 from protocol.core.run import MICRO, LengthBudgets
 from protocol.environments.base import Environment, Problem, TaskScore
+from protocol.environments.reasoning import reasoning_gym
 from protocol.environments.subprocess_grader import (
     GradingCrashError,
     GradingTimeoutError,
@@ -29,9 +30,7 @@ MAX_ANSWER_CHARACTERS = 8192
 
 @lru_cache(maxsize=16)
 def _dataset(family: str, seed: int) -> Any:
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(family, seed=seed, size=SIZE)
+    return reasoning_gym().create_dataset(family, seed=seed, size=SIZE)
 
 
 def score_answer(request: dict[str, Any]) -> int:

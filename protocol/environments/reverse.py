@@ -42,7 +42,7 @@ def word_list(shortest: int, longest: int) -> tuple[str, ...]:
     if package is None or not package.submodule_search_locations:
         raise UserError(
             "The reverse environment needs reasoning-gym's word list.",
-            hint="pip install 'prime-open[rollout-base]'",
+            hint="pip install 'prime-open[families]'",
         )
     path = Path(package.submodule_search_locations[0]) / "data" / DATA_FILE
     lines = path.read_text(encoding="utf-8").split()
