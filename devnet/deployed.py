@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from devnet.chain import CHAIN_ID, Anvil, dev_signer
+from protocol.chain.amounts import ETHER
 from protocol.chain.client import Call, ChainClient, TxReceipt
 from protocol.chain.contracts import Contracts
-from protocol.chain.deployer import ETHER, Options, deploy
+from protocol.chain.deployer import Options, deploy
 from protocol.chain.deployment import Deployment, Periods
 from protocol.chain.errors import ChainRevertedError
 from protocol.core import ids

@@ -30,8 +30,11 @@ _ELSEWHERE = {
     "validate": ("orchestrator.validator_cli", "Judge submitted files (may use a GPU)."),
     "relay": ("orchestrator.relay", "Serve policies to nodes, from an origin or another relay."),
     "run": ("orchestrator.run_cli", "Make and read run definitions."),
-    "pool": ("orchestrator.pool_cli", "Create, fund, show and end a pool."),
-    "rewards": ("orchestrator.rewards_cli", "Show and rebuild reward roots."),
+    "pool": ("orchestrator.pool_cli", "Create, fund, show and end a pool; its members."),
+    "validator": ("orchestrator.validators_cli", "A validator's bond and word in disputes."),
+    "slash": ("orchestrator.slash_cli", "Slash proposals; the guardian's cancel and disable."),
+    "terms": ("orchestrator.terms_cli", "Dispute deposit, validators' bond, and the governor."),
+    "rewards": ("orchestrator.rewards_cli", "Show, explain and rebuild reward roots."),
     "deployment": ("orchestrator.deployment_cli", "Deploy the contracts, or check a deployment."),
 }
 """Command name → (module that holds its Typer `app`, help line)."""

@@ -1,19 +1,28 @@
-"""`orchestrator deployment deploy|check`: the one deployer of every network, and its reader."""
+"""`orchestrator deployment deploy|check|sources`: the one deployer of every network, its reader."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from orchestrator.desk import Json, Rpc
 from protocol.chain import deployer, networks
+from protocol.chain.amounts import ETHER, ether, parse_amount
 from protocol.chain.client import ChainClient
 from protocol.chain.deployment import Deployment, Periods
-from protocol.chain.keystore import load_keystore, read_password
-from protocol.core.errors import UserError
-from protocol.core.ids import address
+from protocol.chain.deployment_check import check_deployment
+from protocol.chain.keystore import keystore_address, load_keystore, read_password
+from protocol.chain.networks import Network
+from protocol.chain.sources import standard_input
+from protocol.core import encoding
+from protocol.core.errors import NotFoundError, UserError
+from protocol.core.ids import ZERO_ADDRESS, Address, address
 from protocol.folders import make_folder
 
 app = typer.Typer(
@@ -23,7 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 DEFAULTS = Periods()
-Rpc = Annotated[list[str], typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
+ROOT = Path(__file__).resolve().parents[1]
+CHECK_FAILED = 1
 
 
 def default_file(chain_id: int) -> Path:
@@ -40,25 +50,46 @@ def deploy(
     password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
     password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
     out: Annotated[Path | None, typer.Option(help="Deployment file to write.")] = None,
-    guardian: Annotated[str, typer.Option(help="May cancel slashes for a time.")] = "",
+    multisig: Annotated[
+        str, typer.Option(help="Gets every role and the supply (on base: needed).")
+    ] = "",
+    guardian: Annotated[
+        str, typer.Option(help="May cancel slashes and disable reward roots for a time.")
+    ] = "",
+    guardian_days: Annotated[int, typer.Option(help="For how long, in days.", min=0)] = 365,
+    governor: Annotated[
+        str, typer.Option(help="May move deposit and bond after a delay; none: nobody ever.")
+    ] = "",
+    holder: Annotated[str, typer.Option(help="Receives the initial supply.")] = "",
     supply: Annotated[int, typer.Option(help="Initial supply, in whole tokens.")] = 1_000_000_000,
+    dispute_deposit: Annotated[str, typer.Option(help="In whole tokens, or 0.")] = "100",
+    validator_bond: Annotated[
+        str, typer.Option(help="In whole tokens, or 0 (default: 1000; 0 on local).")
+    ] = "",
     epoch: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.epoch_length,
     validity: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.validity,
     slash_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.slash_window,
     dispute_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.dispute_window,
     reward_delay: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.reward_delay,
     unbonding: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.unbonding,
-    dry_run: Annotated[bool, typer.Option(help="Print calldata and gas; send nothing.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print calldata and gas; send nothing.")
+    ] = False,
+    json_output: Json = False,
 ) -> None:
-    """Deploy every contract, or finish a deployment that was interrupted."""
+    """Deploy every contract, or finish a deployment that was interrupted.
+
+    Roles are given by the constructors: the deployer's key has none afterwards unless it is named.
+    """
     chain = networks.by_name(network)
     file = out or default_file(chain.chain_id)
     if file.exists() and not dry_run:
         raise UserError(
             f"{file} holds a deployment already", hint="name another by --out, or move it away"
         )
-    signer = load_keystore(wallet, read_password(password_file, password_fd))
+    signer = None if dry_run else load_keystore(wallet, read_password(password_file, password_fd))
+    sender = signer.address if signer is not None else _address_of(wallet)
+    given = address(multisig) if multisig else None
     options = deployer.Options(
         periods=Periods(
             epoch_length=epoch,
@@ -69,15 +100,19 @@ def deploy(
             unbonding=unbonding,
         ),
         testnet=chain.testnet,
-        holder=signer.address,
-        supply=supply * deployer.ETHER,
-        guardian=address(guardian) if guardian else signer.address,
+        holder=address(holder) if holder else given or sender,
+        supply=supply * ETHER,
+        guardian=address(guardian) if guardian else given or sender,
+        guardian_seconds=guardian_days * 86_400,
+        governor=_governor(governor, given or sender),
+        dispute_deposit=_tokens(dispute_deposit),
+        validator_bond=_bond(validator_bond, chain),
     )
     client = ChainClient(rpc, chain.chain_id)
     try:
         client.check()
-        if dry_run:
-            _print_dry_run(client, signer.address, options, json_output)
+        if signer is None:
+            _print_dry_run(client, sender, options, json_output)
             return
         client.require_funds(signer.address)
         make_folder(file.parent)
@@ -86,10 +121,12 @@ def deploy(
             signer,
             options,
             journal=file.with_suffix(".journal.sqlite"),
+            commit=commit_of(ROOT),
             report=lambda line: typer.echo(line, err=True),
         )
     finally:
         client.close()
+    deployment = _keep_sources(deployment, file)
     deployment.save(file)
     if json_output:
         typer.echo(deployment.model_dump_json())
@@ -101,33 +138,121 @@ def deploy(
 def check(
     rpc: Rpc,
     deployment: Annotated[Path, typer.Option(help="Deployment file.")],
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
-    """Prove that the chain holds this deployment: code, periods, wiring."""
+    """Read a deployment back: code, constructor arguments, wiring, parameters, roles.
+
+    Exits with 1 if anything is wrong; what is only worth knowing is marked by "!".
+    """
     known = Deployment.load(deployment)
     client = ChainClient(rpc, known.chain_id)
     try:
         client.check()
-        deployer.verify(client, known)
+        found = list(check_deployment(client, known))
     finally:
         client.close()
+    wrong = [one for one in found if not one.ok and one.fault]
     if json_output:
-        typer.echo(json.dumps({"ok": True, "chain_id": known.chain_id}))
+        checks = [asdict(one) for one in found]
+        typer.echo(json.dumps({"ok": not wrong, "chain_id": known.chain_id, "checks": checks}))
     else:
-        typer.echo(f"chain {known.chain_id} holds the deployment of {deployment}")
+        for one in found:
+            mark = "✓" if one.ok else "✗" if one.fault else "!"
+            typer.echo(f"{mark} {one.name}: {one.found}")
+        holds = "does not hold" if wrong else "holds"
+        typer.echo(f"chain {known.chain_id} {holds} the deployment of {deployment}")
+    if wrong:
+        raise typer.Exit(CHECK_FAILED)
+
+
+@app.command()
+def sources(
+    out: Annotated[Path, typer.Option(help="File to write.")],
+) -> None:
+    """Write the compiler's standard-JSON input of these sources, for an explorer's verification."""
+    out.write_bytes(standard_input(ROOT))
+    typer.echo(f"the input is in {out}; name a contract as contracts/src/Pools.sol:Pools")
+
+
+def commit_of(root: Path) -> str:
+    """The commit of the sources at `root`, "-dirty" if contracts or their ABI differ from it; the
+    package's version where there is no repository."""
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--", "contracts/src", "protocol/chain/abi")
+    except (OSError, subprocess.CalledProcessError):
+        return f"prime-open {importlib.metadata.version('prime-open')}"
+    return head + ("-dirty" if changed else "")
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
+    )
+    return done.stdout.strip()
+
+
+def _keep_sources(deployment: Deployment, file: Path) -> Deployment:
+    """Keeps the compiler's input beside the deployment file, where the sources are here."""
+    try:
+        raw = standard_input(ROOT)
+    except NotFoundError as error:
+        typer.echo(f"no compiler input is kept: {error}", err=True)
+        return deployment
+    file.with_suffix(".input.json").write_bytes(raw)
+    return deployment.model_copy(update={"source_input": encoding.sha256(raw)})
+
+
+def _address_of(wallet: Path) -> Address:
+    found = keystore_address(wallet)
+    if found is None:
+        raise UserError(f"the keystore {wallet} does not name its address", hint="open it once")
+    return found
+
+
+def _governor(text: str, default: Address) -> Address:
+    if text == "none":
+        return ZERO_ADDRESS
+    return address(text) if text else default
+
+
+def _tokens(text: str) -> int:
+    return 0 if text.strip() == "0" else parse_amount(text)
+
+
+def _bond(text: str, chain: Network) -> int:
+    if text:
+        return _tokens(text)
+    return 0 if chain.name == "local" else deployer.DEFAULT_BOND
 
 
 def _print_dry_run(
-    client: ChainClient, sender: str, options: deployer.Options, json_output: bool
+    client: ChainClient, sender: Address, options: deployer.Options, json_output: bool
 ) -> None:
-    steps = deployer.dry_run(client, address(sender), options)
+    steps = deployer.dry_run(client, sender, options)
+    fees = client.fees()
+    per_gas = fees.base_fee + fees.priority_fee
+    gas = sum(step.gas or 0 for step in steps)
+    data = None if steps[0].l1_fee is None else sum(step.l1_fee or 0 for step in steps)
+    wei = gas * per_gas + (data or 0)
     if json_output:
-        rows = [
-            {"step": s.name, "to": s.call.to, "data": s.call.calldata(), "gas": s.gas}
+        rows: list[dict[str, Any]] = [
+            {
+                "step": s.name,
+                "to": s.call.to,
+                "address": s.address,
+                "data": s.call.calldata(),
+                "gas": s.gas,
+                "l1_fee_wei": None if s.l1_fee is None else str(s.l1_fee),
+            }
             for s in steps
         ]
-        typer.echo(json.dumps({"steps": rows}))
+        totals = {"gas": gas, "l1_fee_wei": None if data is None else str(data), "wei": str(wei)}
+        typer.echo(json.dumps({"steps": rows, "total": totals}))
         return
     for step in steps:
-        gas = "gas unknown" if step.gas is None else f"{step.gas:,} gas"
-        typer.echo(f"{step.call.description}: {gas}\n  {step.call.calldata()}")
+        said = "gas unknown" if step.gas is None else f"{step.gas:,} gas"
+        said += "" if step.l1_fee is None else f", L1 data {ether(step.l1_fee)}"
+        typer.echo(f"{step.call.description}: {said}\n  {step.call.calldata()}")
+    l1 = "no L1 data fee on this chain" if data is None else f"{ether(data)} of L1 data"
+    typer.echo(f"in all {gas:,} gas at {per_gas / 10**9:g} gwei and {l1}: about {ether(wei)}")

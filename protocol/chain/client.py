@@ -227,6 +227,21 @@ class ChainClient:
         """True if an endpoint has the transaction, mined or waiting."""
         return self.request("eth_getTransactionByHash", tx_hash) is not None
 
+    def transaction(self, tx_hash: Digest) -> Call:
+        """What a transaction asks for. Raises UnavailableError if no endpoint has it (yet)."""
+        raw = self.request("eth_getTransactionByHash", tx_hash)
+        if raw is None:
+            raise UnavailableError(f"the endpoint does not have transaction {tx_hash}: try again")
+        to = raw.get("to")
+        return _fields(
+            lambda: Call(
+                ids.address(to) if to else None,
+                _bytes(raw["input"]),
+                _number(raw["value"]),
+                f"transaction {tx_hash}",
+            )
+        )
+
     def logs(self, first: int, last: int, addresses: Sequence[Address]) -> list[Log]:
         """All logs of `addresses` in blocks first … last, in chain order.
 

@@ -49,7 +49,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A committed contract: its ABI by name, its creation bytecode, the SHA-256 of its file."""
+    """A committed contract: its ABI by name, its bytecode, the SHA-256 of its file.
+
+    `runtime` is the code as it lies on chain, but for `immutables`: [start, end) byte ranges that
+    the constructor fills in (zero here).
+    """
 
     name: str
     functions: dict[str, Item]
@@ -58,6 +62,8 @@ class Artifact:
     constructor: tuple[Field, ...]
     bytecode: bytes = field(repr=False)
     digest: Digest
+    runtime: bytes = field(default=b"", repr=False)
+    immutables: tuple[tuple[int, int], ...] = ()
 
     def function(self, name: str) -> Item:
         """Raises FatalError if the committed ABI lacks it: ABI and program do not fit."""
@@ -91,17 +97,22 @@ def parse_artifact(name: str, raw: bytes) -> Artifact:
                 functions.setdefault(item.name, item)
             else:
                 (events if kind == "event" else errors)[item.selector] = item
-    code = body["bytecode"]
-    code = code["object"] if isinstance(code, dict) else code
     return Artifact(
         name,
         functions,
         events,
         errors,
         constructor,
-        bytes.fromhex(code.removeprefix("0x")),
+        _bytecode(body["bytecode"]),
         sha256(raw),
+        _bytecode(body.get("deployedBytecode", "")),
+        tuple((start, start + length) for start, length in body.get("immutables", ())),
     )
+
+
+def _bytecode(code: str | Mapping[str, str]) -> bytes:
+    text = code if isinstance(code, str) else code["object"]
+    return bytes.fromhex(text.removeprefix("0x"))
 
 
 @lru_cache(maxsize=32)

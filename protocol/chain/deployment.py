@@ -13,6 +13,7 @@ from protocol.core.messages import ContractAddresses
 from protocol.core.run import RunDefinition
 from protocol.core.signing import (
     CONTRACT_NAMES,
+    AddressField,
     ContractName,
     DigestField,
     Domain,
@@ -69,18 +70,37 @@ DEMO_PERIODS = Periods(
 """What the local demo runs with."""
 
 
+class Roles(Strict):
+    """Who may do what beside the pools' own keys. `guardian_ends` in Unix seconds; `governor` zero:
+    the slasher's terms never move. `holder` received the token's initial supply."""
+
+    guardian: AddressField
+    guardian_ends: int = Field(ge=0)
+    governor: AddressField
+    holder: AddressField
+
+
 class Deployment(Strict):
-    """One deployment. `block` is the first that can hold one of its events; `abi` the SHA-256 of
-    each committed artifact it was deployed from; `arguments` the constructor arguments as text."""
+    """One deployment. `block` is the first that can hold one of its events; by contract: `blocks`
+    where each was made, `abi` the SHA-256 of the committed artifact it was deployed from, `code`
+    the keccak256 of its code on chain (EXTCODEHASH), `arguments` of its constructor as text and
+    `encoded_arguments` as an explorer's verification wants them. `commit` names the sources,
+    `source_input` (SHA-256) the standard-JSON compiler input that lies beside this file."""
 
     chain_id: int
     contracts: ContractAddresses
     block: int = Field(ge=0)
     periods: Periods
     deployer: str = ""
+    roles: Roles | None = None
+    commit: str = ""
+    source_input: str = ""
+    blocks: dict[str, int] = Field(default_factory=dict)
     arguments: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    encoded_arguments: dict[str, str] = Field(default_factory=dict)
     transactions: dict[str, str] = Field(default_factory=dict)
     abi: dict[str, DigestField] = Field(default_factory=dict)
+    code: dict[str, DigestField] = Field(default_factory=dict)
 
     def address(self, name: ContractName) -> Address:
         """The contract's address."""

@@ -20,6 +20,7 @@ from protocol.chain.events import (
     SlashDisputed,
     SlashExecuted,
     SlashProposed,
+    ValidatorSet,
     decode,
     of_receipt,
 )
@@ -129,6 +130,15 @@ def slashes(events: Iterable[Event]) -> list[Slash]:
 def read_slashes(client: ChainClient, deployment: Deployment) -> list[Slash]:
     """Every slash proposal of the deployment, oldest first."""
     return slashes(read_events(client, deployment, contracts=("slasher",)))
+
+
+def validators(client: ChainClient, deployment: Deployment, pool: int) -> list[Address]:
+    """Accounts whose verdicts count in the pool now, in the order of their appointment."""
+    found: dict[Address, bool] = {}
+    for event in read_events(client, deployment, contracts=("pools",)):
+        if isinstance(event, ValidatorSet) and event.pool == pool:
+            found[event.validator] = event.on
+    return [account for account, on in found.items() if on]
 
 
 def transaction_events(client: ChainClient, deployment: Deployment, tx_hash: Digest) -> list[Event]:

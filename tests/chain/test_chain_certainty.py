@@ -1,4 +1,4 @@
-"""How deep facts must lie: admitted at latest, stake at safe, payouts at finalized; on a real anvil."""
+"""How deep facts must lie: admit at latest, stake at safe, pay at finalized; on a real anvil."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from devnet.chain import CHAIN_ID, Anvil, dev_signer
 from devnet.deployed import TEST_PERIODS, Deployed
 from protocol.chain import codec
 from protocol.chain.client import ChainClient
-from protocol.chain.deployer import Options, create_address, deploy, dry_run, verify
+from protocol.chain.deployer import Options, create_address, deploy, dry_run
 from protocol.chain.deployment import SOLIDITY_NAMES, Deployment, Periods
+from protocol.chain.deployment_check import verify
 from protocol.core.errors import FatalError, UserError
 from protocol.core.signing import CONTRACT_NAMES
 

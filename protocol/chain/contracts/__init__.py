@@ -10,19 +10,19 @@ from __future__ import annotations
 from protocol.chain.amounts import ETHER, prime
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts.base import Contract
-from protocol.chain.contracts.pools import Pool, Pools, Seat
+from protocol.chain.contracts.pools import Pool, Pools, Rules, Seat
 from protocol.chain.contracts.registry import Registry
-from protocol.chain.contracts.rewards import PoolFunds, RewardRoot, Rewards
-from protocol.chain.contracts.slasher import Proposal, ProposalState, Slasher
+from protocol.chain.contracts.rewards import Claim, PoolFunds, RewardRoot, Rewards
+from protocol.chain.contracts.slasher import AnnouncedTerms, Proposal, ProposalState, Slasher
 from protocol.chain.contracts.token import Token
 from protocol.chain.contracts.vault import Unbonding, Vault
 from protocol.chain.contracts.work import Work, WorkRoot
 from protocol.chain.deployment import Deployment
 
 __all__ = [
-    "ETHER", "Contract", "Contracts", "Pool", "PoolFunds", "Pools", "Proposal", "ProposalState",
-    "Registry", "RewardRoot", "Rewards", "Seat", "Slasher", "Token", "Unbonding", "Vault", "Work",
-    "WorkRoot", "prime",
+    "ETHER", "AnnouncedTerms", "Claim", "Contract", "Contracts", "Pool", "PoolFunds", "Pools",
+    "Proposal", "ProposalState", "Registry", "RewardRoot", "Rewards", "Rules", "Seat", "Slasher",
+    "Token", "Unbonding", "Vault", "Work", "WorkRoot", "prime",
 ]  # fmt: skip
 
 

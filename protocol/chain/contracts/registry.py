@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from protocol.chain.amounts import prime
@@ -59,6 +60,19 @@ class Registry(Contract):
             "enroll", payout, stake, p.deadline, p.v, p.r, p.s, consent, node_signature, invite,
             manager_signature,
             what=f"stake {prime(stake)} and enter node {consent.node} in pool {invite.pool}",
+        )  # fmt: skip
+
+    def moved_to(self, node: Address, block: BlockId = "latest") -> Address | None:
+        """The key that a node was moved to; None if it was not."""
+        return or_none(self._one("movedTo", node, block=block))
+
+    def move_node(
+        self, old: Address, consent: NodeConsent, node_signature: Signature, pools: Sequence[int]
+    ) -> Call:
+        """Gives a node a new key, whose consent this is; its seats in `pools` go with it."""
+        return self.write(
+            "moveNode", old, consent, node_signature, tuple(pools),
+            what=f"move node {old} to its new key {consent.node}",
         )  # fmt: skip
 
     def remove_node(self, node: Address) -> Call:

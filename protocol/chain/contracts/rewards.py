@@ -29,6 +29,17 @@ class RewardRoot:
     disabled: bool
 
 
+@dataclass(frozen=True)
+class Claim:
+    """One node's claim on a reward root; `cumulative` in wei."""
+
+    pool: int
+    epoch: int
+    node: Address
+    cumulative: int
+    proof: tuple[Digest, ...]
+
+
 class Rewards(Contract):
     """The pools' money and the cumulative reward roots it is claimed by."""
 
@@ -69,3 +80,12 @@ class Rewards(Contract):
     ) -> Call:
         what = f"claim the rewards of node {node} in pool {pool}"
         return self.write("claim", pool, epoch, node, cumulative, tuple(proof), what=what)
+
+    def claim_many(self, claims: Sequence[Claim]) -> Call:
+        """Several claims at once; what is paid already is passed over."""
+        rows = [(c.pool, c.epoch, c.node, c.cumulative, c.proof) for c in claims]
+        return self.write("claimMany", rows, what=f"claim the rewards of {len(claims)} nodes")
+
+    def guardian(self, block: BlockId = "latest") -> tuple[Address, int]:
+        """Who may disable a reward root, and until when (Unix seconds)."""
+        return self._one("guardian", block=block), self._one("guardianEnds", block=block)

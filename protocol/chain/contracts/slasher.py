@@ -9,7 +9,7 @@ from typing import cast
 
 from protocol.chain.amounts import prime
 from protocol.chain.client import BlockId, Call
-from protocol.chain.contracts.base import Contract
+from protocol.chain.contracts.base import Contract, or_none
 from protocol.core.ids import Address, Digest, Signature
 from protocol.core.rollout import Submission
 
@@ -36,6 +36,15 @@ class Proposal:
     amount: int
     validator: Address
     pool: int
+
+
+@dataclass(frozen=True)
+class AnnouncedTerms:
+    """Terms that apply from `act_at` (Unix seconds) on; amounts in wei."""
+
+    dispute_deposit: int
+    validator_bond: int
+    act_at: int
 
 
 class Slasher(Contract):
@@ -105,3 +114,46 @@ class Slasher(Contract):
 
     def cancel(self, number: int) -> Call:
         return self.write("cancel", number, what=f"cancel slash proposal {number}")
+
+    # ── who watches, and who moves the terms ──
+
+    def guardian(self, block: BlockId = "latest") -> tuple[Address, int]:
+        """Who may cancel proposals, and until when (Unix seconds)."""
+        return self._one("guardian", block=block), self._one("guardianEnds", block=block)
+
+    def governor(self, block: BlockId = "latest") -> Address | None:
+        """Who may announce other terms; None: nobody, for good."""
+        return or_none(self._one("governor", block=block))
+
+    def pending_governor(self, block: BlockId = "latest") -> Address | None:
+        """To whom the role was offered and who has not accepted it yet."""
+        return or_none(self._one("pendingGovernor", block=block))
+
+    def announced(self, block: BlockId = "latest") -> AnnouncedTerms | None:
+        """The terms that were announced and do not apply yet."""
+        found = AnnouncedTerms(*self.read("announced", block=block))
+        return found if found.act_at else None
+
+    def deposit_of(self, number: int, block: BlockId = "latest") -> int:
+        """What the dispute of a proposal was backed with, in wei."""
+        return cast(int, self._one("depositOf", number, block=block))
+
+    def hand_over(self, to: Address) -> Call:
+        return self.write("handOver", to, what=f"offer the governor's role to {to}")
+
+    def accept_governor(self) -> Call:
+        return self.write("acceptGovernor", what="accept the governor's role")
+
+    def renounce_governor(self) -> Call:
+        what = "give the governor's role up for good: the terms never move again"
+        return self.write("renounceGovernor", what=what)
+
+    def announce_terms(self, dispute_deposit: int, validator_bond: int) -> Call:
+        what = (
+            f"announce a dispute deposit of {prime(dispute_deposit)} and a validator's bond of "
+            f"{prime(validator_bond)}"
+        )
+        return self.write("announceTerms", dispute_deposit, validator_bond, what=what)
+
+    def apply_terms(self) -> Call:
+        return self.write("applyTerms", what="apply the terms that were announced")

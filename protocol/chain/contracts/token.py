@@ -39,6 +39,10 @@ class Token(Contract):
     def total_supply(self, block: BlockId = "latest") -> int:
         return cast(int, self._one("totalSupply", block=block))
 
+    def is_testnet(self, block: BlockId = "latest") -> bool:
+        """Whether the faucet is open."""
+        return bool(self._one("testnet", block=block))
+
     def faucet(self) -> Call:
         """Mints 10,000 PRIME to the sender; reverts off test networks."""
         return self.write("faucet", what="take 10000 PRIME from the test faucet")
