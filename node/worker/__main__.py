@@ -13,6 +13,7 @@ from node.worker.loop import StopFlag, work
 from node.worker.workshop import Options, Workshop
 from protocol.core.errors import PrimeError
 from protocol.core.run import RunDefinition
+from protocol.verification.engines import ENGINES
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -25,6 +26,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--generation-batch", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--engine", choices=ENGINES, default="plain")
     parser.add_argument(
         "--throttle", type=float, default=1.0, help="DEVELOPMENT ONLY: take N times as long"
     )

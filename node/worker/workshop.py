@@ -36,6 +36,7 @@ class Options:
     throttle: float = 1.0
     dtype: str = "float32"
     device: str = "cpu"
+    engine: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Workshop:
             batch["batch_rows"] = options.generation_batch
         load = partial(
             load_engine,
+            engine=options.engine,
             dtype=options.dtype,
             device=options.device,
             threads=options.threads,

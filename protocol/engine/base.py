@@ -7,7 +7,7 @@ no engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from protocol.core.rollout import FinishReason
 
 Dtype = Literal["float32", "bfloat16"]
+Noise = Callable[[Any, Any, int], Any]
+"""(keys int64 (N, 2), positions int64 (N,), vocabulary) → Gumbel noise float32 (N, vocabulary),
+torch tensors: proofs.sampling_torch.gumbel, handed in so that the rooms stay apart."""
 
 
 @dataclass(frozen=True)
@@ -123,4 +126,8 @@ class Engine(Protocol):
 
     def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
         """Prefills every row, in order. Raises MalformedError on a request that cannot be run."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the process must not hold twice; the engine is not used after it."""
         ...

@@ -9,7 +9,6 @@ runs, weights are safetensors only. Left out: paged caches, fused sampling, tens
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,14 @@ from protocol.engine.base import (
     TAIL_PROBABILITY,
     Generation,
     GenerationRequest,
+    Noise,
     Replay,
     ReplayRequest,
 )
+from protocol.engine.folder import ARCHITECTURES, end_tokens
 
 NAME = "plain/1"
-ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose logits are exactly the LM head applied to the final norm's output."""
 _LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-Noise = Callable[[Tensor, Tensor, int], Tensor]
-"""(keys int64 (N, 2), positions int64 (N,), vocabulary) → Gumbel noise float32 (N, vocabulary):
-proofs.sampling_torch.gumbel, handed in so that the rooms stay apart."""
 
 
 class PlainEngine:
@@ -101,7 +97,7 @@ class PlainEngine:
         self._vocabulary = int(self._head.weight.shape[0])
         self._hidden = int(config.hidden_size)
         self._positions = int(config.max_position_embeddings)
-        self._end_tokens = _end_tokens(self._folder, config)
+        self._end_tokens = end_tokens(self._folder, config)
 
     @property
     def name(self) -> str:
@@ -148,6 +144,10 @@ class PlainEngine:
                 logit_elements=self._logit_elements,
             )
         return self._twins[dtype]
+
+    def close(self) -> None:
+        """See Engine.close: memory goes with the last reference."""
+        self._twins.clear()
 
     # generation ----------------------------------------------------------------------------------
 
@@ -334,19 +334,6 @@ class PlainEngine:
             raise MalformedError(
                 f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
             )
-
-
-def _end_tokens(folder: Path, config: Any) -> frozenset[int]:
-    """End tokens of generation_config.json, else of config.json."""
-    path = folder / "generation_config.json"
-    value = None
-    if path.exists():
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    if value is None:
-        value = config.eos_token_id
-    if value is None:
-        return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
 
 
 def _bits(states: Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:

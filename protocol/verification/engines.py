@@ -16,6 +16,8 @@ from protocol.core.ids import Digest
 from protocol.engine.base import Engine
 
 MANIFEST = "manifest.json"
+ENGINES = ("plain", "vllm")
+"""Engines by the name that commands take."""
 
 
 class EngineProvider(Protocol):
@@ -45,25 +47,45 @@ def load_engine(
     `options` go to the engine's constructor (`batch_rows`, `prepare`). `threads` sets torch's.
     Raises UnavailableError if the engine is unknown or the folder holds no model that it runs.
     """
-    if engine != "plain":
-        raise UnavailableError(f"there is no engine {engine!r} here; known is 'plain'")
+    if engine not in ENGINES:
+        known = " and ".join(ENGINES)
+        raise UnavailableError(f"there is no engine {engine!r} here; known are {known}")
     try:
         import torch
 
-        from protocol.engine.plain import PlainEngine
         from protocol.proofs.sampling_torch import gumbel
+
+        loader: Callable[..., Engine]
+        if engine == "vllm":
+            from protocol.engine.vllm import VllmEngine
+
+            loader = VllmEngine
+        else:
+            from protocol.engine.plain import PlainEngine
+
+            loader = PlainEngine
     except ImportError as error:
         raise UnavailableError(
-            f"the plain engine needs torch and transformers ({error}): "
+            f"the {engine} engine needs torch and transformers ({error}): "
             "pip install 'prime-open[torch]'"
         ) from error
     if threads is not None:
         torch.set_num_threads(threads)
-    return PlainEngine(folder, noise=gumbel, dtype=dtype, device=device, **options)
+    return loader(folder, noise=gumbel, dtype=dtype, device=device, **options)
+
+
+EXPANSION = 3
+"""Memory of a loaded policy by the size of its bfloat16 files: float32, and a bfloat16 twin."""
+
+
+def loaded_bytes(folder: Path) -> int:
+    """What the policy in `folder` may take once loaded, by the size of its weights."""
+    return EXPANSION * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 class FolderEngines:
-    """Policies under `root`/<version>/, each with its manifest.json; the last `keep` stay loaded.
+    """Policies under `root`/<version>/, each with its manifest.json. The last used stay loaded: at
+    most `keep`, and together at most `max_bytes` (by `loaded_bytes`), but always the one in use.
 
     The folder is trusted to have been verified when it was placed there by protocol.broadcast;
     here only its manifest's digest is compared.
@@ -75,13 +97,16 @@ class FolderEngines:
         load: Callable[[Path], Engine] = load_engine,
         *,
         keep: int = 3,
+        max_bytes: int | None = None,
         look_back: int = 4,
     ) -> None:
         self._root = root
         self._load = load
         self._keep = keep
+        self._max_bytes = max_bytes
         self._look_back = look_back
         self._loaded: OrderedDict[tuple[int, Digest], Engine] = OrderedDict()
+        self._bytes: dict[tuple[int, Digest], int] = {}
 
     def engine(self, version: int, policy_digest: Digest) -> Engine:
         """See EngineProvider."""
@@ -108,11 +133,22 @@ class FolderEngines:
         except ValueError as error:
             raise UnavailableError(f"{path} is no manifest: {error}") from error
 
+    def _room_for(self, size: int) -> bool:
+        used = sum(self._bytes.values())
+        fits = self._max_bytes is None or used + size <= self._max_bytes
+        return fits and len(self._loaded) < self._keep
+
     def _get(self, version: int, policy_digest: Digest) -> Engine:
         key = (version, policy_digest)
         if key not in self._loaded:
-            self._loaded[key] = self._load(self._root / str(version))
-            while len(self._loaded) > self._keep:
-                self._loaded.popitem(last=False)
+            folder = self._root / str(version)
+            size = loaded_bytes(folder)
+            while self._loaded and not self._room_for(size):  # before: both may not fit
+                oldest, engine = self._loaded.popitem(last=False)
+                del self._bytes[oldest]
+                engine.close()
+                del engine
+            self._loaded[key] = self._load(folder)
+            self._bytes[key] = size
         self._loaded.move_to_end(key)
         return self._loaded[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
 from protocol.core.errors import UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Digest, signature
-from protocol.verification.engines import MANIFEST, FolderEngines, load_engine
+from protocol.verification.engines import MANIFEST, FolderEngines, load_engine, loaded_bytes
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 
@@ -49,24 +50,58 @@ def test_another_digest_or_an_absent_version_is_unavailable(tmp_path: Path) -> N
         engines.engine(0, wanted)
 
 
+class Loaded:
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self.name, self._closed = name, closed
+
+    def close(self) -> None:
+        self._closed.append(self.name)
+
+
+def test_loaded_policies_stay_within_their_memory_but_the_one_in_use_is_always_there(
+    tmp_path: Path,
+) -> None:
+    digests = [_policy(tmp_path, version) for version in range(3)]
+    closed: list[str] = []
+    size = loaded_bytes(tmp_path / "0")
+    for budget, gone in ((2 * size, ["0"]), (size // 2, ["0", "1"])):
+        closed.clear()
+        engines = FolderEngines(
+            tmp_path, lambda folder: Loaded(folder.name, closed), keep=9, max_bytes=budget
+        )
+        for version in range(3):
+            engine: Any = engines.engine(version, digests[version])
+            assert engine.name == str(version)
+        assert closed == gone
+
+
 def test_only_the_last_policies_stay_loaded_and_earlier_ones_come_newest_first(
     tmp_path: Path,
 ) -> None:
     digests = [_policy(tmp_path, version) for version in range(4)]
     loads: list[str] = []
+    closed: list[str] = []
 
     def load(folder: Path) -> Any:
         loads.append(folder.name)
-        return object()
+        return Loaded(folder.name, closed)
 
     engines = FolderEngines(tmp_path, load, keep=2, look_back=2)
     for version in (0, 1, 2, 2, 0):
         engines.engine(version, digests[version])
     assert loads == ["0", "1", "2", "0"]
+    assert closed == ["0", "1"]
     assert [version for version, _ in engines.earlier(3)] == [2, 1]
     assert list(engines.earlier(0)) == []
 
 
 def test_an_unknown_engine_is_unavailable() -> None:
-    with pytest.raises(UnavailableError, match="vllm"):
+    with pytest.raises(UnavailableError, match="known are plain and vllm"):
+        load_engine(TRAINED, engine="other")
+
+
+def test_vllm_where_it_is_missing_says_what_to_install() -> None:
+    if find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed in this environment")
+    with pytest.raises(UnavailableError, match=r"setup_vllm\.sh"):
         load_engine(TRAINED, engine="vllm")

@@ -1,0 +1,107 @@
+"""The vLLM engine's recorder: rows that move in the batch keep their noise, states and tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.core.errors import FatalError
+from protocol.engine.recorder import Recorder, Row
+from protocol.proofs.sampling_torch import gumbel
+
+VOCABULARY = 11
+
+
+def _step(recorder: Recorder, logits: Tensor, states: Tensor) -> list[int]:
+    recorder.hidden(states)
+    return recorder.step(logits).argmax(dim=1).tolist()
+
+
+def _logits(seed: int, rows: int) -> Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def _states(*values: float) -> Tensor:
+    return torch.tensor([[value] * 4 for value in values])
+
+
+def test_each_row_gets_the_noise_of_its_key_and_place() -> None:
+    recorder = Recorder(gumbel)
+    recorder.begin(0.7)
+    recorder.assign(0, Row(1, (5, 6), [3, 4]))
+    recorder.assign(1, Row(0, (7, 8), []))
+    logits = _logits(0, 2)
+    drawn = _step(recorder, logits, _states(1, 2))
+    noise = gumbel(torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 0]), VOCABULARY)
+    assert drawn == (logits / 0.7 + noise).argmax(dim=1).tolist()
+
+
+def test_a_row_without_a_key_takes_the_most_probable_token() -> None:
+    recorder = Recorder(gumbel)
+    recorder.assign(0, Row(0, None, []))
+    logits = _logits(1, 1)
+    assert _step(recorder, logits, _states(1)) == logits.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_rows_that_move_keep_what_is_theirs(swap: bool) -> None:
+    recorder = Recorder(gumbel)
+    outputs: list[list[int]] = [[], []]
+    for index in (0, 1):
+        recorder.assign(index, Row(index, (index, 9), outputs[index]))
+    first = _step(recorder, _logits(2, 2), _states(1, 2))
+    outputs[0].append(first[0])
+    outputs[1].append(first[1])
+    if swap:
+        recorder.move(0, 1, swap=True)
+        second = _step(recorder, _logits(3, 2), _states(3, 4))
+        outputs[1].append(second[0])
+        outputs[0].append(second[1])
+        expected = {0: [1, 4], 1: [2, 3]}
+    else:  # row 0 has ended; row 1 takes its place
+        recorder.assign(0, None)
+        recorder.move(1, 0, swap=False)
+        second = _step(recorder, _logits(3, 1), _states(5))
+        outputs[1].append(second[0])
+        expected = {0: [1], 1: [2, 5]}
+    for number, (logprobs, states) in enumerate(recorder.rows(outputs)):
+        floats = (states.astype(np.uint32) << 16).view(np.float32)
+        assert floats[:, 0].tolist() == expected[number]
+        assert len(logprobs) == len(expected[number])
+        assert (logprobs < 0).all()
+
+
+def test_a_step_that_vllm_threw_away_is_overwritten() -> None:
+    recorder = Recorder(gumbel)
+    output: list[int] = []
+    recorder.assign(0, Row(0, (1, 2), output))
+    _step(recorder, _logits(4, 1), _states(8))  # half of a prompt
+    (token,) = _step(recorder, _logits(5, 1), _states(9))
+    output.append(token)
+    ((_, states),) = recorder.rows([output])
+    assert (states.astype(np.uint32) << 16).view(np.float32)[0, 0] == 9
+
+
+def test_tokens_that_were_not_drawn_here_are_refused() -> None:
+    recorder = Recorder(gumbel)
+    recorder.assign(0, Row(0, (1, 2), []))
+    (token,) = _step(recorder, _logits(6, 1), _states(1))
+    with pytest.raises(FatalError):
+        recorder.rows([[(token + 1) % VOCABULARY]])
+    with pytest.raises(FatalError):
+        recorder.rows([[token, token]])
+
+
+def test_states_of_other_rows_are_refused() -> None:
+    recorder = Recorder(gumbel)
+    recorder.assign(0, Row(0, (1, 2), []))
+    recorder.hidden(_states(1, 2))
+    with pytest.raises(FatalError):
+        recorder.step(_logits(7, 1))
+
+
+def test_a_warming_engine_is_left_alone() -> None:
+    logits = _logits(8, 3)
+    assert Recorder(gumbel).step(logits) is logits

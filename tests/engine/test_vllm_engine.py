@@ -1,0 +1,62 @@
+"""vLLM behind the engine port: the plain engine's rows, from exactly the policy's weights.
+
+It runs under an interpreter of its own (scripts/setup_vllm.sh).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("PRIME_VLLM_PYTHON", ROOT / "var/engines/vllm/bin/python"))
+MISSING = "vLLM is not installed: scripts/setup_vllm.sh"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = Path(__file__).with_name("vllm_checks.py")
+    done = subprocess.run(
+        [PYTHON, script, ROOT / "devnet" / "model", tmp_path_factory.mktemp("altered")],
+        capture_output=True, text=True, check=False, timeout=280,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def test_its_rows_are_the_plain_engines_and_the_same_every_time(found: dict[str, Any]) -> None:
+    assert found["name"] == ["vllm/1", "float32", "cpu"]
+    for name in ("same_rows", "same_ends", "same_again", "same_greedy"):
+        assert all(found[name]), name
+
+
+def test_a_replay_by_the_plain_engine_finds_nothing(found: dict[str, Any]) -> None:
+    assert found["margin"] == 0
+    assert found["logprob_gap"] < 1e-4
+    assert found["states_equal"] > 0.99  # bf16 bits; float32 sums differ in their last place
+
+
+@pytest.mark.parametrize("tensor", ["mlp.down_proj", "self_attn.k_proj", "input_layernorm"])
+def test_one_number_of_another_policy_is_seen_at_loading(
+    found: dict[str, Any], tensor: str
+) -> None:
+    assert f"model.layers.2.{tensor}.weight" in found[tensor]
+
+
+def test_the_next_policy_is_loaded_in_the_same_process(found: dict[str, Any]) -> None:
+    assert all(found["newer"])
+
+
+def test_it_refuses_what_it_cannot_do_with_a_sentence(found: dict[str, Any]) -> None:
+    assert "needs VLLM_USE_V2_MODEL_RUNNER=0" in found["other_runner"]
+    assert "outside the vocabulary" in found["bad_prompt"]
+    assert "do not fit" in found["too_long"]
+    assert "validators replay with the plain engine" in found["replay"]
