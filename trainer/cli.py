@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from protocol.core.errors import PrimeError, UserError
+
+if TYPE_CHECKING:
+    from trainer.config import Settings
 
 app = typer.Typer(
     name="trainer",
@@ -67,19 +73,44 @@ def run(
     beta2: Annotated[float | None, typer.Option(help="AdamW's second beta.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.")] = None,
     gradient_clip: Annotated[float | None, typer.Option(help="Gradient norm limit.")] = None,
+    optimizer_steps: Annotated[int | None, typer.Option(help="Optimizer steps a batch.")] = None,
+    recompute: Annotated[bool | None, typer.Option(help="Checkpoint activations.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")] = None,
+    lora_alpha: Annotated[int | None, typer.Option(help="Their scale times the rank.")] = None,
+    bad_batch: Annotated[str | None, typer.Option(help="stop or skip.")] = None,
+    alarm_ratio: Annotated[float | None, typer.Option(help="Largest quiet ratio.")] = None,
+    alarm_kl: Annotated[float | None, typer.Option(help="Largest quiet mean KL.")] = None,
+    alarm_entropy: Annotated[float | None, typer.Option(help="Least quiet entropy.")] = None,
+    alarm_action: Annotated[str | None, typer.Option(help="warn or stop.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus' text.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for event files.")] = None,
+    peak_tflops: Annotated[float | None, typer.Option(help="A device's peak, for MFU.")] = None,
+    progress: Annotated[bool | None, typer.Option(help="A bar on a terminal.")] = None,
     bf16: Annotated[bool | None, typer.Option(help="Compute in bf16 (GPUs).")] = None,
     row_tokens: Annotated[int | None, typer.Option(help="Tokens of a packed row.")] = None,
     micro_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch.")] = None,
     delta_from: Annotated[int | None, typer.Option(help="Versions deltas start from.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved plan and its cost; do nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
-    """Train until told to stop (SIGTERM ends cleanly; killed, it resumes exactly)."""
+    """Train until told to stop (SIGTERM ends cleanly; killed, it resumes exactly).
+
+    `trainer run @ FILE` is `trainer run --config FILE`; flag > environment > file > default.
+    """
     flags: dict[str, object] = dict(locals())
     from trainer.config import load
     from trainer.run import run_trainer
 
-    del flags["config"]
-    settings = load(flags | {"rpc": tuple(rpc or ())}, config)
+    for name in ("config", "dry_run", "as_json"):
+        del flags[name]
+    flags["rpc"] = tuple(rpc or ())
+    settings = load(flags, config)
+    if dry_run:
+        _show_plan(settings, flags, config, as_json)
+        return
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -91,26 +122,78 @@ def evaluate(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to evaluate.")],
     run: Annotated[Path, typer.Option(help="The run definition, whose reward it is.")],
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
+    base: Annotated[Path | None, typer.Option(help="Compare with this model folder.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """The mean of the run's own reward over held-out problems."""
+    """Reward, pass@1 and pass@k on held-out problems, by environment and budget, with intervals."""
     import torch
 
     from protocol.run_file import read_run
+    from trainer.evaluate import compare
     from trainer.evaluate import evaluate as evaluate_model
+    from trainer.tables import comparison_table, evaluation_table
 
     torch.set_num_threads(1)
-    result = evaluate_model(model, read_run(run), problems=problems, seed=seed, device=device)
-    if as_json:
-        print(json.dumps(result.as_json()))
+    definition = read_run(run)
+    if base is None:
+        one = evaluate_model(
+            model, definition, problems=problems, seed=seed, samples=samples, device=device
+        )
+        print(json.dumps(one.as_json()) if as_json else evaluation_table(one))
         return
-    for name in ("reward", "task", "length_error"):
-        value = getattr(result, name)
-        print(f"{name:13} {value.mean:7.4f}  [{value.low:.4f}, {value.high:.4f}]")
-    for target, value in sorted(result.by_target.items(), key=lambda item: int(item[0])):
-        print(f"  target {target:>5} {value.mean:6.4f}  ({value.count} problems)")
+    both = compare(
+        base, model, definition, problems=problems, seed=seed, samples=samples, device=device
+    )
+    print(json.dumps(both.as_json()) if as_json else comparison_table(both))
+
+
+@app.command(name="filter")
+def filter_(
+    model: Annotated[Path, typer.Option(help="Hugging Face folder that answers.")],
+    run: Annotated[Path, typer.Option(help="The run definition, whose tasks these are.")],
+    out: Annotated[Path, typer.Option(help="JSONL file to write.")],
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a task.")] = 8,
+    low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate kept.")] = 0.125,
+    high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate kept.")] = 0.75,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes targets and noise.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Keep the tasks that a model solves sometimes: a dataset of its own, named by its digest."""
+    import torch
+
+    from protocol.run_file import read_run
+    from trainer.difficulty import Range, describe, filter_tasks
+
+    torch.set_num_threads(1)
+    if low > high:
+        raise UserError(f"--low {low:g} is above --high {high:g}", hint="swap them")
+    wanted = Range(low, high, samples)
+    for asked, kept in filter_tasks(
+        model, read_run(run), wanted, out, tasks=tasks, seed=seed, device=device
+    ):
+        print(f"{asked} tasks asked, {kept} kept", file=sys.stderr)
+    found = describe(out)
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        print(f"{found.file}: {found.kept} of {found.asked} tasks, digest {found.digest}")
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data: Annotated[Path, typer.Option(help="The trainer's data folder.")] = Path("var/trainer"),
+    version: Annotated[int | None, typer.Option(min=0, help="Policy (default: newest).")] = None,
+) -> None:
+    """Write a finished run as a Hugging Face folder with model card, run definition and curve."""
+    from trainer.finished import export_run
+
+    print(f"{out}: policy {export_run(data, out, version)}")
 
 
 @app.command()
@@ -148,13 +231,38 @@ def status(
     if as_json:
         print(json.dumps(last))
     else:
-        print(f"step {last['step']}: reward {last['reward']:.3f}, policy {last['version']}")
+        reward = f"reward {last['reward']:.3f}" if "reward" in last else "skipped"
+        print(f"step {last['step']}: {reward}, policy {last['version']}")
+
+
+def _show_plan(
+    settings: Settings, flags: Mapping[str, object], config: Path | None, as_json: bool
+) -> None:
+    from trainer.dryrun import report, sources
+    from trainer.run import dry_run
+
+    definition, estimate = dry_run(settings)
+    resolved = sources(settings, flags, config, os.environ)
+    if not as_json:
+        print(report(definition, estimate, resolved))
+        return
+    named = {name: {"value": value, "from": origin} for name, (value, origin) in resolved.items()}
+    run = definition.model_dump(mode="json")
+    print(json.dumps({"settings": named, "run": run, "estimate": asdict(estimate)}))
+
+
+def with_file(words: list[str]) -> list[str]:
+    """`@ FILE` and `@FILE` spelled out as `--config FILE`."""
+    found = []
+    for word in words:
+        found += ["--config", word[1:]] if word.startswith("@") else [word]
+    return [word for word in found if word]
 
 
 def main() -> None:
     """Entry point: expected errors become one sentence on stderr and their exit code."""
     try:
-        app(prog_name="trainer")
+        app(args=with_file(sys.argv[1:]), prog_name="trainer")
     except PrimeError as error:
         logging.getLogger("trainer").debug("the cause", exc_info=True)
         hint = error.hint if isinstance(error, UserError) else ""

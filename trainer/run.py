@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from protocol.broadcast.files import write_whole
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core.errors import UserError
@@ -26,6 +27,8 @@ from trainer.feed import (
 )
 
 if TYPE_CHECKING:
+    from protocol.core.run import RunDefinition
+    from trainer.dryrun import Estimate
     from trainer.publish import Publisher
 
 log = logging.getLogger(__name__)
@@ -91,6 +94,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
             return
         if signer is not None:
             require_trainer(facts, signer.address)
+            write_whole(settings.data / "run.json", facts.run.canonical())
 
         from trainer.learner import make_learner
         from trainer.observe import Observers
@@ -118,6 +122,29 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
         if settings.linger and origin is not None and not stop.is_set():
             log.info("every wished batch is trained; serving policies until told to stop")
             stop.wait()
+
+
+def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
+    """The run that would be trained, and what a batch would cost. Nothing is written, no key is
+    opened; the orchestrator is only asked where no run file is named."""
+    from protocol.run_file import read_run
+    from trainer.dryrun import cpu_peak, estimate
+    from trainer.observe import peak_flops
+
+    if settings.run is not None:
+        definition = read_run(settings.run)
+    else:
+        with OrchestratorClient(settings.need("orchestrator"), None, "trainer") as client:
+            definition = pool_facts(client, None).run
+    import torch
+
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    peak = peak_flops(settings, torch.cuda.get_device_name() if cuda else "cpu")
+    if peak is None and not cuda:
+        peak = cpu_peak()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return definition, estimate(definition, settings, ranks=ranks, peak=peak)
 
 
 def publish_by_hand(settings: Settings, model: Path, version: int) -> None:

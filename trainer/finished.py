@@ -1,0 +1,148 @@
+"""A finished run as a Hugging Face folder: weights, model card, run definition, curve.
+
+<out>/README.md        model card: what it was trained from, how, and how far it came
+<out>/run.json         the run definition, byte for byte
+<out>/policy.json      the signed manifest that nodes loaded the same bytes by
+<out>/metrics.jsonl    one line a step;  curve.svg  its rewards
+<out>/*                the policy's own files, checked against the manifest
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.broadcast import layout
+from protocol.broadcast.manifest import verify_folder
+from protocol.core.errors import NotFoundError, UserError
+from protocol.core.run import RunDefinition
+from protocol.run_file import read_run
+from trainer.disk import writing
+
+WIDTH, HEIGHT, MARGIN = 720, 280, 40
+
+
+def export_run(data: Path, out: Path, version: int | None = None) -> int:
+    """Writes policy `version` (None: the newest published) of the trainer's folder `data` to `out`;
+    returns the version. Raises UserError if there is no such policy or `out` exists already."""
+    origin = data / "origin"
+    known = layout.versions(origin)
+    if not known or (version is not None and version not in known):
+        wanted = "no policy" if version is None else f"no policy {version}"
+        raise UserError(
+            f"{wanted} is published in {origin}",
+            hint="name the trainer's folder by --data"
+            + (f", or one of {known[0]} … {known[-1]} by --version" if known else ""),
+        )
+    if out.exists():
+        raise UserError(f"{out} exists already", hint="name another folder by --out")
+    chosen = max(known) if version is None else version
+    run_file = data / "run.json"
+    run = read_run(run_file)
+    try:
+        signed = layout.manifest_of(origin, chosen)
+    except NotFoundError as error:
+        raise UserError(str(error)) from error
+    steps = [line for line in read_lines(data / "metrics.jsonl") if line["version"] <= chosen]
+    staging = out.with_name(f".{out.name}.staging")
+    shutil.rmtree(staging, ignore_errors=True)
+    with writing("the exported run", out):
+        staging.mkdir(parents=True)
+        for entry in signed.manifest.files:
+            shutil.copyfile(layout.version_folder(origin, chosen) / entry.name,
+                            staging / entry.name)  # fmt: skip
+        verify_folder(staging, signed.manifest)
+        shutil.copyfile(run_file, staging / "run.json")
+        (staging / "policy.json").write_text(signed.model_dump_json())
+        (staging / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+        (staging / "curve.svg").write_text(curve(steps))
+        (staging / "README.md").write_text(card(run, chosen, steps, str(signed.manifest.digest())))
+        staging.rename(out)
+    return chosen
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file. Raises UserError naming a line that is none."""
+    if not path.is_file():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"line {number} of {path} is not JSON: {error}") from error
+    return found
+
+
+def card(run: RunDefinition, version: int, steps: Sequence[dict[str, Any]], policy: str) -> str:
+    """The model card, with the metadata that model hubs read."""
+    o, ref = run.objective, run.environment
+    rewards = [line["reward"] for line in steps if "reward" in line]
+    first, last = (f"{_mean(part):.3f}" for part in (rewards[:8], rewards[-8:]))
+    facts = {
+        "run definition": f"`{run.digest()}` (`run.json`)",
+        "base model": f"`{run.base_model}`",
+        "policy manifest": f"`{policy}` (`policy.json`)",
+        "environment": f"{ref.name} `{ref.digest}`, {ref.train_size} tasks",
+        "objective": f"{o.name}, advantage {o.advantage}, ε {o.clip_micro / 1e6:g}, "
+        f"δ {o.delta_micro / 1e6:g}, KL {o.kl_micro / 1e6:g}, entropy {o.entropy_micro / 1e6:g}",
+        "batches": f"{len(steps)} of {run.groups_per_batch} groups of {run.samples_per_group}; "
+        f"{sum(line.get('rows', 0) for line in steps)} rows",
+        "staleness": f"at most {run.max_staleness} policies",
+        "mean reward": f"{first} over the first 8 batches, {last} over the last 8 (training "
+        "tasks, groups of equal rewards left out)",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [reinforcement-learning, grpo, {ref.name}]
+---
+# {run.name}, policy {version}
+
+Trained by reinforcement learning on rollouts of untrusted nodes, each verified before it was used.
+
+| | |
+|---|---|
+{table}
+
+![rewards by step](curve.svg)
+
+Rewards above are those of training batches; for held-out problems run
+`trainer evaluate --model . --run run.json --base BASE`.
+"""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def curve(steps: Sequence[dict[str, Any]]) -> str:
+    """Mean reward of each batch as an SVG line."""
+    points = [(line["step"], line["reward"]) for line in steps if "reward" in line]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12"><title>Mean reward by step</title>'
+    )
+    if not points:
+        return f'{head}<text x="{MARGIN}" y="{MARGIN}">no step was trained</text></svg>'
+    left, right = points[0][0], max(points[-1][0], points[0][0] + 1)
+    low, high = min(0.0, *(r for _, r in points)), max(1.0, *(r for _, r in points))
+
+    def place(step: float, reward: float) -> str:
+        x = MARGIN + (WIDTH - 2 * MARGIN) * (step - left) / (right - left)
+        y = HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (reward - low) / (high - low)
+        return f"{x:.1f},{y:.1f}"
+
+    line = " ".join(place(step, reward) for step, reward in points)
+    ends = f"{place(left, low).replace(',', ' ')} L {place(right, low).replace(',', ' ')}"
+    return (
+        f'{head}<path d="M {ends}" stroke="#888" fill="none"/>'
+        f'<polyline points="{line}" stroke="#2a6fdb" stroke-width="2" fill="none"/>'
+        f'<text x="4" y="{MARGIN}">{high:g}</text><text x="4" y="{HEIGHT - MARGIN}">{low:g}</text>'
+        f'<text x="{MARGIN}" y="{HEIGHT - 12}">step {left}</text>'
+        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 12}" text-anchor="end">step {right}</text></svg>'
+    )
