@@ -12,6 +12,7 @@ from forge_kit import ROOT
 
 from protocol.core import encoding
 from protocol.core.batch import BatchStatement
+from protocol.core.calibration import CalibrationStatement
 from protocol.core.checkpoint import PolicyStatement
 from protocol.core.draws import DrawCommitment
 from protocol.core.errors import UntrustedError
@@ -28,6 +29,7 @@ KINDS: dict[str, type[Statement]] = {
     for kind in (
         NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
         Lease, Submission, Receipt, BatchStatement, Verdict, DrawCommitment,
+        CalibrationStatement,
     )
 }  # fmt: skip
 
