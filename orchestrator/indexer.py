@@ -15,7 +15,13 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.context import PoolContext
-from orchestrator.settlement import CHAIN_BLOCK, CHAIN_LOCK, CHAIN_TIME, refresh_credits
+from orchestrator.requeue import forget_unsent
+from orchestrator.settlement import (
+    CHAIN_BLOCK,
+    CHAIN_LOCK,
+    CHAIN_TIME,
+    refresh_credits,
+)
 from orchestrator.store import chain, leases, meta, nodes, schema, submissions
 from orchestrator.store.chain import EventRow
 from orchestrator.store.engine import Store, lock
@@ -60,6 +66,7 @@ def run_indexer_tick(
                 taken += mine
             else:
                 rows = chain.retract(connection, step.block.number + 1)
+                forget_unsent(connection, step.block.number)
                 log.warning(
                     "the chain went back to block %d; %d events are retracted",
                     step.block.number,

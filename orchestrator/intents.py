@@ -24,7 +24,8 @@ IntentKind = Literal[
 join           {"invite": Invite, "signature"}                        id join:<node>:<deadline>
 policy         {"statement": PolicyStatement, "signature"}            id policy:<version>
 root           {"root", "count", "leaves_object"}                     id root:<root>
-reward_root    {"epoch", "root", "cumulative_total", "object"}   id reward_root:<epoch>:<object>
+reward_root    {"epoch", "root", "cumulative_total", "object", "as_of_block"}
+                                                                 id reward_root:<epoch>:<object>
 eject          {"node"}                                               id eject:<node>:<why>
 set_validator  {"validator", "on"}                                    id set_validator:<v>:<on>
 propose        {"submission_digest"}                                  id propose:<digest>

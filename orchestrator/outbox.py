@@ -4,7 +4,7 @@ Intents are queued by `orchestrator.intents`, in the transaction that gives rise
 `run_outbox_tick` turns those of one lane (the account that sends) into calls, hands them to that
 account's Sender, and copies back what became of them. With the RPC down, rows stay where they are.
 
-    queued ──► sent ──► confirmed          queued ⟲ while what it needs is not there yet
+    queued ──► sent ──► confirmed          queued ⟲ while what it needs is not there, or not deep
        └─────────┴────► failed (with the decoded error) ──► queued, rested, if it is wanted still
 """
 
@@ -20,6 +20,7 @@ from sqlalchemy import Connection
 
 from orchestrator import roots
 from orchestrator.context import PoolContext
+from orchestrator.depth import Depths, Need, need_of
 from orchestrator.requeue import requeue_wanted
 from orchestrator.store import intents as store_intents
 from orchestrator.store import schema, submissions
@@ -68,6 +69,7 @@ def _hand_over(
         sent = store_intents.pending(connection, sender.address, ("sent",))
         lost = [row for row in sent if sender.status(row.id) is None]
         ready: list[tuple[IntentRow, Call | ConflictError]] = []
+        needs: dict[str, Need | None] = {}
         for row in [*lost, *queued]:
             try:
                 call = build_call(connection, context, contracts, row.kind, row.arguments())
@@ -76,7 +78,11 @@ def _hand_over(
                 continue
             if call is not None:
                 ready.append((row, call))
+                needs[row.id] = need_of(connection, context, row.kind, row.arguments())
+    depths = Depths(contracts)
     for row, outcome in ready:
+        if not depths.meets(needs.get(row.id)):
+            continue
         failure = str(outcome) if isinstance(outcome, ConflictError) else None
         if isinstance(outcome, Call):
             try:

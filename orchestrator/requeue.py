@@ -8,6 +8,7 @@ who decide them (slashing.py, settlement.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import sqlalchemy as sa
@@ -87,3 +88,29 @@ def _wanted(connection: Connection, row: IntentRow, now: float) -> bool:
             open_still = now <= int(invite["deadline"])
             return open_still and node is not None and node.status == "admitted"
     return False
+
+
+def forget_unsent(connection: Connection, block: int) -> list[str]:
+    """The chain went back to `block`: drops reward roots of later facts that were not yet sent, so
+    that their epochs are settled anew; returns their intents."""
+    intents, reward_roots = schema.intents, schema.reward_roots
+    waiting = connection.execute(
+        sa.select(intents.c.id, intents.c.payload).where(
+            intents.c.kind == "reward_root", intents.c.status == "queued"
+        )
+    ).all()
+    dropped = []
+    for row in waiting:
+        payload = json.loads(row.payload)
+        if int(payload["as_of_block"]) <= block:
+            continue
+        connection.execute(
+            sa.delete(reward_roots).where(
+                reward_roots.c.epoch == payload["epoch"],
+                reward_roots.c.object == payload["object"],
+                reward_roots.c.claimable_at.is_(None),
+            )
+        )
+        connection.execute(sa.delete(intents).where(intents.c.id == row.id))
+        dropped.append(str(row.id))
+    return dropped

@@ -224,6 +224,7 @@ def _queue(
                 "root": root,
                 "cumulative_total": total,
                 "object": digest,
+                "as_of_block": settlement.as_of_block,
             },
             now=now,
         )

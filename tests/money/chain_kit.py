@@ -74,7 +74,7 @@ class World:
                 self.shop.store, self.shop.context, self.contracts, self.validator, self.shop.now
             )
             seen += self.loops.chain_tick()
-            self.anvil.mine(1)
+            self.anvil.mine(2)  # what this tick did is final for the next
             seen += run_indexer_tick(
                 self.shop.store, self.shop.context, self.loops.watcher, self.shop.now
             )

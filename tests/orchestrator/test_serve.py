@@ -150,7 +150,7 @@ def operator(deployed: Deployed, tmp_path: Path) -> Iterator[Operator]:
         child.stdout.close()
 
 
-def register(deployed: Deployed) -> None:
+def register(deployed: Deployed, pool: int) -> None:
     """A staked provider (anvil's account 3) that owns the node."""
     owner, c = deployed.accounts[3], deployed.contracts
     deployed.send(owner, c.token.faucet())
@@ -165,6 +165,8 @@ def register(deployed: Deployed) -> None:
     )
     signature = NODE.sign(consent, deployed.deployment.domain_of(consent))
     deployed.send(owner, c.registry.add_node(consent, signature))
+    deployed.send(owner, c.pools.allow(pool, 1))
+    deployed.anvil.mine(1)  # on a chain that stands still the stake would never be safe
 
 
 def admit(client: OrchestratorClient) -> AdmissionAnswer:
@@ -242,7 +244,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
     operator: Operator, empty_database: Store
 ) -> None:
     database = empty_database.engine.url.render_as_string(hide_password=False)
-    register(operator.deployed)
+    register(operator.deployed, operator.pool)
     child = operator.serve(database=database)
     with OrchestratorClient(operator.url, NODE) as client:
         publish(operator, client)
