@@ -43,7 +43,9 @@ from node.state import DataFolder
 from node.task import TaskKeeper
 from node.wallet import named_provider
 from node.weights import PolicyFolder
+from protocol.broadcast.access import Passes
 from protocol.broadcast.manifest import Trust
+from protocol.broadcast.sources import SourceBook
 from protocol.core.errors import UnavailableError
 from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
@@ -182,7 +184,11 @@ class Agent:
         trust = Trust(info.trainer, api.client.domain("pools"), info.pool)
         late: list[Desk] = []
         keeper = PolicyKeeper(
-            PolicyFolder(self._data.policies, trust),
+            PolicyFolder(
+                self._data.policies,
+                trust,
+                book=SourceBook(passes=Passes(self._signer, api.client.domain("registry"))),
+            ),
             self._new_api,
             keep=run.max_staleness + 2,
             on_arrival=lambda: late[0].nudge(),

@@ -145,7 +145,9 @@ def find_slash(link: Link, digest: Digest) -> Slash | None:
 
 
 def _setting(settings: Settings, api: NodeApi, link: Link, library: OrchestratorLibrary) -> Setting:
+    from protocol.broadcast.access import Passes, ephemeral_signer
     from protocol.broadcast.manifest import Trust
+    from protocol.broadcast.sources import SourceBook
     from protocol.environments.registry import environment_for
 
     pool = link.contracts.pools.pool_of(link.pool)
@@ -153,7 +155,8 @@ def _setting(settings: Settings, api: NodeApi, link: Link, library: Orchestrator
     data = DataFolder(settings.data)
     data.make()
     trust = Trust(pool.trainer, link.deployment.domain_of(PolicyStatement), link.pool)
-    folder = PolicyFolder(data.root / "audit" / "policies", trust)
+    passes = Passes(ephemeral_signer(), api.client.domain("registry"))
+    folder = PolicyFolder(data.root / "audit" / "policies", trust, book=SourceBook(passes=passes))
     events = history.read_events(link.client, link.deployment, contracts=("pools",))
     validators = frozenset(
         event.validator

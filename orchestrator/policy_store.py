@@ -9,6 +9,7 @@ from pathlib import Path
 from orchestrator.presence import RELAY_SECONDS
 from orchestrator.store import policies
 from orchestrator.store.engine import Store
+from protocol.broadcast.access import Passes
 from protocol.broadcast.client import Base, fetch
 from protocol.broadcast.durable import settle
 from protocol.broadcast.files import remove_folder
@@ -27,7 +28,7 @@ CHAIN_OF_DELTAS = 4
 class PolicyStore:
     """Policies under `root`/<version>/, fetched from relays that the store knows and `sources`.
 
-    `keep`: how many versions stay on disk, the newest.
+    `keep`: how many versions stay on disk, the newest; `passes` sign the requests to relays.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class PolicyStore:
         sources: Sequence[str] = (),
         keep: int = 8,
         patience: float = 20.0,
+        passes: Passes | None = None,
         now: Callable[[], float],
     ) -> None:
         self.root = root
@@ -48,7 +50,7 @@ class PolicyStore:
         self._keep = keep
         self._patience = patience
         self._now = now
-        self._book = SourceBook()
+        self._book = SourceBook(passes=passes)
         root.mkdir(parents=True, exist_ok=True)
         settle(root)
 

@@ -6,7 +6,8 @@
     on each change  (and every 30 s) announce the address and versions, signed, if there is a wallet
 
 Anyone may run one. What it serves is checked by whoever fetches, so it needs no trust; it does need
-bandwidth. Behind a proxy or NAT, say how others reach it with --public-url.
+bandwidth. Behind a proxy or NAT, say how others reach it with --public-url: readers sign their
+requests for that URL (protocol/broadcast/access.py), unless --access is `anyone`.
 """
 
 from __future__ import annotations
@@ -16,32 +17,45 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from protocol.broadcast.access import Passes, Rules, ephemeral_signer
 from protocol.broadcast.files import write_whole
 from protocol.broadcast.manifest import Trust
 from protocol.broadcast.relay import KEEP, Relay, RelayEvent
 from protocol.broadcast.server import Limits
-from protocol.broadcast.sources import normal_url
+from protocol.broadcast.sources import SourceBook, normal_url
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Pools
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core import ids
 from protocol.core.errors import MalformedError, PrimeError, UserError
-from protocol.core.messages import PolicyList, RelayInfo
+from protocol.core.ids import Address
+from protocol.core.messages import NodeInfo, PolicyList, RelayInfo
 from protocol.folders import make_folder
 from protocol.transport.client import Empty, OrchestratorClient
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 ANNOUNCE_SECONDS = 30.0
+MEMBERS_SECONDS = 10.0
 LOOK_FOR_SOURCES_SECONDS = 5.0
 _RELAYS = TypeAdapter(list[RelayInfo])
+_NODES = TypeAdapter(list[NodeInfo])
+
+
+class Access(StrEnum):
+    """Who may read from a relay."""
+
+    ANYONE = "anyone"
+    SIGNED = "signed"
+    MEMBERS = "members"
 
 
 @app.command()
@@ -83,12 +97,22 @@ def relay(
     poll: Annotated[
         float, typer.Option(help="Seconds between looks at the orchestrator.", min=0.2)
     ] = 1.0,
+    access: Annotated[
+        Access,
+        typer.Option(help="Who may read: anyone, who signs, or the pool's nodes and --allow."),
+    ] = Access.SIGNED,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Account that may read besides the pool's nodes.")
+    ] = None,
     connections: Annotated[int, typer.Option(help="At most so many at once.", min=1)] = 1024,
+    connections_each: Annotated[
+        int, typer.Option(help="Of one address at once; 0: unlimited.", min=0)
+    ] = 256,
     max_rate: Annotated[
         float, typer.Option(help="Bytes per second to send in all; 0: unlimited.", min=0)
     ] = 0.0,
     requests_per_second: Annotated[
-        float, typer.Option(help="Of one address, on average; 0: unlimited.", min=0)
+        float, typer.Option(help="Of one reader, on average; 0: unlimited.", min=0)
     ] = 0.0,
 ) -> None:
     """Serve policies to nodes, from an origin or another relay, until SIGTERM."""
@@ -100,12 +124,19 @@ def relay(
     upstreams = [_source(url) for url in upstream or ()]
     limits = Limits(
         connections=connections,
+        connections_per_address=connections_each,
         bytes_per_second=max_rate,
         requests_per_second=requests_per_second,
     )
     make_folder(data)
     with OrchestratorClient(orchestrator, signer, "relay") as client:
         trust = _trust(client, stop, tuple(rpc or ()), deployment, trainer)
+        registry = client.domain("registry")
+        members = Members(client, [ids.address(one) for one in allow or ()])
+        rules = None if access is Access.ANYONE else Rules(registry)
+        if access is Access.MEMBERS:
+            rules = Rules(registry, members.known)
+            members.refresh()
         server = Relay(
             data,
             trust,
@@ -113,14 +144,55 @@ def relay(
             port=port,
             public_url=public_url,
             limits=limits,
+            rules=rules,
             keep=keep,
+            book=SourceBook(passes=Passes(signer or ephemeral_signer(), registry)),
             on_event=_tell,
         )
         with server:
             state = json.dumps({"url": server.url, "trainer": trust.trainer}).encode()
             write_whole(data / "relay.json", state)
             _log("serving", url=server.url, pool=trust.pool, trainer=trust.trainer)
-            Loop(client, server, upstreams, announces=signer is not None).run(stop, poll)
+            listing = members.refresh_now_and_then if access is Access.MEMBERS else lambda: None
+            loop = Loop(client, server, upstreams, listing, announces=signer is not None)
+            loop.run(stop, poll)
+
+
+class Members:
+    """The accounts of the pool's nodes, as the orchestrator lists them, and those allowed by hand.
+    `known` is asked from the server's thread and never waits."""
+
+    def __init__(
+        self,
+        client: OrchestratorClient,
+        allowed: Sequence[Address],
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._allowed = frozenset(allowed)
+        self._nodes: frozenset[Address] = frozenset()
+        self._now = now
+        self._at = float("-inf")
+
+    def known(self) -> frozenset[Address]:
+        """Who may read now."""
+        return self._nodes | self._allowed
+
+    def refresh(self) -> None:
+        """Asks the orchestrator. Nodes that left or were ejected may no longer read."""
+        raw = self._client.request("GET", "/v1/nodes", b"", signed=False)
+        try:
+            listed = _NODES.validate_json(raw)
+        except ValidationError as error:
+            raise MalformedError("the orchestrator's list of nodes does not parse") from error
+        self._nodes = frozenset(n.node for n in listed if n.status not in ("left", "ejected"))
+        self._at = self._now()
+
+    def refresh_now_and_then(self) -> None:
+        """`refresh`, if the list is older than MEMBERS_SECONDS."""
+        if self._now() - self._at >= MEMBERS_SECONDS:
+            self.refresh()
 
 
 class Loop:
@@ -131,6 +203,7 @@ class Loop:
         client: OrchestratorClient,
         server: Relay,
         upstreams: Sequence[str],
+        before_turn: Callable[[], None] = lambda: None,
         *,
         announces: bool,
         now: Callable[[], float] = time.monotonic,
@@ -145,11 +218,13 @@ class Loop:
         self._announced: tuple[int, ...] | None = None
         self._announced_at = float("-inf")
         self._trouble = ""
+        self._before_turn = before_turn
 
     def run(self, stop: threading.Event, poll: float) -> None:
         """Turns until `stop`; trouble is logged when it begins, changes and ends."""
         while not stop.is_set():
             try:
+                self._before_turn()
                 self.turn()
                 trouble = ""
             except PrimeError as error:

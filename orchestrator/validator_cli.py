@@ -29,6 +29,7 @@ from orchestrator.serve import Loops
 from orchestrator.store import meta, open_store, sqlite_url
 from orchestrator.store.engine import Store
 from orchestrator.validator import Patience, Validator, run_validator_chain_tick
+from protocol.broadcast.access import Passes
 from protocol.broadcast.manifest import Trust
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
@@ -146,7 +147,12 @@ def validate(
         )
         trust = Trust(trainer, place.domain_of(PolicyStatement), pool)
         policies = PolicyStore(
-            data / "policies", store, trust, sources=tuple(source or ()), now=time.time
+            data / "policies",
+            store,
+            trust,
+            sources=tuple(source or ()),
+            passes=Passes(signer, place.domain("registry")),
+            now=time.time,
         )
         loader = partial(load_engine, dtype=dtype, device=device, threads=threads)
         validator = Validator(

@@ -198,7 +198,7 @@ class ChunkFetcher:
                 task, source = choice
                 link = links.get(source.url)
                 if link is None:
-                    link = links[source.url] = Link(source.url)
+                    link = links[source.url] = self._link(source.url)
                     with self._change:
                         self._links.append(link)
                 self._attempt(task, source, link, buffer)
@@ -207,6 +207,9 @@ class ChunkFetcher:
         finally:
             for link in links.values():
                 link.close()
+
+    def _link(self, url: str) -> Link:
+        return Link(url, lambda: self._book.authorization(url))
 
     def _next(self) -> tuple[_Task, Source] | None:
         """The next chunk and whom to ask for it; None when there is nothing left to do."""

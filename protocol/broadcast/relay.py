@@ -21,12 +21,14 @@ from pathlib import Path
 
 from protocol.broadcast import delta as deltas
 from protocol.broadcast import layout
+from protocol.broadcast.access import Rules
 from protocol.broadcast.chunks import ChunkFetcher
 from protocol.broadcast.content import Arrival, LiveContent, LiveVersion
 from protocol.broadcast.durable import appear, settle
 from protocol.broadcast.files import remove_folder, replace_file
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes, total_size
+from protocol.broadcast.metrics import Received, family
 from protocol.broadcast.server import Counters, Limits, Server
 from protocol.broadcast.sources import SourceBook, normal_url
 from protocol.core.checkpoint import SignedManifest
@@ -74,6 +76,7 @@ class Relay:
         port: int = 0,
         public_url: str | None = None,
         limits: Limits | None = None,
+        rules: Rules | None = None,
         keep: int = KEEP,
         book: SourceBook | None = None,
         on_event: Callable[[RelayEvent], None] = lambda event: None,
@@ -87,8 +90,16 @@ class Relay:
         self._clock = clock
         self._content = LiveContent()
         self._server = Server(
-            self._content, host, port, limits=limits, public_url=public_url, clock=clock
+            self._content,
+            host,
+            port,
+            limits=limits,
+            public_url=public_url,
+            rules=rules,
+            more_metrics=self._metrics,
+            clock=clock,
         )
+        self._received = Received()
         self._history = History()
         self._complete: set[int] = set()
         self._wanted: dict[int, SignedManifest] = {}
@@ -188,6 +199,16 @@ class Relay:
         """True for what would be dropped again at once."""
         present = sorted(self._complete | set(self._wanted), reverse=True)
         return len(present) >= self._keep and version < present[self._keep - 1]
+
+    def _metrics(self) -> str:
+        """What it fetched, and what it has."""
+        with self._change:
+            complete, newest = len(self._complete), max(self._complete, default=-1)
+        return (
+            self._received.render()
+            + family("prime_broadcast_versions", "gauge", {(): complete})
+            + family("prime_broadcast_newest_version", "gauge", {(): newest})
+        )
 
     # Disk
 
@@ -302,6 +323,7 @@ class Relay:
             stop=lambda: self._stopping or self._better_elsewhere(fetcher, groups),
             on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
         )
+        begun = self._clock()
         try:
             fetcher.run()
         except UnavailableError as error:
@@ -309,6 +331,7 @@ class Relay:
                 raise _SourcesChangedError("other sources are known now") from error
             raise
         finally:
+            self._received.add(fetcher.stats, self._clock() - begun)
             for fault in fetcher.stats.faults:
                 version = live.signed.manifest.version
                 self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))

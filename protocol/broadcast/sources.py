@@ -12,9 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from protocol.core.errors import MalformedError
+
+if TYPE_CHECKING:
+    from protocol.broadcast.access import Passes
 
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 30.0
@@ -57,6 +61,8 @@ class SourceBook:
     """Thread-safe memory of sources over many fetches. `clock` in seconds, monotonic."""
 
     clock: Callable[[], float] = time.monotonic
+    passes: Passes | None = None
+    """With which requests are signed, for servers that let only signed ones in."""
     _sources: dict[str, Source] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -67,6 +73,10 @@ class SourceBook:
             if url not in self._sources:
                 self._sources[url] = Source(url)
             return self._sources[url]
+
+    def authorization(self, url: str) -> str | None:
+        """The Authorization field for requests to a source, if they are signed."""
+        return self.passes.header(url) if self.passes is not None else None
 
     def urls(self, urls: Iterable[str]) -> list[str]:
         """The usable ones among `urls`, normalised, without doubles, in order."""

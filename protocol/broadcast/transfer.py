@@ -43,9 +43,11 @@ class SupersededError(TransferError):
 
 
 class Link:
-    """A kept-alive connection. Not thread-safe: one thread has it at a time."""
+    """A kept-alive connection. Not thread-safe: one thread has it at a time. `authorization` gives
+    the Authorization field of each request, or None."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, authorization: Callable[[], str | None] = lambda: None) -> None:
+        self._authorization = authorization
         parts = urlsplit(url)
         self._prefix = parts.path.rstrip("/")
         self._host = parts.hostname or ""
@@ -149,6 +151,8 @@ class Link:
     def _try(self, method: str, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         if self._connection is None:
             self._connection = self._connect()
+        if field := self._authorization():
+            headers = {**headers, "Authorization": field}
         self._connection.request(method, self._prefix + path, headers=headers)
         return self._connection.getresponse()
 
@@ -196,7 +200,8 @@ class Link:
         after = answer.getheader("Retry-After") or ""
         if after.isascii() and after.isdigit():
             pause = min(30.0, max(0.1, float(after)))
-        reason = f"it answered {answer.status} {answer.reason}"[:120]
+        told = answer.getheader("Prime-Reason") or answer.reason
+        reason = f"it answered {answer.status} {told}"[:160]
         raise TransferError(reason, pause, waiting=pause is not None)
 
 

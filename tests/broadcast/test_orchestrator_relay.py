@@ -25,13 +25,16 @@ from orchestrator.backend import Backend
 from orchestrator.cli import main
 from orchestrator.context import PoolContext
 from orchestrator.store import open_store, sqlite_url
+from protocol.broadcast.access import Passes
 from protocol.broadcast.client import fetch
 from protocol.broadcast.publish import finalize, publish
 from protocol.broadcast.server import Origin
+from protocol.broadcast.sources import SourceBook
 from protocol.chain.deployment import Deployment, Periods
 from protocol.chain.keystore import save_keystore
 from protocol.core import ids
 from protocol.core.checkpoint import PolicyStatement, SignedManifest
+from protocol.core.errors import UnavailableError
 from protocol.core.ids import ZERO_DIGEST
 from protocol.core.messages import ContractAddresses, PolicyList, RelayInfo
 from protocol.core.run import EnvironmentRef, LengthBudgets, RunDefinition
@@ -71,6 +74,10 @@ class Pool:
         finalize(self.run.root, signed)
         self.client.post("/v1/policies", signed, Empty)
         return signed
+
+    def reader(self, signer: LocalSigner) -> SourceBook:
+        """Sources for someone who signs what he asks for."""
+        return SourceBook(passes=Passes(signer, self.deployment.domain("registry")))
 
     def relays(self) -> dict[str, tuple[int, ...]]:
         raw = self.client.request("GET", "/v1/relays", b"", signed=False)
@@ -188,13 +195,14 @@ def test_policies_reach_nodes_through_announced_relays_and_a_relay_of_a_relay(
             below = url_of(tmp_path / "b")
             before = pool.origin.counters.bytes_sent
             until(lambda: pool.relays().get(below) == (0,), "the second relay's announcement")
-            fetch(zero, [below], tmp_path / "n" / "0", patience=10.0)
+            book = pool.reader(TRAINER)
+            fetch(zero, [below], tmp_path / "n" / "0", book=book, patience=10.0)
             assert pool.origin.counters.bytes_sent == before, "it feeds from the first relay"
             one = pool.publish()
             until(lambda: pool.relays().get(below) == (0, 1), "version 1 at the second relay")
             listed = pool.client.get("/v1/policies", PolicyList).policies
             assert [signed.manifest.version for signed in listed] == [1, 0]
-            fetch(one, [below], tmp_path / "n" / "1", patience=10.0)
+            fetch(one, [below], tmp_path / "n" / "1", book=book, patience=10.0)
             second.send_signal(signal.SIGTERM)
             assert second.wait(20) == 0
         first.send_signal(signal.SIGTERM)
@@ -209,9 +217,25 @@ def test_without_a_wallet_a_relay_serves_and_announces_nothing(pool: Pool, tmp_p
     with relay_process(pool.url, tmp_path / "a"):
         url = url_of(tmp_path / "a")
         until(lambda: any(e["event"] == "complete" for e in log_of(tmp_path / "a")), "version 0")
-        fetch(signed, [url], tmp_path / "n" / "0", patience=10.0)
+        with pytest.raises(UnavailableError, match="401 sign the request"):
+            fetch(signed, [url], tmp_path / "n" / "0", patience=0.2)
+        book = pool.reader(TRAINER)
+        fetch(signed, [url], tmp_path / "n" / "0", book=book, patience=10.0)
         assert url not in pool.relays()
     assert same_files(tmp_path / "n" / "0", pool.run, 0)
+
+
+def test_a_relay_may_serve_members_only_or_anyone(pool: Pool, tmp_path: Path) -> None:
+    signed = pool.publish()
+    members = ("--access", "members", "--allow", TRAINER.address)
+    with relay_process(pool.url, tmp_path / "a", *members):
+        url = url_of(tmp_path / "a")
+        until(lambda: any(e["event"] == "complete" for e in log_of(tmp_path / "a")), "version 0")
+        with pytest.raises(UnavailableError, match="is no member here"):
+            fetch(signed, [url], tmp_path / "n", book=pool.reader(STRANGER), patience=0.2)
+        fetch(signed, [url], tmp_path / "n", book=pool.reader(TRAINER), patience=10.0)
+    with relay_process(pool.url, tmp_path / "b", "--access", "anyone"):
+        fetch(signed, [url_of(tmp_path / "b")], tmp_path / "m", patience=10.0)
 
 
 def test_a_relay_that_knows_the_trainer_refuses_what_another_signed(
