@@ -28,8 +28,10 @@ app.add_typer(store_app, name="store")
 
 _ELSEWHERE = {
     "validate": ("orchestrator.validator_cli", "Judge submitted files (may use a GPU)."),
+    "calibrate": ("orchestrator.calibrate_cli", "Measure honest drift; write the limits."),
     "relay": ("orchestrator.relay", "Serve policies to nodes, from an origin or another relay."),
     "run": ("orchestrator.run_cli", "Make and read run definitions."),
+    "env": ("orchestrator.env_cli", "Contribute, check and review environments."),
     "pool": ("orchestrator.pool_cli", "Create, fund, show and end a pool; its members."),
     "validator": ("orchestrator.validators_cli", "A validator's bond and word in disputes."),
     "slash": ("orchestrator.slash_cli", "Slash proposals; the guardian's cancel and disable."),

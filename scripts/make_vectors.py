@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from protocol.core import encoding
 from protocol.core.batch import BatchStatement
+from protocol.core.calibration import CalibrationStatement
 from protocol.core.checkpoint import PolicyStatement
 from protocol.core.draws import DrawCommitment
 from protocol.core.ids import address, digest
@@ -35,6 +36,7 @@ PRIVATE_KEY = 0x5EED
 STATEMENTS: tuple[type[Statement], ...] = (
     NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
     Lease, Submission, Receipt, BatchStatement, Verdict, DrawCommitment,
+    CalibrationStatement,
 )  # fmt: skip
 TREE_SIZES = (1, 2, 3, 4, 5, 7, 8, 13)
 

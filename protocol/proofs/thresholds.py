@@ -2,18 +2,18 @@
 
 `calibration.json`, beside this file, is written by
 
-    python -m protocol.verification.calibrate --out protocol/proofs/calibration.json
+    orchestrator calibrate --model DIR … --out protocol/proofs/calibration.json
 
 It generates honest files with every set-up on hand, replays them as a validator would, and records
-for each statistic the largest honest value of a row and of a file, as a multiple of what can be
-explained: one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than
-the replay's, the drift that this dtype itself makes on the very same rows (`reference`). So
+the distribution of each statistic over rows and over files, as a multiple of what can be explained:
+one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than the
+replay's, the drift that this dtype itself makes on the very same rows (`reference`). So
 
-    limit = max(1, MARGIN × largest honest ratio) × (floor + reference)
+    limit = limit ratio × (floor + reference)          limit ratio ≥ 1: see tails.py
 
-The reference makes limits independent of the model. The margin covers what was not measured: other
-batch sizes, kernels and models of the same set-up. A set-up that is not in the file has no limits:
-it is judged in shadow, never punished.
+The reference makes limits independent of the model. Limit ratios are extrapolated to the chance of
+a false accusation that the calibration aims at, AIM a file. A set-up that is not in the file has no
+limits: it is judged in shadow, never punished.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from protocol.core import encoding
 from protocol.core.errors import MalformedError
 from protocol.core.ids import Digest
 from protocol.core.signing import Strict
+from protocol.proofs.tails import Tail
 
 SHIPPED = Path(__file__).with_name("calibration.json")
-MARGIN = 2.0
+AIM = 1e-6
+"""Chance aimed at that an honest file is accused, all statistics and rows together."""
+ROWS_OF_A_FILE = 64
+"""Replayed rows that AIM reckons with."""
 FLOORS: Mapping[str, float] = {
     "margin_mean": 1e-4,  # float32 logits of magnitude ~100 carry rounding errors near 1e-5
     "margin_max": 1e-3,
@@ -57,7 +61,18 @@ BROKEN: Mapping[str, float] = {"exponent": 1 / 3, "sign": 1 / 4, "sketch": 0.7}
 """Beyond these, proof or sketch is no relative of the policy's states (unrelated ones: nearly 1,
 1/2, √2). They accuse nobody; they tell made-up evidence from other weights."""
 
+EXTRAPOLATION = (
+    "exponential tail above the 90 % quantile of each statistic's honest ratios, its mean taken "
+    "at the upper end of two standard errors; at least 1.25 times the largest ratio, and 1"
+)
+
 Scope = Literal["row", "file"]
+
+
+def chance_of_one(scope: Scope) -> float:
+    """The share of AIM that one statistic of one row, or of one file, may use up: half for rows,
+    half for files."""
+    return AIM / 2 / len(STATISTICS) / (ROWS_OF_A_FILE if scope == "row" else 1)
 
 
 @dataclass(frozen=True)
@@ -78,42 +93,45 @@ def explained(name: str, drift: Mapping[str, float]) -> float:
 
 
 class SetupLimits(Strict):
-    """Honest extremes of one set-up, over `rows` rows in `files` files.
+    """Honest drift of one set-up, over `rows` rows in `files` files, made in `batches` of so many
+    rows.
 
-    `row`, `file`: statistic → largest honest value / (floor + reference), in millionths so that the
-    object has one encoding.
+    `row`, `file`: statistic → distribution of honest value / (floor + reference).
     """
 
     engine: str
     dtype: str
     device: str
+    batches: tuple[int, ...]
     rows: int = Field(ge=1)
     files: int = Field(ge=1)
     tokens: int = Field(ge=1)
-    row: dict[str, int]
-    file: dict[str, int]
+    row: dict[str, Tail]
+    file: dict[str, Tail]
 
     def limits(self, reference: Reference) -> Limits:
         """Limits for a file whose dtype alone makes the drift `reference`."""
         row, file = (
-            {
-                name: max(1.0, MARGIN * ratios[name] / 1e6) * explained(name, drift)
-                for name in STATISTICS
-            }
-            for ratios, drift in ((self.row, reference.row), (self.file, reference.file))
+            {name: tails[name].limit / 1e6 * explained(name, drift) for name in STATISTICS}
+            for tails, drift in ((self.row, reference.row), (self.file, reference.file))
         )
-        honest_sketch = MARGIN * self.file["sketch"] / 1e6 * explained("sketch", reference.file)
+        largest = self.file["sketch"].largest / 1e6
+        honest_sketch = 2 * largest * explained("sketch", reference.file)
         return Limits(row=row, file=file, honest_sketch=honest_sketch)
 
 
 class Calibration(Strict):
     """What was measured, on what, by which replaying set-up. Named by its SHA-256."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     replay_engine: str
     replay_dtype: str
     source: str
     """Models, batch sizes and machine, in words."""
+    aim_per_billion: int = Field(default=round(AIM * 1e9), ge=1)
+    """Honest files accused out of a billion, as the limits were extrapolated."""
+    extrapolation: str = EXTRAPOLATION
+    """From what."""
     setups: tuple[SetupLimits, ...]
 
     def canonical(self) -> bytes:

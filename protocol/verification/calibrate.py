@@ -1,33 +1,30 @@
-"""Measures honest drift and writes a calibration object.
+"""Measures honest drift and makes a calibration: `orchestrator calibrate` writes and signs it.
 
-    python -m protocol.verification.calibrate --model DIR … --out protocol/proofs/calibration.json
+    generate   honest files of every set-up (setups.py), as a worker builds them
+    replay     every row of them, as a validator replays it
+    fit        each statistic's distribution over rows, and over sets of FILE_ROWS rows (tails.py)
 
-For every model, dtype and batch size, honest rollout files are built exactly as a worker builds
-them and every row is replayed exactly as a validator replays it (float32). Kept are the largest
-ratios of proofs/thresholds.py over single rows and over sets of FILE_ROWS rows. Besides --model,
-tiny random models are used. Minutes on one core; the result depends on the machine's rounding, so
-two runs agree in kind, not to the digit.
+Besides the models given, tiny random ones are used. Minutes on one core; the result depends on the
+machine's rounding, so two runs agree in kind, not to the digit. A set-up that does not run here is
+left out and reported: files that declare it are judged in shadow.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
+import logging
 import platform
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.core import encoding
-from protocol.core.errors import PrimeError
-from protocol.core.ids import ZERO_ADDRESS, ZERO_DIGEST, Digest
-from protocol.core.run import LengthBudgets, RunDefinition
-from protocol.core.task import Lease, SignedLease, Task
+from protocol.core.errors import UnavailableError
+from protocol.core.run import RunDefinition
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment
-from protocol.environments.registry import environment_for, environment_ref
+from protocol.environments.registry import environment_for
+from protocol.proofs import tails
 from protocol.proofs.thresholds import (
     FILE_ROWS,
     NO_REFERENCE,
@@ -35,68 +32,56 @@ from protocol.proofs.thresholds import (
     Calibration,
     Reference,
     SetupLimits,
+    chance_of_one,
     explained,
 )
 from protocol.verification import replay
-from protocol.verification.build import build_rollout_file, plan_rows
+from protocol.verification.build import plan_rows
 from protocol.verification.engines import load_engine
 from protocol.verification.rollout_file import read_rollout_file
+from protocol.verification.setups import (
+    HonestFile,
+    Job,
+    Setup,
+    generate,
+    synthetic_lease,
+    synthetic_run,
+)
 
+__all__ = ["HonestFile", "calibrate", "replay_rows", "synthetic_lease", "synthetic_run"]
+
+log = logging.getLogger(__name__)
 BATCH_FILES = {64: 40, 16: 16, 1: 2}
 """Rows generated together → files of 64 rows measured, for each model, dtype and length."""
 LENGTHS = (24, 80)
 """Output limits in tokens: rows of one proof window, and of three."""
+DTYPES = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True)
-class HonestFile:
-    """An honest file and the lease it fulfils."""
+@dataclass
+class _Measured:
+    """Honest ratios of one set-up's rows and files, by statistic."""
 
-    data: bytes
-    signed: SignedLease
-    lease_digest: Digest
+    row: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    file: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    batches: set[int] = field(default_factory=set)
+    device: str = ""
+    engine: str = ""
+    rows: int = 0
+    files: int = 0
+    tokens: int = 0
 
-
-def synthetic_run(max_output_tokens: int, temperature_micro: int = 1_000_000) -> RunDefinition:
-    """A run of the reverse task: 4 groups of 16 a lease. For calibration, tests and benches."""
-    budgets = LengthBudgets(by_class={"1": (2, 6, 10, 14)}, penalty_micro=150_000)
-    return RunDefinition(
-        name="synthetic",
-        base_model=ZERO_DIGEST,
-        environment=environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=0),
-        temperature_micro=temperature_micro,
-        max_output_tokens=max_output_tokens,
-        samples_per_group=16,
-        groups_per_lease=4,
-        groups_per_batch=32,
-        budgets=budgets,
-        task=Task(image="none"),
-        price_per_unit=1,
-        stake_per_class=1,
-        slash_amount=1,
-    )
-
-
-def synthetic_lease(run: RunDefinition, number: int, policy_version: int = 0) -> HonestFile:
-    """An unsigned lease number `number` of `run`, with no file yet."""
-    salt = encoding.sha256(number.to_bytes(8, "big"))
-    lease = Lease(
-        pool=1,
-        step=0,
-        node=ZERO_ADDRESS,
-        index=number,
-        policy_digest=ZERO_DIGEST,
-        run_digest=run.digest(),
-        speed_class=1,
-        salt=salt,
-        deadline=0,
-    )
-    signed = SignedLease(
-        lease=lease,
-        signature="0x" + "00" * 65,  # type: ignore[arg-type]
-        policy_version=policy_version,
-    )
-    return HonestFile(b"", signed, encoding.sha256(lease.model_dump_json().encode()))
+    def add(self, found: Sequence[replay.RowStatistics], references: Sequence[Reference]) -> None:
+        self.files += 1
+        self.rows += len(found)
+        self.tokens += sum(row.tokens for row in found)
+        for number, reference in enumerate(references):
+            members = found[number * FILE_ROWS :][:FILE_ROWS]
+            together = replay.combine(members)
+            for name in STATISTICS:
+                scale = explained(name, reference.row)
+                self.row[name] += [row.values[name] / scale for row in members]
+                self.file[name].append(together[name] / explained(name, reference.file))
 
 
 def replay_rows(
@@ -116,94 +101,80 @@ def replay_rows(
     return found, references
 
 
-def honest_files(
-    models: Sequence[Path], dtype: str, scale: float
-) -> Iterator[tuple[list[replay.RowStatistics], list[Reference]]]:
-    """Every honest file of one dtype: over models, batch sizes and lengths."""
-    for model in models:
-        verifier = load_engine(model, threads=1)
-        for batch_rows, files in BATCH_FILES.items():
-            engine = load_engine(model, dtype=dtype, batch_rows=batch_rows)
-            for length in LENGTHS:
-                run = synthetic_run(length)
-                environment = environment_for(run)
-                for number in range(max(1, round(files * scale))):
-                    lease = synthetic_lease(run, number)
-                    data = build_rollout_file(
-                        lease.signed, lease.lease_digest, run, engine, environment
-                    )
-                    honest = replace(lease, data=data)
-                    yield replay_rows(honest, run, environment, verifier)
-
-
-def measure_setup(models: Sequence[Path], dtype: str, scale: float) -> SetupLimits:
-    """The largest honest ratios of the plain engine in `dtype` on this machine's CPU."""
-    row_max = dict.fromkeys(STATISTICS, 0.0)
-    file_max = dict.fromkeys(STATISTICS, 0.0)
-    rows = files = tokens = 0
-    for found, references in honest_files(models, dtype, scale):
-        files += 1
-        rows += len(found)
-        tokens += sum(row.tokens for row in found)
-        for number, reference in enumerate(references):
-            members = found[number * FILE_ROWS :][:FILE_ROWS]
-            together = replay.combine(members)
-            for name in STATISTICS:
-                largest = max(row.values[name] for row in members)
-                row_max[name] = max(row_max[name], largest / explained(name, reference.row))
-                ratio = together[name] / explained(name, reference.file)
-                file_max[name] = max(file_max[name], ratio)
+def _limits(dtype: str, measured: _Measured) -> SetupLimits:
     return SetupLimits(
-        engine="plain/1",
+        engine=measured.engine,
         dtype=dtype,
-        device="cpu",
-        rows=rows,
-        files=files,
-        tokens=tokens,
-        row={name: math.ceil(value * 1e6) for name, value in row_max.items()},
-        file={name: math.ceil(value * 1e6) for name, value in file_max.items()},
+        device=measured.device,
+        batches=tuple(sorted(measured.batches)),
+        rows=measured.rows,
+        files=measured.files,
+        tokens=measured.tokens,
+        row={n: tails.fit(measured.row[n], chance_of_one("row")) for n in STATISTICS},
+        file={n: tails.fit(measured.file[n], chance_of_one("file")) for n in STATISTICS},
     )
 
 
-def calibrate(models: Sequence[Path], source: str, scale: float = 1.0) -> Calibration:
-    """Measures float32 and bfloat16 of the plain engine on this machine's CPU."""
-    return Calibration(
-        replay_engine="plain/1",
+def calibrate(
+    models: Sequence[Path],
+    *,
+    python_of: dict[str, Path | None],
+    device: str = "cpu",
+    dtypes: Sequence[str] = DTYPES,
+    scale: float = 1.0,
+) -> tuple[Calibration, list[str]]:
+    """(calibration, set-ups that do not run here with the reason).
+
+    `python_of`: engine → its interpreter (None: this one). `scale` multiplies the number of files.
+    Every set-up is measured on each of `models` and on tiny random ones, and replayed in float32 on
+    `device`. Raises UnavailableError if a model does not load, or no set-up runs.
+    """
+    measured: dict[tuple[str, str], _Measured] = defaultdict(_Measured)
+    left_out: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [*models, *tiny_models(Path(scratch))]
+        verifiers = {model: load_engine(model, device=device, threads=1) for model in folders}
+        for engine, python in python_of.items():
+            for dtype in dtypes:
+                setup = Setup(engine, dtype, device, python)
+                try:
+                    _measure(setup, verifiers, scale, measured[engine, dtype])
+                except UnavailableError as error:
+                    log.warning("left out: %s", error)
+                    left_out.append(str(error))
+    setups = [_limits(dtype, found) for (_, dtype), found in measured.items() if found.files]
+    if not setups:
+        raise UnavailableError("no set-up runs here: " + "; ".join(left_out))
+    names = ", ".join([*(model.name for model in models), "2 tiny random models"])
+    calibration = Calibration(
+        replay_engine=next(iter(verifiers.values())).name,
         replay_dtype="float32",
-        source=source,
-        setups=tuple(measure_setup(models, dtype, scale) for dtype in ("float32", "bfloat16")),
+        source=f"{names}; {platform.machine()}, {device}",
+        setups=tuple(setups),
     )
+    return calibration, left_out
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", type=Path, action="append", default=[], help="a model folder")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--scale", type=float, default=1.0, help="more or fewer files")
-    options = parser.parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            models = [*options.model, *_tiny_models(Path(scratch))]
-            names = [*map(str, options.model), "2 tiny random models"]
-            source = f"{', '.join(names)}; batches {list(BATCH_FILES)}; {platform.machine()} CPU"
-            calibration = calibrate(models, source, options.scale)
-    except PrimeError as error:
-        print(f"calibrate: {error}", file=sys.stderr)
-        return error.exit_code
-    options.out.write_text(calibration.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    print(f"{options.out}: {calibration.digest()}")
-    return 0
+def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: _Measured) -> None:
+    jobs = [
+        Job(model, batch_rows, max(1, round(files * scale)))
+        for model in verifiers
+        for batch_rows, files in BATCH_FILES.items()
+    ]
+    log.info("%s: %d files", setup.words, len(LENGTHS) * sum(job.files for job in jobs))
+    for job, length, honest in generate(setup, jobs, LENGTHS):
+        run = synthetic_run(length)
+        into.add(*replay_rows(honest, run, environment_for(run), verifiers[job.model]))
+        made = read_rollout_file(honest.data).metadata
+        into.engine, into.device = made.engine, made.device
+        into.batches.add(job.batch_rows)
 
 
-def _tiny_models(folder: Path) -> list[Path]:
+def tiny_models(folder: Path) -> list[Path]:
+    """Two models with random weights, written into `folder`."""
     from protocol.engine.tiny import write_tiny_model
 
     return [
         write_tiny_model(folder / "small", seed=1),
         write_tiny_model(folder / "deep", seed=2, hidden=128, layers=6, logit_scale=4.0),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from devnet.deployed import Deployed
 from protocol.core.batch import BatchStatement
+from protocol.core.calibration import CalibrationStatement
 from protocol.core.checkpoint import PolicyStatement
 from protocol.core.draws import DrawCommitment
 from protocol.core.ids import Digest, address
@@ -27,7 +28,7 @@ KINDS: dict[str, type[Statement]] = {
     kind.__name__: kind
     for kind in (
         BatchStatement, Invite, Lease, NodeConsent, PolicyStatement, Receipt, SessionGrant,
-        SessionRevocation, Submission, Verdict, DrawCommitment,
+        SessionRevocation, Submission, Verdict, DrawCommitment, CalibrationStatement,
     )
 }  # fmt: skip
 

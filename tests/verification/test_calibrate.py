@@ -1,25 +1,35 @@
-"""Calibration: what is shipped was made by the script, and limits follow from it by one formula."""
+"""Calibration: what is shipped is the command's, and limits follow from it by one formula."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from protocol.core.errors import MalformedError
-from protocol.proofs import thresholds
-from protocol.proofs.thresholds import FLOORS, MARGIN, STATISTICS, Calibration, Limits, Reference
+from protocol.core.errors import MalformedError, UnavailableError
+from protocol.proofs import tails, thresholds
+from protocol.proofs.tails import MICRO, QUANTILES, SAFETY, Tail
+from protocol.proofs.thresholds import FLOORS, STATISTICS, Calibration, Limits, Reference
 from protocol.verification import calibrate
+from protocol.verification.setups import Job, Setup, generate, synthetic_run
+
+
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "BATCH_FILES", {64: 1})
+    monkeypatch.setattr(calibrate, "LENGTHS", (24,))
 
 
 def test_a_small_calibration_stays_within_the_shipped_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibrate, "BATCH_FILES", {64: 1})
-    monkeypatch.setattr(calibrate, "LENGTHS", (24,))
-    out = tmp_path / "calibration.json"
-    assert calibrate.main(["--out", str(out)]) == 0
-    found = thresholds.load(out)
+    _small(monkeypatch)
+    found, left_out = calibrate.calibrate([], python_of={"plain": None})
+    assert not left_out
     assert {s.dtype for s in found.setups} == {"float32", "bfloat16"}
     for setup in found.setups:
         shipped = thresholds.shipped().setup(setup.engine, setup.dtype, setup.device)
@@ -27,26 +37,82 @@ def test_a_small_calibration_stays_within_the_shipped_limits(
         assert shipped.rows > setup.rows
         for here, there in ((setup.row, shipped.row), (setup.file, shipped.file)):
             for name in STATISTICS:
-                assert here[name] <= max(1e6, MARGIN * there[name]), name
+                assert here[name].largest <= there[name].limit, name
 
 
-def test_an_unusable_model_ends_with_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_engine_that_is_missing_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    code = calibrate.main(["--model", str(tmp_path / "none"), "--out", str(tmp_path / "c.json")])
-    assert code == 69
-    assert capsys.readouterr().err.startswith("calibrate: no model can be loaded")
+    _small(monkeypatch)
+    python_of = {"plain": None, "vllm": Path("/nowhere/python")}
+    found, left_out = calibrate.calibrate([], python_of=python_of, dtypes=("float32",))
+    assert [setup.engine for setup in found.setups] == ["plain/1"]
+    assert left_out[0].startswith("vllm float32 on cpu does not run")
 
 
-def test_limits_are_the_explained_drift_times_the_margin() -> None:
+def test_an_unusable_model_ends_with_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="no model can be loaded"):
+        calibrate.calibrate([tmp_path / "none"], python_of={"plain": None})
+
+
+def test_files_of_another_interpreter_are_those_of_this_one(tmp_path: Path) -> None:
+    model = calibrate.tiny_models(tmp_path)[0]
+    jobs = [Job(model, 64, 2), Job(model, 1, 1)]
+    here = Setup("plain", "float32")
+    there = Setup("plain", "float32", python=Path(sys.executable))
+    assert list(generate(here, jobs, (5, 3))) == list(generate(there, jobs, (5, 3)))
+    with pytest.raises(UnavailableError, match="other float32 on cpu does not run"):
+        list(generate(Setup("other", "float32", python=Path(sys.executable)), jobs, (5,)))
+
+
+def _tail(limit: float, largest: float = 0.0) -> Tail:
+    micro = round(limit * MICRO)
+    return Tail(
+        count=1, quantiles=(0, 0, 0), largest=round(largest * MICRO), start=0, scale=0, limit=micro
+    )
+
+
+def test_limits_are_the_explained_drift_times_the_limit_ratio() -> None:
     setup = thresholds.SetupLimits(
-        engine="plain/1", dtype="bfloat16", device="cpu", rows=1, files=1, tokens=1,
-        row=dict.fromkeys(STATISTICS, 3_000_000), file=dict.fromkeys(STATISTICS, 100_000),
+        engine="plain/1", dtype="bfloat16", device="cpu", batches=(64,), rows=1, files=1, tokens=1,
+        row=dict.fromkeys(STATISTICS, _tail(6)), file=dict.fromkeys(STATISTICS, _tail(1, 0.25)),
     )  # fmt: skip
     limits = setup.limits(Reference(row={"sketch": 0.01}, file={"sketch": 0.02}))
-    assert limits.row["sketch"] == pytest.approx(3 * MARGIN * (FLOORS["sketch"] + 0.01))
+    assert limits.row["sketch"] == pytest.approx(6 * (FLOORS["sketch"] + 0.01))
     assert limits.file["sketch"] == pytest.approx(FLOORS["sketch"] + 0.02)
+    assert limits.honest_sketch == pytest.approx(0.5 * (FLOORS["sketch"] + 0.02))
     assert limits.file["mantissa"] == FLOORS["mantissa"]
+
+
+def test_the_extrapolated_limit_of_exponential_values_is_near_the_true_quantile() -> None:
+    values = np.random.default_rng(0).exponential(0.3, 4000).tolist()
+    true = -0.3 * np.log(1e-6)
+    assert true <= tails.fit(values, 1e-6).limit / MICRO <= 1.3 * true
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.floats(1e-12, 1e-2))
+def test_a_limit_is_never_below_what_honest_values_reached(
+    values: list[float], chance: float
+) -> None:
+    found = tails.fit(values, chance)
+    assert found.limit >= MICRO
+    assert found.limit >= SAFETY * max(values) * MICRO - 1
+    assert len(found.quantiles) == len(QUANTILES)
+    assert list(found.quantiles) == sorted(found.quantiles)
+    assert found.quantiles[-1] <= found.largest
+    assert tails.fit(values, chance / 100).limit >= found.limit
+
+
+@pytest.mark.parametrize("values", [[], [float("nan")], [float("inf")], [-1.0]])
+def test_a_tail_needs_finite_values(values: list[float]) -> None:
+    with pytest.raises(MalformedError):
+        tails.fit(values, 1e-6)
+
+
+def test_the_chances_of_all_statistics_and_rows_add_up_to_the_aim() -> None:
+    rows = thresholds.ROWS_OF_A_FILE * len(STATISTICS) * thresholds.chance_of_one("row")
+    file = len(STATISTICS) * thresholds.chance_of_one("file")
+    assert rows + file == pytest.approx(thresholds.AIM)
 
 
 def test_a_nan_exceeds_every_limit() -> None:
@@ -63,9 +129,16 @@ def test_a_broken_calibration_file_is_malformed(tmp_path: Path) -> None:
         thresholds.load(tmp_path / "none.json")
 
 
-def test_the_calibration_has_one_encoding() -> None:
+def test_the_calibration_has_one_encoding_and_says_what_it_aims_at() -> None:
     shipped = thresholds.shipped()
     again = Calibration.model_validate_json(shipped.model_dump_json())
     assert again.digest() == shipped.digest()
+    assert again.aim_per_billion == 1000
+    assert "exponential tail" in again.extrapolation
     assert again.setup("plain/1", "float32", "cpu") is not None
     assert again.setup("plain/1", "float32", "NVIDIA H200") is None
+    assert json.loads(shipped.canonical())["version"] == 2
+
+
+def test_synthetic_runs_are_pinned_by_their_length() -> None:
+    assert synthetic_run(5).digest() != synthetic_run(6).digest()

@@ -1,0 +1,101 @@
+"""`orchestrator calibrate`: honest drift of every set-up on this machine, as a signed object.
+
+The run definition names the calibration by its SHA-256 (`calibration = "0x…"`); the signed object
+beside it says who measured it. Files that declare a set-up which it does not cover are verified in
+shadow: measured, never slashed, never paid.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protocol.chain.deployment import Deployment
+from protocol.chain.keystore import load_keystore, read_password
+from protocol.core.calibration import CalibrationStatement, SignedCalibration
+from protocol.core.errors import UserError
+from protocol.verification.engines import ENGINES
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Calibration to write (JSON).")],
+    model: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a model to measure with; repeat for more.")
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(help="ENGINE=INTERPRETER of an engine installed elsewhere (vllm=PATH)."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    scale: Annotated[float, typer.Option(help="More or fewer files.", min=0.001)] = 1.0,
+    deployment: Annotated[
+        Path | None, typer.Option(help="Deployment JSON, to sign for its network.")
+    ] = None,
+    wallet: Annotated[Path | None, typer.Option(help="Keystore that signs it.")] = None,
+    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
+) -> None:
+    """Measure honest drift of every set-up here; write (and sign) the limits that follow."""
+    from protocol.verification.calibrate import calibrate as measure
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    if (wallet is None) != (deployment is None):
+        raise UserError(
+            "a signature needs both a keystore and a network", hint="give --wallet and --deployment"
+        )
+    domain = Deployment.load(deployment).domain_of(CalibrationStatement) if deployment else None
+    signer = None
+    if wallet is not None:
+        prompt = f"Password of {wallet}: "
+        signer = load_keystore(wallet, read_password(password_file, password_fd, prompt=prompt))
+    found, left_out = measure(
+        model or [], python_of=_interpreters(python or []), device=device, scale=scale
+    )
+    out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    written = {"calibration": str(out), "digest": found.digest()}
+    if signer is not None and domain is not None:
+        statement = CalibrationStatement(calibration=found.digest(), made_at=int(time.time()))
+        signed = SignedCalibration(
+            statement=statement,
+            signer=signer.address,
+            signature=signer.sign(statement, domain),
+        )
+        beside = out.with_suffix(".signed.json")
+        beside.write_text(signed.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        written["signed"] = str(beside)
+    if as_json:
+        typer.echo(json.dumps({**written, "left_out": left_out}))
+        return
+    for setup in found.setups:
+        typer.echo(
+            f"{setup.engine} {setup.dtype} on {setup.device}: {setup.rows} rows in {setup.files} "
+            f"files, batches of {', '.join(map(str, setup.batches))}"
+        )
+    for reason in left_out:
+        typer.echo(f"left out: {reason}")
+    typer.echo(f"digest {found.digest()} → {out} (for the run definition: calibration = …)")
+
+
+def _interpreters(words: list[str]) -> dict[str, Path | None]:
+    """Engines to measure: plain here, and those that --python names."""
+    found: dict[str, Path | None] = {"plain": None}
+    for word in words:
+        engine, _, path = word.partition("=")
+        if engine not in ENGINES or not path:
+            raise UserError(
+                f"--python {word!r} names no engine", hint=f"ENGINE is one of {', '.join(ENGINES)}"
+            )
+        if not Path(path).exists():
+            raise UserError(f"there is no interpreter {path}", hint="scripts/setup_vllm.sh")
+        found[engine] = Path(path)
+    return found

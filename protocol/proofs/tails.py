@@ -1,0 +1,69 @@
+"""How far honest values reach: a limit beyond what was measured, from the tail that was.
+
+Given n honest values of one statistic, the chance p at which one may be called a lie, and u the
+value that a share ζ of them exceeds, the excess over u is taken as exponential (the peaks-over-
+threshold model of Pickands and Balkema–de Haan at shape 0) with the mean β of those seen:
+
+    P(X > x) = ζ · exp(−(x − u)/β)          limit = u + β⁺ · ln(ζ / p)
+
+β⁺ = β · (1 + 2/√k) for k excesses: the upper end of what k values leave open. The limit is never
+below SAFETY × the largest value seen, nor below 1: what storage and dtype explain (thresholds.py).
+
+What it does not know: a tail heavier than exponential beyond what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+
+from protocol.core.errors import MalformedError
+from protocol.core.signing import Strict
+
+SHARE = 0.1
+"""ζ: the share of values that counts as tail."""
+SAFETY = 1.25
+QUANTILES = (50, 90, 99)
+MICRO = 1_000_000
+
+
+class Tail(Strict):
+    """One statistic's honest distribution, in millionths: `quantiles` at QUANTILES percent,
+    `largest`, the exponential's `start` u and `scale` β⁺, and the `limit` that follows."""
+
+    count: int = Field(ge=1)
+    quantiles: tuple[int, ...] = Field(min_length=len(QUANTILES), max_length=len(QUANTILES))
+    largest: int = Field(ge=0)
+    start: int = Field(ge=0)
+    scale: int = Field(ge=0)
+    limit: int = Field(ge=MICRO)
+
+
+def fit(values: Sequence[float], chance: float) -> Tail:
+    """The tail of honest `values` (each ≥ 0) and the limit exceeded with probability `chance`.
+
+    Raises MalformedError if there is no value, or one is not finite.
+    """
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    if not len(ordered) or not np.isfinite(ordered).all() or ordered[0] < 0:
+        raise MalformedError("a calibration needs finite honest values of every statistic")
+    start = float(np.quantile(ordered, 1 - SHARE))
+    excess = ordered[ordered > start] - start
+    scale = float(excess.mean()) * (1 + 2 / math.sqrt(len(excess))) if len(excess) else 0.0
+    largest = float(ordered[-1])
+    limit = max(1.0, SAFETY * largest, start + scale * math.log(max(1.0, SHARE / chance)))
+    return Tail(
+        count=len(ordered),
+        quantiles=tuple(_micro(float(np.percentile(ordered, q))) for q in QUANTILES),
+        largest=_micro(largest),
+        start=_micro(start),
+        scale=_micro(scale),
+        limit=_micro(limit),
+    )
+
+
+def _micro(value: float) -> int:
+    return math.ceil(value * MICRO)
