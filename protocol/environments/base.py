@@ -55,6 +55,8 @@ class TaskScore:
     reason: str
     actual_length: int | None = None
     uncertain: bool = False
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """What the score is made of, as the grader counts it (tests passed, rules kept …)."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,16 @@ class Environment(ABC):
             penalty_micro=self.budgets.penalty_micro,
             form=self.budgets.form,
         )
-        parts = {"task_micro": score.task_micro, "length": actual, "target": target_length}
+        parts = {
+            **score.parts,
+            "task_micro": score.task_micro,
+            "length": actual,
+            "target": target_length,
+        }
         return Grade(reward, parts, score.reason, score.uncertain)
+
+    def close(self) -> None:  # noqa: B027 - most environments start nothing
+        """Ends what grading started beside us (child processes); grading again starts it anew."""
 
     def _require_index(self, index: int) -> None:
         if not 0 <= index < len(self):

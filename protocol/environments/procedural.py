@@ -16,6 +16,7 @@ from protocol.core.errors import UserError
 from protocol.core.ids import Digest
 from protocol.core.run import MICRO, LengthBudgets
 from protocol.environments.base import Environment, Problem, TaskScore
+from protocol.environments.prompts import with_budget
 from protocol.environments.reasoning import reasoning_gym
 from protocol.environments.subprocess_grader import (
     GradingCrashError,
@@ -26,11 +27,19 @@ from protocol.environments.subprocess_grader import (
 SIZE = 1_000_000
 """Entries are made on demand, so a family is as large as we say."""
 MAX_ANSWER_CHARACTERS = 8192
+CPU_SECONDS = 5.0
+SLACK = 8
+"""A grade that took more than 1/SLACK of the limit may fail on a machine that much slower."""
 
 
 @lru_cache(maxsize=16)
 def _dataset(family: str, seed: int) -> Any:
     return reasoning_gym().create_dataset(family, seed=seed, size=SIZE)
+
+
+def warm_up() -> None:
+    """Loads the families once, before the child's first fork."""
+    reasoning_gym()
 
 
 def score_answer(request: dict[str, Any]) -> int:
@@ -59,7 +68,10 @@ class ReasoningGym(Environment):
             self._data = _dataset(family, seed)
         except ValueError as error:
             raise UserError(f"reasoning-gym has no family {family!r}: {error}.") from error
-        self._grader = SubprocessGrader("protocol.environments.procedural:score_answer")
+        here = "protocol.environments.procedural"
+        self._grader = SubprocessGrader(
+            f"{here}:score_answer", timeout=CPU_SECONDS, fork=True, warm=f"{here}:warm_up"
+        )
 
     def close(self) -> None:
         """Ends the grading child."""
@@ -82,7 +94,7 @@ class ReasoningGym(Environment):
 
     def prompt_text(self, problem: Problem, target_length: int) -> str:
         return (
-            f"{problem.prompt}\n\nThink for {target_length} tokens before giving a response. "
+            f"{with_budget(problem.prompt, target_length)} "
             "End with a line `Answer:` and your answer.\n"
         )
 
@@ -101,9 +113,11 @@ class ReasoningGym(Environment):
             "answer": answer,
         }
         try:
-            micro = self._grader.call(request)
+            told = self._grader.ask(request)
         except GradingTimeoutError:
             return TaskScore(0, "the grader ran out of time", uncertain=True)
-        except GradingCrashError:
-            return TaskScore(0, "the grader crashed on this answer", uncertain=True)
-        return TaskScore(int(micro), f"scored {micro / MICRO:g} by {self._family}")
+        except GradingCrashError as error:
+            return TaskScore(0, f"problem {problem.problem_id}: {error}", uncertain=True)
+        slow = told.cpu_seconds * SLACK > CPU_SECONDS
+        reason = f"scored {told.value / MICRO:g} by {self._family}"
+        return TaskScore(told.value, reason, uncertain=slow)

@@ -16,6 +16,9 @@ ENTRY_POINT_GROUP = "prime_open.environments"
 BUILT_IN = {
     "reverse": "protocol.environments.reverse:Reverse",
     "reasoning_gym": "protocol.environments.procedural:ReasoningGym",
+    "tasks": "protocol.environments.dataset:TaskDataset",
+    "crowd": "protocol.environments.crowd:CrowdEnvironment",
+    "verifiers": "protocol.environments.verifiers_adapter:VerifiersEnvironment",
 }
 
 

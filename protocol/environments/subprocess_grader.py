@@ -1,6 +1,6 @@
 """Grading in a child process that is killed when it takes too long: a grader cannot hang us.
 
-The child (`python -m protocol.environments.grading_child module:function`) reads one JSON line a
+The child (`python -m protocol.environments.grading_child`) reads one JSON line a
 request and writes one JSON line an answer. It protects the caller's time and its memory up to
 `memory_bytes` of address space; it does not isolate: run no code from outside in it.
 """
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from protocol.core.errors import UnavailableError
@@ -29,9 +32,25 @@ class GradingCrashError(UnavailableError):
     """The grader's process ended without an answer."""
 
 
+class GradingRaisedError(GradingCrashError):
+    """The grader itself raised: a defect of it, named in the sentence."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the target returned, and the processor seconds it took."""
+
+    value: Any
+    cpu_seconds: float
+
+
 class SubprocessGrader:
     """Calls `target` ("module:function", JSON in, JSON out) in one child that lives between calls.
 
+    With `fork`, `timeout` is processor seconds of a fork of the child for each call: nothing that
+    one call leaves behind (caches, settings) reaches the next, and a slow call costs no restart.
+    `warm` names a function that the child calls once before its first request; `python` another
+    interpreter to run it under, with `path` as its PYTHONPATH.
     Safe to call from several threads (one call at a time). `close` or `with` ends the child.
     """
 
@@ -42,11 +61,24 @@ class SubprocessGrader:
         timeout: float = 5.0,
         start_timeout: float = 60.0,
         memory_bytes: int = 2 << 30,
+        fork: bool = False,
+        warm: str = "",
+        python: str = sys.executable,
+        path: Path | None = None,
     ) -> None:
         self._target = target
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._memory_bytes = memory_bytes
+        self._fork = fork
+        self._warm = warm
+        self._python = python
+        known = os.environ.get("PYTHONPATH", "")
+        self._environment = (
+            {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(path), known)))}
+            if path
+            else None
+        )
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._lock = threading.Lock()
@@ -58,21 +90,37 @@ class SubprocessGrader:
         self.close()
 
     def call(self, request: Any) -> Any:
-        """The target's answer. Raises GradingTimeoutError or GradingCrashError, the child killed;
-        the next call starts a fresh one."""
+        """The target's answer. Raises GradingTimeoutError, GradingRaisedError or GradingCrashError;
+        after any of them the next call is answered as if nothing had happened."""
+        return self.ask(request).value
+
+    def ask(self, request: Any) -> Answered:
+        """Like `call`, with the time it took."""
         with self._lock:
             child = self._started()
             try:
                 assert child.stdin is not None
                 child.stdin.write(json.dumps(request).encode() + b"\n")
                 child.stdin.flush()
-                return json.loads(self._read_line(child, self._timeout))
-            except (BrokenPipeError, ValueError) as error:
+                wall = self._timeout if not self._fork else 12 * self._timeout + 5
+                answer = json.loads(self._read_line(child, wall))
+            except (OSError, ValueError) as error:
                 self._kill()
                 raise GradingCrashError(f"The grader {self._target} died: {error}.") from error
-            except UnavailableError:
-                self._kill()
+            except BaseException:
+                self._kill()  # an interrupted talk cannot be taken up again
                 raise
+            if not self._fork and "answer" not in answer:
+                self._kill()
+        if "raised" in answer:
+            raise GradingRaisedError(f"The grader {self._target} raised {answer['raised']}.")
+        if answer.get("ended") == "time":
+            raise GradingTimeoutError(
+                f"The grader {self._target} did not answer within {self._timeout:g} s."
+            )
+        if "ended" in answer:
+            raise GradingCrashError(f"The grader {self._target} died: {answer['ended']}.")
+        return Answered(answer["answer"], answer["cpu_seconds"])
 
     def close(self) -> None:
         with self._lock:
@@ -84,19 +132,22 @@ class SubprocessGrader:
         self._kill()
         self._child = subprocess.Popen(
             [
-                sys.executable,
+                self._python,
                 "-m",
                 "protocol.environments.grading_child",
                 self._target,
                 str(self._memory_bytes),
+                str(self._timeout if self._fork else 0),
+                self._warm,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=self._environment,
         )
         try:
             self._read_line(self._child, self._start_timeout)  # the child's "ready"
-        except UnavailableError:
+        except BaseException:
             self._kill()
             raise
         return self._child

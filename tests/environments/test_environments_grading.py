@@ -7,6 +7,7 @@ import pytest
 from protocol.core.run import LengthBudgets
 from protocol.environments.procedural import ReasoningGym
 from protocol.environments.subprocess_grader import (
+    Answered,
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
@@ -98,5 +99,5 @@ class _Slow(SubprocessGrader):
     def __init__(self) -> None:
         super().__init__("time:sleep", timeout=0.3)
 
-    def call(self, request: object) -> object:
-        return super().call(3600)
+    def ask(self, request: object) -> Answered:
+        return super().ask(3600)

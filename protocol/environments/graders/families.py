@@ -1,0 +1,111 @@
+"""Rows of reasoning-gym's families (SYNTHETIC-2's and INTELLECT-2's `reasoning_gym` tasks).
+
+verification_info: `answer` (or `ground_truth`) and `metadata` with `source_dataset`, or JSON text
+of the family's entry; the family's own scorer judges what stands in `<answer>…</answer>`, or after
+the last `Answer:`.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version as installed_version
+from typing import Any
+
+from protocol.core.errors import MalformedError
+from protocol.core.run import MICRO
+from protocol.environments.base import TaskScore
+from protocol.environments.graders.answers import final_section
+from protocol.environments.graders.base import Grader
+from protocol.environments.reasoning import reasoning_gym
+from protocol.environments.subprocess_grader import (
+    GradingCrashError,
+    GradingTimeoutError,
+    SubprocessGrader,
+)
+from protocol.environments.tasks import Task, load_json
+
+CPU_SECONDS = 5.0
+SLACK = 8
+MAX_ANSWER = 8192
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class Families(Grader):
+    """See the module's docstring."""
+
+    version = 1
+
+    def __init__(self) -> None:
+        here = "protocol.environments.graders.families"
+        self._child = SubprocessGrader(
+            f"{here}:score_entry", timeout=CPU_SECONDS, fork=True, warm=f"{here}:warm_up"
+        )
+
+    def close(self) -> None:
+        self._child.close()
+
+    def pins(self) -> dict[str, str]:
+        return {"reasoning_gym": installed_version("reasoning_gym")}
+
+    def require(self, task: Task) -> None:
+        _entry(task)
+
+    def gold(self, task: Task) -> str:
+        return f"<answer>{_entry(task)['answer']}</answer>"
+
+    def grade(self, task: Task, output_text: str) -> TaskScore:
+        answers = answers_in(final_section(output_text))
+        parts = {"answers": len(answers)}
+        if len(answers) != 1:
+            count = "no" if not answers else str(len(answers))
+            return TaskScore(0, f"{count} answers after the thinking", parts=parts)
+        if not 0 < len(answers[0]) <= MAX_ANSWER:
+            return TaskScore(0, f"an answer of {len(answers[0])} characters", parts=parts)
+        try:
+            told = self._child.ask({"entry": _entry(task), "answer": answers[0]})
+        except GradingTimeoutError:
+            return TaskScore(0, "the grader ran out of time", uncertain=True, parts=parts)
+        except GradingCrashError as error:
+            return TaskScore(0, f"{task.where}: {error}", uncertain=True, parts=parts)
+        slow = told.cpu_seconds * SLACK > CPU_SECONDS
+        reason = f"scored {told.value / MICRO:g} by {_entry(task)['metadata']['source_dataset']}"
+        return TaskScore(told.value, reason, uncertain=slow, parts=parts)
+
+
+def answers_in(text: str) -> list[str]:
+    """What stands in `<answer>` tags; without any, what follows each `Answer:`."""
+    tagged = [found.strip() for found in _TAG.findall(text)]
+    if tagged:
+        return tagged
+    return [part.strip() for part in text.split("Answer:")[1:]]
+
+
+def _entry(task: Task) -> dict[str, Any]:
+    info = dict(task.verification_info)
+    if isinstance(info.get("metadata"), str):
+        info["metadata"] = load_json(info["metadata"], f"{task.where}: metadata")
+    answer = info.get("answer", info.get("ground_truth"))
+    metadata = info.get("metadata")
+    family = metadata.get("source_dataset") if isinstance(metadata, dict) else None
+    if answer is None or not isinstance(family, str):
+        raise MalformedError(
+            f"{task.where}: verification_info needs answer and metadata.source_dataset: the task "
+            "has no answer"
+        )
+    return {"question": task.prompt, "answer": answer, "metadata": metadata}
+
+
+# --- in the child --------------------------------------------------------------------------------
+
+
+def warm_up() -> None:
+    """Loads the families once, before the first fork."""
+    reasoning_gym()
+
+
+def score_entry(request: dict[str, Any]) -> int:
+    """{entry, answer} → score in millionths, by the entry's family."""
+    entry = request["entry"]
+    scorer = reasoning_gym().get_score_answer_fn(entry["metadata"]["source_dataset"])
+    score = float(scorer(request["answer"], entry))
+    return round(min(1.0, max(0.0, score)) * MICRO)

@@ -1,0 +1,1 @@
+"""Runs code that nobody trusts: a program in, what it printed or returned out. See `client`."""
