@@ -133,8 +133,8 @@ def honest_windows(count: int) -> list[Row]:
     bench = Bench(max_output_tokens=128)
     made = rejected = number = 0
     while made < count:
-        # Batches of one are slow: a file of them for every eight of the others.
-        dtype, batch_rows = SETUPS[number % 2 if number % 9 else 2 + number // 9 % 2]
+        # Batches of one are slow: a file of them for every twenty of the others.
+        dtype, batch_rows = SETUPS[number % 2 if number % 21 else 2 + number // 21 % 2]
         file = bench.honest(number, bench.engine(dtype, batch_rows))
         finding = bench.judge(file)
         windows = windows_in(file)

@@ -25,7 +25,10 @@ from protocol.core.rollout import (
     MAX_PROMPT_TOKENS,
     MAX_ROWS,
     METADATA_KEYS,
+    PROOF_TOPK,
+    PROOF_WINDOW,
     SCHEMA_VERSION,
+    SKETCH_DIMENSIONS,
     FinishReason,
     Rollout,
 )
@@ -41,6 +44,9 @@ from protocol.verification.pages import (
 )
 
 MAX_METADATA_VALUE = 128
+MAX_PROOF_BYTES = 2 + 2 + 2 * PROOF_TOPK
+MAX_SKETCH_BYTES = 2 * SKETCH_DIMENSIONS
+"""Of one proof window, as packed."""
 MAX_PROBLEM_ID = 256
 """Characters, as protocol.core.verdict.VerdictRow allows."""
 _LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
@@ -235,6 +241,9 @@ def _require_row(number: int, row: FileRow) -> None:
         raise FileError(Reason.OVERSIZED, f"row {number} has a problem id that is too long")
     if not tokens or not row.prompt_tokens:
         raise FileError(Reason.MALFORMED, f"row {number} has no prompt or no output")
+    windows = -(-tokens // PROOF_WINDOW)
+    if len(row.proofs) > windows * MAX_PROOF_BYTES or len(row.sketch) > windows * MAX_SKETCH_BYTES:
+        raise FileError(Reason.OVERSIZED, f"row {number} has more proofs than windows")
     if len(row.logprobs) != tokens:
         raise FileError(Reason.MALFORMED, f"row {number} has {len(row.logprobs)} log-probabilities")
     if min(row.output_tokens) < 0 or min(row.prompt_tokens) < 0:

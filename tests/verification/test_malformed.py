@@ -1,0 +1,61 @@
+"""The corpus tests/vectors/malformed: each file ends in its reason, within 500 MB, whatever it is.
+
+All are read by one child process with limits of memory and processor time set by the kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CORPUS = Path(__file__).parents[1] / "vectors" / "malformed"
+INDEX: dict[str, str] = json.loads((CORPUS / "index.json").read_text())
+MEGABYTES = 500
+CPU_SECONDS = 2 * len(INDEX)
+
+READER = """
+import json, sys
+from pathlib import Path
+from resource import RLIMIT_AS, setrlimit
+from protocol.verification.rollout_file import FileError, read_rollout_file
+
+held = int(Path("/proc/self/statm").read_text().split()[0]) * 4096  # libraries, before any file
+setrlimit(RLIMIT_AS, (held + int(sys.argv[2]) * 1_000_000,) * 2)
+found = {}
+for path in sorted(Path(sys.argv[1]).glob("*.bin")):
+    try:
+        read_rollout_file(path.read_bytes())
+        found[path.stem] = "read"
+    except FileError as error:
+        found[path.stem] = error.reason.name
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def reasons() -> dict[str, str]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(CORPUS), str(MEGABYTES)],
+        capture_output=True, text=True, check=False, timeout=280, preexec_fn=limit,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, str] = json.loads(done.stdout)
+    return result
+
+
+def test_every_file_of_the_corpus_is_indexed() -> None:
+    assert {path.stem for path in CORPUS.glob("*.bin")} == set(INDEX)
+
+
+@pytest.mark.parametrize("name", sorted(INDEX))
+def test_a_malformed_file_ends_in_its_reason(reasons: dict[str, str], name: str) -> None:
+    assert reasons[name] == INDEX[name]
