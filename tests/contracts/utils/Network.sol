@@ -71,8 +71,12 @@ abstract contract Network {
     uint256 private _salt;
 
     function deployNetwork() internal {
+        deployNetwork(new PrimeToken(true, address(this), 1_000_000e18));
+    }
+
+    function deployNetwork(PrimeToken token_) internal {
         vm.warp(START);
-        token = new PrimeToken(true, address(this), 1_000_000e18);
+        token = token_;
         registry = new Registry();
         vault = new StakeVault(token, periods());
         pools = new Pools(registry, vault);
