@@ -43,7 +43,7 @@ class Memory:
     @property
     def device(self) -> int:
         """All of it on the device."""
-        return sum(asdict(self).values()) - self.host
+        return int(sum(asdict(self).values())) - self.host
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def parameters_of(folder: Path) -> int:
                     total += count
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise UserError(f"{path} is no safetensors file: {error}") from error
-    return total
+    return int(total)
 
 
 def estimate(run: RunDefinition, settings: Settings, *, ranks: int, peak: float | None) -> Estimate:
