@@ -16,9 +16,11 @@ import typer
 
 from node.cli_audit import audit_app
 from node.cli_common import DryRun, Json, configured, local_time, print_fields, print_json
+from node.cli_nodes import dispute, node_app, payout
 from node.cli_owner import rewards_app, stake_app, wallet_app
+from node.cli_work import work_app
 from node.config import Settings
-from protocol.core.errors import PrimeError, UnavailableError, UserError
+from protocol.core.errors import PrimeError, UnavailableError, UntrustedError, UserError
 
 app = typer.Typer(
     name="prime-node",
@@ -30,6 +32,8 @@ app = typer.Typer(
 app.add_typer(wallet_app, name="wallet")
 app.add_typer(stake_app, name="stake")
 app.add_typer(rewards_app, name="rewards")
+app.add_typer(node_app, name="node")
+app.add_typer(work_app, name="work")
 app.add_typer(audit_app, name="audit")
 
 
@@ -47,6 +51,9 @@ def join(
     ] = None,
     provider_wallet: Annotated[
         Path | None, typer.Option(help="Owner's keystore, where the owner is at this machine.")
+    ] = None,
+    provider_password_file: Annotated[
+        Path | None, typer.Option(help="File with the owner's password, if it has its own.")
     ] = None,
     throttle: Annotated[
         float | None,
@@ -92,6 +99,37 @@ def doctor(
                 typer.echo(f"    → {check.fix}")
     if any(check.outcome == "failed" for check in checks):
         raise typer.Exit(UnavailableError.exit_code)
+
+
+@app.command()
+@configured
+def verify(
+    settings: Settings,
+    file: Annotated[Path, typer.Argument(help="A rollout file (Parquet).")],
+    lease: Annotated[
+        Path | None, typer.Option(help="Its signed lease (JSON); by default it is looked up.")
+    ] = None,
+    every_row: Annotated[
+        bool, typer.Option("--every-row", help="Replay all rows, not only the run's share.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What a validator would find in a rollout file, by the validator's own code; sends nothing."""
+    from node.preflight import verify as preflight
+
+    found = preflight(settings, file, lease_file=lease, every_row=every_row)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        finding = found.finding
+        typer.echo(f"{finding.outcome.name.lower()}: {finding.reason.name}: {finding.detail}")
+        typer.echo(f"  made with {found.setup}; {len(finding.rows_drawn)} rows replayed")
+        limits = finding.decimal_thresholds()
+        for name, value in finding.decimal_statistics().items():
+            limit = limits.get(f"file.{name}")
+            typer.echo(f"  {name}: {value}" + (f" of at most {limit}" if limit else ""))
+    if not found.ok:
+        raise typer.Exit(UntrustedError.exit_code)
 
 
 @app.command()
@@ -144,6 +182,10 @@ def faucet(settings: Settings, as_json: Json = False) -> None:
         dry_run=False,
         as_json=as_json,
     )
+
+
+app.command("payout")(payout)
+app.command("dispute")(dispute)
 
 
 def _logging(verbose: bool) -> None:

@@ -113,10 +113,12 @@ def send_calls(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Sends an owner's transactions one by one, or prints them unsent."""
+    """Sends an owner's transactions one by one, or prints them unsent with what they would cost or
+    why they would be refused."""
     from node.owner import Owner, describe
     from node.state import DataFolder
     from node.wallet import open_wallet
+    from protocol.chain import costs
 
     signer = None if dry_run else open_wallet(settings)
     link = open_link(settings)
@@ -124,7 +126,10 @@ def send_calls(
         account = owner_account(settings) if signer is None else signer.address
         calls = decide(OwnerContext(link, account))
         rows = describe(calls)
-        if signer is not None:
+        if signer is None:
+            found = costs.rehearse(link.client, calls, account)
+            rows = [row | {"cost": costs.said(one)} for row, one in zip(rows, found, strict=True)]
+        else:
             data = DataFolder(settings.data)
             data.make()
             owner = Owner(link, signer, data.chain)
@@ -140,7 +145,7 @@ def send_calls(
         return
     for row in rows:
         typer.echo(row["what"])
-        shown = ("transaction",) if "transaction" in row else ("to", "data")
+        shown = ("transaction",) if "transaction" in row else ("to", "data", "cost")
         for name in shown:
             typer.echo(f"  {name:12} {row[name]}")
 
@@ -213,6 +218,23 @@ def stake_unbond(
     send_calls(
         settings,
         lambda context: [context.link.contracts.vault.unbond(wei)],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+@stake_app.command("rebond")
+@configured
+def stake_rebond(
+    settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Bond again what is on its way out, the newest first."""
+    from protocol.chain.amounts import parse_amount
+
+    wei = parse_amount(amount)
+    send_calls(
+        settings,
+        lambda context: [context.link.contracts.vault.rebond(wei)],
         dry_run=dry_run,
         as_json=as_json,
     )

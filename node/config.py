@@ -52,6 +52,8 @@ class Settings(BaseSettings):
     """Owner account of this node; by default the wallet's own."""
     provider_wallet: UserPath | None = None
     """Keystore of the owner, where the owner is at this machine."""
+    provider_password_file: UserPath | None = None
+    """File with the owner's password; without it, the node's password opens both."""
     data: UserPath = DEFAULT_DATA
     """State: policies, outbox, journal, logs, lock."""
     runtime: RuntimeName = "docker"

@@ -213,7 +213,7 @@ class Desk:
             node=self._signer.address,
             signature=self._signer.sign(submission, self._domain),
         )
-        self._outbox.add(digest, body)
+        self._outbox.add(digest, body, signed)
         self._open = None
         (self._handed_in / hand_in.file).unlink(missing_ok=True)
         if hand_in.milliseconds:

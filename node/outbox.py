@@ -27,6 +27,7 @@ from protocol.core.errors import ConflictError, MalformedError, UnavailableError
 from protocol.core.ids import Digest, digest
 from protocol.core.messages import FileEnding, ReceiptAnswer
 from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission
+from protocol.core.task import SignedLease
 
 EntryState = Literal["spooled", "receipted", "refused"]
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
@@ -40,7 +41,8 @@ CREATE TABLE IF NOT EXISTS entries (
   state TEXT NOT NULL,
   receipt TEXT,                -- JSON of ReceiptAnswer
   reason TEXT NOT NULL DEFAULT '',
-  created_at REAL NOT NULL
+  created_at REAL NOT NULL,
+  lease TEXT                   -- JSON of SignedLease
 );
 CREATE TABLE IF NOT EXISTS endings (
   submission_digest TEXT PRIMARY KEY,
@@ -52,7 +54,7 @@ CREATE TABLE IF NOT EXISTS endings (
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of the journal."""
+    """One file of the journal. With lease and receipt a node may root its leaf by itself."""
 
     lease_digest: Digest
     submission_digest: Digest
@@ -61,6 +63,8 @@ class Entry:
     receipt: ReceiptAnswer | None
     reason: str
     path: Path
+    lease: SignedLease | None = None
+    """As the manager signed it; None in a journal of an older program."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,12 @@ class SpooledFile:
 
 
 class Outbox:
-    """The journal and its folder. Safe to use from several threads of one process."""
+    """The journal and its folder. Safe to use from several threads of one process.
 
-    def __init__(self, folder: Path, *, now: Callable[[], float]) -> None:
+    `sweep` False is for commands that read it beside a running agent.
+    """
+
+    def __init__(self, folder: Path, *, now: Callable[[], float], sweep: bool = True) -> None:
         self._folder = folder
         self._now = now
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,7 +91,10 @@ class Outbox:
         """Notified whenever an entry is added or settled."""
         with self._journal() as db:
             db.executescript(_SCHEMA)
-        self._sweep()
+            if "lease" not in {row[1] for row in db.execute("PRAGMA table_info(entries)")}:
+                db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")  # an older program's
+        if sweep:
+            self._sweep()
 
     @contextmanager
     def _journal(self) -> Iterator[sqlite3.Connection]:
@@ -161,7 +171,9 @@ class Outbox:
     def _path(self, sha256: Digest) -> Path:
         return self._folder / f"{sha256[2:]}.parquet"
 
-    def add(self, submission_digest: Digest, body: SignedSubmission) -> Entry:
+    def add(
+        self, submission_digest: Digest, body: SignedSubmission, lease: SignedLease | None = None
+    ) -> Entry:
         """Writes the entry down; from here on it survives any crash.
 
         The same file for the same lease again returns the entry that is there. Raises
@@ -176,9 +188,15 @@ class Outbox:
                 return known
             with self._journal() as db:
                 db.execute(
-                    "INSERT INTO entries (lease_digest, submission_digest, body, state, created_at)"
-                    " VALUES (?, ?, ?, 'spooled', ?)",
-                    (lease_digest, submission_digest, body.model_dump_json(), self._now()),
+                    "INSERT INTO entries (lease_digest, submission_digest, body, lease, state, "
+                    "created_at) VALUES (?, ?, ?, ?, 'spooled', ?)",
+                    (
+                        lease_digest,
+                        submission_digest,
+                        body.model_dump_json(),
+                        lease.model_dump_json() if lease is not None else None,
+                        self._now(),
+                    ),
                 )
             self.changed.notify_all()
         entry = self.find(lease_digest)
@@ -214,6 +232,10 @@ class Outbox:
         """Entries not yet settled, oldest first."""
         return self._select("WHERE state = 'spooled' ORDER BY created_at, lease_digest", ())
 
+    def receipted(self) -> list[Entry]:
+        """Entries whose receipt is here, oldest first."""
+        return self._select("WHERE state = 'receipted' ORDER BY created_at, lease_digest", ())
+
     def note(self, ending: FileEnding) -> bool:
         """Keeps how one of our files ended; False if it is known already, or is none of ours."""
         with self._journal() as db:
@@ -241,15 +263,19 @@ class Outbox:
             return found | dict(db.execute(ended))
 
     def _select(self, where: str, values: tuple[str, ...]) -> list[Entry]:
-        query = "SELECT lease_digest, submission_digest, body, state, receipt, reason FROM entries "
+        query = (
+            "SELECT lease_digest, submission_digest, body, state, receipt, reason, lease FROM "
+            "entries "
+        )
         with self._journal() as db:
             rows = db.execute(query + where, values).fetchall()
         entries = []
-        for lease_digest, submission_digest, body, state, receipt, reason in rows:
+        for lease_digest, submission_digest, body, state, receipt, reason, lease in rows:
             signed = SignedSubmission.model_validate_json(body)
             answer = ReceiptAnswer.model_validate_json(receipt) if receipt else None
             path = self._path(signed.submission.sha256)
+            given = SignedLease.model_validate_json(lease) if lease else None
             entries.append(
-                Entry(lease_digest, submission_digest, signed, state, answer, reason, path)
+                Entry(lease_digest, submission_digest, signed, state, answer, reason, path, given)
             )
         return entries

@@ -39,7 +39,9 @@ def open_provider(settings: Settings, node: LocalSigner | None) -> LocalSigner |
     that is its own provider; None if the owner is elsewhere."""
     if settings.provider_wallet is not None:
         password = read_password(
-            settings.password_file, None, prompt=f"Password of {settings.provider_wallet}: "
+            settings.provider_password_file or settings.password_file,
+            None,
+            prompt=f"Password of {settings.provider_wallet}: ",
         )
         return load_keystore(settings.provider_wallet, password)
     if node is not None and named_provider(settings) in (None, node.address):

@@ -20,9 +20,8 @@ from typing import Any, Literal, Protocol
 from protocol.chain import history
 from protocol.chain.client import ChainClient
 from protocol.chain.deployment import Deployment
-from protocol.chain.events import RootPosted
 from protocol.chain.history import Slash
-from protocol.core import encoding
+from protocol.chain.leaves import find_leaf
 from protocol.core.draws import file_secret
 from protocol.core.errors import (
     MalformedError,
@@ -32,7 +31,7 @@ from protocol.core.errors import (
 )
 from protocol.core.ids import ZERO_DIGEST, Address, Digest
 from protocol.core.messages import SubmissionInfo
-from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission, decode_leaves
+from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission
 from protocol.core.run import RunDefinition
 from protocol.core.task import SignedLease
 from protocol.core.verdict import Evidence, Outcome, Reason, SignedVerdict, VerdictTable
@@ -257,17 +256,13 @@ def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedVerdict:
 def _leaf(
     digest: Digest, info: SubmissionInfo, setting: Setting, client: ChainClient, library: Library
 ) -> SignedSubmission:
-    """The signed submission, from the leaves object of a root that the chain holds."""
+    """The signed submission: from the leaves object of a root that the chain holds, or from the
+    transaction by which its node posted it."""
     events = history.read_events(client, setting.deployment, contracts=("work",))
-    for event in events:
-        if isinstance(event, RootPosted) and event.pool == setting.pool and event.root == info.root:
-            leaves = decode_leaves(library.object(event.leaves_object, MAX_OBJECT_BYTES))
-            domain = setting.deployment.domain_of
-            named = [leaf.submission.digest(domain(leaf.submission)) for leaf in leaves]
-            if encoding.merkle_root(named) != event.root or digest not in named:
-                raise UntrustedError("the root on chain does not hold this submission")
-            return leaves[named.index(digest)]
-    raise NotFoundError(f"no root on chain holds submission {digest} yet")
+    found = find_leaf(
+        client, setting.deployment, events, setting.pool, digest, info.root, library.object
+    )
+    return found.signed
 
 
 # ── the same code again ──────────────────────────────────────────────────────────────────────────

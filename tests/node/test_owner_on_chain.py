@@ -1,0 +1,330 @@
+"""What an owner does about stake and nodes, typed as a person types it, on a real local chain."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from devnet.chain import dev_signer
+from devnet.deployed import Deployed
+from node.cli import main
+from node.outbox import Outbox
+from node.wallet import open_provider
+from protocol.chain import flows
+from protocol.chain.amounts import ETHER
+from protocol.chain.client import Call
+from protocol.chain.history import read_slashes
+from protocol.chain.keystore import create_keystore, save_keystore
+from protocol.chain.leaves import find_leaf
+from protocol.core.encoding import merkle_root, sha256
+from protocol.core.errors import NotFoundError, UserError
+from protocol.core.ids import Address, Digest, address
+from protocol.core.messages import ReceiptAnswer
+from protocol.core.node import Invite
+from protocol.core.rollout import Receipt, SignedSubmission, Submission
+from protocol.core.signing import LocalSigner
+from protocol.core.task import Lease, SignedLease
+
+MANAGER, TRAINER, VALIDATOR, OWNER, NODE, OTHER = (dev_signer(n) for n in range(1, 7))
+
+
+@dataclass
+class Owner:
+    """A pool on a chain, and `prime-node` with the owner's keystore; no orchestrator."""
+
+    deployed: Deployed
+    pool: int
+    folder: Path
+
+    def run(self, *words: str, wallet: LocalSigner = OWNER) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error of one command."""
+        flags = ["--rpc", self.deployed.url, "--deployment", str(self.deployed.path)]
+        flags += ["--pool", str(self.pool), "--data", str(self.folder / "data")]
+        flags += ["--wallet", str(self.keystore(wallet)), "--password-file", str(self.password)]
+        out, said = io.StringIO(), io.StringIO()
+        with (
+            patch.object(sys, "argv", ["prime-node", *words, *flags]),
+            patch.dict("os.environ", {"HOME": "/nonexistent", "NO_COLOR": "1"}),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(said),
+        ):
+            try:
+                main()
+                status = 0
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+        return status, out.getvalue(), said.getvalue()
+
+    def __call__(self, *words: str, wallet: LocalSigner = OWNER) -> Any:
+        """JSON of a command that must succeed."""
+        status, out, said = self.run(*words, "--json", wallet=wallet)
+        assert status == 0, said
+        return json.loads(out)
+
+    def refused(self, *words: str, wallet: LocalSigner = OWNER) -> str:
+        """The one sentence of a command that must fail, without a traceback."""
+        status, _, said = self.run(*words, wallet=wallet)
+        assert status not in (0, 1), said
+        assert "Traceback" not in said
+        assert said.count("\n") <= 2, said
+        return said
+
+    @property
+    def password(self) -> Path:
+        path = self.folder / "password"
+        path.write_text("secret")
+        return path
+
+    def keystore(self, signer: LocalSigner) -> Path:
+        path = self.folder / f"{signer.address}.json"
+        if not path.exists():
+            save_keystore(path, bytes(signer.account.key), "secret", light=True)
+        return path
+
+    def consent(self, node: LocalSigner, provider: Address = OWNER.address) -> Path:
+        path = self.folder / f"consent-{node.address}.json"
+        status, _, said = self.run(
+            "node", "consent", "--provider", provider, "--out", str(path), wallet=node
+        )
+        assert status == 0, said
+        return path
+
+    def seat(self, node: LocalSigner) -> None:
+        """Stake, node, and a seat in class 1."""
+        self("faucet")
+        self("stake", "add", "300")
+        self("node", "add", str(self.consent(node)))
+        self("node", "allow", "--class", "3")
+        deployed = self.deployed
+        invite = Invite(
+            pool=self.pool, node=node.address, speed_class=1, deadline=deployed.now() + 1000
+        )
+        signature = MANAGER.sign(invite, deployed.deployment.domain_of(invite))
+        deployed.send(MANAGER, deployed.contracts.pools.join(invite, signature))
+
+
+@pytest.fixture
+def owner(deployed: Deployed, tmp_path: Path) -> Owner:
+    c = deployed.contracts
+    create = c.pools.create(TRAINER.address, sha256(b"run"), 100 * ETHER, 8, MANAGER.address)
+    pool = flows.created_pool(c, deployed.send(MANAGER, create))
+    deployed.send(MANAGER, c.pools.set_validator(pool, VALIDATOR.address, True))
+    return Owner(deployed, pool, tmp_path)
+
+
+def test_a_node_is_added_by_its_signed_consent_shown_listed_and_removed(owner: Owner) -> None:
+    consent = owner.consent(NODE)
+    done = owner("node", "add", str(consent))
+    assert [row["what"].split()[0] for row in done] == ["register", "add"]
+    shown = owner("node", "show", NODE.address)
+    assert (shown["provider"], shown["payout"], shown["seats"]) == (OWNER.address,) * 2 + ([],)
+    assert owner("node", "list") == [NODE.address]
+    assert owner("node", "add", str(consent)) == [], "what is done is not sent again"
+    owner("node", "remove", NODE.address)
+    assert owner("node", "list") == []
+    assert owner("node", "show", NODE.address)["provider"] is None
+    again = owner.run("node", "add", str(consent))
+    assert "ConsentUsed" in again[2], "a consent is good once"
+
+
+def test_a_consent_of_another_owner_or_of_nobody_is_one_sentence(
+    owner: Owner, tmp_path: Path
+) -> None:
+    consent = owner.consent(NODE, OTHER.address)
+    assert f"is for {OTHER.address}" in owner.refused("node", "add", str(consent))
+    (tmp_path / "none.json").write_text("{}")
+    assert "is no signed consent" in owner.refused("node", "add", str(tmp_path / "none.json"))
+    assert "cannot be read" in owner.refused("node", "add", str(tmp_path / "missing.json"))
+    assert "no owner is named" in owner.refused("node", "consent", wallet=NODE)
+
+
+def test_a_node_moved_to_a_new_key_keeps_its_seat(owner: Owner) -> None:
+    owner.seat(NODE)
+    assert owner("node", "show", NODE.address)["seats"] == [{"pool": owner.pool, "speed_class": 1}]
+    owner("node", "move", NODE.address, str(owner.consent(OTHER)))
+    assert owner("node", "show", NODE.address)["moved_to"] == OTHER.address
+    assert owner("node", "show", NODE.address)["seats"] == []
+    assert owner("node", "show", OTHER.address)["seats"] == [{"pool": owner.pool, "speed_class": 1}]
+    assert owner("node", "list") == [OTHER.address]
+
+
+def test_sessions_are_revoked_by_owner_or_node_and_by_nobody_else(owner: Owner) -> None:
+    owner("node", "add", str(owner.consent(NODE)))
+    owner("node", "revoke", NODE.address)
+    shown = owner("node", "show", NODE.address)["revoked_before"]
+    assert shown == pytest.approx(owner.deployed.now(), abs=5)
+    owner("node", "revoke", "--before", str(shown + 50), wallet=NODE)
+    assert owner("node", "show", NODE.address)["revoked_before"] == shown + 50
+    assert "NotAllowed" in owner.refused("node", "revoke", NODE.address, wallet=OTHER)
+    assert "RevocationNotLater" in owner.refused("node", "revoke", NODE.address, "--before", "5")
+
+
+def test_the_payout_address_moves_only_by_the_owner(owner: Owner) -> None:
+    owner("node", "add", str(owner.consent(NODE)))
+    owner("payout", OTHER.address)
+    assert owner("stake", "show")["payout"] == OTHER.address
+    assert "NotProvider" in owner.refused("payout", NODE.address, wallet=VALIDATOR)
+    assert "not an Ethereum address" in owner.refused("payout", "0x12")
+
+
+def test_stake_on_its_way_out_is_bonded_again(owner: Owner) -> None:
+    owner("faucet")
+    owner("stake", "add", "10")
+    owner("stake", "unbond", "4")
+    owner("stake", "rebond", "1.5")
+    shown = owner("stake", "show")
+    assert shown["active"] == str(75 * ETHER // 10)
+    assert [one["amount"] for one in shown["unbonding"]] == [str(25 * ETHER // 10)]
+    assert "StakeNotFree" in owner.refused("stake", "rebond", "5")
+
+
+def test_a_dry_run_tells_the_cost_of_each_step_or_why_it_would_be_refused(owner: Owner) -> None:
+    owner("faucet")
+    nonce = owner.deployed.client.nonce(OWNER.address)
+    rows = owner("stake", "add", "5", "--dry-run")
+    assert [row["what"].split()[0] for row in rows] == ["register", "let", "deposit"]
+    for row in rows:
+        assert row["cost"].endswith("gas, no L1 data fee on this chain"), row
+    (row,) = owner("stake", "unbond", "5", "--calldata")
+    assert "StakeNotFree" in row["cost"]
+    assert owner.deployed.client.nonce(OWNER.address) == nonce
+
+
+def _propose(owner: Owner) -> int:
+    """A slash proposal about a seated node; returns its number."""
+    deployed, c = owner.deployed, owner.deployed.contracts
+    submission = Submission(
+        pool=owner.pool, lease_digest=sha256(b"lease"), step=1, policy_digest=sha256(b"p"),
+        sha256=sha256(b"file"), size=1, rows=1, valid_until=deployed.now() + 1000,
+    )  # fmt: skip
+    domain = deployed.deployment.domain_of(submission)
+    leaf = submission.digest(domain)
+    deployed.send(MANAGER, c.work.post_root(owner.pool, merkle_root([leaf]), 1, sha256(b"o")))
+    deployed.send(
+        VALIDATOR,
+        c.slasher.propose(
+            submission, NODE.address, NODE.sign(submission, domain), 1, [], sha256(b"e"), 4,
+            50 * ETHER,
+        ),
+    )  # fmt: skip
+    number = c.slasher.proposal_of(leaf)
+    assert number is not None
+    return number
+
+
+def test_a_slash_is_disputed_by_its_owner_alone_and_in_time(owner: Owner) -> None:
+    owner.seat(NODE)
+    number = _propose(owner)
+    listed = owner("audit", "list")
+    assert [(one["id"], one["status"]) for one in listed] == [(number, "proposed")]
+    assert "about a node of" in owner.refused("dispute", str(number), wallet=OTHER)
+    assert f"no slash proposal {number + 1}" in owner.refused("dispute", str(number + 1))
+    owner("dispute", str(number))
+    (found,) = read_slashes(owner.deployed.client, owner.deployed.deployment)
+    assert found.status == "disputed"
+    assert "it is disputed" in owner.refused("dispute", str(number))
+
+
+def test_a_closed_window_is_one_sentence(owner: Owner) -> None:
+    owner.seat(NODE)
+    number = _propose(owner)
+    owner.deployed.anvil.forward(owner.deployed.deployment.periods.slash_window + 1)
+    assert "past its window" in owner.refused("dispute", str(number))
+
+
+def _receipted(owner: Owner) -> tuple[Digest, Lease]:
+    """A file in the agent's journal with lease and receipt, as the desk leaves it."""
+    deployed = owner.deployed
+    domain, now = deployed.deployment.domain("work"), deployed.now()
+    lease = Lease(
+        pool=owner.pool, step=1, node=NODE.address, index=0, policy_digest=sha256(b"p"),
+        run_digest=sha256(b"run"), speed_class=1, salt=sha256(b"s"), deadline=now + 100,
+    )  # fmt: skip
+    submission = Submission(
+        pool=owner.pool, lease_digest=lease.digest(domain), step=1, policy_digest=sha256(b"p"),
+        sha256=sha256(b"f"), size=1, rows=1, valid_until=now + 100,
+    )  # fmt: skip
+    leaf = submission.digest(domain)
+    receipt = Receipt(submission_digest=leaf, received_at=now)
+    outbox = Outbox(owner.folder / "data" / "outbox", now=lambda: float(now))
+    body = SignedSubmission(
+        submission=submission, node=NODE.address, signature=NODE.sign(submission, domain)
+    )
+    signed = SignedLease(lease=lease, signature=MANAGER.sign(lease, domain), policy_version=0)
+    outbox.add(leaf, body, signed)
+    answer = ReceiptAnswer(receipt=receipt, signature=MANAGER.sign(receipt, domain))
+    outbox.settle(lease.digest(domain), answer)
+    return leaf, lease
+
+
+def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again(
+    owner: Owner,
+) -> None:
+    leaf, _ = _receipted(owner)
+    listed = owner("work", "list")
+    assert [(one["submission_digest"], one["state"]) for one in listed] == [(leaf, "unknown")]
+    assert "known to be forgotten" in owner.refused("work", "post")
+    assert "NotYourTurn" in owner.refused("work", "post", leaf), "not before an epoch has passed"
+    owner.deployed.anvil.forward(owner.deployed.deployment.periods.epoch_length)
+    owner("work", "post", leaf)
+    assert [one["state"] for one in owner("work", "list")] == ["rooted"]
+    assert "AlreadyPosted" in owner.refused("work", "post", leaf)
+
+    # what was signed is read back from the transaction itself: no object lists this leaf
+    from protocol.chain.history import read_events
+
+    deployed = owner.deployed
+    events = read_events(deployed.client, deployed.deployment, contracts=("work",))
+
+    def nothing(digest: Digest, limit: int) -> bytes:
+        raise NotFoundError("no object is needed")
+
+    found = find_leaf(deployed.client, deployed.deployment, events, owner.pool, leaf, None, nothing)
+    assert found.signed.node == NODE.address
+    domain = deployed.deployment.domain_of(found.signed.submission)
+    assert found.signed.submission.digest(domain) == leaf == found.root.root
+    assert found.signed.submission.recover(domain, found.signed.signature) == NODE.address
+    assert deployed.contracts.work.leaf_in(owner.pool, found.root.seq, leaf, found.proof)
+    with pytest.raises(NotFoundError, match="no root on chain holds"):
+        find_leaf(
+            deployed.client, deployed.deployment, events, owner.pool, sha256(b"x"), None, nothing
+        )
+
+
+def test_the_owners_password_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    from node.config import load
+
+    (tmp_path / "node-pw").write_text("node's")
+    (tmp_path / "owner-pw").write_text("owner's")
+    node = create_keystore(tmp_path / "node.json", "node's", light=True)
+    cold = create_keystore(tmp_path / "owner.json", "owner's", light=True)
+    flags = {
+        "data": tmp_path, "wallet": tmp_path / "node.json", "password_file": tmp_path / "node-pw",
+        "provider_wallet": tmp_path / "owner.json",
+    }  # fmt: skip
+    settings = load({**flags, "provider_password_file": tmp_path / "owner-pw"})
+    opened = open_provider(settings, None)
+    assert opened is not None
+    assert opened.address == cold != node
+    assert "owner-pw" not in json.dumps(settings.to_remember())
+    with pytest.raises(UserError, match="the password does not open"):
+        open_provider(load(flags), None)
+
+
+def test_calldata_for_a_multisig_needs_no_key(owner: Owner) -> None:
+    status, out, said = owner.run(
+        "stake", "unbond", "5", "--calldata", "--json", "--provider", OTHER.address
+    )
+    assert status == 0, said
+    (row,) = json.loads(out)
+    c = owner.deployed.contracts
+    assert (row["to"], row["data"]) == (c.vault.address, c.vault.unbond(5 * ETHER).calldata())
+    assert Call(address(row["to"]), bytes.fromhex(row["data"][2:])).to == c.vault.address
