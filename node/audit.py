@@ -172,11 +172,11 @@ def _setting(settings: Settings, api: NodeApi, link: Link, library: Orchestrator
         environment=environment_for(run),
         engines=FetchedEngines(folder, api, settings.threads or 1),
         now=time.time(),
-        calibration=_calibration(run, library),
+        calibration=run_calibration(run, library),
     )
 
 
-def _calibration(run: RunDefinition, library: OrchestratorLibrary) -> Calibration | None:
+def run_calibration(run: RunDefinition, library: OrchestratorLibrary) -> Calibration | None:
     """The run's own calibration object; None where it uses the shipped one."""
     if run.calibration == ZERO_DIGEST:
         return None

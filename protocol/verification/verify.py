@@ -110,12 +110,14 @@ def verify_file(
     submission_digest: Digest,
     submission: Submission | None = None,
     calibration: Calibration | None = None,
+    draw_count: int | None = None,
 ) -> Finding:
     """Judges the bytes of a rollout file against its lease.
 
     The lease's signature and deadline are the caller's to check. `draw_secret` (core.draws
     .file_secret; any fresh digest in a pre-flight) and `submission_digest` draw the rows to replay.
     `calibration` is the object that run.calibration names; None takes the shipped one.
+    `draw_count`: how many rows to replay, if that is more than the run's share.
     Raises PolicyError if `run` is not the lease's run.
     """
     if signed.lease.run_digest != run.digest():
@@ -132,11 +134,16 @@ def verify_file(
         table = _grade(file.rows, plan, environment, engine)
     except _RulingError as ruling:
         return Finding(ruling.reason, ruling.detail)
-    count = max(1, -(-run.replay_rows_micro * len(file.rows) // MICRO))
+    count = max(least_drawn(run, len(file.rows)), draw_count or 0)
     numbers = seeds.drawn_rows(draw_secret, submission_digest, len(file.rows), count)
     return _judge_replay(
         file, numbers, plan, table, signed, lease_digest, run, engine, engines, calibration
     )
+
+
+def least_drawn(run: RunDefinition, rows: int) -> int:
+    """How many of a file's rows the run has replayed at least."""
+    return max(1, -(-run.replay_rows_micro * rows // MICRO))
 
 
 def _read(data: bytes, lease_digest: Digest) -> RolloutFile:
