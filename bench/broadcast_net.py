@@ -188,15 +188,15 @@ class _Shaped:
         manifest = self._published[version]["manifest"]
         begun = time.perf_counter()
         for relay in relays:
-            relay.send(do="offer", manifest=manifest, sources=[self._url])
+            relay.ask(do="offer", manifest=manifest, sources=[self._url])
         dests = []
         for node, here in zip(self._nodes, self._here, strict=True):
             dest = here / (str(version) if keep else "whole")
             base = str(here / str(version - 1)) if keep and version else ""
             node.send(do="fetch", manifest=manifest, sources=urls, dest=str(dest), base=base)
             dests.append(dest)
-        for child in (*relays, *self._nodes):
-            child.receive()
+        for node in self._nodes:
+            node.receive()
         seconds = time.perf_counter() - begun
         for dest in dests:
             require_same(self._folders[version % 2] / FILE, dest / FILE)

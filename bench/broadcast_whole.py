@@ -85,10 +85,10 @@ class Ours:
         for number, relay in enumerate(relays):
             above = urls[number - 1] if chain and number else self._url
             relay.send(do="offer", manifest=self._manifest, sources=[above])
-        for client, dest in zip(self.clients, dests, strict=True):
-            client.send(do="fetch", manifest=self._manifest, sources=sources, dest=str(dest))
         for relay in relays:
             relay.receive()
+        for client, dest in zip(self.clients, dests, strict=True):
+            client.send(do="fetch", manifest=self._manifest, sources=sources, dest=str(dest))
         stats = [client.receive() for client in self.clients]
         seconds = time.perf_counter() - begun
         for dest in dests:
