@@ -78,10 +78,8 @@ class TaskDataset(Environment):
                     raise MalformedError(
                         f"{where}: problem_id {task.problem_id!r} is that of {earlier}"
                     )
-            except (MalformedError, UserError) as error:
+            except MalformedError as error:
                 if self._bad_rows == "stop":
-                    if isinstance(error, UserError):
-                        raise MalformedError(f"{where}: {error}") from error
                     raise
                 self.skipped.append(str(error))
                 continue
@@ -94,7 +92,11 @@ class TaskDataset(Environment):
 
     def _checked(self, line: bytes, where: str) -> Task:
         task = parse_task(load_json(line, where), where)
-        self.grader(task.task_type).require(task)
+        try:
+            grader = self.grader(task.task_type)
+        except UserError as error:
+            raise MalformedError(f"{where}: {error}") from error
+        grader.require(task)
         return task
 
     def task(self, index: int) -> Task:

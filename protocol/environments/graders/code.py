@@ -76,7 +76,7 @@ class PythonCode(Grader):
         return {"python": ".".join(platform.python_version_tuple()[:2])}
 
     def require(self, task: Task) -> None:
-        tests_of(task)
+        unit_tests(task)
 
     def gold(self, task: Task) -> str | None:
         solution = task.gold_standard_solution
@@ -85,7 +85,7 @@ class PythonCode(Grader):
         return f"```python\n{solution}\n```"
 
     def grade(self, task: Task, output_text: str) -> TaskScore:
-        tests = tests_of(task)
+        tests = unit_tests(task)
         counted = {"tests": len(tests), "passed": 0}
         source = python_code(final_section(output_text))
         if source is None:
@@ -222,7 +222,7 @@ def may_vary(source: str) -> bool:
 # --- reading tests -------------------------------------------------------------------------------
 
 
-def tests_of(task: Task) -> list[Test]:
+def unit_tests(task: Task) -> list[Test]:
     """The task's tests. Raises MalformedError with its file and row."""
     info = dict(task.verification_info)
     language = info.get("language")

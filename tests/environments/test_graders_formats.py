@@ -1,0 +1,182 @@
+"""Predicted output, JSON, format rules, reasoning-gym rows: one answer, of the form asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from protocol.core.errors import MalformedError
+from protocol.core.run import MICRO
+from protocol.environments.graders.answers import last_json_object
+from protocol.environments.graders.base import Grader, grader_class
+from protocol.environments.graders.families import Families
+from protocol.environments.graders.formats import RULES, FormatFollowing
+from protocol.environments.graders.prediction import JsonOutput, OutputPrediction
+from protocol.environments.tasks import Task, parse_task
+
+
+def task(info: dict[str, Any], solution: str | None = None) -> Task:
+    row = {
+        "problem_id": "1", "task_type": "t", "prompt": "?", "verification_info": info,
+        "gold_standard_solution": solution,
+    }  # fmt: skip
+    return parse_task(row, "file.jsonl row 1")
+
+
+PREDICT = task({"code_output": "[1, 2]"})
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ('{"code_output": "[1, 2]"}', 1),
+        ('So:\n```json\n{"code_output": "[1, 2]"}\n```', 1),
+        ('<think>{"code_output": "x"}</think>{"code_output": "[1, 2]"}', 1),
+        ('{"code_output": [1, 2]}', 0),
+        ('{"output": "[1, 2]"}', 0),
+        ('{"code_output": "[1, 2]", "other": "[2, 1]"}', 0),
+        ('{"code_output": "x"} or {"code_output": "[1, 2]"}', 0),
+        ('{"code_output": "[1, 2]"} {"code_output": "x"}', 0),
+        ('{"code_output": "x", "code_output": "[1, 2]"', 0),
+        ('{"code_output": "[1, 2]"} I am sure', 0),
+        ('<think>{"code_output": "[1, 2]"}', 0),
+        ("[1, 2]", 0),
+        ("{" * 50_000, 0),
+        ('{"a":' * 5_000, 0),
+        ('{"code_output": NaN}', 0),
+        ("", 0),
+    ],
+)
+def test_a_predicted_output_is_one_object_at_the_end(text: str, worth: int) -> None:
+    grader = OutputPrediction()
+    grader.require(PREDICT)
+    assert grader.grade(PREDICT, text).task_micro == worth * MICRO
+
+
+def test_genesys_form_of_predictions_is_read_too() -> None:
+    grader = OutputPrediction()
+    for gold in ({"output": 3}, 3):
+        asked = task({"ground_truth": gold})
+        grader.require(asked)
+        assert grader.grade(asked, '{"output": 3}').task_micro == MICRO
+        assert grader.grade(asked, '{"output": "3"}').task_micro == 0
+        assert grader.grade(asked, '{"output": true}').task_micro == 0
+        assert grader.grade(asked, grader.gold(asked)).task_micro == MICRO
+
+
+def test_a_json_answer_counts_its_fields() -> None:
+    grader, asked = JsonOutput(), task({"ground_truth": {"a": 1, "b": [1.5, "x"]}})
+    grader.require(asked)
+    assert grader.grade(asked, grader.gold(asked)).task_micro == MICRO
+    half = grader.grade(asked, '{"a": 1, "b": 2}')
+    assert (half.task_micro, half.parts) == (0, {"fields": 2, "right": 1})
+    assert grader.grade(asked, '{"a": 1, "b": [1.5, "x"], "c": 0}').task_micro == 0
+
+
+RULE_EXAMPLES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "words": ({"least": 2, "most": 3}, "one two", "one"),
+    "sentences": ({"least": 2}, "One. Two!", "One"),
+    "paragraphs": ({"least": 2}, "a\n\nb", "a\nb"),
+    "lines": ({"least": 1, "most": 2}, "a\nb", "a\nb\nc"),
+    "bullets": ({"least": 2}, "- a\n* b", "- a\nb"),
+    "includes": ({"word": "cat"}, "A CAT.", "A category"),
+    "excludes": ({"word": "cat"}, "A category", "A cat"),
+    "starts_with": ({"text": "Dear"}, "Dear you", "My dear"),
+    "ends_with": ({"text": "Yours"}, "Yours", "Yours."),
+    "no_commas": ({}, "a b", "a, b"),
+    "upper_case": ({}, "ABC 1", "aBC"),
+    "lower_case": ({}, "abc 1", "123"),
+    "json": ({"keys": ["a"]}, '{"a": 1}', '{"b": 1}'),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_is_kept_and_broken(rule: str) -> None:
+    options, keeps, breaks = RULE_EXAMPLES[rule]
+    asked = task({"rules": [{"rule": rule, **options}, {"rule": "words", "least": 1}]})
+    grader = FormatFollowing()
+    grader.require(asked)
+    assert grader.grade(asked, f"<think>no</think>{keeps}").task_micro == MICRO
+    broken = grader.grade(asked, breaks)
+    assert broken.task_micro == 0
+    assert rule in broken.reason
+    assert grader.grade(asked, "").task_micro == 0
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [],
+        "words",
+        [{"rule": "rhymes"}],
+        [{"rule": "words"}],
+        [{"rule": "words", "least": "two"}],
+        [{"rule": "words", "least": True}],
+        [{"rule": "includes"}],
+        [{"rule": "json", "keys": [1]}],
+        [{"rule": "starts_with", "text": ""}],
+        [{"rule": "no_commas"}],
+        [{"rule": "words", "most": 10}],
+        [{"rule": "excludes", "word": "x"}],
+    ],
+)
+def test_rules_that_cannot_be_checked_or_that_silence_keeps_are_refused(rules: Any) -> None:
+    with pytest.raises(MalformedError, match=r"file\.jsonl row 1"):
+        FormatFollowing().require(task({"rules": rules}))
+
+
+@pytest.fixture(scope="module")
+def families() -> Iterator[Families]:
+    made = Families()
+    yield made
+    made.close()
+
+
+def test_a_familys_row_is_scored_by_the_family(families: Families) -> None:
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("gcd", seed=5, size=1)[0]
+    metadata: Any = entry["metadata"]
+    for form in (metadata, json.dumps(metadata, default=str)):
+        asked = task({"answer": entry["answer"], "metadata": form})
+        families.require(asked)
+        assert families.grade(asked, families.gold(asked)).task_micro == MICRO
+        assert families.grade(asked, f"Answer: {entry['answer']}").task_micro == MICRO
+        gold = entry["answer"]
+        for text in (
+            "Answer: 0",
+            "",
+            f"<answer>{gold}</answer><answer>0</answer>",
+            f"Answer: 0 Answer: {gold}",
+            f"<think>Answer: {gold}",
+        ):
+            assert families.grade(asked, text).task_micro < MICRO // 2
+
+
+def test_an_unknown_family_is_the_graders_trouble_and_names_the_row(families: Families) -> None:
+    score = families.grade(
+        task({"answer": "1", "metadata": {"source_dataset": "nothing"}}), "Answer: 1"
+    )
+    assert (score.task_micro, score.uncertain) == (0, True)
+    assert "file.jsonl row 1" in score.reason
+
+
+@pytest.mark.parametrize("info", [{"answer": "1"}, {"metadata": {"source_dataset": "gcd"}}])
+def test_a_familys_row_without_answer_or_family_is_refused(info: dict[str, Any]) -> None:
+    with pytest.raises(MalformedError, match=r"file\.jsonl row 1"):
+        Families().require(task(info))
+
+
+def test_every_task_type_has_a_grader_class() -> None:
+    from protocol.environments.graders.base import BUILT_IN
+
+    for name in BUILT_IN:
+        assert issubclass(grader_class(name), Grader)
+
+
+def test_the_last_object_is_found_in_bounded_time() -> None:
+    assert last_json_object("{a} [b] {c: d} " * 4000 + '{"x": 1}') == {"x": 1}
+    assert last_json_object('{"x": ' * 20_000 + "1" + "}" * 20_000) is None
