@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from protocol.core.ids import Digest
 from protocol.environments.crowd import open_packed, pack
 from protocol.environments.crowd_check import Report, check
 from protocol.environments.crowd_template import write_template
+from protocol.environments.sources import checked
 
 app = typer.Typer(
     help="Contribute, check and review environments (docs/environments.md).",
@@ -42,11 +44,9 @@ _QUEUE = Path("var/orchestrator/environments")
 def new(folder: Annotated[Path, typer.Argument(help="Folder to make; its name names it.")]) -> None:
     """Write a small environment that passes every check, to start from."""
     name = folder.name
-    if not (
-        name and name[0].isalpha() and name == name.lower() and name.replace("-", "").isalnum()
-    ):
+    if not re.fullmatch("[a-z][a-z0-9-]{1,62}", name):
         raise UserError(
-            f"{name!r} is no name for an environment", hint="letters, digits and dashes"
+            f"{name!r} is no name for an environment", hint="small letters, digits and dashes"
         )
     for path in write_template(folder, name):
         typer.echo(f"wrote {path}")
@@ -128,7 +128,7 @@ def approve(
 ) -> None:
     """Check it once more here, and let runs be made of it."""
     record = Queue(queue).get(which)
-    report = check(Queue(queue).bundle(record.file))
+    report = check(checked(Queue(queue).bundle(record.file), record.file))
     if not report.ok:
         _show_report(report, Path(record.name), json_output)
         raise PolicyError(f"{record.name} is not fit to be trained on: see its findings above")
