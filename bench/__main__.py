@@ -10,7 +10,10 @@ from bench.form import result, show
 from protocol.core.errors import PrimeError
 
 BENCHES = {
+    "learning": "Samples to a reward: synchronous, stale, with liars; and ablations (CPU hours)",
+    "trainer": "Packing, overhead, tokens a second beside TRL, one gradient on any ranks",
     "gas": "Gas of each act in a pool of 400 nodes, beside the ancestor's",
+    "detection": "What each lie costs to find, and what honest files cost to check",
     "proofs": "Cost and soundness of activation proofs",
     "broadcast": "Weights to many machines, beside SHARDCAST: whole, by delta, through relays",
 }

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from protocol.core import seeds
 from protocol.core.ids import Digest
+from protocol.core.rollout import PROOF_WINDOW
 from protocol.core.run import RunDefinition
 from protocol.core.verdict import Reason
 from protocol.engine.base import TAIL_PROBABILITY, Engine, Replay, ReplayRequest
@@ -156,6 +157,30 @@ class Replayed:
                 )
             )
         return found
+
+    def by_window(self, i: int) -> dict[str, NDArray[np.float64]]:
+        """What the file's i-th replayed row claims against the replay, window by window: arrays
+        [windows], means of tokens where a statistic is one of tokens. For benches."""
+        row, replay, windows = self._rows[i], self._replays[i], self._windows[i]
+        packed = activations.unpack(row.proofs, len(windows))
+        proofs = [activations.decode(p, len(w)) for p, w in zip(packed, windows, strict=True)]
+        match = activations.verify(proofs, windows)
+        claimed = sketch.decode(row.sketch, len(windows))
+        starts = np.arange(0, len(row.output_tokens), PROOF_WINDOW)
+        lengths = np.diff(np.append(starts, len(row.output_tokens)))
+        gap = np.abs(row.logprobs.astype(np.float64) - replay.logprobs)
+
+        def means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.add.reduceat(values, starts) / lengths
+
+        return {
+            "margin": means(np.minimum(replay.margins, MARGIN_CAP).astype(np.float64)),
+            "logprob": means(np.minimum(gap, LOGPROB_CAP)),
+            "exponent": match.exponent,
+            "sign": match.sign,
+            "mantissa": match.mantissa,
+            "sketch": sketch.distances(claimed, self._sketches[i]),
+        }
 
     def reference(self, twin: Engine) -> Reference:
         """Drift between `twin` (the same policy in another dtype) and the replay.

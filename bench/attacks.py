@@ -1,0 +1,411 @@
+"""Ways to lie about a rollout file, each the honest builder with one step replaced.
+
+    sampling   another rule of drawing, everything else computed by the true policy
+    weights    another policy draws, proves and reports
+    tokens     text from elsewhere, scored by the true policy (the right prefill)
+    file       honest generation; rows, rewards, log-probabilities or proofs are changed
+
+A liar declares the set-up that an honest node would: the plain engine in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.forgers import FORGERIES, forged_rows
+from bench.honest import Bench
+from protocol.core import seeds
+from protocol.engine.base import Engine, Generation, GenerationRequest, ReplayRequest
+from protocol.engine.quantize import fake_quantize, quantizer
+from protocol.proofs import activations, sampling_torch, sketch
+from protocol.verification import build
+from protocol.verification.build import PlannedRow
+from protocol.verification.engines import load_engine
+from protocol.verification.rollout_file import FileRow
+from protocol.verification.setups import HonestFile
+
+DTYPE = "bfloat16"
+Prepare = Callable[[torch.nn.Module], None]
+Plan = Sequence[PlannedRow]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to lie about."""
+
+    bench: Bench
+    number: int
+
+    @property
+    def honest_engine(self) -> Engine:
+        return self.bench.engine(DTYPE)
+
+
+Attack = Callable[[Job], HonestFile]
+
+
+@cache
+def _variant(folder: Path, name: str) -> Engine:
+    return load_engine(folder, dtype=DTYPE, threads=1, prepare=VARIANTS[name])
+
+
+# ── other weights ────────────────────────────────────────────────────────────────────────────────
+
+
+def _older(steps: int, rate: float) -> Prepare:
+    """`steps` optimizer steps of ±rate on every weight, in independent directions, as the bfloat16
+    files of an older policy would hold it."""
+
+    def prepare(model: torch.nn.Module) -> None:
+        generator = torch.Generator().manual_seed(steps)
+        with torch.no_grad():
+            for weight in model.parameters():
+                moved = weight.float()
+                for _ in range(steps):
+                    moved -= rate * torch.randn(weight.shape, generator=generator).sign()
+                weight.copy_(moved.to(torch.bfloat16))
+
+    return prepare
+
+
+def _quantized_cache(bits: int) -> Prepare:
+    """Keys and values rounded to `bits`, a scale for each token."""
+
+    def round_off(_layer: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        flat = output.reshape(-1, output.shape[-1])
+        return fake_quantize(flat, bits, flat.shape[-1]).reshape(output.shape)
+
+    def prepare(model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            if name.endswith(("k_proj", "v_proj")):
+                module.register_forward_hook(round_off)
+
+    return prepare
+
+
+def _half_as_deep(model: Any) -> None:
+    model.model.layers = model.model.layers[: len(model.model.layers) // 2]
+
+
+VARIANTS: dict[str, Prepare] = {
+    "int8": quantizer(8),
+    "int4": quantizer(4),
+    "kv8": _quantized_cache(8),
+    "kv4": _quantized_cache(4),
+    **{
+        f"old{steps}_1e{-exponent}": _older(steps, 10.0**exponent)
+        for steps in (1, 4, 10)
+        for exponent in (-4, -5, -6)
+    },
+    "shallow": _half_as_deep,
+}
+
+
+def _by(engine: Callable[[Job], Engine]) -> Attack:
+    """Everything by another engine, declared as the honest one."""
+
+    def attack(job: Job) -> HonestFile:
+        lease, plan = job.bench.lease(job.number)
+        generations = build.generate_rows(plan, job.bench.run, engine(job))
+        return job.bench.assemble(lease, plan, generations, job.honest_engine)
+
+    return attack
+
+
+def _weights(name: str) -> Attack:
+    return _by(lambda job: _variant(job.bench.folder, name))
+
+
+# ── other sampling ───────────────────────────────────────────────────────────────────────────────
+
+
+def _requests(job: Job, plan: Plan, keyed: bool = True, flip: int = 0) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            row.prompt_tokens,
+            job.bench.run.max_output_tokens,
+            (row.noise_key[0] ^ flip, row.noise_key[1]) if keyed else None,
+        )
+        for row in plan
+    ]
+
+
+def _claim(
+    job: Job, plan: Plan, tokens: Sequence[Sequence[int]]
+) -> tuple[list[Generation], Engine]:
+    """Given tokens as if the true policy had drawn them: its states and log-probabilities."""
+    engine = job.honest_engine
+    replays = engine.replay(
+        [
+            ReplayRequest(row.prompt_tokens, tuple(text), row.noise_key)
+            for row, text in zip(plan, tokens, strict=True)
+        ],
+        job.bench.run.temperature,
+    )
+    claimed = [
+        Generation(
+            tuple(text),
+            found.logprobs,
+            found.states,
+            "end" if text[-1] in engine.end_tokens else "length",
+        )
+        for text, found in zip(tokens, replays, strict=True)
+    ]
+    return claimed, engine
+
+
+def _retold(choose: Callable[[Job, Plan], Sequence[Sequence[int]]]) -> Attack:
+    """Tokens by `choose`; states and log-probabilities those of the true policy for them."""
+
+    def attack(job: Job) -> HonestFile:
+        lease, plan = job.bench.lease(job.number)
+        generations, engine = _claim(job, plan, choose(job, plan))
+        return job.bench.assemble(lease, plan, generations, engine)
+
+    return attack
+
+
+def _tokens(made: Sequence[Generation]) -> list[tuple[int, ...]]:
+    return [generation.output_tokens for generation in made]
+
+
+def _temperature(value: float) -> Attack:
+    return _retold(
+        lambda job, plan: _tokens(job.honest_engine.generate(_requests(job, plan), value))
+    )
+
+
+def _greedy(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+    return _tokens(job.honest_engine.generate(_requests(job, plan, keyed=False), 1.0))
+
+
+def _other_seed(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+    return _tokens(job.honest_engine.generate(_requests(job, plan, flip=1), 1.0))
+
+
+def _best_of(tries: int) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
+    """The try whose text the policy itself finds most probable."""
+
+    def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+        made = [job.honest_engine.generate(_requests(job, plan, flip=i), 1.0) for i in range(tries)]
+        best = [
+            max(row, key=lambda one: float(one.logprobs.mean())) for row in zip(*made, strict=True)
+        ]
+        return _tokens(best)
+
+    return choose
+
+
+def _cut(keep: Callable[[torch.Tensor], torch.Tensor]) -> Attack:
+    """Only tokens of the mask `keep`(log-probabilities [N, V]) are drawn, with the right noise."""
+
+    def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+        engine: Any = job.honest_engine
+        noise = sampling_torch.gumbel
+
+        def cut(keys: torch.Tensor, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
+            drawn = noise(keys, places, vocabulary)
+            return drawn.masked_fill(~keep(engine.model.lm_head.last), -torch.inf)
+
+        def remember(layer: Any, _inputs: Any, output: torch.Tensor) -> None:
+            layer.last = output.float().log_softmax(dim=-1)
+
+        hook = engine.model.lm_head.register_forward_hook(remember)
+        engine._noise = cut
+        try:
+            return _tokens(engine.generate(_requests(job, plan), job.bench.run.temperature))
+        finally:
+            engine._noise = noise
+            hook.remove()
+
+    return _retold(choose)
+
+
+def _nucleus(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def keep(logprobs: torch.Tensor) -> torch.Tensor:
+        ordered, places = logprobs.exp().sort(dim=-1, descending=True)
+        inside = ordered.cumsum(dim=-1) - ordered < share
+        return torch.zeros_like(inside).scatter(1, places, inside)
+
+    return keep
+
+
+def _top(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda logprobs: logprobs >= logprobs.topk(count, dim=-1).values[:, -1:]
+
+
+# ── other tokens ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _small(job: Job, plan: Plan) -> list[tuple[int, ...]]:
+    engine = _variant(job.bench.folder, "shallow")
+    return _tokens(engine.generate(_requests(job, plan), job.bench.run.temperature))
+
+
+def _half_small(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+    """Honest to the middle, then a shallower model from there (its noise starts anew)."""
+    half = job.bench.run.max_output_tokens // 2
+    honest = _tokens(build.generate_rows(plan, job.bench.run, job.honest_engine))
+    asked = [
+        GenerationRequest(row.prompt_tokens + text[:half], half, row.noise_key)
+        for row, text in zip(plan, honest, strict=True)
+    ]
+    rest = _variant(job.bench.folder, "shallow").generate(asked, job.bench.run.temperature)
+    return [
+        text if len(text) < half else text[:half] + more.output_tokens
+        for text, more in zip(honest, rest, strict=True)
+    ]
+
+
+def _foreign(share: float) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
+    """So many tokens replaced by ones that a writer preferred."""
+
+    def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+        rng = np.random.default_rng(job.number)
+        honest = _tokens(build.generate_rows(plan, job.bench.run, job.honest_engine))
+        ends = job.honest_engine.end_tokens
+        changed = []
+        for text in honest:
+            words = list(text)
+            count = max(1, round(share * len(words)))
+            for place in rng.choice(max(1, len(words) - 1), count, replace=False):
+                token = int(rng.integers(3, job.honest_engine.vocabulary))
+                words[place] = words[place] if token in ends else token
+            changed.append(words)
+        return changed
+
+    return choose
+
+
+def _early_end(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+    (end,) = job.honest_engine.end_tokens
+    honest = _tokens(build.generate_rows(plan, job.bench.run, job.honest_engine))
+    return [(*text[: len(text) // 2], end) for text in honest]
+
+
+def _padded(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
+    """Honest for three quarters, then one character to the limit."""
+    limit = job.bench.run.max_output_tokens
+    (dot,) = job.honest_engine.tokenizer.encode(".", add_special_tokens=False)
+    honest = _tokens(build.generate_rows(plan, job.bench.run, job.honest_engine))
+    kept = [text[: min(len(text) - 1, 3 * limit // 4)] for text in honest]
+    return [text + (dot,) * (limit - len(text)) for text in kept]
+
+
+def _paraphrased(job: Job) -> HonestFile:
+    """The true prompt is written down, another was given to the model."""
+    lease, plan = job.bench.lease(job.number)
+    (dot,) = job.honest_engine.tokenizer.encode(".", add_special_tokens=False)
+    asked = [replace(row, prompt_tokens=(*row.prompt_tokens[:-1], dot)) for row in plan]
+    generations = build.generate_rows(asked, job.bench.run, job.honest_engine)
+    return job.bench.assemble(lease, plan, generations, job.honest_engine)
+
+
+# ── another file ─────────────────────────────────────────────────────────────────────────────────
+
+Change = Callable[[Job, list[FileRow], Plan, Sequence[Generation]], list[FileRow]]
+
+
+def _changed(change: Change) -> Attack:
+    def attack(job: Job) -> HonestFile:
+        lease, plan = job.bench.lease(job.number)
+        generations = build.generate_rows(plan, job.bench.run, job.honest_engine)
+        return job.bench.assemble(
+            lease, plan, generations, job.honest_engine,
+            lambda rows, of_plan: change(job, rows, of_plan, generations),
+        )  # fmt: skip
+
+    return attack
+
+
+def _reward(job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]) -> list[FileRow]:
+    return [replace(rows[0], reward=rows[0].reward + 0.5), *rows[1:]]
+
+
+def _logprobs(
+    job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]
+) -> list[FileRow]:
+    return [replace(row, logprobs=row.logprobs - np.float32(0.1)) for row in rows]
+
+
+def _copied(job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]) -> list[FileRow]:
+    """One row of each group, handed in for all its samples."""
+    first = {row.group: row for row in reversed(rows)}
+    return [replace(first[row.group], sample=row.sample) for row in rows]
+
+
+def _forged(kind: str) -> Attack:
+    return _changed(
+        lambda job, rows, plan, made: forged_rows(rows, [g.states for g in made], FORGERIES[kind])
+    )
+
+
+def _by_a_copy(
+    job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]
+) -> list[FileRow]:
+    """Proofs and sketches of a 4-bit copy's states beside honest tokens: the forger knows the
+    projection, its keys and the calibration, and all but the policy's true states."""
+    copy = _variant(job.bench.folder, "int4")
+    replays = copy.replay(
+        [
+            ReplayRequest(row.prompt_tokens, g.output_tokens, row.noise_key)
+            for row, g in zip(plan, made, strict=True)
+        ],
+        job.bench.run.temperature,
+    )
+    seed = seeds.lease_seed(job.bench.lease(job.number)[0].lease_digest)
+    changed = []
+    for row, found in zip(rows, replays, strict=True):
+        windows = activations.split_windows(found.states)
+        keys = build.sketch_keys(seed, row.group, row.sample, row.output_tokens)
+        proofs = activations.pack(activations.build(windows))
+        sketches = sketch.pack(sketch.build(windows, keys))
+        changed.append(replace(row, proofs=proofs, sketch=sketches))
+    return changed
+
+
+ATTACKS: dict[str, Attack] = {
+    "t09": _temperature(0.9),
+    "t095": _temperature(0.95),
+    "t105": _temperature(1.05),
+    "t11": _temperature(1.1),
+    "topp95": _cut(_nucleus(0.95)),
+    "topk10": _cut(_top(10)),
+    "greedy": _retold(_greedy),
+    "other_seed": _retold(_other_seed),
+    "best_of_2": _retold(_best_of(2)),
+    "best_of_4": _retold(_best_of(4)),
+    **{name: _weights(name) for name in VARIANTS if name != "shallow"},
+    "small_model": _retold(_small),
+    "half_small": _retold(_half_small),
+    "foreign1": _retold(_foreign(0.01)),
+    "foreign2": _retold(_foreign(0.02)),
+    "foreign5": _retold(_foreign(0.05)),
+    "paraphrased": _paraphrased,
+    "early_end": _retold(_early_end),
+    "padded": _retold(_padded),
+    "tampered_reward": _changed(_reward),
+    "tampered_logprobs": _changed(_logprobs),
+    "copied_rows": _changed(_copied),
+    "forged_const": _forged("const"),
+    "forged_modh": _forged("modh"),
+    "forged_outlier": _forged("outlier"),
+    "sign_flip": _forged("sign_flip"),
+    "forged_by_copy": _changed(_by_a_copy),
+}
+"""Every attack by the name that its rows have."""
+MUST_CATCH = frozenset(
+    {
+        *("t09", "t11", "topp95", "greedy", "other_seed", "best_of_2", "best_of_4", "int4"),
+        *("small_model", "half_small", "foreign5", "copied_rows", "tampered_reward"),
+        *("forged_const", "forged_modh", "forged_outlier", "sign_flip", "old10_1e4"),
+    }
+)
+"""Attacks of which at least 0.99 of the files have to be caught."""
