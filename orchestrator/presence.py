@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 MAX_ENDINGS = 16
 ENDING_MARGIN_SECONDS = 60
 """A verdict's time is its validator's; told again within this margin, a node knows it already."""
+GAP_SECONDS = 10.0
+"""Ticks come every second; so long without one, and heartbeats may have been missed by us."""
 RELAY_SECONDS = 120
 """A relay not heard of for so long is no longer named to nodes."""
 
@@ -120,16 +122,19 @@ def _joining(connection: Connection, account: Address) -> tuple[Directive, str]:
 
 
 class LifeTicks:
-    """Silence and deadlines. One instance lives as long as the process: a node's silence counts
-    only from when this orchestrator came up, so that our downtime counts against nobody."""
+    """Silence and deadlines. A node's silence counts only from when this orchestrator came up, and
+    anew after each gap between ticks (no database, a machine asleep, another orchestrator's turn):
+    our downtime counts against nobody."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._up_since = backend.now()
+        self._up_since = self._ticked_at = backend.now()
 
     def tick(self) -> None:
         """Ends what has run out: silent nodes, overdue leases, old nonces and challenges."""
         backend, now = self._backend, self._backend.now()
+        if now - self._ticked_at > GAP_SECONDS:
+            self._up_since = now
         with backend.store.begin() as connection:
             for node in nodes.every(connection, ("active",)):
                 state, _ = step_node(
@@ -150,3 +155,4 @@ class LifeTicks:
             sessions.forget(connection, now)
             challenges.forget(connection, now)
             policies.forget_relays(connection, now - 10 * RELAY_SECONDS)
+        self._ticked_at = now

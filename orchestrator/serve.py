@@ -2,7 +2,8 @@
 
     open       deployment, run definition, keystore, database, chain → refuse what does not fit
     bind       the port, before anything names our address
-    serve      HTTP in the main thread; loops in one thread each
+    serve      HTTP in the main thread; loops in one thread each, while this process holds their
+               lease: several orchestrators may serve one store, and one of them runs the loops
     end        SIGTERM or SIGINT: HTTP first, then the loops; exit 0
 
 A loop that meets a passing trouble tries again, ever later; one that meets a defect is logged in
@@ -18,10 +19,12 @@ import ipaddress
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,6 +39,8 @@ from orchestrator.context import PoolContext
 from orchestrator.loops import ManagerLoops
 from orchestrator.presence import LifeTicks
 from orchestrator.store import Store, meta, open_store
+from orchestrator.store.journal import StoreJournal
+from orchestrator.store.leaders import BEAT_SECONDS, LoopLease
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployment import Deployment
@@ -109,7 +114,8 @@ def run(settings: Settings) -> None:
             trainer=trainer,
             audience=settings.audience or url,
         )
-        sender = Sender(client, signer, settings.data / "manager.journal.sqlite")
+        journal = StoreJournal(store, signer.address, deployment.chain_id)
+        sender = Sender(client, signer, journal)
         stack.callback(sender.close)
         manager = ManagerLoops(
             store=store,
@@ -121,13 +127,15 @@ def run(settings: Settings) -> None:
             signer=signer,
             now=backend.now,
         )
-        asyncio.run(_serve(settings, backend, manager, listener, serve_file, url))
+        lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)
+        asyncio.run(_serve(settings, backend, manager, lease, listener, serve_file, url))
 
 
 async def _serve(
     settings: Settings,
     backend: Backend,
     manager: ManagerLoops,
+    lease: LoopLease,
     listener: socket.socket,
     serve_file: Path,
     url: str,
@@ -161,16 +169,28 @@ async def _serve(
         if server.started:
             announce(serve_file, url, listener.getsockname()[1])
             log.info("serving pool %d at %s", backend.context.pool, url)
-            loops.start("chain", manager.chain_tick, CHAIN_SECONDS)
-            loops.start("batches", manager.batch_tick, BATCH_SECONDS)
-            loops.start("money", manager.money_tick, MONEY_SECONDS)
-            loops.start("lives", LifeTicks(backend).tick, LIFE_SECONDS)
+            loops.start("lease", lease.tick, BEAT_SECONDS)
+            ticks: tuple[tuple[str, Callable[[], object], float], ...] = (
+                ("chain", manager.chain_tick, CHAIN_SECONDS),
+                ("batches", manager.batch_tick, BATCH_SECONDS),
+                ("money", manager.money_tick, MONEY_SECONDS),
+                ("lives", LifeTicks(backend).tick, LIFE_SECONDS),
+            )
+            for name, tick, every in ticks:
+                loops.start(name, while_held(lease, tick), every)
         await serving
     finally:
         await asyncio.to_thread(loops.stop)
+        with contextlib.suppress(UnavailableError):
+            await asyncio.to_thread(lease.release)
         serve_file.unlink(missing_ok=True)
     loops.raise_crash()
     log.info("ended")
+
+
+def while_held(lease: LoopLease, tick: Callable[[], object]) -> Callable[[], object]:
+    """`tick`, passed over while another orchestrator on this store runs the loops."""
+    return lambda: tick() if lease.held() else None
 
 
 class Server(uvicorn.Server):
@@ -284,6 +304,16 @@ def check_pool(
             meta.put(connection, "serves", place)
             meta.put(connection, "pool_facts", facts)
     return ids.address(trainer)
+
+
+def holder_of(data: Path) -> str:
+    """This data folder's name among the orchestrators on one store; made on first use.
+
+    With the machine's, so that a folder that was copied is another."""
+    path = data / "holder"
+    with contextlib.suppress(FileExistsError), path.open("x") as file:
+        file.write(secrets.token_hex(16))
+    return f"{path.read_text().strip()}@{socket.gethostname()}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     Table,
@@ -276,6 +277,60 @@ cursors = Table(
     Column("name", Text, primary_key=True),
     Column("block", BigInteger, nullable=False),
     Column("block_hash", Text, nullable=False),
+)
+
+loop_leases = Table(  # who runs the manager's loops: one of the orchestrators on this store
+    "loop_leases",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("beat", BigInteger, nullable=False),  # counts up while its holder lives
+)
+
+sender_meta = Table(  # the manager's sender journal: see protocol/chain/journal.py
+    "sender_meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+
+sender_intents = Table(
+    "sender_intents",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("call_to", Text),
+    Column("data", LargeBinary, nullable=False),
+    Column("value", Text, nullable=False),
+    Column("description", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("nonce", BigInteger),
+    Column("gas", BigInteger),
+    Column("note", Text, nullable=False),
+    Column("error", Text),
+    Column("tx_hash", Text),
+    Column("block", BigInteger),
+    Column("contract", Text),
+    Column("missing_at", BigInteger),
+    Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),
+    Index("sender_intents_open", "status", "seq"),
+    Index("sender_intents_nonce", "nonce"),
+)
+
+sender_attempts = Table(
+    "sender_attempts",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("intent_id", Text, nullable=False),
+    Column("nonce", BigInteger, nullable=False),
+    Column("max_fee", Text, nullable=False),
+    Column("priority_fee", Text, nullable=False),
+    Column("raw", LargeBinary, nullable=False),
+    Column("signed_at", Float, nullable=False),
+    Column("sent_at", Float),
+    Column("closed", Integer, nullable=False),
+    Index("sender_attempts_intent", "intent_id", "signed_at"),
 )
 
 draw_secrets = Table(

@@ -1,19 +1,21 @@
-"""The sender's journal: every intent, and every transaction ever signed for it (SQLite).
+"""The sender's journal: every intent, and every transaction ever signed for it.
 
 Written before anything is sent, so that a process killed at any instant finds here what it may have
-sent. A journal belongs to one account on one chain.
+sent. A journal belongs to one account on one chain. It is a SQLite file; who keeps it elsewhere, as
+an orchestrator in its store, gives other `_reading`, `_writing` and `exclusive` (the SQL is plain).
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from protocol.chain.client import Call, TxReceipt
 from protocol.chain.errors import ChainRevertedError
@@ -23,8 +25,8 @@ from protocol.core.ids import Address, Digest
 IntentStatus = Literal["queued", "sent", "confirmed", "failed"]
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS intents (
+CREATE TABLE IF NOT EXISTS sender_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sender_intents (
     seq          INTEGER PRIMARY KEY AUTOINCREMENT,
     id           TEXT NOT NULL UNIQUE,
     call_to      TEXT,               -- NULL creates a contract
@@ -43,9 +45,9 @@ CREATE TABLE IF NOT EXISTS intents (
     created_at   REAL NOT NULL,
     updated_at   REAL NOT NULL
 );
-CREATE INDEX IF NOT EXISTS intents_open ON intents (status, seq);
-CREATE INDEX IF NOT EXISTS intents_nonce ON intents (nonce);
-CREATE TABLE IF NOT EXISTS attempts (
+CREATE INDEX IF NOT EXISTS sender_intents_open ON sender_intents (status, seq);
+CREATE INDEX IF NOT EXISTS sender_intents_nonce ON sender_intents (nonce);
+CREATE TABLE IF NOT EXISTS sender_attempts (
     hash          TEXT PRIMARY KEY,
     intent_id     TEXT NOT NULL,
     nonce         INTEGER NOT NULL,
@@ -56,7 +58,7 @@ CREATE TABLE IF NOT EXISTS attempts (
     sent_at       REAL,              -- last broadcast; NULL: not known to have been sent
     closed        INTEGER NOT NULL DEFAULT 0  -- its failure was seen and tried again
 );
-CREATE INDEX IF NOT EXISTS attempts_intent ON attempts (intent_id, signed_at);
+CREATE INDEX IF NOT EXISTS sender_attempts_intent ON sender_attempts (intent_id, signed_at);
 """
 
 
@@ -107,6 +109,12 @@ class Intent:
         return self.status in ("confirmed", "failed")
 
 
+class Sql(Protocol):
+    """An open connection: `?` marks values, rows are read by column name."""
+
+    def execute(self, sql: str, values: Sequence[Any] = (), /) -> Any: ...
+
+
 class Journal:
     """The open journal file. Safe to use from several threads."""
 
@@ -123,7 +131,7 @@ class Journal:
             ) from error
         self._db.row_factory = sqlite3.Row
         self._db.isolation_level = None
-        with self._transaction():
+        with self._writing():
             pass  # a file that is no database shows itself here
         with self._guarded() as db:
             db.execute("PRAGMA journal_mode = WAL")
@@ -143,7 +151,23 @@ class Journal:
                 raise _trouble(self._path, error) from error
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def exclusive(self) -> Iterator[bool]:
+        """True if no other process is ticking this journal; holds it while the block runs."""
+        with self._path.with_name(self._path.name + ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    @contextmanager
+    def _reading(self) -> Iterator[Sql]:
+        with self._guarded() as db:
+            yield db
+
+    @contextmanager
+    def _writing(self) -> Iterator[Sql]:
         with self._guarded() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -165,21 +189,23 @@ class Journal:
 
     def remember(self, key: str, value: str) -> str:
         """The value first remembered under `key`, which may be this one."""
-        with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
-            kept: str = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
+        with self._writing() as db:
+            db.execute("INSERT INTO sender_meta VALUES (?, ?) ON CONFLICT DO NOTHING", (key, value))
+            row = db.execute("SELECT value FROM sender_meta WHERE key = ?", (key,)).fetchone()
+            kept: str = row["value"]
         return kept
 
     def submit(self, intent_id: str, call: Call, now: float) -> None:
         """Writes an intent down once. Raises ConflictError if the id stands for another call."""
-        with self._transaction() as db:
+        with self._writing() as db:
             db.execute(
-                "INSERT OR IGNORE INTO intents (id, call_to, data, value, description, status,"
-                " created_at, updated_at) VALUES (?, ?, ?, ?, ?, 'queued', ?, ?)",
+                "INSERT INTO sender_intents (id, call_to, data, value, description, status,"
+                " note, created_at, updated_at) VALUES (?, ?, ?, ?, ?, 'queued', '', ?, ?)"
+                " ON CONFLICT DO NOTHING",
                 (intent_id, call.to, call.data, str(call.value), call.description, now, now),
             )
             row = db.execute(
-                "SELECT call_to, data, value FROM intents WHERE id = ?", (intent_id,)
+                "SELECT call_to, data, value FROM sender_intents WHERE id = ?", (intent_id,)
             ).fetchone()
         if (row["call_to"], bytes(row["data"]), int(row["value"])) != (
             call.to, call.data, call.value,
@@ -187,53 +213,54 @@ class Journal:
             raise ConflictError(f"the intent {intent_id!r} was written down for another call")
 
     def get(self, intent_id: str) -> Intent | None:
-        with self._guarded() as db:
-            row = db.execute("SELECT * FROM intents WHERE id = ?", (intent_id,)).fetchone()
-            return self._intent(row) if row is not None else None
+        with self._reading() as db:
+            row = db.execute("SELECT * FROM sender_intents WHERE id = ?", (intent_id,)).fetchone()
+            return self._intent(db, row) if row is not None else None
 
     def with_status(self, *statuses: IntentStatus) -> list[Intent]:
         """Intents of these states in the order they were asked for."""
         marks = ",".join("?" * len(statuses))
-        with self._guarded() as db:
+        with self._reading() as db:
             rows = db.execute(
-                f"SELECT * FROM intents WHERE status IN ({marks}) ORDER BY seq",  # noqa: S608
+                f"SELECT * FROM sender_intents WHERE status IN ({marks}) ORDER BY seq",  # noqa: S608
                 statuses,
             ).fetchall()
-            return [self._intent(row) for row in rows]
+            return [self._intent(db, row) for row in rows]
 
     def open_count(self) -> int:
-        with self._guarded() as db:
-            query = "SELECT count(*) FROM intents WHERE status IN ('queued', 'sent')"
-            return int(db.execute(query).fetchone()[0])
+        with self._reading() as db:
+            query = "SELECT count(*) AS n FROM sender_intents WHERE status IN ('queued', 'sent')"
+            return int(db.execute(query).fetchone()["n"])
 
     def newest_confirmed(self) -> Intent | None:
         """The mined intent with the highest nonce."""
-        with self._guarded() as db:
+        with self._reading() as db:
             row = db.execute(
-                "SELECT * FROM intents WHERE status IN ('confirmed', 'failed')"
+                "SELECT * FROM sender_intents WHERE status IN ('confirmed', 'failed')"
                 " AND tx_hash IS NOT NULL ORDER BY nonce DESC LIMIT 1"
             ).fetchone()
-            return self._intent(row) if row is not None else None
+            return self._intent(db, row) if row is not None else None
 
     def record_signed(self, intent_id: str, gas: int, attempt: Attempt, now: float) -> None:
         """Before the broadcast: the transaction and its nonce, in one step."""
-        with self._transaction() as db:
+        with self._writing() as db:
             db.execute(
-                "INSERT OR IGNORE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, NULL, 0)",
+                "INSERT INTO sender_attempts (hash, intent_id, nonce, max_fee, priority_fee, raw,"
+                " signed_at, closed) VALUES (?, ?, ?, ?, ?, ?, ?, 0) ON CONFLICT DO NOTHING",
                 (
                     attempt.hash, intent_id, attempt.nonce, str(attempt.max_fee),
                     str(attempt.priority_fee), attempt.raw, attempt.signed_at,
                 ),
             )  # fmt: skip
             db.execute(
-                "UPDATE intents SET status = 'sent', nonce = ?, gas = ?, note = '',"
+                "UPDATE sender_intents SET status = 'sent', nonce = ?, gas = ?, note = '',"
                 " missing_at = NULL, updated_at = ? WHERE id = ?",
                 (attempt.nonce, gas, now, intent_id),
             )
 
     def record_sent(self, tx_hash: Digest, now: float) -> None:
-        with self._transaction() as db:
-            db.execute("UPDATE attempts SET sent_at = ? WHERE hash = ?", (now, tx_hash))
+        with self._writing() as db:
+            db.execute("UPDATE sender_attempts SET sent_at = ? WHERE hash = ?", (now, tx_hash))
 
     def record_mined(
         self, intent_id: str, receipt: TxReceipt, error: ChainRevertedError | None, now: float
@@ -263,11 +290,12 @@ class Journal:
 
     def retry(self, intent_id: str, now: float) -> None:
         """A failed intent starts again; what was mined of it is history."""
-        with self._transaction() as db:
-            db.execute("UPDATE attempts SET closed = 1 WHERE intent_id = ?", (intent_id,))
+        with self._writing() as db:
+            db.execute("UPDATE sender_attempts SET closed = 1 WHERE intent_id = ?", (intent_id,))
             db.execute(
-                "UPDATE intents SET status = 'queued', nonce = NULL, note = '', error = NULL,"
-                " tx_hash = NULL, block = NULL, missing_at = NULL, updated_at = ? WHERE id = ?",
+                "UPDATE sender_intents SET status = 'queued', nonce = NULL, note = '',"
+                " error = NULL, tx_hash = NULL, block = NULL, missing_at = NULL, updated_at = ?"
+                " WHERE id = ?",
                 (now, intent_id),
             )
 
@@ -294,15 +322,17 @@ class Journal:
     def _update(self, intent_id: str, now: float, **columns: Any) -> None:
         columns["updated_at"] = now
         sets = ", ".join(f"{name} = ?" for name in columns)
-        with self._transaction() as db:
+        with self._writing() as db:
             db.execute(
-                f"UPDATE intents SET {sets} WHERE id = ?",  # noqa: S608 - names are ours
+                f"UPDATE sender_intents SET {sets} WHERE id = ?",  # noqa: S608 - names are ours
                 (*columns.values(), intent_id),
             )
 
-    def _intent(self, row: sqlite3.Row) -> Intent:
-        rows = self._db.execute(
-            "SELECT * FROM attempts WHERE intent_id = ? ORDER BY signed_at, rowid", (row["id"],)
+    def _intent(self, db: Sql, row: Any) -> Intent:
+        rows = db.execute(
+            "SELECT * FROM sender_attempts WHERE intent_id = ?"
+            " ORDER BY signed_at, length(max_fee), max_fee",
+            (row["id"],),
         ).fetchall()
         error = json.loads(row["error"]) if row["error"] else None
         doing = row["description"]

@@ -14,7 +14,6 @@ Left out: cancelling a sent transaction.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import threading
 import time
@@ -48,7 +47,7 @@ class Sender:
         self,
         client: ChainClient,
         signer: LocalSigner,
-        journal: Path,
+        journal: Path | Journal,
         *,
         policy: FeePolicy | None = None,
         agree: bool = False,
@@ -59,8 +58,9 @@ class Sender:
         self.address: Address = signer.address
         self._now = now
         self._sleep = sleep
-        self._journal = Journal(journal, signer.address, client.chain_id)
-        self._lock_path = journal.with_name(journal.name + ".lock")
+        if isinstance(journal, Path):
+            journal = Journal(journal, signer.address, client.chain_id)
+        self._journal = journal
         self._thread_lock = threading.Lock()
         self._dispatch = Dispatch(
             client, signer, self._journal, policy or default_policy(client), agree=agree, now=now
@@ -177,12 +177,7 @@ class Sender:
             yield False
             return
         try:
-            with self._lock_path.open("w") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    yield False
-                else:
-                    yield True
+            with self._journal.exclusive() as mine:
+                yield mine
         finally:
             self._thread_lock.release()

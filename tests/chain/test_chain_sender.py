@@ -577,8 +577,8 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing_written(make: Make) -> No
 def test_a_damaged_journal_is_fatal_and_reads_are_guarded(make: Make) -> None:
     sender = make()
     sender.submit("first", _transfer(_target(24)))
-    sender._journal._db.execute("DROP TABLE attempts")
-    with pytest.raises(FatalError, match=r"journal .* attempts"):
+    sender._journal._db.execute("DROP TABLE sender_attempts")
+    with pytest.raises(FatalError, match=r"journal .* sender_attempts"):
         sender.status("first")
 
 

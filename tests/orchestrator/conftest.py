@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
+from operator_kit import operator as operator
 from orchestrator_world import (
     AUDIENCE,
     Clock,

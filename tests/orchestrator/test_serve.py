@@ -2,242 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import pytest
+from operator_kit import (
+    NODE,
+    PASSWORD,
+    Operator,
+    admit,
+    commit_draws,
+    eventually,
+    hand_in,
+    publish,
+    register,
+)
 from orchestrator_world import run_definition
 
-from devnet.deployed import TEST_PERIODS, Deployed
 from orchestrator.config import load
-from orchestrator.context import PoolContext
-from orchestrator.draws import DrawSecrets
 from orchestrator.serve import Loops, address_of, bind, run
 from orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
-from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import save_keystore
-from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
 from protocol.core.encoding import sha256
 from protocol.core.errors import PrimeError, UnavailableError, UserError
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.messages import (
-    AdmissionAnswer,
-    AdmissionRequest,
-    Challenge,
-    Heartbeat,
-    HeartbeatAnswer,
-    LeaseAnswer,
-    LeaseRequest,
-    ReceiptAnswer,
-    Status,
-    SubmissionInfo,
-    UploadAnswer,
-    UploadRequest,
-)
-from protocol.core.node import Hardware, NodeConsent
-from protocol.core.rollout import SignedSubmission, Submission
-from protocol.core.signing import LocalSigner
-from protocol.proofs import hardware
+from protocol.core.messages import Heartbeat, HeartbeatAnswer, ReceiptAnswer, Status, SubmissionInfo
 from protocol.storage.base import digest_key
 from protocol.storage.directory import DirectoryStore
 from protocol.storage.signing import load_secret
 from protocol.transport.client import OrchestratorClient
-
-PASSWORD = "a password"
-NODE = LocalSigner(b"\x42" * 32)
-STAKE = 10**18
-RUN = run_definition(
-    epoch_seconds=TEST_PERIODS.epoch_length,
-    validity_seconds=TEST_PERIODS.validity,
-    stake_per_class=STAKE,
-    root_seconds=1,
-)
-
-
-def eventually(what: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Polls until `what()` holds. Fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
-
-
-@dataclass
-class Operator:
-    """Files and flags of one operator; every process it starts is ended with the test."""
-
-    folder: Path
-    deployed: Deployed
-    pool: int
-    children: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    def flags(self, **changes: str) -> dict[str, str]:
-        return {
-            "host": "127.0.0.1",
-            "port": "0",
-            "data": str(self.data),
-            "deployment": str(self.deployed.path),
-            "rpc": self.deployed.url,
-            "pool": str(self.pool),
-            "run": str(self.folder / "run.json"),
-            "wallet": str(self.folder / "manager.json"),
-            "password_file": str(self.folder / "password"),
-        } | changes
-
-    def arguments(self, **changes: str) -> list[str]:
-        flags = self.flags(**changes).items()
-        words = [w for name, value in flags for w in (f"--{name.replace('_', '-')}", value)]
-        return [sys.executable, "-m", "orchestrator.cli", "serve", *words]
-
-    def serve(self, **changes: str) -> subprocess.Popen[str]:
-        """Starts the process and returns once it says where it is."""
-        log = (self.folder / "serve.log").open("a")
-        child = subprocess.Popen(
-            self.arguments(**changes), stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        log.close()
-        self.children.append(child)
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        assert line, (self.folder / "serve.log").read_text()
-        assert json.loads(line) == json.loads((self.data / "serve.json").read_text())
-        return child
-
-    @property
-    def url(self) -> str:
-        return str(json.loads((self.data / "serve.json").read_text())["url"])
-
-    def refused(self, **changes: str) -> str:
-        """What the user is told when the process will not start."""
-        with pytest.raises(UserError) as caught:
-            run(load(self.flags(**changes)))
-        assert caught.value.hint
-        return str(caught.value)
-
-
-@pytest.fixture
-def operator(deployed: Deployed, tmp_path: Path) -> Iterator[Operator]:
-    manager, trainer = deployed.accounts[1], deployed.accounts[2]
-    pools = deployed.contracts.pools
-    deployed.send(manager, pools.create(trainer.address, RUN.digest(), STAKE, 100, manager.address))
-    (tmp_path / "run.json").write_bytes(RUN.canonical())
-    (tmp_path / "password").write_text(PASSWORD)
-    key = bytes(manager.account.key)
-    save_keystore(tmp_path / "manager.json", key, PASSWORD, light=True)
-    pool = next(n for n in range(1, 100) if pools.pool_of(n).run_digest == RUN.digest())
-    made = Operator(tmp_path, deployed, pool)
-    yield made
-    for child in made.children:
-        if child.poll() is None:
-            child.kill()
-        child.wait(20)
-        assert child.stdout is not None
-        child.stdout.close()
-
-
-def register(deployed: Deployed, pool: int) -> None:
-    """A staked provider (anvil's account 3) that owns the node."""
-    owner, c = deployed.accounts[3], deployed.contracts
-    deployed.send(owner, c.token.faucet())
-    deployed.send(owner, c.token.approve(c.vault.address, STAKE))
-    deployed.send(owner, c.registry.register_provider(owner.address))
-    deployed.send(owner, c.vault.deposit(STAKE))
-    consent = NodeConsent(
-        provider=owner.address,
-        node=NODE.address,
-        salt=sha256(b"salt"),
-        deadline=deployed.now() + 600,
-    )
-    signature = NODE.sign(consent, deployed.deployment.domain_of(consent))
-    deployed.send(owner, c.registry.add_node(consent, signature))
-    deployed.send(owner, c.pools.allow(pool, 1))
-    deployed.anvil.mine(1)  # on a chain that stands still the stake would never be safe
-
-
-def admit(client: OrchestratorClient) -> AdmissionAnswer:
-    machine = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
-    request = AdmissionRequest(hardware=machine, task_runtime="process")
-    challenge = client.post("/v1/admission/challenge", request, Challenge)
-    products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
-    return client.post(
-        f"/v1/admission/solution/{challenge.id}",
-        hardware.encode_solution(products),
-        AdmissionAnswer,
-    )
-
-
-def publish(operator: Operator, client: OrchestratorClient) -> None:
-    """The trainer's policy 0, made up."""
-    name = sha256(b"weights")
-    manifest = Manifest(
-        pool=operator.pool,
-        version=0,
-        step=0,
-        chunk_size=1 << 16,
-        files=(FileEntry(name="model.safetensors", size=1, digest=name, chunks=(name,)),),
-        result_digest=ZERO_DIGEST,
-    )
-    trainer = operator.deployed.accounts[2]
-    draft = SignedManifest(manifest=manifest, signature="0x" + "00" * 65)  # type: ignore[arg-type]
-    signature = trainer.sign(draft.statement(), client.domain("pools"))
-    with OrchestratorClient(operator.url, trainer, "trainer") as signed_in:
-        signed_in.send(
-            "POST", "/v1/policies", SignedManifest(manifest=manifest, signature=signature)
-        )
-
-
-def commit_draws(operator: Operator, store: Store) -> None:
-    """As `orchestrator validate` does when it starts: no lease is given before."""
-    context = PoolContext(Deployment.load(operator.deployed.path), operator.pool, NODE.address, RUN)
-    objects = DirectoryStore(operator.data / "objects")
-    validator = operator.deployed.accounts[3]
-    DrawSecrets(
-        store, objects, context, validator, random=secrets.token_bytes, now=time.time
-    ).prepare()
-
-
-def hand_in(client: OrchestratorClient, data: bytes) -> tuple[SignedSubmission, ReceiptAnswer]:
-    answer = client.post("/v1/leases", LeaseRequest(policy_version=0), LeaseAnswer)
-    assert answer.lease is not None, answer.reason
-    lease = answer.lease.lease
-    digest = lease.digest(client.domain("work"))
-    target = client.post(
-        f"/v1/leases/{digest}/upload",
-        UploadRequest(sha256=sha256(data), size=len(data)),
-        UploadAnswer,
-    )
-    client.upload(target, data)
-    submission = Submission(
-        pool=lease.pool,
-        lease_digest=digest,
-        step=lease.step,
-        policy_digest=lease.policy_digest,
-        sha256=sha256(data),
-        size=len(data),
-        rows=RUN.rows_per_lease,
-        valid_until=int(time.time()) + 600,
-    )
-    signed = SignedSubmission(
-        submission=submission,
-        node=NODE.address,
-        signature=NODE.sign(submission, client.domain("work")),
-    )
-    return signed, client.post("/v1/submissions", signed, ReceiptAnswer, signed=False)
 
 
 def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(

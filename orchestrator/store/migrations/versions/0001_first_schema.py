@@ -65,6 +65,59 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("name"),
     )
     op.create_table(
+        "loop_leases",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("holder", sa.Text(), nullable=False),
+        sa.Column("beat", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("name"),
+    )
+    op.create_table(
+        "sender_meta",
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("value", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("key"),
+    )
+    op.create_table(
+        "sender_intents",
+        sa.Column("seq", sa.Integer(), autoincrement=True, nullable=False),
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("call_to", sa.Text(), nullable=True),
+        sa.Column("data", sa.LargeBinary(), nullable=False),
+        sa.Column("value", sa.Text(), nullable=False),
+        sa.Column("description", sa.Text(), nullable=False),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("nonce", sa.BigInteger(), nullable=True),
+        sa.Column("gas", sa.BigInteger(), nullable=True),
+        sa.Column("note", sa.Text(), nullable=False),
+        sa.Column("error", sa.Text(), nullable=True),
+        sa.Column("tx_hash", sa.Text(), nullable=True),
+        sa.Column("block", sa.BigInteger(), nullable=True),
+        sa.Column("contract", sa.Text(), nullable=True),
+        sa.Column("missing_at", sa.BigInteger(), nullable=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("updated_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("seq"),
+        sa.UniqueConstraint("id"),
+    )
+    op.create_index("sender_intents_nonce", "sender_intents", ["nonce"], unique=False)
+    op.create_index("sender_intents_open", "sender_intents", ["status", "seq"], unique=False)
+    op.create_table(
+        "sender_attempts",
+        sa.Column("hash", sa.Text(), nullable=False),
+        sa.Column("intent_id", sa.Text(), nullable=False),
+        sa.Column("nonce", sa.BigInteger(), nullable=False),
+        sa.Column("max_fee", sa.Text(), nullable=False),
+        sa.Column("priority_fee", sa.Text(), nullable=False),
+        sa.Column("raw", sa.LargeBinary(), nullable=False),
+        sa.Column("signed_at", sa.Float(), nullable=False),
+        sa.Column("sent_at", sa.Float(), nullable=True),
+        sa.Column("closed", sa.Integer(), nullable=False),
+        sa.PrimaryKeyConstraint("hash"),
+    )
+    op.create_index(
+        "sender_attempts_intent", "sender_attempts", ["intent_id", "signed_at"], unique=False
+    )
+    op.create_table(
         "draw_secrets",
         sa.Column("validator", sa.Text(), nullable=False),
         sa.Column("epoch", sa.BigInteger(), nullable=False),
