@@ -12,6 +12,7 @@ from protocol.core.errors import PrimeError
 BENCHES = {
     "learning": "Samples to a reward: synchronous, stale, with liars; and ablations (CPU hours)",
     "trainer": "Packing, overhead, tokens a second beside TRL, one gradient on any ranks",
+    "environments": "Programs a second in the sandbox, graders, file times by speed class",
     "gas": "Gas of each act in a pool of 400 nodes, beside the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
     "proofs": "Cost and soundness of activation proofs",

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from protocol.broadcast.manifest import build_manifest
 from protocol.core.errors import UserError
 from protocol.core.run import LengthBudgets, RunDefinition
+from protocol.environments.lengths import budgets_from
 from protocol.environments.registry import environment_ref
 
 app = typer.Typer(
@@ -60,6 +61,7 @@ def show(
 def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
     """The run that `values` describe. Raises UserError with the name of what is wrong."""
     try:
+        values["budgets"] = budgets_from(values["budgets"])
         budgets = LengthBudgets.model_validate_json(json.dumps(values["budgets"]))
         wanted = values.pop("environment")
         environment = environment_ref(

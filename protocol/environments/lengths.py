@@ -1,4 +1,4 @@
-"""Length budgets: the reward for answering in the length that was asked for.
+"""Length budgets: the reward for answering in the length that was asked for, and who is asked what.
 
 Three forms, in integer millionths so that every machine gets the same bits:
 
@@ -9,7 +9,18 @@ Three forms, in integer millionths so that every machine gets the same bits:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from protocol.core.errors import UserError
 from protocol.core.run import MICRO, LengthForm
+
+MAX_MENU = 16
+TOLERANCE = Fraction(5, 4)
+"""Files of all speed classes take this much longer than one another at most."""
+_EVEN = Fraction(21, 20)
+"""Times this close count as equal, so that a class may keep more targets to draw from."""
 
 
 def length_reward(
@@ -22,3 +33,93 @@ def length_reward(
         return max(0, task_micro - penalty_micro * abs(target - actual))
     share = min(MICRO, max(0, penalty_micro * (target - actual) + MICRO // 2))
     return task_micro * share // MICRO
+
+
+def file_seconds(targets: Sequence[int], speed: Fraction, answer_tokens: int) -> Fraction:
+    """What a row of these targets takes on average, in seconds for `speed` tokens a second:
+    thinking as long as asked, and the answer after it."""
+    return (Fraction(sum(targets), len(targets)) + answer_tokens) / speed
+
+
+def balanced_targets(
+    menu: Sequence[int], speeds: Mapping[int, Fraction], *, answer_tokens: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """Which targets of `menu` each speed class may be asked for, so that files of all classes take
+    about equally long: small budgets for slow nodes, large ones for fast nodes.
+
+    `speeds`: class → tokens a second (in any unit, only ratios count). Each class gets neighbours
+    on the menu, as many as keep the times together. Raises UserError if no choice brings them
+    within TOLERANCE: the menu is too narrow for these machines.
+    """
+    choices = sorted(set(menu))
+    if not 1 <= len(choices) <= MAX_MENU or choices[0] < 0 or answer_tokens < 0 or not speeds:
+        raise UserError(f"a menu has 1 to {MAX_MENU} targets of 0 tokens or more, and some speed")
+    if any(speed <= 0 for speed in speeds.values()):
+        raise UserError("a speed is more than 0 tokens a second")
+    if choices[0] + answer_tokens == 0:
+        raise UserError("a target of 0 tokens and an answer of none is no work at all")
+    count = len(choices)
+    windows = [tuple(choices[a:b]) for a in range(count) for b in range(a + 1, count + 1)]
+    fastest = max(speeds, key=lambda known: (speeds[known], known))
+    found: tuple[tuple[Fraction, int, int, Fraction], dict[str, tuple[int, ...]]] | None = None
+    for reference in windows:
+        time = file_seconds(reference, speeds[fastest], answer_tokens)
+        chosen = {
+            str(known): _nearest(windows, speed, answer_tokens, time)
+            for known, speed in sorted(speeds.items())
+        }
+        times = [
+            file_seconds(chosen[str(known)], speed, answer_tokens)
+            for known, speed in speeds.items()
+        ]
+        spread = max(times) / min(times)
+        sizes = [len(targets) for targets in chosen.values()]
+        worth = (max(spread, _EVEN), -min(sizes), -sum(sizes), spread)
+        if found is None or worth < found[0]:
+            found = (worth, chosen)
+    assert found is not None
+    (_, _, _, spread), chosen = found
+    if spread > TOLERANCE:
+        raise UserError(
+            "no targets of this menu bring files of all classes within 25 % of one another (at "
+            f"best {float(spread):.2f} times): the fastest class is {_ratio(speeds):.3g} times as "
+            "fast as the slowest",
+            hint="add smaller or larger targets to the menu, or fewer classes",
+        )
+    return chosen
+
+
+def _ratio(speeds: Mapping[int, Fraction]) -> float:
+    return float(max(speeds.values()) / min(speeds.values()))
+
+
+def _nearest(
+    windows: Sequence[tuple[int, ...]], speed: Fraction, answer_tokens: int, time: Fraction
+) -> tuple[int, ...]:
+    """The widest window whose time is close to `time`; if none is close, the closest."""
+
+    def apart(window: tuple[int, ...]) -> Fraction:
+        own = file_seconds(window, speed, answer_tokens)
+        return max(own / time, time / own)
+
+    close = [window for window in windows if apart(window) <= _EVEN]
+    if close:
+        return max(close, key=lambda window: (len(window), -apart(window)))
+    return min(windows, key=apart)
+
+
+def budgets_from(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A TOML's `[budgets]`, `by_class` worked out from `menu`, `speeds` (class → tokens a
+    second) and `answer_tokens`, if it names those instead. Raises UserError."""
+    if "menu" not in values:
+        return dict(values)
+    if "by_class" in values or "speeds" not in values:
+        raise UserError("budgets name either by_class, or menu and speeds")
+    kept = {k: v for k, v in values.items() if k not in ("menu", "speeds", "answer_tokens")}
+    try:
+        speeds = {int(name): Fraction(str(speed)) for name, speed in values["speeds"].items()}
+        menu = [int(target) for target in values["menu"]]
+        answer = int(values.get("answer_tokens", 0))
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"budgets: menu, speeds or answer_tokens is no number: {error}") from error
+    return {**kept, "by_class": balanced_targets(menu, speeds, answer_tokens=answer)}
