@@ -120,6 +120,7 @@ def backward(
     rollouts: Sequence[Rollout],
     step: int | None = None,
     proximal: Sequence[torch.Tensor] | None = None,
+    watch: Stopwatch | None = None,
 ) -> dict[str, float]:
     """Accumulates the gradient of all `rollouts`, ranks together; returns the statistics.
 
@@ -127,11 +128,14 @@ def backward(
     the policy that this step begins with, if it has taken no step yet.
     """
     run, world = learner.run, learner.world
-    judged = judge(groups_of(rollouts, run.samples_per_group), run.objective)
-    outputs = [len(row.output_tokens) for row in rollouts]
-    weights = token_weights(outputs, run.objective.name, run.max_output_tokens, judged.counted)
-    lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
-    layout = learner.planned(lengths)
+    watch = watch or Stopwatch()
+    with watch.timed("plan"):
+        judged = judge(groups_of(rollouts, run.samples_per_group), run.objective)
+        outputs = [len(row.output_tokens) for row in rollouts]
+        weights = token_weights(outputs, run.objective.name, run.max_output_tokens, judged.counted)
+        lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
+        layout = learner.planned(lengths)
+        used = quality(layout, lengths, learner.shape.attention_cost)
     mine = layout.ranks[world.rank]
     dtype = next(learner.policy.parameters()).dtype
     fresh = None if step is None else [row.policy_version == step for row in rollouts]
@@ -139,13 +143,15 @@ def backward(
     sums: dict[str, torch.Tensor] = {}
     ratio_max = torch.zeros((), dtype=dtype, device=world.device)
     for number, rows in enumerate(mine):
-        batch, tokens = collate(
-            rows, rollouts, judged.advantages, weights, world.device, dtype, extra
-        )
-        if learner.reference is not None:
-            with torch.no_grad():
-                tokens = replace(tokens, reference=learner.reference(batch)[0])
-        with accumulating(learner.policy, last=number == len(mine) - 1):
+        with watch.timed("collate"):
+            batch, tokens = collate(
+                rows, rollouts, judged.advantages, weights, world.device, dtype, extra
+            )
+        last = number == len(mine) - 1
+        with watch.timed("forward_backward"), accumulating(learner.policy, last=last):
+            if learner.reference is not None:
+                with torch.no_grad():
+                    tokens = replace(tokens, reference=learner.reference(batch)[0])
             logprobs, entropy = learner.policy(batch)
             terms = policy_loss(logprobs, entropy, tokens, learner.objective)
             # FSDP averages over ranks; the loss is a sum.
@@ -154,9 +160,9 @@ def backward(
             sums[name] = sums.get(name, torch.zeros_like(value)) + value
         ratio_max = torch.maximum(ratio_max, terms.ratio_max)
     names = sorted(sums)
-    totals = world.sum(torch.stack([sums[name] for name in names])).tolist()
+    with watch.timed("statistics"):  # waits for the device, and for the slowest rank
+        totals = world.sum(torch.stack([sums[name] for name in names])).tolist()
     found = _statistics(dict(zip(names, totals, strict=True)), sum(outputs))
-    used = quality(layout, lengths, learner.shape.attention_cost)
     return {
         **found,
         **_counts(judged, rollouts),
@@ -263,13 +269,13 @@ def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict
     lines: list[dict[str, Any]] = []
     for number, share in enumerate(shares):
         chosen = [group * size + sample for group in share for sample in range(size)]
-        with watch.timed("forward_backward"):
-            statistics = backward(
-                learner,
-                [rollouts[i] for i in chosen],
-                batch.step if number == 0 else None,
-                None if proximal is None else [proximal[i] for i in chosen],
-            )
+        statistics = backward(
+            learner,
+            [rollouts[i] for i in chosen],
+            batch.step if number == 0 else None,
+            None if proximal is None else [proximal[i] for i in chosen],
+            watch,
+        )
         with watch.timed("optimizer"):
             lines.append(statistics | optimizer_step(learner, statistics["loss"], batch.step))
     lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]

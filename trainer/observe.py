@@ -18,7 +18,7 @@ from trainer.events import EventFile, flat
 from trainer.progress import Bar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-COMPUTE = ("proximal", "forward_backward", "optimizer")
+COMPUTE = ("proximal", "forward_backward", "statistics", "optimizer")
 """The loop's names for what a device works at."""
 PEAK_TFLOPS = {
     "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0,

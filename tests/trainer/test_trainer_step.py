@@ -98,7 +98,7 @@ def test_the_line_of_metrics_tells_staleness_rewards_and_every_wait(
     assert line["staleness"] == {"2": 12}
     assert line["rows"] == 12
     assert line["version"] == 3
-    assert set(watch.seconds) == {"forward_backward", "optimizer"}
+    assert set(watch.seconds) == {"plan", "collate", "forward_backward", "statistics", "optimizer"}
     for name in ("loss", "ratio", "ratio_max", "clipped", "entropy", "kl_old", "gradient_norm"):
         assert math.isfinite(line[name]), name
 

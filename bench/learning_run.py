@@ -1,0 +1,290 @@
+"""One learning run in one process: the devnet's task, model and settings; generation, judging and
+training in turn, with a fixed delay between the policy that generates and the one that is trained.
+
+    policy s − delay ─► files of four groups ─► liars' files among them, through the real validator
+      ─► groups with some difference in their rewards, until the batch is full
+        ─► train_step ─► policy s + 1 ─► every few steps: held-out reward
+
+Every sample that was generated counts, also of groups without difference and of rejected files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.form import ROOT
+from bench.trainer_parts import batch_of, bench_settings
+from protocol.core import encoding
+from protocol.core.rollout import Rollout
+from protocol.core.run import LengthBudgets, Objective, RunDefinition
+from protocol.core.task import Task
+from protocol.core.verdict import Outcome
+from protocol.engine.base import Engine
+from protocol.engine.quantize import quantizer
+from protocol.environments.base import Environment
+from protocol.environments.registry import environment_for, environment_ref, load_environment
+from protocol.verification import build
+from protocol.verification.engines import load_engine
+from protocol.verification.rollout_file import load_rollouts
+from protocol.verification.setups import HonestFile, synthetic_lease
+from protocol.verification.verify import Finding, verify_file
+from trainer.evaluate import evaluate
+from trainer.learner import Learner, make_learner, train_step
+from trainer.metrics import Stopwatch
+from trainer.parallel import World, published_state
+from trainer.publish import export
+
+MODEL = ROOT / "devnet" / "model"
+HELDOUT = 256
+TARGETS = (2, 6, 10, 14)
+GOAL = 0.75
+GROUPS, SAMPLES, FILE_GROUPS = 32, 16, 4
+EVALUATE_EVERY = 4
+BATCH_ROWS = 256
+OLDER = 2
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What one arm of the experiment does otherwise. `liars`: share of files; `inject`: share of
+    tokens whose behaviour log-probability is lowered by 5 (ratios near 150)."""
+
+    delay: int = 0
+    liars: float = 0.0
+    objective: str = "grpo"
+    inject: float = 0.0
+    filtered: bool = True
+    gradient_clip: float = 1.0
+    learning_rate: float = 3e-4
+
+
+MODES: dict[str, Mode] = {
+    "sync": Mode(),
+    "stale2": Mode(delay=2),
+    "stale4": Mode(delay=4),
+    "liars20": Mode(delay=2, liars=0.2),
+    "inject_two_sided": Mode(delay=2, inject=0.02),
+    "inject_one_sided": Mode(delay=2, inject=0.02, objective="one_sided"),
+    "unfiltered": Mode(delay=2, filtered=False),
+    "clip_0.1": Mode(delay=2, gradient_clip=0.1),
+    "clip_off": Mode(delay=2, gradient_clip=1e9),
+}
+
+
+@dataclass
+class Record:
+    """One run's outcome, as it is kept. `curve`: (policy, samples generated before it, held-out
+    reward); `lengths`: mean distance from each target, at the start and at the end."""
+
+    mode: str
+    seed: int
+    steps: int
+    samples: int = 0
+    rejected: int = 0
+    missed: int = 0
+    liars_files: int = 0
+    curve: list[tuple[int, int, float]] = field(default_factory=list)
+    lengths: dict[str, list[float]] = field(default_factory=dict)
+    gradient_norms: list[float] = field(default_factory=list)
+    samples_to_goal: float | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def from_json(text: str) -> Record:
+        return Record(**json.loads(text))
+
+
+def crossing(curve: list[tuple[int, int, float]], goal: float) -> float | None:
+    """Samples at which the line through the held-out rewards first reaches `goal`."""
+    before: tuple[int, int, float] | None = None
+    for point in curve:
+        if point[2] >= goal:
+            if before is None:
+                return float(point[1])
+            share = (goal - before[2]) / (point[2] - before[2])
+            return before[1] + share * (point[1] - before[1])
+        before = point
+    return None
+
+
+def learning_definition(mode: Mode) -> RunDefinition:
+    """The devnet's run, held open for four stale policies."""
+    budgets = LengthBudgets(by_class={"1": TARGETS}, penalty_micro=150_000, form="clip")
+    size = len(load_environment("reverse", {}, budgets))
+    return RunDefinition(
+        name="learning",
+        base_model=encoding.sha256(b"devnet"),
+        environment=environment_ref(
+            "reverse", {}, budgets, train_size=size - HELDOUT, heldout_size=HELDOUT
+        ),
+        objective=Objective(name=mode.objective),
+        max_output_tokens=40,
+        samples_per_group=SAMPLES,
+        groups_per_lease=FILE_GROUPS,
+        groups_per_batch=GROUPS,
+        max_staleness=4,
+        budgets=budgets,
+        task=Task(image="process"),
+        price_per_unit=1,
+        stake_per_class=1,
+        slash_amount=1,
+    )
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The policies by version, in folders; an EngineProvider for the validator."""
+
+    folder: Path
+
+    def path(self, version: int) -> Path:
+        return self.folder / str(version) if version else MODEL
+
+    def load(self, version: int, bits: int | None = None) -> Engine:
+        options: dict[str, Any] = {} if bits is None else {"prepare": quantizer(bits=bits)}
+        return load_engine(
+            self.path(version), dtype="float32", threads=1, batch_rows=BATCH_ROWS, **options
+        )
+
+    def engine(self, version: int, policy_digest: str) -> Engine:
+        return self.load(version)
+
+    def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
+        for older in range(max(0, version - OLDER), version):
+            yield older, self.load(older)
+
+
+class Learning:
+    """One run, step by step."""
+
+    def __init__(self, name: str, seed: int, root: Path, world: World) -> None:
+        self.mode = MODES[name]
+        self.run = learning_definition(self.mode)
+        self.environment: Environment = environment_for(self.run)
+        self.policies = Policies(root / "policies")
+        self.record = Record(name, seed, 0)
+        self.rng = random.Random(seed)
+        self.files = 0
+        settings = bench_settings(
+            MODEL, root, learning_rate=self.mode.learning_rate, warmup_steps=10, weight_decay=0.0,
+            beta1=0.9, beta2=0.95, gradient_clip=self.mode.gradient_clip,
+        )  # fmt: skip
+        self.learner: Learner = make_learner(self.run, settings, world)
+
+    def evaluate(self) -> None:
+        """Held-out reward of the newest policy, one answer to each of all held-out problems."""
+        found = evaluate(self.policies.path(self.record.steps), self.run, problems=HELDOUT, seed=7)
+        self.record.curve.append((self.record.steps, self.record.samples, found.reward.mean))
+        for target, part in found.by_budget.items():
+            self.record.lengths.setdefault(target, []).append(part.length_error.mean)
+
+    def step(self) -> None:
+        """One batch: generated by the policy that is `delay` old, then trained."""
+        step = self.record.steps
+        version = max(0, step - self.mode.delay)
+        groups = self.generate(version)
+        rows = [row for group in groups for row in group]
+        if self.mode.inject:
+            rows = [self.injected(row) for row in rows]
+        line = train_step(self.learner, batch_of(rows, SAMPLES, step), Stopwatch())
+        self.record.gradient_norms.append(float(line["gradient_norm"]))
+        self.record.steps += 1
+        state = published_state(self.learner.policy, self.learner.world)
+        export(state, MODEL, self.policies.path(self.record.steps))
+        shutil.rmtree(self.policies.folder / str(version - OLDER - 1), ignore_errors=True)
+
+    def injected(self, row: Rollout) -> Rollout:
+        """A row some of whose tokens claim to have been far less likely than they were."""
+        values = [
+            value - 5.0 if self.rng.random() < self.mode.inject else value for value in row.logprobs
+        ]
+        return replace(row, logprobs=tuple(values))
+
+    def generate(self, version: int) -> list[list[Rollout]]:
+        """Groups for a batch. Files come one after another until it is full."""
+        engine = self.policies.load(version)
+        liar = self.policies.load(version, bits=4) if self.mode.liars else engine
+        taken: list[list[Rollout]] = []
+        while len(taken) < GROUPS:
+            lies = self.rng.random() < self.mode.liars
+            number = (self.record.seed << 24) + self.files
+            lease = synthetic_lease(self.run, number, version)
+            self.files += 1
+            self.record.samples += FILE_GROUPS * SAMPLES
+            if self.mode.liars:
+                rows = self.judged(lease, liar if lies else engine, lies)
+            else:
+                rows = self.plain(lease, engine)
+            for group in range(FILE_GROUPS if rows else 0):
+                members = [row for row in rows if row.group == group]
+                if not self.mode.filtered or len({row.reward for row in members}) > 1:
+                    taken.append(members)
+        return taken[:GROUPS]
+
+    def judged(self, lease: HonestFile, engine: Engine, lies: bool) -> list[Rollout]:
+        """The rows of a file that the real validator accepts; none of one that it rejects."""
+        data = build.build_rollout_file(
+            lease.signed, lease.lease_digest, self.run, engine, self.environment
+        )
+        secret = encoding.sha256(b"learning" + self.files.to_bytes(8, "big"))
+        found: Finding = verify_file(
+            data, lease.signed, lease.lease_digest, self.run, self.environment, self.policies,
+            draw_secret=secret, submission_digest=lease.lease_digest,
+        )  # fmt: skip
+        self.record.liars_files += lies
+        if found.outcome is not Outcome.ACCEPTED:
+            self.record.rejected += FILE_GROUPS * SAMPLES
+            return []
+        self.record.missed += lies
+        table = found.verdict_table(
+            lease.lease_digest, encoding.sha256(data), lease.signed.policy_version, 0
+        )
+        return load_rollouts(data, table)
+
+    def plain(self, lease: HonestFile, engine: Engine) -> list[Rollout]:
+        """An honest file's rows without the way through proofs and judging."""
+        plan = build.plan_rows(
+            lease.signed.lease, lease.lease_digest, self.run, self.environment, engine.tokenizer
+        )
+        generations = build.generate_rows(plan, self.run, engine)
+        rewards = build.grade_rows(plan, generations, self.environment, engine.tokenizer)
+        return [
+            Rollout(
+                problem_id=row.problem.problem_id,
+                group=row.group,
+                sample=row.sample,
+                prompt_tokens=row.prompt_tokens,
+                output_tokens=tuple(made.output_tokens),
+                logprobs=tuple(float(value) for value in made.logprobs),
+                target_length=row.target_length,
+                finish_reason=made.finish_reason,
+                policy_version=lease.signed.policy_version,
+                reward=reward,
+            )
+            for row, made, reward in zip(plan, generations, rewards, strict=True)
+        ]
+
+
+def learn(name: str, seed: int, steps: int, world: World) -> Record:
+    """A whole run: until two evaluations in a row reach the goal, or `steps` are trained."""
+    with tempfile.TemporaryDirectory(prefix="learning-") as folder:
+        learning = Learning(name, seed, Path(folder), world)
+        record = learning.record
+        learning.evaluate()
+        while record.steps < steps:
+            learning.step()
+            if record.steps % EVALUATE_EVERY == 0 or record.steps == steps:
+                learning.evaluate()
+                if all(reward >= GOAL for _, _, reward in record.curve[-2:]):
+                    break
+    record.samples_to_goal = crossing(record.curve, GOAL)
+    return record
