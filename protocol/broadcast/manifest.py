@@ -27,19 +27,23 @@ MANIFEST_NAME = "manifest.json"
 DELTA_PREFIX = "delta-"
 
 MIN_CHUNK = 1 << 20
+USUAL_CHUNK = 4 << 20
 MAX_CHUNK = 16 << 20
 """Chunks that this side makes; a receiver holds one chunk a connection in memory."""
-CHUNKS_AIM = 256
+FEWEST_CHUNKS, MOST_CHUNKS = 64, 1024
 MAX_POLICY_BYTES = 1 << 42
 """4 TiB: nothing larger is believed."""
 READ_SIZE = 1 << 20
 
 
 def choose_chunk_size(total: int) -> int:
-    """A power of two from 1 to 16 MiB that cuts `total` bytes into about 256 chunks: small enough
-    for cut-through relays, large enough for the requests not to matter."""
+    """A power of two from 1 to 16 MiB: 64 chunks or more while that is at least 1 MiB, so that
+    relays pass the first one on early; up to 4 MiB, since each chunk costs a receiver about half a
+    millisecond besides its bytes; beyond that, 1024 or more."""
     size = MIN_CHUNK
-    while size < MAX_CHUNK and size * CHUNKS_AIM < total:
+    while size < USUAL_CHUNK and size * FEWEST_CHUNKS < total:
+        size *= 2
+    while size < MAX_CHUNK and size * MOST_CHUNKS < total:
         size *= 2
     return size
 
