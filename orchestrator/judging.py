@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sqlalchemy import Connection
 
@@ -22,7 +23,7 @@ from orchestrator.context import PoolContext
 from orchestrator.indexer import apply_node_event
 from orchestrator.intents import queue_intent
 from orchestrator.settlement import refresh_credits
-from orchestrator.store import groups, jobs, leases, nodes, schema, submissions
+from orchestrator.store import drift, groups, jobs, leases, nodes, schema, submissions
 from orchestrator.store.engine import Store
 from orchestrator.store.groups import GroupRow
 from orchestrator.store.rows import insert_new
@@ -48,6 +49,9 @@ class Judgement:
     units: int
     table: VerdictTable | None
     evidence: bytes | None
+    setup: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Of an accepted file: what made it, and its statistics as shares of their limits."""
 
     def __post_init__(self) -> None:
         outcome = self.reason.outcome
@@ -199,6 +203,7 @@ def _credit(
         },
     )
     refresh_credits(connection, Address(row.node))
+    drift.add(connection, Address(row.node), judgement.setup, judgement.shares)
     groups.add(connection, group_rows(judgement.table, row, now))
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from orchestrator import judging
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import Draw, DrawSecrets
+from orchestrator.history import draw_count
 from orchestrator.judging import Judgement
 from orchestrator.outbox import run_outbox_tick
 from orchestrator.policy_store import PolicyStore
@@ -63,6 +64,8 @@ class _Job:
     signed: SignedSubmission
     lease: LeaseRow
     signed_lease: SignedLease
+    accepted_before: int
+    """Accepted files of the same node so far."""
 
 
 class _AbstainError(Exception):
@@ -165,7 +168,9 @@ class Validator:
         if finding.outcome is Outcome.ACCEPTED:
             row = job.row
             table = finding.verdict_table(digest, row.sha256, row.policy_version, row.step)
-        judgement = Judgement(finding.reason, int(finding.units), table, evidence)
+        judgement = Judgement(
+            finding.reason, int(finding.units), table, evidence, finding.setup, finding.shares()
+        )
         published = judging.publish_verdict(
             self._objects,
             self._context,
@@ -186,6 +191,7 @@ class Validator:
         with self._store.read() as connection:
             row = submissions.get(connection, digest)
             lease = leases.get(connection, row.lease_digest) if row is not None else None
+            before = submissions.accepted_of(connection, row.node) if row is not None else 0
         if row is None or lease is None:
             raise FatalError(f"a job names submission {digest}, which the store does not hold")
         signed, signed_lease = row.signed(), lease.signed()
@@ -205,7 +211,7 @@ class Validator:
             raise _AbstainError(
                 Reason.VALIDATOR_CRASHED, "lease and submission in the store do not belong together"
             )
-        return _Job(row, signed, lease, signed_lease)
+        return _Job(row, signed, lease, signed_lease, before)
 
     def _draw(self, job: _Job) -> Draw:
         """The secret that the lease names; a file whose lease names none of ours is another's."""
@@ -239,6 +245,7 @@ class Validator:
                 submission_digest=job.row.digest,
                 submission=claim,
                 calibration=self._calibration,
+                draw_count=draw_count(self._context.run, job.accepted_before, draw.secret),
             )
         except MemoryError as error:
             raise _AbstainError(Reason.OUT_OF_RESOURCES, f"out of memory: {error}") from error

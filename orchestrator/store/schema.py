@@ -333,6 +333,18 @@ sender_attempts = Table(
     Index("sender_attempts_intent", "intent_id", "signed_at"),
 )
 
+drift = Table(
+    "drift",
+    metadata,
+    Column("node", Text, nullable=False),
+    Column("setup", Text, nullable=False),
+    Column("statistic", Text, nullable=False),
+    Column("files", BigInteger, nullable=False),
+    Column("total", Float, nullable=False),  # sum of the files' shares of their limits
+    Column("squares", Float, nullable=False),
+    PrimaryKeyConstraint("node", "setup", "statistic"),
+)
+
 draw_secrets = Table(
     "draw_secrets",
     metadata,

@@ -139,6 +139,14 @@ def ended_badly(
     return records(SubmissionRow, connection.execute(query).mappings().all())
 
 
+def accepted_of(connection: Connection, node: Address) -> int:
+    """Number of accepted submissions of `node`."""
+    query = sa.select(sa.func.count()).where(
+        _submissions.node == node, _submissions.status == "accepted"
+    )
+    return int(connection.execute(query).scalar_one())
+
+
 def counts(connection: Connection) -> dict[str, int]:
     """Number of submissions by status."""
     query = sa.select(_submissions.status, sa.func.count()).group_by(_submissions.status)

@@ -27,6 +27,7 @@ SHARE = 0.1
 """ζ: the share of values that counts as tail."""
 SAFETY = 1.25
 QUANTILES = (50, 90, 99)
+LEAST_CHANCE = 1e-15
 MICRO = 1_000_000
 
 
@@ -40,6 +41,15 @@ class Tail(Strict):
     start: int = Field(ge=0)
     scale: int = Field(ge=0)
     limit: int = Field(ge=MICRO)
+
+    def chance(self, value: float) -> float:
+        """Chance that an honest value exceeds `value`: at least LEAST_CHANCE, since nobody knows a
+        tail that far, and SHARE where `value` lies before it."""
+        excess = value * MICRO - self.start
+        if excess <= 0:
+            return SHARE
+        known = SHARE * math.exp(-excess / self.scale) if self.scale else 0.0
+        return max(LEAST_CHANCE, known)
 
 
 def fit(values: Sequence[float], chance: float) -> Tail:

@@ -18,8 +18,9 @@ limits: it is judged in shadow, never punished.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -117,7 +118,12 @@ class SetupLimits(Strict):
         )
         largest = self.file["sketch"].largest / 1e6
         honest_sketch = 2 * largest * explained("sketch", reference.file)
-        return Limits(row=row, file=file, honest_sketch=honest_sketch)
+        return Limits(
+            row=row,
+            file=file,
+            honest_sketch=honest_sketch,
+            tails={"row": self.row, "file": self.file},
+        )
 
 
 class Calibration(Strict):
@@ -159,6 +165,17 @@ class Limits:
     row: Mapping[str, float]
     file: Mapping[str, float]
     honest_sketch: float
+    tails: Mapping[Scope, Mapping[str, Tail]] = field(default_factory=dict)
+
+    def honest_chance(self, name: str, value: float, scope: Scope, trials: int) -> float:
+        """Chance that an honest file reaches `value` in one of its `trials` rows (1 for the file as
+        a whole), all statistics together; 1 if no distribution is known."""
+        if scope not in self.tails or math.isnan(value):
+            return 1.0
+        limits = self.row if scope == "row" else self.file
+        tail = self.tails[scope][name]
+        ratio = value / limits[name] * tail.limit / 1e6
+        return min(1.0, tail.chance(ratio) * trials * len(STATISTICS))
 
     def named(self) -> dict[str, float]:
         """All limits, as "row.sketch", "file.sketch", …"""

@@ -139,7 +139,14 @@ def audit_slash(slash: Slash, setting: Setting, library: Library) -> Audit:
         return Audit("cannot tell", str(error), expected)
     except (UntrustedError, MalformedError) as error:
         return Audit("mismatch", f"the evidence does not hold: {error}", expected)
-    finding = _run(data, evidence.submission, evidence.lease, evidence.draw_secret, setting)
+    finding = _run(
+        data,
+        evidence.submission,
+        evidence.lease,
+        evidence.draw_secret,
+        setting,
+        draw_count=len(evidence.rows_drawn),  # more than the run's share, by the node's history
+    )
     return _compare_slash(evidence, finding, notes)
 
 
@@ -269,7 +276,13 @@ def _leaf(
 
 
 def _run(
-    data: bytes, signed: SignedSubmission, lease: SignedLease, secret: Digest, setting: Setting
+    data: bytes,
+    signed: SignedSubmission,
+    lease: SignedLease,
+    secret: Digest,
+    setting: Setting,
+    *,
+    draw_count: int | None = None,
 ) -> Finding:
     claim = signed.submission
     return verify_file(
@@ -283,6 +296,7 @@ def _run(
         submission_digest=claim.digest(setting.deployment.domain_of(claim)),
         submission=claim,
         calibration=setting.calibration,
+        draw_count=draw_count,
     )
 
 

@@ -255,6 +255,10 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
         f"{name} {max(together[name], *(r.values[name] for r in bad)):.4g}"
         for name in sorted(excess)
     )
+    if excess:
+        where += (
+            f"; an honest file does so with a chance below {_chance(rows, together, limits):.0e}"
+        )
     if excess & _STATES or "sketch" in excess:
         return Accusation(_states_reason(excess, bad), where)
     if excess & _SAMPLING:
@@ -271,6 +275,21 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
         reason = Reason.WRONG_ACTIVATIONS if drifted else Reason.TAMPERED_LOGPROBS
         return Accusation(reason, where)
     return None
+
+
+def _chance(rows: Sequence[RowStatistics], together: Mapping[str, float], limits: Limits) -> float:
+    """Chance that an honest file reaches the most unlikely of these statistics."""
+    chances = [
+        limits.honest_chance(name, row.values[name], "row", len(rows))
+        for row in rows
+        for name in limits.exceeded(row.values, "row")
+    ]
+    if len(rows) >= FILE_ROWS:
+        chances += [
+            limits.honest_chance(name, together[name], "file", 1)
+            for name in limits.exceeded(together, "file")
+        ]
+    return min(chances, default=1.0)
 
 
 def _states_reason(excess: set[str], bad: Sequence[RowStatistics]) -> Reason:

@@ -52,7 +52,8 @@ class Finding:
     """What a file turned out to be.
 
     `rows_drawn` are the rows replayed; `row_statistics` those of each; `table` and `units` are set
-    for accepted files only. Statistics are named in proofs.thresholds.
+    for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
+    Statistics are named in proofs.thresholds.
     """
 
     reason: Reason
@@ -63,6 +64,12 @@ class Finding:
     row_statistics: tuple[replay.RowStatistics, ...] = ()
     table: tuple[VerdictRow, ...] = ()
     units: Units = _NO_UNITS
+    setup: str = ""
+
+    def shares(self) -> dict[str, float]:
+        """Each judged statistic of the file as a share of its limit; empty without a replay."""
+        limits = {name: self.thresholds.get(f"file.{name}", 0.0) for name in self.statistics}
+        return {name: self.statistics[name] / limit for name, limit in limits.items() if limit > 0}
 
     @property
     def outcome(self) -> Outcome:
@@ -357,6 +364,7 @@ def _judge_replay(
         row_statistics=found,
         table=() if accusation else table,
         units=Units(0 if accusation else sum(row.output_tokens for row in table)),
+        setup=" ".join((file.metadata.engine, file.metadata.dtype, file.metadata.device)),
     )
 
 

@@ -142,3 +142,26 @@ def test_the_calibration_has_one_encoding_and_says_what_it_aims_at() -> None:
 
 def test_synthetic_runs_are_pinned_by_their_length() -> None:
     assert synthetic_run(5).digest() != synthetic_run(6).digest()
+
+
+def test_how_sure_an_accusation_is_follows_from_the_tail() -> None:
+    values = np.random.default_rng(1).exponential(0.3, 4000).tolist()
+    tail = tails.fit(values, 1e-6)
+    chances = [tail.chance(value) for value in (0.1, 1, 3, 1e9)]
+    assert chances[0] == tails.SHARE
+    assert chances == sorted(chances, reverse=True)
+    assert chances[2] == pytest.approx(np.exp(-10), rel=0.8)
+    assert chances[3] == tails.LEAST_CHANCE
+    assert tail.chance(tail.limit / MICRO) == pytest.approx(1e-6, rel=0.01)
+
+
+def test_the_chance_for_a_file_counts_its_rows_and_all_statistics() -> None:
+    tail = tails.fit(np.random.default_rng(1).exponential(0.3, 4000).tolist(), 1e-9)
+    setup = thresholds.SetupLimits(
+        engine="plain/1", dtype="float32", device="cpu", batches=(64,), rows=1, files=1, tokens=1,
+        row=dict.fromkeys(STATISTICS, tail), file=dict.fromkeys(STATISTICS, tail),
+    )  # fmt: skip
+    limits = setup.limits(thresholds.NO_REFERENCE)
+    at_limit = limits.honest_chance("sketch", limits.row["sketch"], "row", 16)
+    assert at_limit == pytest.approx(16 * len(STATISTICS) * 1e-9, rel=0.01)
+    assert Limits(row=FLOORS, file=FLOORS, honest_sketch=0).honest_chance("sign", 1, "row", 1) == 1

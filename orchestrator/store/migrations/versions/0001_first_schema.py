@@ -118,6 +118,16 @@ def upgrade() -> None:
         "sender_attempts_intent", "sender_attempts", ["intent_id", "signed_at"], unique=False
     )
     op.create_table(
+        "drift",
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("setup", sa.Text(), nullable=False),
+        sa.Column("statistic", sa.Text(), nullable=False),
+        sa.Column("files", sa.BigInteger(), nullable=False),
+        sa.Column("total", sa.Float(), nullable=False),
+        sa.Column("squares", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("node", "setup", "statistic"),
+    )
+    op.create_table(
         "draw_secrets",
         sa.Column("validator", sa.Text(), nullable=False),
         sa.Column("epoch", sa.BigInteger(), nullable=False),
