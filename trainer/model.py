@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -144,7 +145,7 @@ def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.flo
             use_safetensors=True,
             attn_implementation=attention.NAME,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         first = str(error).strip().partition("\n")[0]
         raise UserError(
             f"the model in {folder} cannot be loaded: {first}",

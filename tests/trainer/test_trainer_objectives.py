@@ -1,0 +1,216 @@
+"""Objectives beyond the plain ratio: decoupled PPO, truncated weights, masks, the registry."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trainer_kit as kit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.core.errors import UserError
+from protocol.core.ids import ZERO_DIGEST, Step
+from protocol.core.run import Objective
+from trainer.advantages import judge
+from trainer.alarms import alarms_of
+from trainer.data import TrainingBatch
+from trainer.learner import (
+    backward,
+    groups_of,
+    proximal_logprobs,
+    shares_of,
+    train_step,
+)
+from trainer.loss import ObjectiveSettings, Tokens, policy_loss, token_weights
+from trainer.metrics import Stopwatch
+from trainer.objectives import REGISTRY, form_of
+from trainer.parallel import World, full_state
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_decoupled_ppo_is_its_formula_in_float64(seed: int) -> None:
+    # J = Σ w · min(π_prox/π_old, cap) · min(min(r, δ)A, clip(r)A), r = π_θ/π_prox; by hand.
+    rng = np.random.default_rng(seed)
+    n = 40
+    new, prox, old = (-rng.uniform(0.05, 3, n) for _ in range(3))
+    advantages, weights = rng.normal(size=n), rng.uniform(0.1, 1, n)
+    settings = ObjectiveSettings(ratio="proximal", clip=0.2, delta=4.0, importance_cap=2.0)
+    logprobs = torch.tensor(new, requires_grad=True)
+    tokens = Tokens(
+        torch.tensor(old), torch.tensor(advantages), torch.tensor(weights),
+        proximal=torch.tensor(prox),
+    )  # fmt: skip
+    policy_loss(logprobs, torch.zeros(n, dtype=torch.float64), tokens, settings).loss.backward()
+    expected = np.zeros(n)
+    for t in range(n):
+        r, a = math.exp(new[t] - prox[t]), advantages[t]
+        bounded, clipped = min(r, 4.0) * a, min(max(r, 0.8), 1.2) * a
+        if bounded <= clipped:
+            slope = r * a if r < 4.0 else 0.0
+        else:
+            slope = r * a if 0.8 < r < 1.2 else 0.0
+        expected[t] = -weights[t] * min(math.exp(prox[t] - old[t]), 2.0) * slope
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), expected, rtol=1e-9, atol=1e-14)
+
+
+def test_without_a_recomputed_policy_the_present_one_is_proximal() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = Tokens(torch.tensor([-1.5, -1.0]), torch.ones(2), torch.ones(2))
+    found = policy_loss(logprobs, torch.zeros(2), tokens, ObjectiveSettings(ratio="proximal"))
+    found.loss.backward()
+    assert logprobs.grad is not None
+    weights = [min(math.e**0.5, 2.0), math.e**-1.0]
+    torch.testing.assert_close(logprobs.grad, -torch.tensor(weights))
+    assert float(found.ratio_max) == 1.0
+
+
+def test_the_recomputed_policy_is_the_one_at_the_batchs_start(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    run = kit.run_definition(Objective(ratio="proximal"))
+    learner = kit.learner(model, tmp_path, world, run, row_tokens=40, optimizer_steps=3)
+    rows = kit.rows()
+    before = proximal_logprobs(learner, rows)
+    assert [len(part) for part in before] == [len(row.output_tokens) for row in rows]
+    line = train_step(learner, batch(rows), Stopwatch())
+    assert line["optimizer_steps"] == 3
+    # First step: the policy is its own proximal one. Later steps are compared with the start.
+    assert line["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert line["ratio_max"] > 1.001
+    after = proximal_logprobs(learner, rows)
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def batch(rows: list[kit.Rollout], step: int = 0) -> TrainingBatch:
+    groups = tuple(tuple(rows[i : i + 4]) for i in range(0, len(rows), 4))
+    return TrainingBatch(Step(step), ZERO_DIGEST, groups, ())
+
+
+@given(st.integers(1, 60), st.integers(1, 80))
+def test_optimizer_steps_share_the_groups_each_once(groups: int, steps: int) -> None:
+    shares = shares_of(groups, steps)
+    assert sorted(g for share in shares for g in share) == list(range(groups))
+    sizes = [len(share) for share in shares]
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_an_unknown_objective_is_one_sentence_with_the_known_ones(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    with pytest.raises(UserError, match="no_such_form"):
+        form_of("no_such_form")
+    run = kit.run_definition(Objective(name="no_such_form"))
+    with pytest.raises(UserError, match="does not know") as caught:
+        kit.learner(model, tmp_path, world, run)
+    assert all(name in caught.value.hint for name in REGISTRY)
+
+
+def test_another_objective_is_one_line_of_registry(
+    model: Path, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REGISTRY, "mine", REGISTRY["dr_grpo"])
+    mine = kit.learner(model, tmp_path, world, kit.run_definition(Objective(name="mine")))
+    known = kit.learner(model, tmp_path, world, kit.run_definition(Objective(name="dr_grpo")))
+    backward(mine, kit.rows())
+    backward(known, kit.rows())
+    assert kit.relative_difference(kit.gradients(mine.policy), kit.gradients(known.policy)) == 0.0
+
+
+def cut_rows(share: int) -> list[kit.Rollout]:
+    return [
+        replace(row, finish_reason="length" if row.sample < share else "end") for row in kit.rows()
+    ]
+
+
+def test_overlong_samples_are_kept_masked_or_penalised_and_always_counted() -> None:
+    rows = cut_rows(1)
+    groups = groups_of(rows, 4)
+    kept = judge(groups, Objective(overlong="keep"))
+    masked = judge(groups, Objective(overlong="mask"))
+    penalised = judge(groups, Objective(overlong="penalise", overlong_penalty_micro=500_000))
+    assert kept.overlong == masked.overlong == penalised.overlong == 3
+    assert all(kept.counted)
+    assert masked.counted == [row.sample != 0 for row in rows]
+    assert masked.advantages == kept.advantages  # its reward stays in its group's baseline
+    for number, row in enumerate(rows):
+        if row.sample == 0:
+            assert penalised.advantages[number] < kept.advantages[number]
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_a_masked_sample_has_no_gradient_and_no_place_in_the_normalisation(
+    model: Path, tmp_path: Path, world: World, name: str
+) -> None:
+    run = kit.run_definition(Objective(name=name, overlong="mask", advantage="mean"))
+    rows = cut_rows(1)
+    masked = kit.learner(model, tmp_path, world, run)
+    found = backward(masked, rows)
+    assert found["masked"] == pytest.approx(0.25)
+    # Whatever a masked sample's numbers are, nothing of them arrives.
+    wild = [replace(r, logprobs=(-1e4,) * len(r.logprobs)) if r.sample == 0 else r for r in rows]
+    other = kit.learner(model, tmp_path, world, run)
+    backward(other, wild)
+    assert kit.relative_difference(kit.gradients(other.policy), kit.gradients(masked.policy)) < 1e-6
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=40),
+    st.sampled_from(sorted(REGISTRY)),
+)
+def test_weights_of_counted_samples_do_not_know_of_masked_ones(
+    samples: list[tuple[int, bool]], name: str
+) -> None:
+    lengths, counted = [n for n, _ in samples], [c for _, c in samples]
+    found = token_weights(lengths, name, 50, counted)
+    alone = token_weights([n for n, c in samples if c], name, 50)
+    assert [w for w, c in zip(found, counted, strict=True) if c] == alone
+    assert all(w == 0.0 for w, c in zip(found, counted, strict=True) if not c)
+
+
+def test_a_batch_of_masked_samples_alone_changes_nothing(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    learner = kit.learner(
+        model, tmp_path, world, kit.run_definition(Objective(overlong="mask")), weight_decay=0.0
+    )
+    before = full_state(learner.policy)
+    line = train_step(learner, batch(cut_rows(4)), Stopwatch())
+    assert line["masked"] == 1.0
+    after = full_state(learner.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_mismatch_is_measured_on_rows_of_the_very_policy_that_is_trained(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    learner = kit.learner(model, tmp_path, world)
+    rows = kit.rows(version=3)
+    exact = proximal_logprobs(learner, rows)
+    rows = [
+        replace(row, logprobs=tuple(float(v) for v in part))
+        for row, part in zip(rows, exact, strict=True)
+    ]
+    assert backward(learner, rows, step=3)["kl_mismatch"] == pytest.approx(0.0, abs=1e-9)
+    learner.policy.zero_grad()
+    off = [replace(row, logprobs=tuple(v - 0.5 for v in row.logprobs)) for row in rows]
+    expected = math.exp(0.5) - 1.0 - 0.5
+    assert backward(learner, off, step=3)["kl_mismatch"] == pytest.approx(expected, rel=1e-3)
+    learner.policy.zero_grad()
+    assert "kl_mismatch" not in backward(learner, off, step=4)  # staleness is no mismatch
+
+
+def test_alarms_name_the_number_and_its_bound(model: Path, tmp_path: Path) -> None:
+    settings = kit.settings(model, tmp_path, alarm_ratio=50.0, alarm_kl=0.5, alarm_entropy=0.1)
+    quiet = {"ratio_max": 3.0, "kl_old": 0.01, "entropy": 1.0, "applied": True}
+    assert alarms_of(quiet, settings) == []
+    assert alarms_of({**quiet, "ratio_max": 148.4}, settings) == ["ratio_max 148.4 above 50"]
+    assert alarms_of({**quiet, "kl_mismatch": 0.7}, settings) == ["kl_mismatch 0.7 above 0.5"]
+    assert alarms_of({**quiet, "entropy": 0.01}, settings) == ["entropy 0.01 below 0.1"]
+    assert len(alarms_of({**quiet, "kl_old": "nan", "applied": False}, settings)) == 2
