@@ -9,6 +9,7 @@ Three forms, in integer millionths so that every machine gets the same bits:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -60,52 +61,62 @@ def balanced_targets(
         raise UserError("a target of 0 tokens and an answer of none is no work at all")
     count = len(choices)
     windows = [tuple(choices[a:b]) for a in range(count) for b in range(a + 1, count + 1)]
+    times = {known: _whole_times(windows, speed, speeds, answer_tokens)
+             for known, speed in sorted(speeds.items())}  # fmt: skip
     fastest = max(speeds, key=lambda known: (speeds[known], known))
     found: tuple[tuple[Fraction, int, int, Fraction], dict[str, tuple[int, ...]]] | None = None
-    for reference in windows:
-        time = file_seconds(reference, speeds[fastest], answer_tokens)
-        chosen = {
-            str(known): _nearest(windows, speed, answer_tokens, time)
-            for known, speed in sorted(speeds.items())
-        }
-        times = [
-            file_seconds(chosen[str(known)], speed, answer_tokens)
-            for known, speed in speeds.items()
-        ]
-        spread = max(times) / min(times)
-        sizes = [len(targets) for targets in chosen.values()]
+    for reference in sorted(set(times[fastest])):
+        picks = {known: _nearest(windows, own, reference) for known, own in times.items()}
+        taken = [times[known][pick] for known, pick in picks.items()]
+        spread = Fraction(max(taken), min(taken))
+        sizes = [len(windows[pick]) for pick in picks.values()]
         worth = (max(spread, _EVEN), -min(sizes), -sum(sizes), spread)
         if found is None or worth < found[0]:
-            found = (worth, chosen)
+            found = (worth, {str(known): windows[pick] for known, pick in picks.items()})
     assert found is not None
     (_, _, _, spread), chosen = found
     if spread > TOLERANCE:
+        ratio = float(max(speeds.values()) / min(speeds.values()))
         raise UserError(
             "no targets of this menu bring files of all classes within 25 % of one another (at "
-            f"best {float(spread):.2f} times): the fastest class is {_ratio(speeds):.3g} times as "
-            "fast as the slowest",
+            f"best {float(spread):.2f} times): the fastest class is {ratio:.3g} times as fast as "
+            "the slowest",
             hint="add smaller or larger targets to the menu, or fewer classes",
         )
     return chosen
 
 
-def _ratio(speeds: Mapping[int, Fraction]) -> float:
-    return float(max(speeds.values()) / min(speeds.values()))
+def _whole_times(
+    windows: Sequence[tuple[int, ...]],
+    speed: Fraction,
+    speeds: Mapping[int, Fraction],
+    answer_tokens: int,
+) -> list[int]:
+    """`file_seconds` of every window, all in one unit so small that they are whole numbers."""
+    scale = math.lcm(*range(1, MAX_MENU + 1))
+    unit = math.lcm(*(known.numerator for known in speeds.values()))
+    factor = int(unit / speed * math.lcm(*(known.denominator for known in speeds.values())))
+    return [
+        (sum(window) * scale // len(window) + answer_tokens * scale) * factor for window in windows
+    ]
 
 
-def _nearest(
-    windows: Sequence[tuple[int, ...]], speed: Fraction, answer_tokens: int, time: Fraction
-) -> tuple[int, ...]:
-    """The widest window whose time is close to `time`; if none is close, the closest."""
+def _nearest(windows: Sequence[tuple[int, ...]], times: Sequence[int], wanted: int) -> int:
+    """Number of the widest window whose time is close to `wanted`; of the closest if none is."""
 
-    def apart(window: tuple[int, ...]) -> Fraction:
-        own = file_seconds(window, speed, answer_tokens)
-        return max(own / time, time / own)
+    def apart(index: int) -> Fraction:
+        return Fraction(max(times[index], wanted), min(times[index], wanted))
 
-    close = [window for window in windows if apart(window) <= _EVEN]
+    bound = _EVEN
+    close = [
+        index
+        for index, time in enumerate(times)
+        if time * bound.denominator <= wanted * bound.numerator
+        and wanted * bound.denominator <= time * bound.numerator
+    ]
     if close:
-        return max(close, key=lambda window: (len(window), -apart(window)))
-    return min(windows, key=apart)
+        return max(close, key=lambda index: (len(windows[index]), -apart(index)))
+    return min(range(len(windows)), key=apart)
 
 
 def budgets_from(values: Mapping[str, Any]) -> dict[str, Any]:

