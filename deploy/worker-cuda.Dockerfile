@@ -1,0 +1,27 @@
+# The rollout worker for NVIDIA GPUs: vLLM generates. See docs/worker-images.md for publishing it.
+#   docker build -f deploy/worker-cuda.Dockerfile -t prime-worker-cuda .
+# The task's command names the engine: ["python", "-m", "node.worker", "--engine", "vllm"]. Like the
+# CPU image it needs no network, no capability and no writable root but /tmp.
+# Not run yet on a GPU machine by its authors: files made with it are judged in shadow until a
+# calibration covers the set-up (orchestrator calibrate --device cuda).
+FROM nvidia/cuda:12.9.1-base-ubuntu24.04
+
+ARG VLLM="vllm==0.32.0"
+RUN apt-get update -q \
+    && apt-get install -y -q --no-install-recommends python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /opt/prime
+RUN pip install --no-cache-dir "${VLLM}"
+COPY pyproject.toml README.md ./
+COPY protocol protocol
+COPY node node
+RUN pip install --no-cache-dir ".[rollout-base]"
+
+# The engine checks the first two at start and refuses to run without them.
+ENV VLLM_USE_V2_MODEL_RUNNER=0 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \
+    HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false \
+    HOME=/tmp XDG_CACHE_HOME=/tmp/cache VLLM_CACHE_ROOT=/tmp/cache/vllm
+USER 65532:65532
+CMD ["python", "-m", "node.worker", "--engine", "vllm", "--device", "cuda", "--dtype", "bfloat16"]
