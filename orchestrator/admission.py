@@ -67,6 +67,29 @@ def solution_limit(backend: Backend) -> int:
     return hardware.solution_bytes(speed.challenge_size, speed.challenge_rounds)
 
 
+def awaited(backend: Backend, account: Address, challenge_id: str) -> int:
+    """Bytes of the solution to an open challenge of the account's own: asked before it is read.
+
+    Raises NotFoundError, PolicyError (another node's, too late), ConflictError (answered before).
+    """
+    with backend.store.read() as connection:
+        row = challenges.get(connection, challenge_id)
+    _check_open(row, account, backend.now())
+    assert row is not None
+    return hardware.solution_bytes(row.size, row.rounds)
+
+
+def _check_open(row: ChallengeRow | None, account: Address, arrived_at: float) -> None:
+    if row is None:
+        raise NotFoundError("there is no such challenge")
+    if row.node != account:
+        raise PolicyError("the challenge is another node's")
+    if arrived_at > row.deadline:
+        raise PolicyError("the challenge's deadline has passed; ask for another")
+    if row.used:
+        raise ConflictError("the challenge was answered before; ask for another")
+
+
 def solution(
     backend: Backend, account: Address, challenge_id: str, body: bytes, *, arrived_at: float
 ) -> AdmissionAnswer:
@@ -78,12 +101,8 @@ def solution(
     """
     with backend.store.begin() as connection:
         row = challenges.get(connection, challenge_id)
-        if row is None:
-            raise NotFoundError("there is no such challenge")
-        if row.node != account:
-            raise PolicyError("the challenge is another node's")
-        if arrived_at > row.deadline:
-            raise PolicyError("the challenge's deadline has passed; ask for another")
+        _check_open(row, account, arrived_at)
+        assert row is not None
         if not challenges.use(connection, challenge_id):
             raise ConflictError("the challenge was answered before; ask for another")
     products = hardware.decode_solution(body, row.size, row.rounds)

@@ -15,7 +15,7 @@ from orchestrator.store.sessions import SessionRow
 from protocol.core.errors import PolicyError, UntrustedError
 from protocol.core.ids import Address, Digest
 from protocol.core.messages import RevokeRequest, SessionAnswer, SessionRequest
-from protocol.transport.signatures import MAX_SKEW_SECONDS, verify_request
+from protocol.transport.signatures import MAX_SKEW_SECONDS, Verified, verify_headers
 
 MAX_SESSION_SECONDS = 24 * 3600
 MAX_SESSIONS = 64
@@ -32,6 +32,7 @@ class Caller:
     account: Address
     scope: str
     key_id: Digest
+    proven: Verified
 
 
 def open_session(backend: Backend, request: SessionRequest) -> SessionAnswer:
@@ -108,15 +109,15 @@ def authenticate(
     authority: str,
     target: str,
     headers: Mapping[str, str],
-    body: bytes,
 ) -> Caller:
-    """The caller of a signed request.
+    """The caller of a signed request, from its headers alone: the body is read only then, and has
+    to be held to `content_digest`.
 
     Raises MalformedError or UntrustedError if signature, session or nonce do not hold, PolicyError
     if the session is of another scope.
     """
     now = backend.now()
-    proven = verify_request(method, authority, target, headers, body, now=now)
+    proven = verify_headers(method, authority, target, headers, now=now)
     with backend.store.begin() as connection:
         session = sessions.get(connection, proven.key_id)
         if session is None or session.revoked or session.expiry <= now:
@@ -128,4 +129,4 @@ def authenticate(
         expires = proven.expires + NONCE_MARGIN_SECONDS
         if not sessions.use_nonce(connection, proven.key_id, proven.nonce, expires=expires):
             raise UntrustedError("this request was already made (its nonce is used up)")
-    return Caller(account=session.account, scope=session.scope, key_id=proven.key_id)
+    return Caller(session.account, session.scope, proven.key_id, proven)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,8 +19,10 @@ from starlette.exceptions import HTTPException
 from orchestrator.auth import Caller, authenticate
 from orchestrator.backend import Backend
 from protocol.core.errors import MalformedError, PrimeError, UnavailableError
+from protocol.core.ids import Address
 from protocol.core.signing import Strict
 from protocol.transport.problems import CONTENT_TYPE, to_problem
+from protocol.transport.signatures import check_body
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=Strict)
@@ -37,6 +41,8 @@ class Signed:
     arrived_at: float
 
 
+MAX_LARGE_BODIES = 8
+"""Of those that are taken into memory whole: bounds what strangers can make us hold."""
 MAX_DIGITS = 19
 """Digits of the largest number that is ever asked for (2^62)."""
 
@@ -69,12 +75,20 @@ def body_of(limit: int = SMALL_BODY) -> Any:
     return Depends(dependency)
 
 
-def signed_by(backend: Backend, scope: str, limit: int = SMALL_BODY) -> Any:
-    """Dependency: the authenticated caller with the raw body."""
+def signed_by(
+    backend: Backend,
+    scope: str,
+    limit: int = SMALL_BODY,
+    expects: Callable[[Address, Mapping[str, str]], int] | None = None,
+) -> Any:
+    """Dependency: the authenticated caller with the raw body.
+
+    Who asks is known before a byte of the body is read. For large bodies, `expects(account, path
+    parameters)` gives how many bytes the very one that is awaited has, or raises; and few of them
+    are read at once.
+    """
 
     async def dependency(request: Request) -> Signed:
-        body = await read_body(request, limit)
-        arrived_at = backend.now()
         query = request.scope["query_string"].decode("latin-1")
         target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
         caller = await run_in_threadpool(
@@ -85,11 +99,40 @@ def signed_by(backend: Backend, scope: str, limit: int = SMALL_BODY) -> Any:
             authority=request.headers.get("host", ""),
             target=target,
             headers=request.headers,
-            body=body,
         )
+        if expects is None:
+            body = await read_body(request, limit)
+        else:
+            size = await run_in_threadpool(expects, caller.account, request.path_params)
+            with _large.one():
+                body = await read_body(request, min(limit, size))
+        arrived_at = backend.now()
+        check_body(caller.proven, body)
         return Signed(caller, body, arrived_at)
 
     return Depends(dependency)
+
+
+class _LargeBodies:
+    """Counts the large bodies that are being read. Used in the event loop's thread alone."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._under_way = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Raises UnavailableError if too many are under way."""
+        if self._under_way >= self._most:
+            raise UnavailableError("too many large requests at once; try again in a moment")
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+
+_large = _LargeBodies(MAX_LARGE_BODIES)
 
 
 def parse(model: type[Model], body: bytes) -> Model:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import APIRouter, Response
 
 from orchestrator import admission, auth, intake, leasing, presence
 from orchestrator.backend import Backend
 from orchestrator.routes.http import Signed, answer, body_of, nothing, parse, signed_by, takes
 from protocol.core import ids
+from protocol.core.ids import Address
 from protocol.core.messages import (
     AdmissionAnswer,
     AdmissionRequest,
@@ -31,6 +34,9 @@ def router(backend: Backend) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
     node = signed_by(backend, "node")
+
+    def awaited(account: Address, path: Mapping[str, str]) -> int:
+        return admission.awaited(backend, account, path["challenge_id"])
 
     @routes.post(
         "/v1/sessions",
@@ -62,7 +68,9 @@ def router(backend: Backend) -> APIRouter:
     )
     def solution(
         challenge_id: str,
-        request: Signed = signed_by(backend, "node", admission.solution_limit(backend)),
+        request: Signed = signed_by(
+            backend, "node", admission.solution_limit(backend), expects=awaited
+        ),
     ) -> Response:
         """Answer it: int64 little-endian products, row by row."""
         return answer(

@@ -17,7 +17,7 @@ from protocol.core.signing import DigestField, Strict
 from protocol.core.task import Task
 
 MICRO = 1_000_000
-MAX_SOLUTION_BYTES = 256 << 20
+MAX_SOLUTION_BYTES = 64 << 20
 """Largest solution of a hardware challenge."""
 
 

@@ -34,16 +34,19 @@ _INPUT = re.compile(
     r";created=(\d{1,12});expires=(\d{1,12})"
     r';nonce="([A-Za-z0-9_-]{16,64})";keyid="(0x[0-9a-f]{64})";alg="ed25519")\Z'
 )
+_CONTENT_DIGEST = re.compile(r"sha-256=:[A-Za-z0-9+/]{43}=:\Z")
 _SIGNATURE = re.compile(r"sig1=:([A-Za-z0-9+/]{86}==):\Z")
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a valid signature proves. `expires` in Unix seconds."""
+    """What a valid signature proves. `expires` in Unix seconds; `content_digest` is the field's
+    value that was signed: the body has still to be held to it (`check_body`)."""
 
     key_id: Digest
     nonce: str
     expires: int
+    content_digest: str
 
 
 class SessionKey:
@@ -109,7 +112,23 @@ def verify_request(
     *,
     now: float,
 ) -> Verified:
-    """Checks a request's signature and freshness against the key that it names.
+    """`verify_headers` and `check_body` in one. Raises as they do."""
+    verified = verify_headers(method, authority, target, headers, now=now)
+    check_body(verified, body)
+    return verified
+
+
+def check_body(verified: Verified, body: bytes) -> None:
+    """Raises UntrustedError unless `body` is the one that was signed."""
+    if verified.content_digest != content_digest(body):
+        raise UntrustedError("the body does not match its Content-Digest")
+
+
+def verify_headers(
+    method: str, authority: str, target: str, headers: Mapping[str, str], *, now: float
+) -> Verified:
+    """Checks a request's signature and freshness against the key that it names, before a byte of
+    its body is read: the signature covers the body's digest.
 
     The caller must still look up that a session owns `key_id` and that the nonce is new.
     `target` is the raw path with its query; header names are matched in lower case.
@@ -120,18 +139,19 @@ def verify_request(
     if given is None or signed is None:
         raise MalformedError("the request carries no signature of the accepted form (RFC 9421)")
     params, created, expires, nonce, key_id = given.groups()
-    if headers.get("content-digest") != content_digest(body):
-        raise UntrustedError("the body does not match its Content-Digest")
+    body_digest = headers.get("content-digest", "")
+    if not _CONTENT_DIGEST.match(body_digest):
+        raise MalformedError("the request carries no SHA-256 Content-Digest (RFC 9530)")
     if not int(created) < int(expires) <= int(created) + LIFETIME_SECONDS:
         raise UntrustedError(f"a signature may live at most {LIFETIME_SECONDS} s")
     if int(created) > now + MAX_SKEW_SECONDS:
         raise UntrustedError("the signature was made in the future: check the machine's clock")
     if int(expires) < now - MAX_SKEW_SECONDS:
         raise UntrustedError("the signature has expired: check the machine's clock")
-    base = _base(method, authority, target, headers["content-digest"], params)
+    base = _base(method, authority, target, body_digest, params)
     try:
         raw = base64.b64decode(signed.group(1), validate=True)
         Ed25519PublicKey.from_public_bytes(to_bytes(digest(key_id))).verify(raw, base)
     except (InvalidSignature, ValueError, binascii.Error) as error:
         raise UntrustedError("the request's signature does not verify") from error
-    return Verified(key_id=digest(key_id), nonce=nonce, expires=int(expires))
+    return Verified(digest(key_id), nonce, int(expires), body_digest)

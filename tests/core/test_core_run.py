@@ -8,11 +8,11 @@ from pydantic import ValidationError
 from protocol.core.run import RunDefinition, SpeedClasses
 
 
-def test_a_challenge_s_solution_has_at_most_256_mebibytes() -> None:
-    assert SpeedClasses(challenge_size=4096, challenge_rounds=2).challenge_rounds == 2
-    with pytest.raises(ValidationError, match="256 MiB"):
-        SpeedClasses(challenge_size=4096, challenge_rounds=3)
-    with pytest.raises(ValidationError, match="256 MiB"):
+def test_a_challenge_s_solution_has_at_most_64_mebibytes() -> None:
+    assert SpeedClasses(challenge_size=2048, challenge_rounds=2).challenge_rounds == 2
+    with pytest.raises(ValidationError, match="64 MiB"):
+        SpeedClasses(challenge_size=2048, challenge_rounds=3)
+    with pytest.raises(ValidationError, match="64 MiB"):
         SpeedClasses(challenge_size=8192, challenge_rounds=64)
 
 
