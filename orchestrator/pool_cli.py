@@ -106,11 +106,11 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
     try:
         contracts = Contracts(client, place)
         found = pool_of(contracts, pool)
-        funds = contracts.rewards.funds(pool)
+        rules, funds = contracts.pools.rules_of(pool), contracts.rewards.funds(pool)
         validators = history.validators(client, place, pool)
     finally:
         client.close()
-    facts: dict[str, Any] = {"pool": pool, **asdict(found)}
+    facts: dict[str, Any] = {"pool": pool, **asdict(found), **asdict(rules)}
     facts |= {
         "stake_per_class": str(found.stake_per_class),
         "free": str(funds.free),
@@ -120,7 +120,8 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
     if json_output:
         typer.echo(json.dumps(facts))
         return
-    typer.echo(f"pool {pool}{' (ended)' if found.ended else ''}")
+    state = " (ended)" if found.ended else " (paused: nobody joins)" if rules.paused else ""
+    typer.echo(f"pool {pool}{state}{', listed providers only' if rules.list_only else ''}")
     typer.echo(f"  manager   {found.manager}")
     typer.echo(f"  trainer   {found.trainer}")
     typer.echo(f"  judged by {', '.join(validators) or 'nobody: appoint one by set-validator'}")

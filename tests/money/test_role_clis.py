@@ -1,0 +1,470 @@
+"""What managers, validators, guardian and governor type, against a real chain; and mistype."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from money_kit import RUN
+
+from devnet.chain import Anvil, dev_signer, find_anvil
+from devnet.deployed import Deployed
+from orchestrator.cli import main
+from protocol.chain import flows
+from protocol.chain.amounts import ETHER
+from protocol.chain.contracts import ProposalState
+from protocol.chain.deployer import Options, deploy
+from protocol.chain.deployment import Deployment
+from protocol.chain.keystore import save_keystore
+from protocol.core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
+from protocol.core.errors import UserError
+from protocol.core.ids import ZERO_ADDRESS, Digest
+from protocol.core.node import NodeConsent
+from protocol.core.rollout import Submission
+from protocol.core.signing import LocalSigner
+
+ADMIN, MANAGER, TRAINER, VALIDATOR, SECOND, OWNER, NODE, STRANGER = (
+    dev_signer(n) for n in range(8)
+)
+
+
+def _anvil_is_here() -> bool:
+    try:
+        find_anvil()
+    except UserError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+
+
+@dataclass
+class Office:
+    """A chain with a bond and a deposit at stake, and `orchestrator` as anybody types it."""
+
+    deployed: Deployed
+    folder: Path
+    pool: int = 0
+
+    def run(self, *words: str, who: LocalSigner | None = MANAGER) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error. `who` None: a reading command."""
+        flags = ["--rpc", self.deployed.url, "--deployment", str(self.deployed.path)]
+        if who is not None:
+            flags += ["--wallet", str(self.keystore(who))]
+            flags += ["--password-file", str(self.folder / "password")]
+        out, said = io.StringIO(), io.StringIO()
+        with (
+            patch.object(sys, "argv", ["orchestrator", *words, *flags]),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(said),
+        ):
+            try:
+                main()
+                status = 0
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+        return status, out.getvalue(), said.getvalue()
+
+    def __call__(self, *words: str, who: LocalSigner | None = MANAGER) -> Any:
+        """JSON of a command that must succeed."""
+        status, out, said = self.run(*words, "--json", who=who)
+        assert status == 0, said
+        return json.loads(out)
+
+    def refused(self, *words: str, who: LocalSigner | None = MANAGER) -> str:
+        """The sentence of a command that must fail: one line, no traceback."""
+        status, _, said = self.run(*words, who=who)
+        assert status not in (0, 1), said
+        assert len(said.strip().splitlines()) == 1, said
+        return said
+
+    def keystore(self, signer: LocalSigner) -> Path:
+        path = self.folder / f"{signer.address}.json"
+        if not path.exists():
+            save_keystore(path, bytes(signer.account.key), "secret", light=True)
+        return path
+
+    @property
+    def number(self) -> tuple[str, str]:
+        return "--pool", str(self.pool)
+
+    def seat(self) -> None:
+        """The owner's node in the pool, by an invite file that anyone carries."""
+        deployed, c = self.deployed, self.deployed.contracts
+        deployed.send(OWNER, c.token.faucet())
+        for call in flows.register_and_stake(c, OWNER.address, OWNER.address, 300 * ETHER):
+            deployed.send(OWNER, call)
+        consent = NodeConsent(
+            provider=OWNER.address, node=NODE.address, salt=sha256(b"salt"),
+            deadline=deployed.now() + 1000,
+        )  # fmt: skip
+        signature = NODE.sign(consent, deployed.deployment.domain_of(consent))
+        deployed.send(OWNER, c.registry.add_node(consent, signature))
+        deployed.send(OWNER, c.pools.allow(self.pool, 2))
+        file = self.folder / "invite.json"
+        self("pool", "invite", NODE.address, "--class", "1", "--out", str(file), *self.number)
+        self("pool", "join", str(file), who=STRANGER)
+
+    def proposal(self, number: int) -> ProposalState:
+        found = self.deployed.contracts.slasher.proposal(number)
+        assert found is not None
+        return found.state
+
+    def propose(self, index: int = 0) -> int:
+        """A slash proposal by VALIDATOR about NODE; its number."""
+        deployed, c = self.deployed, self.deployed.contracts
+        submission = Submission(
+            pool=self.pool, lease_digest=sha256(b"lease%d" % index), step=1,
+            policy_digest=sha256(b"p"), sha256=sha256(b"file%d" % index), size=1, rows=1,
+            valid_until=deployed.now() + 1000,
+        )  # fmt: skip
+        domain = deployed.deployment.domain_of(submission)
+        leaf = submission.digest(domain)
+        post = c.work.post_root(self.pool, merkle_root([leaf]), 1, sha256(b"object"))
+        deployed.send(MANAGER, post)
+        seq = index + 1
+        propose = c.slasher.propose(
+            submission, NODE.address, NODE.sign(submission, domain), seq, [], sha256(b"e"), 4,
+            50 * ETHER,
+        )  # fmt: skip
+        deployed.send(VALIDATOR, propose)
+        number = c.slasher.proposal_of(leaf)
+        assert number is not None
+        return number
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
+    folder = tmp_path_factory.mktemp("office")
+    from devnet.deployed import TEST_PERIODS
+    from protocol.chain.client import ChainClient
+
+    with Anvil() as anvil:
+        client = ChainClient([anvil.url], 31337)
+        options = Options(
+            periods=TEST_PERIODS.model_copy(
+                update={
+                    "epoch_length": RUN.epoch_seconds, "validity": RUN.validity_seconds,
+                    "unbonding": RUN.validity_seconds + 40,
+                }
+            ),
+            testnet=True, holder=ADMIN.address, supply=10**9 * ETHER, guardian=ADMIN.address,
+            validator_bond=1000 * ETHER,
+        )  # fmt: skip
+        deployment = deploy(client, ADMIN, options, journal=folder / "deploy.sqlite")
+        deployment.save(folder / "deployment.json")
+        (folder / "password").write_text("secret")
+        (folder / "run.json").write_bytes(RUN.canonical())
+        accounts = [dev_signer(n) for n in range(10)]
+        deployed = Deployed(anvil, deployment, folder / "deployment.json", accounts, client)
+        office = Office(deployed, folder)
+        made = office(
+            "pool", "create", "--run", str(folder / "run.json"), "--trainer", TRAINER.address,
+            "--validator", VALIDATOR.address, "--faucet",
+        )  # fmt: skip
+        office.pool = made["pool"]
+        yield office
+        client.close()
+
+
+@pytest.fixture
+def office(chain: Office) -> Iterator[Office]:
+    revert = chain.deployed.anvil.snapshot()
+    yield chain
+    revert()
+    for journal in chain.folder.glob("*.journal.sqlite*"):
+        journal.unlink()  # the chain has forgotten what they remember
+
+
+def test_a_manager_funds_pauses_starts_and_shows_a_pool(office: Office) -> None:
+    assert office("pool", "fund", "--amount", "12.5", *office.number)["free"] == str(
+        25 * ETHER // 2
+    )
+    office("pool", "pause", *office.number)
+    assert office("pool", "show", *office.number, who=None)["paused"] is True
+    office("pool", "start", *office.number)
+    shown = office("pool", "show", *office.number, who=None)
+    assert (shown["paused"], shown["list_only"], shown["validators"]) == (
+        False, False, [VALIDATOR.address],
+    )  # fmt: skip
+    assert "NotAllowed" in office.refused("pool", "pause", *office.number, who=STRANGER)
+
+
+def test_an_invite_is_a_file_that_anyone_carries(office: Office) -> None:
+    office.seat()
+    assert office.deployed.contracts.pools.class_of(office.pool, NODE.address) == 1
+    said = office.refused(
+        "pool", "invite", NODE.address, "--class", "1", *office.number, who=STRANGER
+    )
+    assert f"is managed by {MANAGER.address}" in said
+    (office.folder / "bad.json").write_text("[]")
+    assert "is no signed invite" in office.refused("pool", "join", str(office.folder / "bad.json"))
+
+
+def test_a_node_is_ejected_banned_and_let_back(office: Office) -> None:
+    office.seat()
+    pools = office.deployed.contracts.pools
+    office("pool", "eject", NODE.address, *office.number)
+    assert pools.class_of(office.pool, NODE.address) == 0
+    office("pool", "ban", NODE.address, *office.number)
+    seat = pools.seat_of(office.pool, NODE.address)
+    assert seat is not None
+    assert seat.banned
+    office("pool", "unban", NODE.address, *office.number)
+    seat = pools.seat_of(office.pool, NODE.address)
+    assert seat is not None
+    assert not seat.banned
+    assert "NotMember" in office.refused("pool", "eject", NODE.address, *office.number)
+
+
+def test_a_pool_may_let_in_listed_providers_only(office: Office) -> None:
+    office("pool", "list-only", *office.number)
+    office("pool", "allow", OWNER.address, STRANGER.address, *office.number)
+    office("pool", "allow", STRANGER.address, "--off", *office.number)
+    pools = office.deployed.contracts.pools
+    assert pools.rules_of(office.pool).list_only
+    assert pools.is_listed(office.pool, OWNER.address)
+    assert not pools.is_listed(office.pool, STRANGER.address)
+    office("pool", "list-only", "--off", *office.number)
+    assert not pools.rules_of(office.pool).list_only
+
+
+def test_an_ended_pool_is_refunded_once(office: Office) -> None:
+    office("pool", "fund", "--amount", "5", *office.number)
+    assert "PoolNotEnded" in office.refused("pool", "refund", *office.number)
+    office("pool", "end", *office.number)
+    office("pool", "refund", *office.number)
+    assert "NothingToRefund" in office.refused("pool", "refund", *office.number)
+    assert "PoolHasEnded" in office.refused("pool", "fund", "--amount", "5", *office.number)
+
+
+def test_a_validator_bonds_unbonds_rebonds_withdraws_and_resigns(office: Office) -> None:
+    deployed = office.deployed
+    status = ("validator", "status", VALIDATOR.address, *office.number)
+    assert office(*status, who=None)["may_propose"] is False
+    deployed.send(VALIDATOR, deployed.contracts.token.faucet())
+    office("validator", "bond", "1500", who=VALIDATOR)
+    found = office(*status, who=None)
+    assert (found["may_propose"], found["bond_needed"]) == (True, str(1000 * ETHER))
+    office("validator", "unbond", "600", who=VALIDATOR)
+    assert office(*status, who=None)["may_propose"] is False
+    office("validator", "rebond", "100", who=VALIDATOR)
+    assert office(*status, who=None)["may_propose"] is True
+    assert "NothingToWithdraw" in office.refused("validator", "withdraw", who=VALIDATOR)
+    deployed.anvil.forward(deployed.deployment.periods.unbonding + 1)
+    office("validator", "withdraw", who=VALIDATOR)
+    office("validator", "resign", *office.number, who=VALIDATOR)
+    assert office(*status, who=None)["appointed"] is False
+    assert "holds" in office.refused("validator", "bond", "1", who=STRANGER)
+
+
+@pytest.fixture
+def disputed(office: Office) -> Office:
+    """A seated node, two bonded validators, one disputed proposal (number 1)."""
+    deployed, c = office.deployed, office.deployed.contracts
+    office.seat()
+    for signer in (VALIDATOR, SECOND):
+        deployed.send(signer, c.token.faucet())
+        office("validator", "bond", "1000", who=signer)
+    office("pool", "set-validator", SECOND.address, *office.number)
+    assert office.propose() == 1
+    deployed.send(OWNER, c.token.approve(c.slasher.address, c.slasher.dispute_deposit()))
+    deployed.send(OWNER, c.slasher.dispute(1))
+    return office
+
+
+def test_another_validator_confirms_a_disputed_slash(disputed: Office) -> None:
+    waiting = disputed("validator", "status", SECOND.address, *disputed.number, who=None)[
+        "disputes"
+    ]
+    assert [one["id"] for one in waiting] == [1]
+    assert "OwnProposal" in disputed.refused("validator", "confirm", "1", who=VALIDATOR)
+    disputed("validator", "confirm", "1", who=SECOND)
+    assert disputed.proposal(1) is ProposalState.EXECUTED
+    assert "WrongState" in disputed.refused("validator", "overturn", "1", who=SECOND)
+
+
+def test_another_validator_overturns_a_disputed_slash(disputed: Office) -> None:
+    disputed("validator", "overturn", "1", who=SECOND)
+    assert disputed.proposal(1) is ProposalState.CANCELLED
+    (listed,) = disputed("slash", "list", *disputed.number, who=None)
+    assert listed["status"] == "cancelled"
+
+
+def test_a_dispute_that_nobody_judged_lapses_by_anyone(disputed: Office) -> None:
+    assert "WindowOpen" in disputed.refused("slash", "lapse", "1", who=STRANGER)
+    disputed.deployed.anvil.forward(disputed.deployed.deployment.periods.dispute_window + 1)
+    assert "WindowClosed" in disputed.refused("validator", "confirm", "1", who=SECOND)
+    disputed("slash", "lapse", "1", who=STRANGER)
+    assert disputed.proposal(1) is ProposalState.CANCELLED
+
+
+def test_an_undisputed_slash_is_executed_by_anyone_and_another_cancelled_by_the_guardian(
+    disputed: Office,
+) -> None:
+    second, third = disputed.propose(1), disputed.propose(2)
+    assert "NotAllowed" in disputed.refused("slash", "cancel", str(second), who=MANAGER)
+    disputed("slash", "cancel", str(second), who=ADMIN)
+    assert disputed.proposal(second) is ProposalState.CANCELLED
+    assert "WindowOpen" in disputed.refused("slash", "execute", str(third), who=STRANGER)
+    disputed.deployed.anvil.forward(disputed.deployed.deployment.periods.slash_window + 1)
+    disputed("slash", "execute", str(third), who=STRANGER)
+    assert disputed.proposal(third) is ProposalState.EXECUTED
+    assert disputed("slash", "guardian", who=None)["guardian"] == ADMIN.address
+
+
+def test_the_guardian_disables_a_reward_root_in_time(office: Office) -> None:
+    deployed, c = office.deployed, office.deployed.contracts
+    office("pool", "fund", "--amount", "10", *office.number)
+    epoch = deployed.now() // RUN.epoch_seconds
+    deployed.anvil.forward(2 * RUN.epoch_seconds + RUN.validity_seconds)
+    leaves = [reward_leaf(NODE.address, ETHER), reward_leaf(ZERO_ADDRESS, 1)]
+    post = c.rewards.post_reward_root(
+        office.pool, epoch, merkle_root(leaves), ETHER, sha256(b"object")
+    )
+    deployed.send(MANAGER, post)
+    # a root of another pool is no root of this one
+    claim = c.rewards.claim(office.pool + 1, epoch, NODE.address, ETHER, merkle_proof(leaves, 0))
+    with pytest.raises(Exception, match="UnknownRewardRoot"):
+        deployed.client.call(claim)
+    assert "UnknownRewardRoot" in office.refused(
+        "slash", "disable", "--pool", str(office.pool + 1), "--epoch", str(epoch), who=ADMIN
+    )
+    office("slash", "disable", "--epoch", str(epoch), *office.number, who=ADMIN)
+    root = c.rewards.reward_root(office.pool, epoch)
+    assert root is not None
+    assert root.disabled
+
+
+def test_the_governor_announces_hands_over_and_renounces(office: Office) -> None:
+    show = ("terms", "show")
+    assert office(*show, who=None)["governor"] == ADMIN.address
+    announce = ("terms", "announce", "--deposit", "7", "--bond", "0")
+    assert "NotAllowed" in office.refused(*announce, who=MANAGER)
+    office(*announce, who=ADMIN)
+    announced = office(*show, who=None)["announced"]
+    assert (announced["dispute_deposit"], announced["bond"]) == (str(7 * ETHER), "0")
+    assert "TooEarly" in office.refused("terms", "apply", who=STRANGER)
+    office.deployed.anvil.forward(office.deployed.deployment.periods.unbonding + 1)
+    office("terms", "apply", who=STRANGER)
+    assert office(*show, who=None)["dispute_deposit"] == str(7 * ETHER)
+    office("terms", "hand-over", STRANGER.address, who=ADMIN)
+    assert office(*show, who=None)["pending_governor"] == STRANGER.address
+    office("terms", "accept", who=STRANGER)
+    office("terms", "renounce", who=STRANGER)
+    assert office(*show, who=None)["governor"] is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("pool", "fund", "--amount", "1"), ("pool", "pause"), ("pool", "end"), ("pool", "refund"),
+        ("pool", "eject", NODE.address), ("pool", "ban", NODE.address),
+        ("pool", "allow", OWNER.address), ("pool", "list-only"),
+        ("pool", "set-validator", SECOND.address), ("validator", "resign"),
+        ("slash", "disable", "--epoch", "3"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_command_prints_calldata_without_a_key_and_rehearses_without_sending(
+    office: Office, words: tuple[str, ...]
+) -> None:
+    block = office.deployed.client.block_number()
+    base = (*words, *office.number, "--sender", MANAGER.address)
+    bare = office(*base, "--calldata", who=None)
+    assert (bare["chain_id"], bare["sender"]) == (31337, MANAGER.address)
+    assert bare["calls"]
+    for call in bare["calls"]:
+        assert call["data"].startswith("0x")
+        assert set(call) == {"to", "value", "data", "description"}
+    dry = office(*base, "--dry-run", who=None)
+    for call in dry["calls"]:
+        assert (call["gas"] is None) or call["gas"] > 20_000
+        assert call["l1_fee_wei"] is None
+    assert office.deployed.client.block_number() == block
+
+
+def test_a_dry_run_reads_as_sentences(office: Office) -> None:
+    _, out, _ = office.run("pool", "end", *office.number, "--dry-run")
+    assert "gas, no L1 data fee on this chain" in out
+    assert "in all about" in out
+    _, out, _ = office.run("pool", "refund", *office.number, "--dry-run")
+    assert "would be refused: PoolNotEnded" in out
+
+
+# ── bad input: a named error, one sentence ──
+
+
+def test_an_amount_over_the_balance(office: Office) -> None:
+    said = office.refused("pool", "fund", "--amount", "20000", *office.number)
+    assert "holds 10000 PRIME, less than 20000 PRIME" in said
+
+
+def test_an_unknown_pool(office: Office) -> None:
+    for words in (("pool", "show"), ("pool", "fund", "--amount", "1")):
+        said = office.refused(*words, "--pool", "77", who=None if words[1] == "show" else MANAGER)
+        assert "there is no pool 77 on this chain: UnknownPool(pool=77)" in said
+    assert "UnknownPool(pool=77)" in office.refused("pool", "end", "--pool", "77")
+
+
+def test_a_wrong_chain(office: Office, tmp_path: Path) -> None:
+    other = office.deployed.deployment.model_copy(update={"chain_id": 84532})
+    other.save(tmp_path / "other.json")
+    moved = Office(office.deployed, office.folder, office.pool)
+    moved.deployed = Deployed(
+        office.deployed.anvil, other, tmp_path / "other.json", office.deployed.accounts,
+        office.deployed.client,
+    )  # fmt: skip
+    said = moved.refused("pool", "show", *office.number, who=None)
+    assert "serves chain 31337, not the deployment's chain 84532" in said
+
+
+def test_an_expired_permit_and_a_used_window_name_their_errors(office: Office) -> None:
+    deployed, c = office.deployed, office.deployed.contracts
+    deployed.send(OWNER, c.token.faucet())
+    permit = c.token.permit(OWNER, c.vault.address, ETHER, deployed.now() - 1)
+    from protocol.chain.errors import ChainRevertedError
+
+    with pytest.raises(ChainRevertedError) as caught:
+        deployed.client.call(c.vault.deposit_with_permit(ETHER, permit), sender=OWNER.address)
+    assert caught.value.name == "ERC2612ExpiredSignature"
+    assert caught.value.arguments == {"deadline": permit.deadline}
+    assert str(caught.value) == (
+        "deposit 1 PRIME of stake by permit is refused by the contract: "
+        f"ERC2612ExpiredSignature(deadline={permit.deadline})"
+    )
+
+
+def test_no_wallet_and_no_account_are_told(office: Office) -> None:
+    assert "no wallet is named" in office.refused("pool", "end", *office.number, who=None)
+    said = office.refused("pool", "end", *office.number, "--calldata", who=None)
+    assert "nothing says which account would send" in said
+    said = office.refused("pool", "end", *office.number, "--sender", STRANGER.address)
+    assert f"is of {MANAGER.address}, not of {STRANGER.address}" in said
+
+
+def test_a_deployment_is_checked_by_the_command(office: Office, tmp_path: Path) -> None:
+    found = office("deployment", "check", who=None)
+    assert found["ok"] is True
+    assert {"code of Slasher", "periods", "one guardian"} <= {c["name"] for c in found["checks"]}
+    file = office.deployed.deployment
+    wrong = file.model_copy(update={"code": {**file.code, "work": Digest("0x" + "11" * 32)}})
+    wrong.save(tmp_path / "wrong.json")
+    moved = Office(office.deployed, office.folder)
+    moved.deployed = Deployed(
+        office.deployed.anvil, wrong, tmp_path / "wrong.json", office.deployed.accounts,
+        office.deployed.client,
+    )  # fmt: skip
+    status, out, _ = moved.run("deployment", "check", who=None)
+    assert status == 1
+    assert "✗ code of Work" in out
+    assert Deployment.load(tmp_path / "wrong.json") == wrong
