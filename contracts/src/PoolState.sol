@@ -126,7 +126,8 @@ abstract contract PoolState is EIP712 {
     mapping(uint256 pool => Pool) internal _pools;
     mapping(uint256 pool => mapping(address node => Stay)) internal _seats;
     mapping(uint256 pool => mapping(address node => Move)) internal _moves;
-    mapping(uint256 pool => uint64) internal _endedAt;
+    /// @notice When a pool ended (Unix time), zero while it runs.
+    mapping(uint256 pool => uint64) public endedAt;
 
     /// @param vault_ Holds the stake.
     constructor(StakeVault vault_) EIP712("Prime", "1") {
@@ -138,10 +139,10 @@ abstract contract PoolState is EIP712 {
     function rulesOf(uint256 pool)
         external
         view
-        returns (bool paused, bool listOnly, uint64 endedAt)
+        returns (bool paused, bool listOnly, uint64 ended)
     {
         Pool storage p = _known(pool);
-        return (p.paused, p.listOnly, _endedAt[pool]);
+        return (p.paused, p.listOnly, endedAt[pool]);
     }
 
     /// @notice A pool's facts. Reverts if there is no such pool.

@@ -122,7 +122,7 @@ contract Pools is PoolState {
         Pool storage p = _managed(pool);
         if (p.ended) revert Errors.PoolHasEnded(pool);
         p.ended = true;
-        _endedAt[pool] = uint64(block.timestamp);
+        endedAt[pool] = uint64(block.timestamp);
         emit PoolEnded(pool);
     }
 
@@ -141,13 +141,15 @@ contract Pools is PoolState {
     /// @return treasury Where the slashed stake goes, zero if it is burned.
     function expel(uint256 pool, address node) external returns (address treasury) {
         if (msg.sender != slasher) revert Errors.NotAllowed(msg.sender);
+        treasury = _pools[pool].treasury;
         Stay storage seat = _seats[pool][node];
+        _setFlag(seat, BANNED, true);
         if (seat.leftAt != 0) {
-            address to = _moves[pool][node].to;
-            if (to != address(0)) _expel(pool, to);
+            node = _moves[pool][node].to;
+            if (node == address(0)) return treasury;
+            _setFlag(_seats[pool][node], BANNED, true);
         }
-        _expel(pool, node);
-        return _pools[pool].treasury;
+        if (_vacate(pool, node, EJECTED)) emit NodeEjected(pool, node);
     }
 
     // ----------------------------------------------------------------------------- the registry's
@@ -281,6 +283,7 @@ contract Pools is PoolState {
         if (provider == address(0)) revert Errors.UnknownNode(node);
         if (p.listOnly && !isListed[pool][provider]) revert Errors.NotListed(pool, provider);
         if (last.provider != address(0)) {
+            // slither-disable-next-line incorrect-equality
             if (last.leftAt == 0) revert Errors.AlreadyMember(pool, node);
             if (_deadline(invite) <= last.inviteDeadline) {
                 revert Errors.InviteUsed(pool, node, invite.deadline);
@@ -306,12 +309,6 @@ contract Pools is PoolState {
 
     function _setFlag(Stay storage seat, uint8 flag, bool on) private {
         seat.flags = on ? seat.flags | flag : seat.flags & ~flag;
-    }
-
-    /// @dev Bars a node, and frees its seat if it has one.
-    function _expel(uint256 pool, address node) private {
-        _setFlag(_seats[pool][node], BANNED, true);
-        if (_vacate(pool, node, EJECTED)) emit NodeEjected(pool, node);
     }
 
     /// @dev Frees the seat and the stake that it needs. False if the node has none.

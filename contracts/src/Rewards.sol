@@ -156,7 +156,7 @@ contract Rewards is ReentrancyGuardTransient {
     /// nobody claimed. By the manager of an ended pool, which posts the last reward roots first.
     function refund(uint256 pool) external nonReentrant {
         if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
-        (,, uint64 endedAt) = pools.rulesOf(pool);
+        uint64 endedAt = pools.endedAt(pool);
         if (endedAt == 0) revert Errors.PoolNotEnded(pool);
         Funds storage f = _funds[pool];
         uint256 amount = f.free;
@@ -270,8 +270,8 @@ contract Rewards is ReentrancyGuardTransient {
     /// @param claims What to pay. Those that follow one another to one account are one transfer.
     /// @return paid The sum.
     function claimMany(Claim[] calldata claims) external returns (uint256 paid) {
-        address last;
-        uint256 owed;
+        address last = address(0);
+        uint256 owed = 0;
         for (uint256 i; i < claims.length; ++i) {
             Claim calldata c = claims[i];
             (uint256 amount, address payout) =

@@ -254,9 +254,10 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         Entry memory p = _judged(id);
         address proposer = pools.validatorAt(p.pool, p.number);
         uint256 bond = _terms.bond;
+        uint256 deposit = _close(id);
         uint256 penalty = bond == 0 ? 0 : vault.openSlash(proposer, bond);
         emit SlashOverturned(id, msg.sender, penalty);
-        _cancel(id, p);
+        _letGo(id, p, deposit);
         if (bond > 0) vault.settleSlash(proposer, penalty, pools.treasuryOf(p.pool));
     }
 
@@ -264,7 +265,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     function lapse(uint256 id) external nonReentrant {
         Entry memory p = _in(id, State.Disputed);
         if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);
-        _cancel(id, p);
+        _letGo(id, p, _close(id));
     }
 
     /// @notice Calls a proposal off. By the guardian, until its power ends.
@@ -276,7 +277,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         if (p.state != State.Proposed && p.state != State.Disputed) {
             revert Errors.WrongState(id, uint8(p.state));
         }
-        _cancel(id, p);
+        _letGo(id, p, _close(id));
     }
 
     /// @notice A proposal, zeros if there is none of this number.
@@ -298,6 +299,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
 
     function _in(uint256 id, State state) private view returns (Entry memory p) {
         p = _entries[id];
+        // slither-disable-next-line incorrect-equality
         if (p.state == State.None) revert Errors.UnknownProposal(id);
         if (p.state != state) revert Errors.WrongState(id, uint8(p.state));
     }
@@ -306,7 +308,9 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     function _judged(uint256 id) private view returns (Entry memory p) {
         p = _in(id, State.Disputed);
         uint8 number = pools.validatorNumber(p.pool, msg.sender);
+        // slither-disable-next-line incorrect-equality
         if (number == 0) revert Errors.NotAllowed(msg.sender);
+        // slither-disable-next-line incorrect-equality
         if (number == p.number) revert Errors.OwnProposal(id, msg.sender);
         if (block.timestamp >= p.deadline) revert Errors.WindowClosed(id, p.deadline);
     }
@@ -348,11 +352,16 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         vault.settleSlash(p.provider, p.amount, treasury);
     }
 
-    function _cancel(uint256 id, Entry memory p) private {
+    /// @dev Enters the end of a proposal that came to nothing; what its dispute held is to be returned.
+    function _close(uint256 id) private returns (uint256 deposit) {
         _entries[id].state = State.Cancelled;
+        return _takeDeposit(id);
+    }
+
+    /// @dev Gives stake and deposit back.
+    function _letGo(uint256 id, Entry memory p, uint256 deposit) private {
         emit SlashCancelled(id, p.pool, p.node);
         vault.releaseSlash(p.provider, p.amount);
-        uint256 deposit = _takeDeposit(id);
         if (deposit > 0) token.safeTransfer(p.provider, deposit);
     }
 

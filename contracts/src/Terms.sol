@@ -88,6 +88,7 @@ abstract contract Terms {
 
     /// @notice Puts the announced terms in force. By anyone, once their time has come.
     function applyTerms() external {
+        // slither-disable-next-line incorrect-equality
         if (_actAt == 0) revert Errors.NothingAnnounced();
         if (block.timestamp < _actAt) revert Errors.TooEarly(_actAt, block.timestamp);
         _terms = _announced;
@@ -107,6 +108,7 @@ abstract contract Terms {
 
     /// @notice The announced terms and from when on they can be put in force; zeros if there are none.
     function announced() external view returns (uint256 deposit, uint256 bond, uint64 actAt) {
+        // slither-disable-next-line incorrect-equality
         if (_actAt == 0) return (0, 0, 0);
         return (_announced.deposit, _announced.bond, _actAt);
     }

@@ -214,6 +214,7 @@ library Statements {
         pure
         returns (bool)
     {
+        // slither-disable-next-line unused-return
         (address recovered, ECDSA.RecoverError problem,) =
             ECDSA.tryRecoverCalldata(digest, signature);
         return problem == ECDSA.RecoverError.NoError && recovered == signer;
