@@ -175,6 +175,6 @@ def tiny_models(folder: Path) -> list[Path]:
     from protocol.engine.tiny import write_tiny_model
 
     return [
-        write_tiny_model(folder / "small", seed=1),
+        write_tiny_model(folder / "small", seed=1, hidden=128),
         write_tiny_model(folder / "deep", seed=2, hidden=128, layers=6, logit_scale=4.0),
     ]

@@ -53,7 +53,8 @@ class Finding:
 
     `rows_drawn` are the rows replayed; `row_statistics` those of each; `table` and `units` are set
     for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
-    Statistics are named in proofs.thresholds.
+    Statistics are named in proofs.thresholds; beside them `tokens`, `equal`, `tail_probability`
+    (replay.combine) and `compute_share`, the replay's cost.
     """
 
     reason: Reason
@@ -341,6 +342,7 @@ def _judge_replay(
     except MemoryError as error:
         return Finding(Reason.OUT_OF_RESOURCES, f"replay ran out of memory: {error}")
     statistics = replay.combine(found)
+    statistics["compute_share"] = _compute_share(file, numbers, engine)
     if limits is None:
         made = file.metadata
         return Finding(
@@ -366,6 +368,15 @@ def _judge_replay(
         units=Units(0 if accusation else sum(row.output_tokens for row in table)),
         setup=" ".join((file.metadata.engine, file.metadata.dtype, file.metadata.device)),
     )
+
+
+def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) -> float:
+    """What the replay computed as a share of what making the file did: tokens through the model,
+    twice where another dtype's drift is measured too. A token's work is nearly the same either way;
+    a prefill's runs many times faster."""
+    tokens = [len(row.prompt_tokens) + len(row.output_tokens) for row in file.rows]
+    passes = 1 if file.metadata.dtype == engine.dtype else 2
+    return passes * sum(tokens[number] for number in numbers) / sum(tokens)
 
 
 def _limits(

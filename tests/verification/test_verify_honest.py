@@ -179,3 +179,18 @@ def test_a_file_of_another_lease_is_void(world: Any) -> None:
     first, second = world.honest(9), world.honest(10)
     found = world.judge(replace(first, data=second.data))
     assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_LEASE)
+
+
+@pytest.mark.parametrize(("dtype", "passes"), [("float32", 1), ("bfloat16", 2)])
+def test_the_replays_cost_is_reported_as_a_share_of_the_files(
+    world: Any, dtype: str, passes: int
+) -> None:
+    engine = load_engine(TRAINED, dtype=dtype)
+    file = world.honest(77, engine)
+    found = world.judge(file)
+    rows = read_rollout_file(file.data).rows
+    tokens = [len(row.prompt_tokens) + len(row.output_tokens) for row in rows]
+    drawn = sum(tokens[number] for number in found.rows_drawn)
+    assert found.statistics["compute_share"] == pytest.approx(passes * drawn / sum(tokens))
+    assert found.setup == f"plain/1 {dtype} cpu"
+    assert set(found.shares()) == set(thresholds.STATISTICS)
