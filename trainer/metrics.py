@@ -79,10 +79,17 @@ class MetricsFile:
 
 
 def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
-    """What a batch's rows look like: reward, by target, staleness, lengths, endings."""
+    """What a batch's rows look like: reward, by target, staleness, lengths, endings.
+
+    `length_error`: mean distance of all generated tokens from each target (an environment may mean
+    a part of them; its own unit is in `trainer evaluate`).
+    """
     by_target: dict[int, list[float]] = {}
+    apart: dict[int, list[int]] = {}
     for row in rollouts:
         by_target.setdefault(row.target_length, []).append(row.reward)
+        off = abs(len(row.output_tokens) - row.target_length)
+        apart.setdefault(row.target_length, []).append(off)
     count = len(rollouts)
     return {
         "rows": count,
@@ -90,6 +97,10 @@ def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
         "reward_by_target": {
             str(target): sum(values) / len(values) for target, values in sorted(by_target.items())
         },
+        "length_error": {
+            str(target): sum(values) / len(values) for target, values in sorted(apart.items())
+        },
+        "staleness_mean": sum(step - row.policy_version for row in rollouts) / count,
         "staleness": {
             str(age): rows
             for age, rows in sorted(Counter(step - row.policy_version for row in rollouts).items())

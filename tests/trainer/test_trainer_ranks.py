@@ -1,4 +1,4 @@
-"""Two ranks under torchrun (gloo) do what one process does."""
+"""Two and four ranks under torchrun (gloo) do what one process does."""
 
 from __future__ import annotations
 
@@ -19,14 +19,36 @@ HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launched(ranks: int, model: Path, data: Path) -> dict[str, Any]:
-    data.mkdir()
-    script = [str(HERE / "trainer_ranks.py"), str(model), str(data)]
+def launched(ranks: int, model: Path, data: Path, *, resume: bool = False) -> dict[str, Any]:
+    data.mkdir(exist_ok=resume)
+    script = [str(HERE / "trainer_ranks.py"), str(model), str(data), *["resume"] * resume]
     ended = finished([*TORCHRUN, str(ranks), *script])
     assert ended.returncode == 0, ended.stdout
     found: dict[str, Any] = torch.load(data / "found.pt", weights_only=True)
     assert found["size"] == ranks
     return found
+
+
+@pytest.mark.slow
+def test_four_ranks_give_the_gradient_of_one(
+    both: tuple[Path, dict, dict],  # type: ignore[type-arg]
+    model: Path,
+) -> None:
+    # Five rows on four ranks: some have a micro-batch without work.
+    root, one, _ = both
+    four = launched(4, model, root / "four")
+    assert kit.relative_difference(four["gradients"], one["gradients"]) < 1e-4
+    assert four["statistics"]["loss"] == pytest.approx(one["statistics"]["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_rank_goes_on_with_two(
+    both: tuple[Path, dict, dict],  # type: ignore[type-arg]
+    model: Path,
+) -> None:
+    root, one, _ = both
+    found = launched(2, model, root / "one", resume=True)
+    assert all(torch.equal(found["weights"][name], one["weights"][name]) for name in one["weights"])
 
 
 @pytest.fixture(scope="module")

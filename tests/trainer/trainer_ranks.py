@@ -22,6 +22,13 @@ def main() -> None:
     model, data = Path(sys.argv[1]), Path(sys.argv[2])
     run = kit.run_definition(Objective(kl_micro=1000, entropy_micro=100))
     with joined_world() as world:
+        if "resume" in sys.argv[3:]:
+            learner = kit.learner(model, data, world, run, row_tokens=30, micro_tokens=30)
+            checkpoint.load(data, run.digest(), learner.policy, learner.optimizer, world)
+            weights = full_state(learner.policy)
+            if world.leads:
+                torch.save({"weights": weights, "size": world.size}, data / "found.pt")
+            return
         # Five rows on two ranks: one rank has a micro-batch more than the other.
         learner = kit.learner(model, data, world, run, row_tokens=30, micro_tokens=30)
         statistics = backward(learner, kit.rows())
