@@ -13,6 +13,12 @@ from protocol.broadcast.content import Resource
 MAX_HEAD = 8 << 10
 
 
+def plain(text: str) -> str:
+    """`text` for a header or a terminal: anything but printable ASCII becomes "?", so that what a
+    stranger chose cannot begin a line of its own."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text)
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bounds of a server; times in seconds."""

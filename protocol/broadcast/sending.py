@@ -13,7 +13,7 @@ from typing import Any
 
 from protocol.broadcast.content import Content, Resource
 from protocol.broadcast.files import open_regular
-from protocol.broadcast.http1 import Bucket, Limits, RequestError
+from protocol.broadcast.http1 import Bucket, Limits, RequestError, plain
 from protocol.core.errors import UnavailableError
 
 SLICE = 1 << 20
@@ -141,7 +141,7 @@ class Sender:
             f"Server: prime-broadcast/{self._content.role}",
             f"Content-Length: {length}",
             f"Connection: {'close' if close else 'keep-alive'}",
-            *(f"{name}: {value}" for name, value in headers.items()),
+            *(f"{name}: {plain(value)}" for name, value in headers.items()),
         ]
         writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
         await asyncio.wait_for(writer.drain(), self._limits.slice_timeout)
