@@ -50,6 +50,7 @@ from protocol.core.errors import UnavailableError
 from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
 from protocol.core.signing import LocalSigner
+from protocol.environments.sources import BESIDE_POLICIES, bring
 
 log = logging.getLogger("prime.node")
 T = TypeVar("T")
@@ -140,6 +141,7 @@ class Agent:
             threads, settings.generation_batch, settings.throttle, device=join.device
         )
         mounts = Mounts(data.policies, data.task_outbox, bridge_folder)
+        bring(run.environment.arguments, data.policies / BESIDE_POLICIES)  # it has no network
         task = TaskKeeper(runtime, run.task, mounts, options, now=time.monotonic)
 
         # Ended in the opposite order: the task first, while its bridge still answers.

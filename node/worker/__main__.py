@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from node.worker.loop import StopFlag, work
 from node.worker.workshop import Options, Workshop
 from protocol.core.errors import PrimeError
 from protocol.core.run import RunDefinition
+from protocol.environments.sources import BESIDE_POLICIES
+from protocol.environments.sources import VARIABLE as DATASETS
 from protocol.verification.engines import ENGINES
 
 
@@ -42,6 +45,7 @@ def main(
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
+    os.environ.setdefault(DATASETS, str(options.policies / BESIDE_POLICIES))
     stop = StopFlag()
     stop.install()
     bridge = BridgeClient(options.socket)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +22,8 @@ VARIABLE = "PRIME_DATASETS"
 MAX_BYTES = 8 << 30
 _CHUNK = 1 << 20
 SUFFIXES = (".jsonl", ".parquet")
+BESIDE_POLICIES = "datasets"
+"""Where a node's agent puts them for its worker: in the folder of policies, which it mounts."""
 
 
 def datasets_folder() -> Path:
@@ -50,16 +54,18 @@ def locate(sha256: str, *, path: str = "", url: str = "", folder: Path | None = 
             f"{sha256!r} is no SHA-256 digest; expected 0x and 64 hexadecimal digits",
             hint="sha256sum FILE",
         )
-    if path:
-        return checked(Path(path).expanduser(), sha256)
+    if path and (there := Path(path).expanduser()).exists():
+        return checked(there, sha256)
     folder = folder or datasets_folder()
     for suffix in SUFFIXES:
         kept = folder / f"{sha256[2:].lower()}{suffix}"
         if kept.exists():
             return checked(kept, sha256)
     if not url:
+        there_not = f"{path} does not exist, " if path else ""
         raise UserError(
-            f"the dataset {sha256} is not under {folder}, and nothing says where to fetch it",
+            f"{there_not}the dataset {sha256} is not under {folder}, and nothing says where to "
+            "fetch it",
             hint="name it by the environment's `url` or `path`, or put the file there",
         )
     return fetch(url, sha256, folder)
@@ -71,6 +77,28 @@ def checked(path: Path, sha256: str) -> Path:
     if found != sha256.lower():
         raise UntrustedError(f"{path} has digest {found}, but the run pins {sha256}")
     return path
+
+
+def bring(arguments: Mapping[str, int | str], folder: Path) -> Path | None:
+    """Puts an environment's dataset into `folder` for a worker that has no network, readable by
+    whoever it runs as. None if the environment names no dataset. Raises as `locate` does."""
+    sha256 = str(arguments.get("sha256", "")).lower()
+    if not sha256:
+        return None
+    found = locate(
+        sha256, path=str(arguments.get("path", "")), url=str(arguments.get("url", "")),
+        folder=folder,
+    )  # fmt: skip
+    target = folder / f"{sha256[2:]}{found.suffix}"
+    if found != target:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+        os.close(handle)
+        shutil.copyfile(found, name)
+        Path(name).replace(target)
+    folder.chmod(0o755)
+    target.chmod(0o644)
+    return target
 
 
 def fetch(url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES) -> Path:

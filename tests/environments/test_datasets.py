@@ -310,3 +310,22 @@ def test_an_unpacking_that_takes_too_long_is_ended(
     monkeypatch.setattr(rows, "MAX_SECONDS", 0.01)
     with pytest.raises(MalformedError, match=r"slow\.parquet took more than"):
         list(read_rows(path))
+
+
+def test_an_agent_brings_the_dataset_to_a_worker_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", [math_row(n) for n in range(3)])
+    arguments: dict[str, int | str] = {"sha256": file_digest(path), "path": str(path)}
+    brought = sources.bring(arguments, tmp_path / "policies" / "datasets")
+    assert brought is not None
+    assert brought.stat().st_mode & 0o444 == 0o444
+    assert sources.bring(arguments, brought.parent) == brought
+    path.unlink()  # the container does not see it
+    monkeypatch.setenv(sources.VARIABLE, str(brought.parent))
+    assert len(TaskDataset(arguments, BUDGETS)) == 3
+    assert sources.bring({}, tmp_path / "none") is None
+    assert not (tmp_path / "none").exists()
+    brought.write_bytes(b"altered")
+    with pytest.raises(UntrustedError):
+        sources.bring(arguments, brought.parent)
