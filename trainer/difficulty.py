@@ -2,7 +2,9 @@
 
 k samples a task, the share that passes, and a range of shares to keep (INTELLECT-2 kept up to 75 %
 over 8 samples of a smaller model). What is kept is a dataset of its own in the common task schema,
-named by its digest: a run definition that pins it trains on just these tasks.
+named by its digest: a run definition that pins it (environment `tasks`) trains on just these tasks.
+Problems of a procedural environment are written alike, as a list to look at: no grader of `tasks`
+knows them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from protocol.core import encoding
 from protocol.core.errors import UnavailableError, UserError
 from protocol.core.ids import Digest
 from protocol.core.run import RunDefinition
+from protocol.environments.base import Environment
+from protocol.environments.dataset import TaskDataset
 from protocol.environments.registry import environment_for
 from trainer.sampling import Answered, answer, sampling_seed
 
@@ -68,26 +72,28 @@ def select(answered: Sequence[Answered], wanted: Range) -> list[Answered]:
     return kept
 
 
-def row(one: Answered, environment: str) -> dict[str, Any]:
-    """A task in the common schema; its pass rate and number are kept under metadata."""
+def row(one: Answered, environment: Environment) -> dict[str, Any]:
+    """A task in the common schema, its pass rate kept under metadata. A task from a dataset comes
+    out as it went in; a procedural problem gets what its environment knows of it."""
     problem = one.problem
-    known = dict(problem.metadata)
-    named = {name: known.pop(name) for name in ("source", "task_type", "verification_info")
-             if name in known}  # fmt: skip
-    return {
-        "problem_id": problem.problem_id,
-        "source": named.get("source", environment),
-        "task_type": named.get("task_type", environment),
-        "prompt": problem.prompt,
-        "gold_standard_solution": problem.answer,
-        "verification_info": named.get("verification_info", {"answer": problem.answer}),
-        "metadata": {
-            **known,
-            "index": problem.index,
-            "solve_rate": one.passes / len(one.grades),
-            "solve_samples": len(one.grades),
-        },
+    if isinstance(environment, TaskDataset):
+        plain = environment.task(problem.index).plain()
+    else:
+        plain = {
+            "problem_id": problem.problem_id,
+            "source": environment.name,
+            "task_type": environment.name,
+            "prompt": problem.prompt,
+            "gold_standard_solution": problem.answer,
+            "verification_info": {"answer": problem.answer},
+            "metadata": dict(problem.metadata),
+        }
+    rates = {
+        "index": problem.index,
+        "solve_rate": one.passes / len(one.grades),
+        "solve_samples": len(one.grades),
     }
+    return plain | {"metadata": plain["metadata"] | rates}
 
 
 def filter_tasks(
@@ -125,9 +131,9 @@ def filter_tasks(
             hint="widen the range, or take another model",
         )
     text = "".join(
-        json.dumps(row(one, run.environment.name), ensure_ascii=False, sort_keys=True) + "\n"
-        for one in kept
+        json.dumps(row(one, environment), ensure_ascii=False, sort_keys=True) + "\n" for one in kept
     )
+    environment.close()
     histogram: dict[str, int] = {}
     for one in answered:
         histogram[str(one.passes)] = histogram.get(str(one.passes), 0) + 1

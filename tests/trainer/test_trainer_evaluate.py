@@ -16,7 +16,9 @@ from protocol.core.encoding import sha256
 from protocol.core.errors import UserError
 from protocol.core.ids import ZERO_DIGEST
 from protocol.environments.base import Grade, Problem
-from trainer.difficulty import SCHEMA, Range, describe, filter_tasks, row, select
+from protocol.environments.dataset import TaskDataset
+from protocol.environments.registry import environment_ref, load_environment
+from trainer.difficulty import Range, describe, filter_tasks, select
 from trainer.evaluate import compare, environment_name, evaluate, interval, pass_at_k, summary
 from trainer.sampling import Answered
 from trainer.tables import comparison_table, evaluation_table
@@ -94,11 +96,33 @@ def test_the_filter_keeps_each_task_of_the_range_once_and_no_other(
     ]
 
 
-def test_a_kept_task_is_a_row_of_the_common_schema() -> None:
-    found = row(answered(3, 2, 8, source="maths", task_type="verifiable_math", level=3), "env")
-    assert tuple(found) == SCHEMA
-    assert (found["source"], found["task_type"]) == ("maths", "verifiable_math")
-    assert found["metadata"] == {"level": 3, "index": 3, "solve_rate": 0.25, "solve_samples": 8}
+def test_a_filtered_dataset_is_a_dataset_again(model: Path, tmp_path: Path) -> None:
+    tasks = [
+        {
+            "problem_id": f"sum-{i}", "source": "test", "task_type": "verifiable_math",
+            "prompt": f"{i} + {i}", "gold_standard_solution": str(2 * i),
+            "verification_info": {"ground_truth": str(2 * i)}, "metadata": {"level": i},
+        }
+        for i in range(6)
+    ]  # fmt: skip
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    arguments: dict[str, int | str] = {"sha256": sha256(file.read_bytes()), "path": str(file)}
+    ref = environment_ref("tasks", arguments, RUN.budgets, train_size=6, heldout_size=0)
+    run = RUN.model_copy(update={"environment": ref})
+    out = tmp_path / "kept.jsonl"
+    assert list(filter_tasks(model, run, Range(0.0, 1.0, 2), out))[-1] == (6, 6)
+    again = load_environment(
+        "tasks", {"sha256": describe(out).digest, "path": str(out)}, RUN.budgets
+    )
+    assert isinstance(again, TaskDataset)
+    kept = {task.problem_id: task for task in (again.task(i) for i in range(len(again)))}
+    assert len(kept) == 6
+    for task in tasks:
+        found = kept[str(task["problem_id"])].plain()
+        assert found["prompt"] == task["prompt"]
+        assert found["verification_info"] == task["verification_info"]
+        assert {"level", "solve_rate", "solve_samples", "index"} <= set(found["metadata"])
 
 
 def test_the_filtered_dataset_is_named_by_its_digest_and_made_again_alike(

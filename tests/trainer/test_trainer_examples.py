@@ -1,0 +1,34 @@
+"""The run definitions and settings in docs/examples are what the programs read."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from orchestrator.run_cli import define
+from trainer.config import load
+from trainer.learner import objective_settings
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+DEFINITIONS = sorted(p for p in EXAMPLES.glob("run*.toml") if ".trainer." not in p.name)
+SETTINGS = sorted(EXAMPLES.glob("run*.trainer.toml"))
+
+
+@pytest.mark.parametrize("path", DEFINITIONS, ids=lambda p: p.stem)
+def test_a_run_definition_is_read_and_its_objective_known(path: Path, model: Path) -> None:
+    values = tomllib.loads(path.read_text())
+    if values["environment"]["name"] == "tasks":  # its dataset is the operator's own
+        values["environment"] = {"name": "reverse", "train_size": 1000, "heldout_size": 64}
+    run = define(values, path, model)
+    assert objective_settings(run).delta > 1 + objective_settings(run).clip
+    assert run.groups_per_batch * run.samples_per_group in (512, 4096)
+    longest = max(t for targets in run.budgets.by_class.values() for t in targets)
+    assert longest < run.max_output_tokens
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda p: p.stem)
+def test_the_trainers_settings_beside_it_are_read(path: Path) -> None:
+    assert load({}, path).learning_rate > 0
+    assert (EXAMPLES / path.name.replace(".trainer", "")).is_file()
