@@ -1,0 +1,67 @@
+"""The benches' own arithmetic: where a curve crosses, what an interval is, what is said of gaps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench.learning import SEEDS, mean_interval, rows
+from bench.learning_run import MODES, Record, crossing
+from bench.trainer import packing
+from bench.trainer_parts import TARGETS, published_lengths
+
+
+def test_the_goal_is_crossed_where_the_line_through_the_rewards_meets_it() -> None:
+    curve = [(0, 0, 0.4), (4, 1000, 0.6), (8, 2000, 0.8), (12, 3000, 0.7)]
+    assert crossing(curve, 0.75) == pytest.approx(1750)
+    assert crossing(curve, 0.9) is None
+    assert crossing([(0, 0, 0.9)], 0.75) == 0.0
+
+
+def test_an_interval_is_students_and_a_single_value_has_none() -> None:
+    mean, half, count = mean_interval([1.0, 2.0, 3.0])
+    assert (mean, count) == (2.0, 3)
+    assert half == pytest.approx(4.30 / math.sqrt(3))
+    assert mean_interval([5.0])[1] == math.inf
+
+
+def record(mode: str, seed: int, samples: float | None) -> Record:
+    return Record(mode, seed, 8, samples_to_goal=samples)
+
+
+def test_a_ratio_has_its_bar_only_when_every_seed_is_there() -> None:
+    some = [record("sync", s, 1000.0 + s) for s in range(3)]
+    some += [record("stale2", s, 1100.0 + s) for s in range(3)]
+    found = {row.name: row for row in rows(some)}
+    assert found["stale2_vs_sync"].bar is None
+    assert "seeds missing" in found["stale2_vs_sync"].unit
+    whole = [record(m, s, 1000.0 + s) for m in ("sync", "stale2") for s in SEEDS]
+    found = {row.name: row for row in rows(whole)}
+    assert found["stale2_vs_sync"].bar == 1.15
+    assert found["stale2_vs_sync"].ok
+
+
+def test_a_mode_that_does_not_always_reach_the_goal_has_no_mean() -> None:
+    found = {row.name: row for row in rows([record("sync", 0, 900.0), record("sync", 1, None)])}
+    assert "sync" not in found
+    assert found["sync_reached"].value == 0.5
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    one = record("sync", 1, 2.5)
+    assert Record.from_json(one.to_json()) == one
+    assert set(MODES) >= {"sync", "stale2", "stale4", "liars20"}
+
+
+def test_published_lengths_lie_around_the_published_targets() -> None:
+    lengths = published_lengths(2000, 0)
+    mean = sum(output for _, output in lengths) / len(lengths)
+    assert mean == pytest.approx(sum(TARGETS) / len(TARGETS), rel=0.06)
+    assert lengths == published_lengths(2000, 0)
+
+
+def test_packing_meets_its_bars_at_the_quick_size() -> None:
+    found = {row.name: row for row in packing(quick=True)}
+    assert found["packing_fill"].ok
+    assert found["rank_imbalance"].ok
