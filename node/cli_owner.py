@@ -298,3 +298,28 @@ def rewards_claim(
         dry_run=dry_run,
         as_json=as_json,
     )
+
+
+@rewards_app.command("explain")
+@configured
+def rewards_explain(
+    settings: Settings,
+    node: NodeFlag = None,
+    epoch: Annotated[
+        int | None, typer.Option(help="Up to this epoch's reward root; the newest.", min=0)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Why the node got what it got: each file, what it earned or why it did not.
+
+    Exits with 1 if the files do not add up to what the reward root on chain gives.
+    """
+    from node.rewards import explain_rewards
+
+    found = explain_rewards(settings, node_account(settings, node), epoch)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        typer.echo("\n".join(found.lines()))
+    if found.problems:
+        raise typer.Exit(1)

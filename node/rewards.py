@@ -10,11 +10,15 @@ from node.config import Settings
 from node.link import Link, connect
 from protocol.chain.client import Call
 from protocol.chain.contracts import prime
+from protocol.chain.history import read_events
 from protocol.core.encoding import merkle_verify, reward_leaf
 from protocol.core.errors import ConflictError, UntrustedError, UserError
 from protocol.core.ids import Address
 from protocol.core.messages import RewardInfo
+from protocol.run_file import parse_run
 from protocol.transport.client import OrchestratorClient
+from protocol.verification.explain import Explanation, explain
+from protocol.verification.rewards import Rebuilder
 
 
 @dataclass(frozen=True)
@@ -87,3 +91,19 @@ def claim_call(settings: Settings, link: Link, node: Address) -> Call:
             hint="the delay lets anyone check the root first",
         )
     return rewards.claim(link.pool, info.epoch, node, cumulative, info.proof)
+
+
+def explain_rewards(settings: Settings, node: Address, epoch: int | None) -> Explanation:
+    """Why the node is owed what the chain's reward root gives it, from the chain's events and the
+    published settlements. Raises NotFoundError if no root stands yet."""
+    with OrchestratorClient(settings.need_orchestrator()) as client:
+        link = connect(settings, client.pool())
+        try:
+            events = read_events(
+                link.client, link.deployment, contracts=("pools", "work", "rewards", "slasher")
+            )
+            run = parse_run(client.request("GET", "/v1/run", b"", signed=False))
+            rebuilder = Rebuilder(events, link.deployment, link.pool, run, client)
+            return explain(rebuilder, node, epoch)
+        finally:
+            link.close()

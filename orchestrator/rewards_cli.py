@@ -1,8 +1,7 @@
-"""`orchestrator rewards list|rebuild`: reward roots as the chain holds them, checked by anyone."""
+"""`orchestrator rewards list|explain|rebuild`: reward roots as the chain holds them, by anyone."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +10,17 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.rewards import Rebuilder
 from protocol.chain.client import ChainClient
 from protocol.chain.contracts import prime
 from protocol.chain.deployment import Deployment
 from protocol.chain.history import read_events
 from protocol.core import ids
-from protocol.core.errors import FatalError, NotFoundError, UserError
+from protocol.core.errors import NotFoundError
 from protocol.core.run import RunDefinition
+from protocol.run_file import parse_run
 from protocol.transport.client import OrchestratorClient
+from protocol.verification.explain import explain
+from protocol.verification.rewards import Rebuilder
 
 app = typer.Typer(
     help="Reward roots: list those on chain, rebuild one from events and published objects.",
@@ -97,6 +98,30 @@ def rebuild(
         raise typer.Exit(1)
 
 
+@app.command("explain")
+def explain_node(
+    rpc: Rpc,
+    deployment: File,
+    pool: Pool,
+    orchestrator: Server,
+    node: Annotated[str, typer.Argument(help="Address of the node.")],
+    epoch: Annotated[
+        int | None, typer.Option(help="Up to this epoch's reward root; the newest.", min=0)
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Why a node got what it got: each of its files, what it earned or why it did not.
+
+    Exits with 1 if the files do not add up to what the root gives.
+    """
+    meant = ids.address(node)
+    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+        found = explain(rebuilder, meant, epoch)
+    typer.echo(json.dumps(found.as_json()) if json_output else "\n".join(found.lines()))
+    if found.problems:
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _rebuilder(rpc: list[str], file: Path, pool: int, orchestrator: str) -> Iterator[Rebuilder]:
     deployment = Deployment.load(file)
@@ -111,18 +136,8 @@ def _rebuilder(rpc: list[str], file: Path, pool: int, orchestrator: str) -> Iter
 
 
 def _run_definition(server: OrchestratorClient) -> RunDefinition:
-    """The run definition that the orchestrator serves, held to the digest that it names.
+    """The run definition that the orchestrator serves.
 
     Whether it is the pool's is checked against the chain by Rebuilder.
     """
-    raw = server.request("GET", "/v1/run", b"", signed=False)
-    try:
-        run = RunDefinition.model_validate_json(raw)
-    except ValueError as error:
-        raise UserError(
-            "the orchestrator serves no run definition that this program can read",
-            hint="update the program, or name another --orchestrator",
-        ) from error
-    if run.digest() != ids.digest(hashlib.sha256(raw).digest()):
-        raise FatalError("the run definition reads back as other bytes than were served")
-    return run
+    return parse_run(server.request("GET", "/v1/run", b"", signed=False))

@@ -18,7 +18,6 @@ from orchestrator.depth import Depths, Staked
 from orchestrator.indexer import derive_root, run_indexer_tick
 from orchestrator.outbox import run_outbox_tick
 from orchestrator.requeue import forget_unsent
-from orchestrator.rewards import Rebuilt, rebuild
 from orchestrator.settlement import newest_settlement, settle_epochs
 from orchestrator.slashing import RETRY_SECONDS
 from orchestrator.store import chain, intents, leases, schema
@@ -29,6 +28,7 @@ from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.settlement import Settlement
 from protocol.core.verdict import Reason
 from protocol.storage.base import digest_key
+from protocol.verification.rewards import Rebuilt, rebuild
 
 HONEST, LIAR = key(10), key(11)
 OWNER, OTHER = key(12), key(13)

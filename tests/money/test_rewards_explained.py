@@ -1,0 +1,162 @@
+"""Why a node got what it got, from chain and published objects alone; sums are held to roots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chain_kit import World, make_world
+from money_kit import RUN, TOKEN, key
+
+from devnet.chain import find_anvil
+from protocol.chain.history import read_events
+from protocol.core.errors import NotFoundError, UserError
+from protocol.core.ids import Digest
+from protocol.core.verdict import Reason
+from protocol.storage.base import digest_key
+from protocol.verification.explain import Explanation, explain
+from protocol.verification.rewards import Rebuilder
+
+HONEST, LIAR, OWNER, OTHER = key(10), key(11), key(12), key(13)
+EARNED = 20 * TOKEN // 1000
+"""What a judged file of money_kit earns."""
+
+
+def _anvil_is_here() -> bool:
+    try:
+        find_anvil()
+    except UserError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A pool with an honest node, a liar, and policy 0."""
+    made = make_world(tmp_path)
+    made.join(HONEST, OWNER)
+    made.join(LIAR, OTHER)
+    made.shop.publish(0)
+    made.ticks(2)
+    yield made
+    made.close()
+
+
+class Published:
+    """The object store as anyone reads it."""
+
+    def __init__(self, world: World) -> None:
+        self._objects = world.shop.objects
+
+    def get_object(self, digest: Digest, limit: int) -> bytes:
+        return self._objects.get(digest_key(digest), limit)
+
+
+def rebuilder(world: World) -> Rebuilder:
+    events = read_events(world.client, world.deployment)
+    return Rebuilder(events, world.deployment, 1, world.shop.context.run, Published(world))
+
+
+def explained(world: World, node: str) -> Explanation:
+    return explain(rebuilder(world), node)  # type: ignore[arg-type]
+
+
+def settle(world: World) -> None:
+    """Lets the epoch's last leaf outlive its validity, and its reward root be final."""
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+
+
+def test_before_the_first_reward_root_nothing_is_explained(world: World) -> None:
+    with pytest.raises(NotFoundError, match="no reward root yet stands"):
+        explained(world, HONEST.address)
+
+
+def test_every_file_of_a_node_is_explained_and_adds_up_to_its_root(world: World) -> None:
+    shop = world.shop
+    world.start_of_an_epoch()
+    first, second, broken = shop.submit(HONEST), shop.submit(HONEST), shop.submit(HONEST)
+    shop.judge(first)
+    shop.judge(second)
+    shop.judge(broken, Reason.MALFORMED)
+    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
+    shop.judge(earned)
+    shop.judge(bad, Reason.WRONG_SAMPLING)
+    late = shop.submit(HONEST)  # never judged
+    world.until_rooted()
+    world.forward(world.deployment.periods.slash_window + 1)
+    world.ticks()
+    settle(world)
+
+    found = explained(world, HONEST.address)
+    assert found.problems == ()
+    assert found.cumulative == 2 * EARNED == sum(file.amount for file in found.files)
+    states = {file.submission_digest: file.state for file in found.files}
+    assert states == {
+        first.digest: "paid", second.digest: "paid", late.digest: "unjudged", broken.digest: "void",
+    }  # fmt: skip
+    why = {file.submission_digest: file.why for file in found.files}
+    assert "20 tokens counted" in why[first.digest]
+    assert "the pool's fault" in why[late.digest]
+    assert why[broken.digest].startswith("MALFORMED: the file does not parse")
+
+    liar = explained(world, LIAR.address)
+    assert liar.problems == ()
+    assert (liar.cumulative, liar.claimed) == (0, 0)
+    why = {file.submission_digest: file.why for file in liar.files}
+    assert f"slashed for {bad.digest}" in why[earned.digest]
+    assert why[bad.digest].startswith("WRONG_SAMPLING: its tokens were not drawn")
+    said = "\n".join(liar.lines())
+    assert "1 forfeited, 1 rejected" in said
+    assert liar.as_json()["files"][0]["amount"] == "0"
+
+
+def test_what_was_claimed_is_told_beside_what_was_earned(world: World) -> None:
+    shop = world.shop
+    shop.judge(shop.submit(HONEST))
+    world.until_rooted()
+    settle(world)
+    settlement = rebuilder(world).published()[-1][1]
+    cumulative, proof = settlement.proof(HONEST.address)
+    world.forward(world.deployment.periods.reward_delay + 1)
+    claim = world.contracts.rewards.claim(1, settlement.epoch, HONEST.address, cumulative, proof)
+    world.send(OTHER, claim)
+    found = explained(world, HONEST.address)
+    assert (found.cumulative, found.claimed) == (EARNED, EARNED)
+    assert "of it claimed" in found.lines()[0]
+
+
+def test_a_settlement_whose_files_do_not_add_up_is_told(world: World) -> None:
+    """The manager credits more units than the verdict's table holds: the sum still fits here (the
+    rebuild finds it), but an entry that its files do not earn is found at once."""
+    shop = world.shop
+    shop.judge(shop.submit(HONEST))
+    world.until_rooted()
+    settle(world)
+    honest = rebuilder(world)
+    event, settlement = honest.published()[-1]
+    more = settlement.entries[0].model_copy(update={"cumulative": str(2 * EARNED)})
+    greedy = settlement.model_copy(update={"entries": (more,), "cumulative_total": str(2 * EARNED)})
+
+    class Greedy(Published):
+        def get_object(self, digest: Digest, limit: int) -> bytes:
+            return (
+                greedy.canonical()
+                if digest == greedy.digest()
+                else super().get_object(digest, limit)
+            )
+
+    posted = dataclasses.replace(event, root=greedy.root(), object=greedy.digest())
+    events = [e for e in read_events(world.client, world.deployment) if e != event]
+    liar = Rebuilder([*events, posted], world.deployment, 1, shop.context.run, Greedy(world))
+    found = explain(liar, HONEST.address)
+    assert len(found.problems) == 1
+    assert "add up to 0.02 PRIME, the reward root gives it 0.04 PRIME" in found.problems[0]
+    assert found.lines()[-1].startswith("  ✗ its files add up")
+    rebuilt = liar.rebuild(event.epoch)
+    assert not rebuilt.match
