@@ -135,6 +135,7 @@ class Network:
             [
                 *self._orchestrator("serve", "--host", "127.0.0.1", "--port", str(port)),
                 *("--data", str(self.root / "orchestrator"), "--run", str(self.run_file)),
+                *("--allow-relay", self.accounts["relay"].address),
                 *self._chain_flags(),
                 *self.accounts["manager"].flags(),
             ],

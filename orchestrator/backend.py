@@ -30,6 +30,8 @@ class Backend:
     trainer: Address
     audience: str
     """The name that session grants must carry."""
+    relay_accounts: frozenset[Address] = frozenset()
+    """Who may announce a relay without a seat in the pool."""
     now: Callable[[], float] = time.time
     random: Callable[[int], bytes] = secrets.token_bytes
     draws: DrawBoard = field(default_factory=DrawBoard)

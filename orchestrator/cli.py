@@ -84,6 +84,10 @@ def serve(
     wallet: Annotated[Path | None, typer.Option(help="Keystore of the pool's manager.")] = None,
     password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
     password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    allow_relay: Annotated[
+        list[str] | None,
+        typer.Option(help="Account that may announce a relay without a seat; repeat for more."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Serve the API and run its loops (chain, batches, settlement) until SIGTERM."""
@@ -92,7 +96,8 @@ def serve(
     from orchestrator.serve import run as run_server
 
     del flags["config"]
-    run_server(load(flags | {"rpc": tuple(rpc or ())}, config))
+    lists = {"rpc": tuple(rpc or ()), "allow_relay": tuple(allow_relay or ())}
+    run_server(load(flags | lists, config))
 
 
 @store_app.command()

@@ -14,7 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from protocol.core.errors import UserError
+from protocol.core import ids
+from protocol.core.errors import MalformedError, UserError
 from protocol.settings import Urls, UserPath, load_settings, needed, settings_file
 
 ENV_PREFIX = "PRIME_ORCHESTRATOR_"
@@ -47,8 +48,18 @@ class Settings(BaseSettings):
     password_file: UserPath | None = None
     password_fd: int | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    allow_relay: Urls = ()
+    """Accounts that may announce a relay without a seat in the pool."""
     requests_per_second: int = Field(default=200, ge=0)
     """Bound on what one client address may ask on average; 0 lifts it."""
+
+    @field_validator("allow_relay")
+    @classmethod
+    def _accounts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(ids.address(one) for one in value)
+        except MalformedError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("public_url")
     @classmethod

@@ -1,8 +1,6 @@
-"""Policies as the trainer publishes them, and the relays that carry them."""
+"""Policies as the trainer publishes them."""
 
 from __future__ import annotations
-
-from urllib.parse import urlsplit
 
 from orchestrator.backend import Backend
 from orchestrator.intents import queue_intent
@@ -12,13 +10,10 @@ from protocol.core.errors import (
     ConflictError,
     MalformedError,
     NotFoundError,
-    PolicyError,
     UntrustedError,
 )
-from protocol.core.ids import Address
-from protocol.core.messages import PolicyList, RelayInfo
+from protocol.core.messages import PolicyList
 
-MAX_RELAYS_EACH = 8
 LISTED = 16
 
 
@@ -76,25 +71,3 @@ def manifest(backend: Backend, version: int) -> SignedManifest:
     if row is None:
         raise NotFoundError(f"policy {version} was not published")
     return row.signed()
-
-
-def announce_relay(backend: Backend, account: Address, relay: RelayInfo) -> None:
-    """Notes a relay; it says so again before `presence.RELAY_SECONDS` have passed.
-
-    Nodes trust no relay (every byte is checked against the trainer's manifest), so any account may
-    run one. Raises MalformedError on a URL that is not plain http(s), PolicyError if the URL is
-    another account's or the account names too many.
-    """
-    parts = urlsplit(relay.url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise MalformedError("a relay's URL is http(s)://host[:port][/path]")
-    if len(relay.versions) > 1024:
-        raise MalformedError("a relay lists at most 1,024 versions")
-    now = backend.now()
-    with backend.store.begin() as connection:
-        owner = policies.relay_owner(connection, relay.url)
-        if owner not in (None, account):
-            raise PolicyError("this relay's URL was announced by another account")
-        if owner is None and policies.relay_count(connection, account) >= MAX_RELAYS_EACH:
-            raise PolicyError(f"an account announces at most {MAX_RELAYS_EACH} relays")
-        policies.see_relay(connection, relay.url, account, relay.versions, now=now)

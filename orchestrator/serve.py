@@ -113,6 +113,7 @@ def run(settings: Settings) -> None:
             manager=signer,
             trainer=trainer,
             audience=settings.audience or url,
+            relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
         )
         journal = StoreJournal(store, signer.address, deployment.chain_id)
         sender = Sender(client, signer, journal)

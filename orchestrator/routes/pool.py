@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from orchestrator import draws, publishing, status
+from orchestrator import draws, publishing, relays, status
 from orchestrator.backend import Backend
 from orchestrator.presence import RELAY_SECONDS
 from orchestrator.routes.http import MAX_DIGITS, Signed, answer, nothing, parse, signed_by, takes
@@ -67,7 +67,7 @@ def router(backend: Backend) -> APIRouter:
         return nothing()
 
     @routes.get("/v1/relays", responses={200: {"model": list[RelayInfo]}})
-    def relays() -> Response:
+    def relay_list() -> Response:
         """Relays heard of lately."""
         with backend.store.read() as connection:
             rows = policies.relays(connection, since=backend.now() - RELAY_SECONDS)
@@ -77,7 +77,7 @@ def router(backend: Backend) -> APIRouter:
     def announce(request: Signed = signed_by(backend, "relay")) -> Response:
         """Name a relay to the pool's nodes."""
         relay = parse(RelayInfo, request.body)
-        publishing.announce_relay(backend, request.caller.account, relay)
+        relays.announce(backend, request.caller.account, relay)
         return nothing()
 
     @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})

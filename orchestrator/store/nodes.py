@@ -52,6 +52,19 @@ def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) 
     return records(NodeRow, connection.execute(query).mappings().all())
 
 
+def seated(connection: Connection, account: Address) -> bool:
+    """Whether the account is a node with a seat in the pool, or such a node's provider."""
+    query = (
+        sa.select(_nodes.address)
+        .where(
+            sa.or_(_nodes.address == account, _nodes.provider == account),
+            _nodes.status.in_(("active", "silent")),
+        )
+        .limit(1)
+    )
+    return connection.execute(query).first() is not None
+
+
 def admit(
     connection: Connection,
     address: Address,

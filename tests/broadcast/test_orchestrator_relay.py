@@ -44,6 +44,7 @@ from protocol.storage.directory import DirectoryStore
 from protocol.transport.client import Empty, OrchestratorClient
 
 TRAINER, MANAGER = (LocalSigner(bytes([number]) * 32) for number in (91, 92))
+RELAYER_KEY = bytes([93]) * 32
 RELAYS = TypeAdapter(list[RelayInfo])
 
 
@@ -125,6 +126,7 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
         manager=MANAGER,
         trainer=TRAINER.address,
         audience=url,
+        relay_accounts=frozenset({LocalSigner(RELAYER_KEY).address}),
         now=time.time,
         random=random.Random(7).randbytes,
     )
@@ -169,9 +171,6 @@ def log_of(data: Path) -> list[dict[str, object]]:
 def url_of(data: Path) -> str:
     until(lambda: (data / "relay.json").exists(), "the relay's address")
     return str(json.loads((data / "relay.json").read_text())["url"])
-
-
-RELAYER_KEY = bytes([93]) * 32
 
 
 @pytest.fixture

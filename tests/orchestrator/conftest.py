@@ -51,6 +51,7 @@ def make_world(store: Store, tmp_path: Path) -> Iterator[MakeWorld]:
             manager=manager,
             trainer=trainer.address,
             audience=AUDIENCE,
+            relay_accounts=frozenset({signer(5).address, signer(6).address}),
             now=clock,
             random=random.Random(7).randbytes,
         )

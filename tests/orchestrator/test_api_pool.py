@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -67,39 +66,6 @@ def test_policy_0_is_the_base_model_of_the_run(make_world: Any) -> None:
 
 
 # -- relays ------------------------------------------------------------------------------------
-
-
-def test_relays_are_named_to_nodes_while_they_announce_themselves(world: World) -> None:
-    relay = world.login(signer(5), "relay")
-    body = b'{"url":"http://relay:9000","versions":[0,1]}'
-    assert world.post("/v1/relays", body, relay).json() == {}
-    assert world.http.get("/v1/relays").json() == [{"url": "http://relay:9000", "versions": [0, 1]}]
-    node = world.member(1)
-    beat = world.post("/v1/heartbeat", b'{"policy_version":null}', node).json()
-    assert beat["relays"] == ["http://relay:9000"]
-    world.clock.advance(121)
-    assert world.http.get("/v1/relays").json() == []
-
-
-@pytest.mark.parametrize(
-    "url", ["", "ftp://x", "//x", "javascript:alert(1)", "http://", "http://x?q=1", "http://x#f"]
-)
-def test_a_relay_has_a_plain_address(world: World, url: str) -> None:
-    relay = world.login(signer(5), "relay")
-    body = json.dumps({"url": url, "versions": []}).encode()
-    assert world.post("/v1/relays", body, relay).status_code == 400
-
-
-def test_a_relays_address_belongs_to_its_first_account_and_their_number_is_bounded(
-    world: World,
-) -> None:
-    first, second = world.login(signer(5), "relay"), world.login(signer(6), "relay")
-    codes = [
-        world.post("/v1/relays", b'{"url":"http://r%d"}' % number, first).status_code
-        for number in range(9)
-    ]
-    assert codes == [200] * 8 + [403]
-    assert world.post("/v1/relays", b'{"url":"http://r0"}', second).status_code == 403
 
 
 # -- batches -----------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""Relays that announce themselves: who may, and which addresses are passed on to nodes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from orchestrator_world import World, signer
+
+from orchestrator import relays
+from orchestrator.store import nodes
+from protocol.core.errors import PolicyError
+
+
+def test_relays_are_named_to_nodes_while_they_announce_themselves(world: World) -> None:
+    relay = world.login(signer(5), "relay")
+    body = b'{"url":"http://relay:9000","versions":[0,1]}'
+    assert world.post("/v1/relays", body, relay).json() == {}
+    assert world.http.get("/v1/relays").json() == [{"url": "http://relay:9000", "versions": [0, 1]}]
+    node = world.member(1)
+    beat = world.post("/v1/heartbeat", b'{"policy_version":null}', node).json()
+    assert beat["relays"] == ["http://relay:9000"]
+    world.clock.advance(121)
+    assert world.http.get("/v1/relays").json() == []
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://x", "//x", "javascript:alert(1)", "http://", "http://x?q=1", "http://x#f"]
+)
+def test_a_relay_has_a_plain_address(world: World, url: str) -> None:
+    relay = world.login(signer(5), "relay")
+    body = json.dumps({"url": url, "versions": []}).encode()
+    assert world.post("/v1/relays", body, relay).status_code == 400
+
+
+def test_a_relays_address_belongs_to_its_first_account_and_their_number_is_bounded(
+    world: World,
+) -> None:
+    first, second = world.login(signer(5), "relay"), world.login(signer(6), "relay")
+    codes = [
+        world.post("/v1/relays", b'{"url":"http://r%d"}' % number, first).status_code
+        for number in range(9)
+    ]
+    assert codes == [200] * 8 + [403]
+    assert world.post("/v1/relays", b'{"url":"http://r0"}', second).status_code == 403
+
+
+def test_a_relay_needs_a_seat_in_the_pool_or_the_operators_leave(world: World) -> None:
+    body = b'{"url":"http://relay:9000","versions":[]}'
+    stranger = world.post("/v1/relays", body, world.login(signer(7), "relay"))
+    assert stranger.status_code == 403
+    assert f"--allow-relay {signer(7).address}" in stranger.json()["detail"]
+
+    world.member(8)
+    with world.backend.store.begin() as connection:
+        nodes.set_member(connection, signer(8).address, provider=signer(9).address, speed_class=1)
+    for number, account in enumerate((world.trainer, world.manager, signer(8), signer(9))):
+        url = b'{"url":"http://relay:%d"}' % (9100 + number)
+        assert world.post("/v1/relays", url, world.login(account, "relay")).status_code == 200
+    with world.backend.store.begin() as connection:
+        nodes.set_status(connection, signer(8).address, "ejected", last_heartbeat=0.0)
+    for account in (signer(8), signer(9)):
+        answer = world.post("/v1/relays", body, world.login(account, "relay"))
+        assert answer.status_code == 403, "who lost its seat has no say"
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [
+        ("10.0.0.7", ["10.0.0.7"]),
+        ("127.0.0.1", ["127.0.0.1"]),
+        ("169.254.169.254", ["169.254.169.254"]),
+        ("[::1]", ["::1"]),
+        ("[::ffff:192.168.0.1]", ["::ffff:192.168.0.1"]),
+        ("[fe80::1]", ["fe80::1%eth0"]),
+        ("100.64.1.1", ["100.64.1.1"]),
+        ("0.0.0.0", ["0.0.0.0"]),
+        ("inside.example.org", ["93.184.216.34", "192.168.3.4"]),
+    ],
+)
+def test_off_local_networks_a_relay_has_a_public_address(
+    monkeypatch: pytest.MonkeyPatch, host: str, found: list[str]
+) -> None:
+    """Its address goes to every node: none may be sent into its own network by it."""
+    answers = [(0, 0, 0, "", (one, 0)) for one in found]
+    monkeypatch.setattr(relays.socket, "getaddrinfo", lambda *_, **__: answers)
+    url = f"http://{host}:8480"
+    with pytest.raises(PolicyError, match="private address"):
+        relays.check_url(url, local=False)
+    relays.check_url(url, local=True)
+
+
+def test_a_public_relay_is_taken_and_one_without_address_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [(0, 0, 0, "", ("93.184.216.34", 0)), (0, 0, 0, "", ("2606:2800:220:1::1", 0, 0, 0))]
+    monkeypatch.setattr(relays.socket, "getaddrinfo", lambda *_, **__: answers)
+    relays.check_url("https://relay.example.org/pool", local=False)
+
+    def unknown(*_: object, **__: object) -> None:
+        raise OSError("no such name")
+
+    monkeypatch.setattr(relays.socket, "getaddrinfo", unknown)
+    with pytest.raises(PolicyError, match="has no address"):
+        relays.check_url("https://relay.invalid", local=False)
