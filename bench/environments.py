@@ -23,11 +23,13 @@ from typing import Any
 from bench.form import ROOT, Row
 from protocol.core import encoding
 from protocol.core.run import LengthBudgets, RunDefinition
+from protocol.core.task import Task
 from protocol.engine.base import Engine, Generation, GenerationRequest
 from protocol.environments.graders.mathematics import Mathematics
 from protocol.environments.lengths import balanced_targets
+from protocol.environments.registry import environment_ref
 from protocol.environments.sandbox.client import Program, Sandbox
-from protocol.environments.tasks import Task
+from protocol.environments.tasks import Task as GradedTask
 
 PACKAGES = ("math-verify", "sympy", "torch")
 TRIVIAL = Program("print(sum(map(int, input().split())))", stdin="20 22\n")
@@ -69,7 +71,7 @@ def _mathematics(quick: bool) -> Iterator[Row]:
             ("number", "1234", "1{,}234", 2000),
             ("algebra", "x^2-1", "(x-1)(x+1)", 20 if quick else 60),
         ):
-            task = Task("1", "verifiable_math", "?", {"ground_truth": gold})
+            task = GradedTask("1", "verifiable_math", "?", {"ground_truth": gold})
             text = f"\\boxed{{{answer}}}"
             if grader.grade(task, text).task_micro == 0:
                 raise AssertionError("the gold answer is not accepted")
@@ -151,9 +153,18 @@ class _Only:
 
 
 def _run(by_class: dict[str, tuple[int, ...]]) -> RunDefinition:
-    from devnet.plan import Plan, run_definition
-
-    plan = Plan(root=ROOT, groups_per_lease=8, samples_per_group=8)
-    demo = run_definition(plan, encoding.sha256(b"bench"), 1)
     budgets = LengthBudgets(by_class=by_class, penalty_micro=0)
-    return demo.model_copy(update={"budgets": budgets, "max_output_tokens": max(MENU)})
+    return RunDefinition(
+        name="bench",
+        base_model=encoding.sha256(b"bench"),
+        environment=environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=0),
+        max_output_tokens=max(MENU),
+        samples_per_group=8,
+        groups_per_lease=8,
+        groups_per_batch=8,
+        budgets=budgets,
+        task=Task(image="process"),
+        price_per_unit=1,
+        stake_per_class=1,
+        slash_amount=1,
+    )
