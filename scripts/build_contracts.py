@@ -7,6 +7,8 @@ One file a contract: {contractName, abi, bytecode, deployedBytecode, immutables,
 sourcesHash}, and Errors.json with every custom error. The bytecode holds no metadata, so it depends
 on the sources' meaning alone; the same inputs give the same bytes on every platform. `immutables`
 are the [start, length] byte ranges of the deployed code that the constructor fills in.
+contracts/storage-layout.json holds where every variable lies, for readers of raw storage: slots must
+not move unnoticed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "contracts" / "out" / "release"
 CACHE = ROOT / "contracts" / "cache" / "release"
 ABI = ROOT / "protocol" / "chain" / "abi"
+LAYOUT = ROOT / "contracts" / "storage-layout.json"
 CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher")
 
 
@@ -34,7 +37,7 @@ def compile_contracts() -> None:
     """
     forge = str(ROOT / "scripts" / "forge")
     command = [forge, "build", "contracts/src", "--force", "--quiet"]
-    command += ["--out", str(OUT), "--cache-path", str(CACHE)]
+    command += ["--out", str(OUT), "--cache-path", str(CACHE), "--extra-output", "storageLayout"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"forge build failed ({done.returncode}):\n{done.stdout}{done.stderr}")
@@ -76,10 +79,33 @@ def artifacts() -> dict[str, str]:
     }
 
 
+def layout() -> str:
+    """Every contract's storage: name, slot, byte in the slot, type; and the structs' members."""
+    found: dict[str, Any] = {}
+    for name in CONTRACTS:
+        body = json.loads((OUT / f"{name}.sol" / f"{name}.json").read_text())["storageLayout"]
+        types = {
+            kind["label"]: [_place(member, body["types"]) for member in kind["members"]]
+            for kind in (body["types"] or {}).values()
+            if "members" in kind
+        }
+        found[name] = {
+            "variables": [_place(one, body["types"]) for one in body["storage"]],
+            "structs": types,
+        }
+    return json.dumps(found, indent=1, sort_keys=True) + "\n"
+
+
+def _place(one: dict[str, Any], types: dict[str, Any]) -> str:
+    return f"{one['slot']}+{one['offset']} {one['label']}: {types[one['type']]['label']}"
+
+
 def stale() -> list[str]:
     """Names of committed files that the sources do not give, are missing, or are too many."""
-    expected = artifacts()
+    expected = {**artifacts(), LAYOUT.name: layout()}
     present = {path.name: path.read_text() for path in ABI.glob("*.json")}
+    if LAYOUT.exists():
+        present[LAYOUT.name] = LAYOUT.read_text()
     return sorted(
         name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name)
     )
@@ -101,6 +127,7 @@ def main() -> int:
     for name, content in artifacts().items():
         (ABI / name).write_text(content)
         print(f"protocol/chain/abi/{name}")
+    LAYOUT.write_text(layout())
     return 0
 
 
