@@ -66,6 +66,36 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_checkpoint_holds_the_moment_it_was_begun_however_far_training_has_gone_on(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    learner = kit.learner(model, tmp_path, world, RUN)
+    state = train(learner, TrainerState(RUN.digest()), 1)
+    then = weights(learner)
+    saving = checkpoint.begin(tmp_path, state, learner.policy, learner.optimizer, world)
+    assert checkpoint.latest(tmp_path) is None  # it does not count yet
+    train(learner, state, 3)  # … while the thread writes
+    saving.finish(world.leads)
+    other = kit.learner(model, tmp_path, world, RUN)
+    assert checkpoint.load(tmp_path, RUN.digest(), other.policy, other.optimizer, world) == state
+    now = weights(other)
+    assert all(torch.equal(now[name], then[name]) for name in then)
+    assert any(not torch.equal(weights(learner)[name], then[name]) for name in then)
+
+
+def test_a_checkpoint_of_more_or_fewer_ranks_is_read_and_said_so(
+    model: Path, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = kit.learner(model, tmp_path, world, RUN)
+    state = TrainerState(RUN.digest(), step=1)
+    checkpoint.save(tmp_path, state, learner.policy, learner.optimizer, world)
+    path = tmp_path / "checkpoints" / "1" / STATE_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ranks": 4}))
+    found = checkpoint.load(tmp_path, RUN.digest(), learner.policy, learner.optimizer, world)
+    assert found is not None
+    assert "written by 4 ranks and is read by 1" in caplog.text
+
+
 def test_a_half_written_checkpoint_is_ignored_and_cleared_away(
     model: Path, tmp_path: Path, world: World
 ) -> None:

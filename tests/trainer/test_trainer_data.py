@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import trainer_kit as kit
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protocol.core.batch import SignedBatch
 from protocol.core.errors import (
@@ -208,6 +211,34 @@ def test_rows_older_than_the_run_allows_or_from_the_future_are_refused(
     else:
         with pytest.raises(PolicyError, match="old at step"):
             assemble(signed, STEP, kit.rules(RUN), objects.fetch)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.sets(st.integers(0, 2))), min_size=1, max_size=4),
+    st.randoms(),
+)
+def test_a_batch_holds_just_the_groups_named_each_once_whatever_the_order(
+    shape: list[tuple[int, set[int]]], shuffle: random.Random
+) -> None:
+    objects = kit.Objects()
+    expected: dict[tuple[str, int], list[Rollout]] = {}
+    entries = []
+    for number, (groups, wanted) in enumerate(shape):
+        rows = rollouts(100 + number, groups=groups)
+        taken = sorted(g for g in wanted if g < groups) or [0]
+        entry = kit.seal_file(objects, rows, taken, STEP)
+        entries.append(entry)
+        for g in taken:
+            expected[entry.sha256, g] = [row for row in rows if row.group == g]
+    shuffle.shuffle(entries)
+    batch = assemble(kit.seal(entries, STEP, RUN), STEP, kit.rules(RUN), objects.fetch)
+    assert sorted(batch.keys) == sorted(expected)
+    for key, group in zip(batch.keys, batch.groups, strict=True):
+        theirs = expected[key]
+        assert [row.output_tokens for row in group] == [row.output_tokens for row in theirs]
+    names = [sha256 for sha256, _ in batch.keys]
+    assert names == sorted(names)  # the manifest's order, not that of arrival
 
 
 def test_a_group_trained_before_is_refused() -> None:

@@ -21,7 +21,7 @@ from trainer.loss import (
     two_sided_clip,
 )
 
-NORMALISATIONS: tuple[str, ...] = ("grpo", "grpo_token_mean", "dr_grpo")
+NORMALISATIONS: tuple[str, ...] = ("grpo", "grpo_token_mean", "dr_grpo", "one_sided")
 LENGTHS = [3, 1, 5, 2]
 VOCABULARY = 6
 MAX_OUTPUT = 8
@@ -44,16 +44,18 @@ def slow_gradient(
                 "grpo": 1 / len(LENGTHS) / length,
                 "grpo_token_mean": 1 / sum(LENGTHS),
                 "dr_grpo": 1 / len(LENGTHS) / MAX_OUTPUT,
+                "one_sided": 1 / len(LENGTHS) / length,
             }[settings.normalisation]
+            delta = math.inf if settings.normalisation == "one_sided" else settings.delta
             p = np.exp(logits[t] - logits[t].max())
             p /= p.sum()
             logp = math.log(p[targets[t]])
             ratio = math.exp(logp - old[t])
             low, high = 1 - settings.clip, 1 + settings.clip
-            bounded = min(ratio, settings.delta) * advantage
+            bounded = min(ratio, delta) * advantage
             clipped = min(max(ratio, low), high) * advantage
             if bounded <= clipped:
-                slope = ratio * advantage if ratio < settings.delta else 0.0
+                slope = ratio * advantage if ratio < delta else 0.0
             else:
                 slope = ratio * advantage if low < ratio < high else 0.0
             d = reference[t] - logp
@@ -151,5 +153,5 @@ def test_weights_of_a_whole_batch_sum_as_the_form_says(normalisation: str) -> No
     total = math.fsum(w * n for w, n in zip(weights, lengths, strict=True))
     expected = sum(lengths) / (12 * 20) if normalisation == "dr_grpo" else 1.0
     assert total == pytest.approx(expected)
-    if normalisation != "grpo":
+    if normalisation not in ("grpo", "one_sided"):
         assert len(set(weights)) == 1

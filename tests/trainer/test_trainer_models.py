@@ -114,6 +114,19 @@ def test_recomputed_activations_and_logits_give_the_same_gradient(
     assert found < 1e-6
 
 
+def test_computing_in_bf16_reduces_in_fp32_into_fp32_masters(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    rows = kit.rows()
+    wide, narrow = (kit.learner(model, tmp_path, world, bf16=bf16) for bf16 in (False, True))
+    backward(wide, rows)
+    backward(narrow, rows)
+    found = kit.gradients(narrow.policy)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    assert {p.dtype for p in narrow.policy.parameters()} == {torch.float32}
+    assert 0 < kit.relative_difference(found, kit.gradients(wide.policy)) < 0.1
+
+
 def test_only_adapters_are_trained_and_what_is_published_holds_them(
     model: Path, tmp_path: Path, world: World
 ) -> None:
