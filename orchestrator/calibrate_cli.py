@@ -20,6 +20,8 @@ from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core.calibration import CalibrationStatement, SignedCalibration
 from protocol.core.errors import UserError
+from protocol.storage.base import put_object
+from protocol.storage.directory import DirectoryStore
 from protocol.verification.engines import ENGINES
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,6 +39,9 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     scale: Annotated[float, typer.Option(help="More or fewer files.", min=0.001)] = 1.0,
+    objects: Annotated[
+        Path | None, typer.Option(help="Folder of the pool's object store, to put it there too.")
+    ] = None,
     deployment: Annotated[
         Path | None, typer.Option(help="Deployment JSON, to sign for its network.")
     ] = None,
@@ -61,7 +66,9 @@ def calibrate(
     found, left_out = measure(
         model or [], python_of=_interpreters(python or []), device=device, scale=scale
     )
-    out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    out.write_bytes(found.canonical())  # its SHA-256 is its name
+    if objects is not None:
+        put_object(DirectoryStore(objects), found.canonical())
     written = {"calibration": str(out), "digest": found.digest()}
     if signer is not None and domain is not None:
         statement = CalibrationStatement(calibration=found.digest(), made_at=int(time.time()))
@@ -71,7 +78,7 @@ def calibrate(
             signature=signer.sign(statement, domain),
         )
         beside = out.with_suffix(".signed.json")
-        beside.write_text(signed.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        beside.write_text(signed.model_dump_json() + "\n", encoding="utf-8")
         written["signed"] = str(beside)
     if as_json:
         typer.echo(json.dumps({**written, "left_out": left_out}))

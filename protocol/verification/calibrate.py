@@ -120,7 +120,7 @@ def calibrate(
     *,
     python_of: dict[str, Path | None],
     device: str = "cpu",
-    dtypes: Sequence[str] = DTYPES,
+    dtypes: Sequence[str] | None = None,
     scale: float = 1.0,
 ) -> tuple[Calibration, list[str]]:
     """(calibration, set-ups that do not run here with the reason).
@@ -135,7 +135,7 @@ def calibrate(
         folders = [*models, *tiny_models(Path(scratch))]
         verifiers = {model: load_engine(model, device=device, threads=1) for model in folders}
         for engine, python in python_of.items():
-            for dtype in dtypes:
+            for dtype in dtypes or DTYPES:
                 setup = Setup(engine, dtype, device, python)
                 try:
                     _measure(setup, verifiers, scale, measured[engine, dtype])

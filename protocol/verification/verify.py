@@ -29,7 +29,7 @@ from protocol.core.run import MICRO, RunDefinition
 from protocol.core.task import SignedLease
 from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.engine.base import Engine
-from protocol.environments.base import Environment, decode_output
+from protocol.environments.base import Environment, Grade, decode_output
 from protocol.proofs import activations, sampling, sketch
 from protocol.proofs.thresholds import NO_REFERENCE, SIGNIFICANCE, Calibration, Limits, shipped
 from protocol.verification import replay
@@ -289,16 +289,17 @@ def _grade(
     environment: Environment,
     engine: Engine,
 ) -> tuple[VerdictRow, ...]:
-    """Recomputes every reward. A grade that a limit of time decided accuses nobody."""
+    """Recomputes every reward. A grade that a limit of time decided accuses nobody, nor does one
+    that comes out otherwise the second time."""
     table = []
     for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
-        grade = environment.grade(
-            due.problem,
-            due.target_length,
-            decode_output(engine.tokenizer, row.output_tokens),
-            len(row.output_tokens),
-        )
-        if not grade.uncertain and abs(row.reward * MICRO - grade.reward_micro) > 0.5:
+        text = decode_output(engine.tokenizer, row.output_tokens)
+
+        def graded(due: PlannedRow = due, row: FileRow = row, text: str = text) -> Grade:
+            return environment.grade(due.problem, due.target_length, text, len(row.output_tokens))
+
+        grade = graded()
+        if grade.refutes(row.reward) and graded().refutes(row.reward):
             raise _RulingError(
                 Reason.TAMPERED_REWARD,
                 f"row {number} claims reward {row.reward:.6f}, the grader gives "
