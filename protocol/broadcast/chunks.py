@@ -5,7 +5,8 @@ it, and only then writes it, once, where it belongs. What fails goes back to the
 
 - bytes that do not hash: the sender is banned and named, the chunk is fetched elsewhere;
 - a dead, slow or refusing source rests, each time longer, and the others go on;
-- when the queue is empty, the slowest chunks still under way are asked of a second source too.
+- when the queue is empty, the slowest chunks still under way are asked of a second source too;
+- a server that knows no ranges is read from the beginning, and gives what passes by.
 
 The folder holds nothing but verified chunks and holes, so a killed fetch resumes by looking: there
 is no journal to disagree with the data. At most one chunk a connection is fetched again.
@@ -18,53 +19,25 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
 
-from protocol.broadcast.files import create_sized, open_regular, read_at, write_at
+from protocol.broadcast.files import create_sized, write_at
 from protocol.broadcast.layout import Item
-from protocol.broadcast.running import RunningHash
+from protocol.broadcast.running import RunningHash, verified_chunks
 from protocol.broadcast.sources import Fault, Source, SourceBook
-from protocol.broadcast.transfer import Link, SupersededError, TransferError
-from protocol.core.errors import PrimeError, UnavailableError
+from protocol.broadcast.tasks import HEDGE_AFTER, TOO_SLOW, ChunkStats, Task, sorry
+from protocol.broadcast.transfer import Link, SupersededError, TransferError, WholeOnlyError
+from protocol.core.errors import UnavailableError
 from protocol.core.ids import Digest, to_bytes
 
 PATIENCE = 60.0
 """Seconds without one verified chunk after which a fetch gives up."""
 PER_SOURCE = 2
 """Connections to one source: while one chunk is hashed and written, the next is on its way."""
-TOO_SLOW = 3.0
-"""A chunk that takes more seconds than this, and ten times the usual, is fetched elsewhere."""
-HEDGE_AFTER = 1.0
-"""A chunk is asked of a second source after this many seconds, or three usual chunk times."""
-
-
-@dataclass
-class ChunkStats:
-    """Bytes and counts of one run. `kept` chunks were there already; `refetched` came twice."""
-
-    bytes_received: int = 0
-    bytes_written: int = 0
-    chunks: int = 0
-    kept: int = 0
-    refetched: int = 0
-    first_chunk_seconds: float | None = None
-    by_source: dict[str, int] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Task:
-    item: Item
-    index: int
-    excluded: set[str] = field(default_factory=set)
-    running: dict[str, float] = field(default_factory=dict)
-    """URL → when it was asked."""
-    claimed: bool = False
-    done: bool = False
 
 
 class ChunkFetcher:
@@ -105,8 +78,9 @@ class ChunkFetcher:
         self._progress = progress
         self._clock = clock
         self._change = threading.Condition()
-        self._queue: deque[_Task] = deque()
-        self._open: set[_Task] = set()
+        self._queue: deque[Task] = deque()
+        self._open: set[Task] = set()
+        self._missing: dict[tuple[str, int], Task] = {}
         self._error: BaseException | None = None
         self._links: list[Link] = []
         self._total = sum(item.size for item in items)
@@ -147,9 +121,7 @@ class ChunkFetcher:
             self._fail(error)
             raise
         finally:
-            with self._change:
-                links = list(self._links)
-            for link in links:
+            for link in list(self._links):
                 link.abort()
             for thread in threads:
                 thread.join(1.0)
@@ -162,15 +134,13 @@ class ChunkFetcher:
         """Seconds since the last verified chunk (or the start)."""
         return self._clock() - self._last_success
 
-    # What is there already
-
     def _look_around(self) -> None:
         """Makes the files, keeps the chunks that verify, queues the rest in order."""
         for item in self._items:
             path = self._folder / item.name
             fresh = not path.exists()
             os.close(create_sized(path, item.size))
-            present = iter(()) if fresh else _verified_chunks(path, item)
+            present = iter(()) if fresh else verified_chunks(path, item)
             have = set(present)
             for index in range(len(item.chunks)):
                 if index in have:
@@ -180,7 +150,8 @@ class ChunkFetcher:
                     self._done += item.span(index)[1]
                     self._on_chunk(item, index)
                 else:
-                    task = _Task(item, index)
+                    task = Task(item, index)
+                    self._missing[item.name, index] = task
                     self._queue.append(task)
                     self._open.add(task)
         self._progress(self._done, self._total)
@@ -198,7 +169,8 @@ class ChunkFetcher:
                 task, source = choice
                 link = links.get(source.url)
                 if link is None:
-                    link = links[source.url] = self._link(source.url)
+                    signed = partial(self._book.authorization, source.url)
+                    link = links[source.url] = Link(source.url, signed)
                     with self._change:
                         self._links.append(link)
                 self._attempt(task, source, link, buffer)
@@ -208,11 +180,8 @@ class ChunkFetcher:
             for link in links.values():
                 link.close()
 
-    def _link(self, url: str) -> Link:
-        return Link(url, lambda: self._book.authorization(url))
-
-    def _next(self) -> tuple[_Task, Source] | None:
-        """The next chunk and whom to ask for it; None when there is nothing left to do."""
+    def _next(self) -> tuple[Task, Source] | None:
+        """The next chunk and whom to ask for it; None when nothing is left to do."""
         with self._change:
             while True:
                 if not self._open or self._error is not None:
@@ -223,12 +192,12 @@ class ChunkFetcher:
                     task.running[source.url] = self._clock()
                     return choice
                 if self._hopeless():
-                    self._error = self._sorry()
+                    self._error = sorry(self._open, self._urls, self._book)
                     self._change.notify_all()
                     return None
                 self._change.wait(0.05 if self._queue else 0.25)
 
-    def _choose(self) -> tuple[_Task, Source] | None:
+    def _choose(self) -> tuple[Task, Source] | None:
         for position, task in enumerate(self._queue):
             source = self._pick(task, task.excluded)
             if source is not None:
@@ -240,7 +209,7 @@ class ChunkFetcher:
             return None
         return self._hedge()
 
-    def _pick(self, task: _Task, excluded: set[str]) -> Source | None:
+    def _pick(self, task: Task, excluded: set[str]) -> Source | None:
         return self._book.pick(
             self._urls,
             excluded,
@@ -249,7 +218,7 @@ class ChunkFetcher:
             last_resort=self._last_resort,
         )
 
-    def _hedge(self) -> tuple[_Task, Source] | None:
+    def _hedge(self) -> tuple[Task, Source] | None:
         now = self._clock()
         limit = max(HEDGE_AFTER, 3 * self._usual)
         for task in self._open:
@@ -269,18 +238,9 @@ class ChunkFetcher:
         chances = [self._book.next_chance(self._urls, t.excluded) for t in self._open]
         return all(chance is None for chance in chances)
 
-    def _sorry(self) -> UnavailableError:
-        told = []
-        for url in self._urls:
-            told.append(f"{url}: {self._book.get(url).last_error or 'no answer yet'}")
-        return UnavailableError(
-            f"no source delivers {next(iter(self._open)).item.address} "
-            f"({len(self._open)} chunks are missing): " + "; ".join(told[:8])
-        )
-
     # One chunk
 
-    def _attempt(self, task: _Task, source: Source, link: Link, buffer: bytearray) -> None:
+    def _attempt(self, task: Task, source: Source, link: Link, buffer: bytearray) -> None:
         offset, length = task.item.span(task.index)
         view = memoryview(buffer)[:length]
         begun = self._clock()
@@ -291,6 +251,8 @@ class ChunkFetcher:
                     self._put_back(task, source)
                     self._book.release(source)
                     return
+            if source.whole_only:
+                raise WholeOnlyError
             link.read_range(
                 task.item.address,
                 offset,
@@ -298,6 +260,10 @@ class ChunkFetcher:
                 view,
                 cancelled=lambda: self._unneeded(task, source, begun),
             )
+        except WholeOnlyError:
+            source.whole_only = True
+            self._stream(task, source, link, buffer)
+            return
         except SupersededError:
             self._put_back(task, source)
             self._book.release(source)
@@ -311,7 +277,36 @@ class ChunkFetcher:
         self._book.good(source, length, self._clock() - begun)
         self._store(task, source, view, offset, self._clock() - begun)
 
-    def _unneeded(self, task: _Task, source: Source, begun: float) -> bool:
+    def _stream(self, asked: Task, source: Source, link: Link, buffer: bytearray) -> None:
+        """Reads the whole file that `asked` is of, and keeps every chunk that is still missing."""
+        item, begun, index = asked.item, self._clock(), 0
+        try:
+            with link.reading(item.address, item.size) as fill:
+                for index, digest in enumerate(item.chunks):
+                    offset, length = item.span(index)
+                    view = memoryview(buffer)[:length]
+                    since = self._clock()
+                    fill(view, lambda: self._error is not None)
+                    if blake3(view).digest() != to_bytes(digest):
+                        self._note_lie(self._missing.get((item.name, index), asked), source)
+                        self._put_back(asked, source)
+                        return
+                    task = self._missing.get((item.name, index))
+                    if task is not None and not task.claimed:
+                        with self._change, contextlib.suppress(ValueError):
+                            self._queue.remove(task)
+                        self._store(task, source, view, offset, self._clock() - since)
+                    if not any(task.item is item for task in self._open):
+                        break
+        except TransferError as error:
+            self._note_failure(asked, source, error)
+            return
+        self._put_back(asked, source)
+        self._book.good(
+            source, min(item.size, (index + 1) * item.chunk_size), self._clock() - begun
+        )
+
+    def _unneeded(self, task: Task, source: Source, begun: float) -> bool:
         """True once another source was faster. Raises TransferError for one that crawls while
         others deliver."""
         spent = self._clock() - begun
@@ -321,7 +316,7 @@ class ChunkFetcher:
         return task.done or self._error is not None
 
     def _store(
-        self, task: _Task, source: Source, view: memoryview, offset: int, seconds: float
+        self, task: Task, source: Source, view: memoryview, offset: int, seconds: float
     ) -> None:
         with self._change:
             task.running.pop(source.url, None)
@@ -355,8 +350,13 @@ class ChunkFetcher:
             done = self._done
         self._progress(done, self._total)
 
-    def _note_failure(self, task: _Task, source: Source, error: TransferError) -> None:
+    def _note_failure(self, task: Task, source: Source, error: TransferError) -> None:
         if task.done or self._error is not None:
+            self._put_back(task, source)
+            self._book.release(source)
+            return
+        if error.gone:
+            self._exclude(task.item, source)
             self._put_back(task, source)
             self._book.release(source)
             return
@@ -368,7 +368,15 @@ class ChunkFetcher:
                 self.stats.faults.append(Fault(source.url, "failed", str(error)))
         self._put_back(task, source)
 
-    def _note_lie(self, task: _Task, source: Source) -> None:
+    def _exclude(self, item: Item, source: Source) -> None:
+        """The source will never have this item again, which is no fault."""
+        with self._change:
+            for task in self._open:
+                if task.item is item:
+                    task.excluded.add(source.url)
+                    task.gone = True
+
+    def _note_lie(self, task: Task, source: Source) -> None:
         reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
         self._book.lied(source, reason)
         with self._change:
@@ -377,7 +385,7 @@ class ChunkFetcher:
             task.excluded.add(source.url)
         self._put_back(task, source)
 
-    def _put_back(self, task: _Task, source: Source) -> None:
+    def _put_back(self, task: Task, source: Source) -> None:
         with self._change:
             task.running.pop(source.url, None)
             if not task.claimed and not task.running and task not in self._queue:
@@ -389,19 +397,3 @@ class ChunkFetcher:
             if self._error is None:
                 self._error = error
             self._change.notify_all()
-
-
-def _verified_chunks(path: Path, item: Item) -> Iterator[int]:
-    """Indices of the chunks of a partial file that are there and right; holes cost nothing."""
-    with open_regular(path) as fd:
-        for index, digest in enumerate(item.chunks):
-            offset, length = item.span(index)
-            with contextlib.suppress(OSError):  # ENXIO: no data behind; or no such seek here
-                if os.lseek(fd, offset, os.SEEK_DATA) >= offset + length:
-                    continue
-            try:
-                data = read_at(fd, offset, length)
-            except PrimeError:
-                return
-            if blake3(data).digest() == to_bytes(digest):
-                yield index

@@ -15,10 +15,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +51,7 @@ from protocol.core.checkpoint import Manifest, PolicyStatement, SignedManifest
 from protocol.core.errors import ConflictError, PrimeError, UntrustedError, UserError
 from protocol.core.ids import ZERO_ADDRESS
 from protocol.core.signing import Domain, LocalSigner, Signer
+from protocol.stopping import until_stopped
 
 app = typer.Typer(
     name="broadcast",
@@ -106,7 +105,7 @@ def serve_command(
                 f"fetch it with: python -m protocol.broadcast fetch {origin.url} DEST "
                 f"--signer {signer.address}"
             )
-        _until_stopped().wait()
+        until_stopped().wait()
 
 
 @app.command("relay")
@@ -131,7 +130,7 @@ def relay_command(
         facts = {"event": event.kind, "version": event.version, "detail": event.detail}
         _print(facts, as_json)
 
-    stop = _until_stopped()
+    stop = until_stopped()
     relay = Relay(data, trust, host=host, port=port, keep=keep, limits=Limits(), on_event=tell)
     links = [Link(url) for url in urls]
     with relay:
@@ -351,14 +350,6 @@ def _open_key(path: Path) -> LocalSigner:
     if len(text) != 64 or not all(digit in "0123456789abcdef" for digit in text):
         raise UserError(f"{path} holds no key: expected 64 lowercase hex digits")
     return LocalSigner(bytes.fromhex(text))
-
-
-def _until_stopped() -> threading.Event:
-    """An event that SIGINT and SIGTERM set."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """A policy arrives: the cheapest way, verified, whole or not at all.
 
-fetch()   1  plan: the cheapest of one whole download and of any chain of deltas from what is here
+fetch()   1  plan (protocol/broadcast/plans.py): the cheapest of one whole download and of any
+             chain of deltas from what is here
           2  get the chunks (protocol/broadcast/chunks.py), resuming what an earlier try left
-          3  apply the deltas, if that was the way; a damaged base falls back to the whole
+          3  apply the deltas, if that was the way; a damaged base falls back to the whole, and
+             where nobody has the whole any more, to an anchor and the deltas from it
           4  check every file's digest, put the manifest beside them
           5  the folder appears under its name by one rename (protocol/broadcast/durable.py)
 
@@ -12,7 +14,6 @@ The signature on the manifest is the caller's to check (`Trust`), before anythin
 from __future__ import annotations
 
 import fcntl
-import heapq
 import os
 import shutil
 import time
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from protocol.broadcast import delta as deltas
-from protocol.broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, ChunkStats
+from protocol.broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher
 from protocol.broadcast.durable import appear
 from protocol.broadcast.files import remove_folder, replace_file, require_space
 from protocol.broadcast.layout import Item, delta_items, file_items
@@ -34,40 +35,19 @@ from protocol.broadcast.manifest import (
     signed_bytes,
     total_size,
 )
+from protocol.broadcast.plans import Base, Plan, plan_from_anchor, plan_route
 from protocol.broadcast.sources import Fault, SourceBook
-from protocol.core.checkpoint import DeltaEntry, Manifest, SignedManifest
+from protocol.broadcast.tasks import ChunkStats, GoneError
+from protocol.core.checkpoint import Manifest, SignedManifest
 from protocol.core.errors import MalformedError, UnavailableError, UntrustedError
+
+__all__ = ["Base", "FetchStats", "Plan", "Progress", "fetch", "plan_route"]
 
 DELTA_PATIENCE = 10.0
 """Seconds without a chunk of a delta after which the whole is fetched instead."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
-
-
-@dataclass(frozen=True)
-class Base:
-    """A verified policy folder that is already here."""
-
-    folder: Path
-    manifest: Manifest
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One delta of a chain: from version `entry.base` to `target`."""
-
-    target: Manifest
-    entry: DeltaEntry
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to download: `start` and `hops`, or the whole files if there are none. `cost` bytes."""
-
-    cost: int
-    start: Base | None = None
-    hops: tuple[Hop, ...] = ()
 
 
 @dataclass
@@ -107,38 +87,6 @@ class FetchStats:
         return asdict(self)
 
 
-def plan_route(
-    manifest: Manifest, bases: Sequence[Base], chain: Mapping[int, Manifest] | None = None
-) -> Plan:
-    """The fewest bytes to `manifest`: the whole, or deltas from a base that is here over versions
-    whose manifests are in `chain` (each already trusted). Only deltas whose base digest is that
-    very base's are taken."""
-    known = {**(chain or {}), manifest.version: manifest}
-    best: dict[int, int] = {}
-    heap: list[tuple[int, int, int, Base, tuple[Hop, ...]]] = []
-    for number, base in enumerate(bases):
-        heap.append((0, base.manifest.version, number, base, ()))
-    heapq.heapify(heap)
-    whole = Plan(total_size(manifest))
-    while heap:
-        cost, version, number, base, hops = heapq.heappop(heap)
-        if cost >= whole.cost:
-            return whole
-        digest = hops[-1].target.result_digest if hops else base.manifest.result_digest
-        if version == manifest.version and digest == manifest.result_digest and hops:
-            return Plan(cost, base, hops)
-        if best.get(version, cost + 1) <= cost:
-            continue
-        best[version] = cost
-        for target in known.values():
-            for entry in target.deltas:
-                if entry.base == version and entry.base_digest == digest:
-                    step = (*hops, Hop(target, entry))
-                    item = (cost + entry.size, target.version, number, base, step)
-                    heapq.heappush(heap, item)
-    return whole
-
-
 def fetch(
     manifest: Manifest | SignedManifest,
     sources: Sequence[str],
@@ -173,11 +121,11 @@ def fetch(
         partial = dest.parent / f".partial-{dest.name}-{policy.digest()[2:18]}"
         files = partial / "files"
         files.mkdir(mode=0o755, parents=True, exist_ok=True)
-        _Arriving(policy, sources, partial, files, stats).run(
-            plan_route(policy, bases, chain),
-            book or SourceBook(),
-            {"parallel": parallel, "per_source": per_source, "progress": progress},
-            patience,
+        book = book or SourceBook()
+        options = {"parallel": parallel, "per_source": per_source, "progress": progress}
+        plan = plan_route(policy, bases, chain, book.speed(sources, parallel))
+        _Arriving(policy, sources, partial, files, stats, book, options, patience).run(
+            plan, chain or {}
         )
         if signed is not None:
             replace_file(files / MANIFEST_NAME, signed_bytes(signed), durable=False)
@@ -194,65 +142,94 @@ class _Arriving:
     partial: Path
     files: Path
     stats: FetchStats
+    book: SourceBook
+    options: dict[str, Any]
+    patience: float
 
-    def run(self, plan: Plan, book: SourceBook, options: dict[str, Any], patience: float) -> None:
-        if plan.hops:
+    def run(self, plan: Plan, chain: Mapping[int, Manifest]) -> None:
+        """The plan, or what is left if it fails: the whole, or else an anchor and deltas."""
+        if plan.hops and plan.start is not None:
             try:
-                self._by_deltas(plan, book, options, min(patience, DELTA_PATIENCE))
+                self._by_deltas(plan.start, plan, min(self.patience, DELTA_PATIENCE))
                 return
             except (UntrustedError, MalformedError, UnavailableError) as error:
-                base = plan.start.folder.name if plan.start else ""
+                base = plan.start.folder.name
                 self.stats.faults.append(Fault(f"delta from {base}", "delta", str(error)))
-        self._whole(book, options, patience)
+        try:
+            self.stats.route, self.stats.hops = "whole", ()
+            self._whole(self.policy, self.files)
+        except GoneError:
+            self._from_anchor(chain)
 
-    def _whole(self, book: SourceBook, options: dict[str, Any], patience: float) -> None:
-        self.stats.route, self.stats.hops = "whole", ()
-        have = sum(path.stat().st_blocks * 512 for path in self.files.iterdir())
-        require_space(self.files, total_size(self.policy) - have)
-        items = file_items(self.policy)
-        options = {**options, "whole_digests": True}
-        fetcher = self._get(items, self.files, book, options, patience)
+    def _from_anchor(self, chain: Mapping[int, Manifest]) -> None:
+        """The files are nowhere any more: an older policy whole, and deltas from it. Raises the
+        GoneError of the last try if no chain leads here."""
+        tried: list[int] = []
+        while True:
+            plan = plan_from_anchor(self.policy, chain, tried)
+            if plan is None or plan.anchor is None:
+                raise UnavailableError(
+                    f"nobody has policy {self.policy.version} whole any more, and no chain of "
+                    f"deltas leads to it from one that is (tried: {tried})"
+                )
+            tried.append(plan.anchor.version)
+            folder = self.partial / f"version-{plan.anchor.version}"
+            folder.mkdir(exist_ok=True)
+            try:
+                self._whole(plan.anchor, folder)
+            except GoneError:
+                continue
+            self._by_deltas(Base(folder, plan.anchor), plan, self.patience)
+            return
+
+    def _whole(self, policy: Manifest, folder: Path) -> None:
+        have = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+        require_space(folder, total_size(policy) - have)
+        items = file_items(policy)
+        fetcher = self._get(items, folder, self.patience, whole_digests=True)
         for item in items:
             if fetcher.digest(item) != item.digest:
                 remove_folder(self.partial)
                 raise UntrustedError(
-                    f"the manifest of policy {self.policy.version} contradicts itself: all chunks "
+                    f"the manifest of policy {policy.version} contradicts itself: all chunks "
                     f"of {item.name} are right and the file is not"
                 )
 
-    def _by_deltas(
-        self, plan: Plan, book: SourceBook, options: dict[str, Any], patience: float
-    ) -> None:
-        assert plan.start is not None
+    def _by_deltas(self, start: Base, plan: Plan, patience: float) -> None:
         self.stats.route = "delta"
         self.stats.hops = tuple(hop.target.version for hop in plan.hops)
         require_space(self.files, plan.cost + min(2, len(plan.hops)) * total_size(self.policy))
-        folder, manifest = plan.start.folder, plan.start.manifest
+        folder, manifest = start.folder, start.manifest
         for number, hop in enumerate(plan.hops):
             name = f"delta-{hop.entry.base}"
             item = next(item for item in delta_items(hop.target) if item.name == name)
             into = self.partial / f"deltas-{hop.target.version}"
             into.mkdir(exist_ok=True)
-            self._get([item], into, book, options, patience)
+            self._get([item], into, patience)
             last = number == len(plan.hops) - 1
             target = self.files if last else self.partial / f"version-{hop.target.version}"
             target.mkdir(exist_ok=True)
+            begun = time.monotonic()
             written = deltas.apply(folder, manifest, into / name, hop.target, target)
+            self.book.applied(written, time.monotonic() - begun)
             self.stats.bytes_written += written
             shutil.rmtree(into)
-            if folder != plan.start.folder:
+            if folder.parent == self.partial:
                 shutil.rmtree(folder)
             folder, manifest = target, hop.target
 
     def _get(
-        self,
-        items: Sequence[Item],
-        folder: Path,
-        book: SourceBook,
-        options: dict[str, Any],
-        patience: float,
+        self, items: Sequence[Item], folder: Path, patience: float, *, whole_digests: bool = False
     ) -> ChunkFetcher:
-        fetcher = ChunkFetcher(items, folder, self.sources, book, patience=patience, **options)
+        fetcher = ChunkFetcher(
+            items,
+            folder,
+            self.sources,
+            self.book,
+            patience=patience,
+            whole_digests=whole_digests,
+            **self.options,
+        )
         try:
             fetcher.run()
         finally:

@@ -111,6 +111,10 @@ class Content(Protocol):
 
     def find(self, path: str) -> Resource | None: ...
 
+    def gone(self, path: str) -> bool:
+        """Whether what is not found was there and will not come back."""
+        ...
+
     def versions(self) -> list[int]: ...
 
 
@@ -132,6 +136,12 @@ class DirectoryContent:
         if named.version is None:
             return _on_disk(folder / named.name, immutable=False)
         return _on_disk(folder / str(named.version) / named.name, immutable=True)
+
+    def gone(self, path: str) -> bool:
+        named = layout.parse_address(path)
+        if named is None or named.version is None:
+            return False
+        return layout.is_thin(self._root, named.version)
 
 
 @dataclass
@@ -202,6 +212,9 @@ class LiveContent:
                 path=live.folder / item.name,
                 arrival=live.arrivals[item.name],
             )
+
+    def gone(self, path: str) -> bool:
+        return False
 
     def _set_index(self) -> None:
         newest = layout.newest_first(live.signed for live in self._versions.values())

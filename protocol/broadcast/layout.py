@@ -6,7 +6,9 @@ bucket can mirror them.
     policies/<version>/<file>              each file as it is; clients ask for it chunk by chunk
     policies/<version>/delta-<base>        turns version <base> into <version>
 
-A version's folder appears by one rename, after its manifest is signed, and never changes after.
+A version's folder appears by one rename, after its manifest is signed, and never changes after;
+but an origin may thin out old ones: it keeps an anchor every few versions, and of those between
+only the deltas and manifests, from which anybody makes the files again.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from protocol.core.messages import PolicyList
 
 POLICIES = "policies"
 INDEX_NAME = "index.json"
+THIN_NAME = ".thin"
 INDEX_LENGTH = 16
 """Manifests in the index; older ones are at their own address."""
 MAX_INDEX_BYTES = 16 << 20
@@ -165,11 +168,62 @@ def read_index(root: Path) -> list[SignedManifest]:
         return parse_index(read_at(fd, 0, os.fstat(fd).st_size))
 
 
-def prune(root: Path, keep: int, pinned: Collection[int] = ()) -> list[int]:
-    """Removes all but the newest `keep` versions and the pinned ones; returns what went. Open
-    files stay readable to who has them open."""
+def is_thin(root: Path, version: int) -> bool:
+    """Whether of a version only manifest and deltas are kept."""
+    return (version_folder(root, version) / THIN_NAME).is_file()
+
+
+def thin(
+    root: Path, *, keep_whole: int, anchor_every: int, pinned: Collection[int] = ()
+) -> list[int]:
+    """Removes the files of old versions that deltas make again; returns the versions thinned out.
+
+    Whole stay the newest `keep_whole`, every version that `anchor_every` divides, the `pinned`, and
+    whatever no chain of deltas from an older whole version leads to.
+    """
     present = versions(root)
-    gone = [v for v in present[: max(0, len(present) - keep)] if v not in set(pinned)]
+    recent = set(present[max(0, len(present) - keep_whole) :])
+    reachable: dict[int, Digest] = {}
+    thinned: list[int] = []
+    for version in present:
+        manifest = manifest_of(root, version).manifest
+        whole = version in recent or version % anchor_every == 0 or version in set(pinned)
+        if not whole and any(reachable.get(d.base) == d.base_digest for d in manifest.deltas):
+            if not is_thin(root, version):
+                _thin_out(version_folder(root, version), manifest)
+                thinned.append(version)
+            reachable[version] = manifest.result_digest
+        elif not is_thin(root, version):
+            reachable[version] = manifest.result_digest
+    return thinned
+
+
+def _thin_out(folder: Path, manifest: Manifest) -> None:
+    write_whole(folder / THIN_NAME, b"")  # first, so that what is half removed is not taken whole
+    for entry in manifest.files:
+        (folder / entry.name).unlink(missing_ok=True)
+
+
+def _bases_needed(root: Path, kept: Collection[int]) -> set[int]:
+    """The versions on the way from an anchor to each thin version that is kept."""
+    needed: set[int] = set()
+    todo = [version for version in kept if is_thin(root, version)]
+    while todo:
+        for delta in manifest_of(root, todo.pop()).manifest.deltas:
+            if delta.base not in needed:
+                needed.add(delta.base)
+                if is_thin(root, delta.base):
+                    todo.append(delta.base)
+    return needed
+
+
+def prune(root: Path, keep: int, pinned: Collection[int] = ()) -> list[int]:
+    """Removes all but the newest `keep` versions, the pinned ones, and what thin ones among them
+    are made from; returns what went. Open files stay readable to who has them open."""
+    present = versions(root)
+    kept = set(present[max(0, len(present) - keep) :]) | set(pinned)
+    kept |= _bases_needed(root, kept & set(present))
+    gone = [version for version in present if version not in kept]
     for version in gone:
         remove_folder(version_folder(root, version))
     if gone:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from protocol.broadcast.chunks import ChunkStats
     from protocol.broadcast.server import Counters
+    from protocol.broadcast.tasks import ChunkStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -269,7 +269,8 @@ class Server:
             return
         resource = self._content.find(request.path)
         if resource is None:
-            await self._sender.send_head(writer, HTTPStatus.NOT_FOUND, 0, {}, close=close)
+            status = HTTPStatus.GONE if self._content.gone(request.path) else HTTPStatus.NOT_FOUND
+            await self._sender.send_head(writer, status, 0, {}, close=close)
             return
         headers = resource_headers(resource)
         if not_modified(request.headers.get("if-none-match"), resource.etag):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from protocol.broadcast.plans import APPLY_RATE, Speed
 from protocol.core.errors import MalformedError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Source:
     role: str = "unknown"
     """"relay", "origin" or "mirror" once it was asked."""
     rate: float = 0.0
+    whole_only: bool = False
+    """It ignores ranges: files are read from their beginning, one at a time."""
     in_use: int = 0
     overdue_at: float = 0.0
     """When its present request should long have been answered."""
@@ -63,6 +66,8 @@ class SourceBook:
     clock: Callable[[], float] = time.monotonic
     passes: Passes | None = None
     """With which requests are signed, for servers that let only signed ones in."""
+    apply_rate: float = 0.0
+    """Bytes of resulting weights a second at which deltas were applied here; 0: not yet."""
     _sources: dict[str, Source] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -109,7 +114,7 @@ class SourceBook:
             others = [s for s in standing if s.role != last_resort]
             if any(not s.in_use or now <= s.overdue_at for s in others):
                 standing = others
-            free = [s for s in standing if s.in_use < per_source]
+            free = [s for s in standing if s.in_use < (1 if s.whole_only else per_source)]
             if not free:
                 return None
             best = max(free, key=lambda s: s.rate or (-s.failures if s.failures else math.inf))
@@ -129,6 +134,30 @@ class SourceBook:
                 if not s.banned
             ]
             return min(waits, default=None)
+
+    def speed(self, urls: Collection[str], parallel: int) -> Speed | None:
+        """What the best `parallel` of these sources gave together; None if none was measured."""
+        with self._lock:
+            now = self.clock()
+            rates = [
+                source.rate
+                for source in (self.get(url) for url in self.urls(urls))
+                if source.rate and source.resting_until <= now
+            ]
+        if not rates:
+            return None
+        bandwidth = sum(sorted(rates, reverse=True)[:parallel])
+        return Speed(bandwidth, self.apply_rate or APPLY_RATE)
+
+    def applied(self, count: int, seconds: float) -> None:
+        """A delta gave `count` bytes of weights in `seconds`."""
+        with self._lock:
+            rate = count / max(seconds, 1e-6)
+            self.apply_rate = (
+                rate
+                if not self.apply_rate
+                else self.apply_rate + SMOOTHING * (rate - self.apply_rate)
+            )
 
     def good(self, source: Source, count: int, seconds: float) -> None:
         """`count` verified bytes came in `seconds`."""

@@ -13,14 +13,21 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+from protocol.broadcast.deadline import TimedSocket
+from protocol.broadcast.http1 import plain
 from protocol.core.errors import MalformedError, UnavailableError
 
 CONNECT_TIMEOUT = 5.0
 READ_TIMEOUT = 6.0
 """Silence that ends a request; longer than a relay waits for a chunk that is still arriving."""
+HEAD_TIMEOUT = 10.0
+"""From asking to the end of the answer's head, interim answers included."""
+SMALL_TIMEOUT = 30.0
+"""For the whole of a small object, once its head is there."""
 READ_SLICE = 256 << 10
 SLOWEST = 32 << 10
 """Bytes per second below which a chunk is fetched elsewhere, after GRACE seconds."""
@@ -30,16 +37,36 @@ MAX_HEALTH = 1 << 20
 
 class TransferError(UnavailableError):
     """The source did not deliver. `pause`: seconds to leave it alone; `waiting`: it asked for
-    patience itself (503 or 429 with Retry-After), which is no fault."""
+    patience itself (503 or 429 with Retry-After), which is no fault; `gone`: it will never have
+    the object again (410)."""
 
-    def __init__(self, reason: str, pause: float | None = None, *, waiting: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        pause: float | None = None,
+        *,
+        waiting: bool = False,
+        gone: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.pause = pause
         self.waiting = waiting
+        self.gone = gone
 
 
 class SupersededError(TransferError):
     """Nobody needs the answer any more (another source was faster)."""
+
+
+class WholeOnlyError(TransferError):
+    """The source answers every range with the whole file."""
+
+    def __init__(self) -> None:
+        super().__init__("it knows no ranges")
+
+
+Fill = Callable[[memoryview, Callable[[], bool]], None]
+"""Fills a buffer with what comes next; the second argument says when nobody needs it any more."""
 
 
 class Link:
@@ -54,6 +81,7 @@ class Link:
         self._port = parts.port
         self._secure = parts.scheme == "https"
         self._connection: http.client.HTTPConnection | None = None
+        self._wire: TimedSocket | None = None
 
     def close(self) -> None:
         if self._connection is not None:
@@ -86,6 +114,8 @@ class Link:
         headers = {} if whole else {"Range": f"bytes={offset}-{end - 1}"}
         try:
             answer = self._request("GET", path, headers)
+            if answer.status == 200 and not whole and answer.length == size:
+                raise WholeOnlyError
             if answer.status != (200 if whole else 206):
                 self._refuse(answer)
             if (
@@ -96,6 +126,7 @@ class Link:
             if answer.length != len(buffer):
                 raise TransferError(f"it offered {answer.length} bytes instead of {len(buffer)}")
             self._fill(answer, buffer, cancelled)
+            self._end(answer)
         except TransferError:
             self.close()
             raise
@@ -103,12 +134,42 @@ class Link:
             self.close()
             raise TransferError(_say(error)) from error
 
+    @contextmanager
+    def reading(self, path: str, size: int) -> Iterator[Fill]:
+        """The whole of a file of `size` bytes, piece by piece. Raises TransferError as
+        `read_range` does; the connection is closed if the reading stops early."""
+        finished = False
+        read = 0
+
+        def fill(buffer: memoryview, cancelled: Callable[[], bool]) -> None:
+            nonlocal read
+            with _as_transfer_error():
+                self._fill(answer, buffer, cancelled)
+            read += len(buffer)
+
+        try:
+            with _as_transfer_error():
+                answer = self._request("GET", path, {})
+                if answer.status != 200:
+                    self._refuse(answer)
+                if answer.length != size:
+                    raise TransferError(f"it offered {answer.length} bytes instead of {size}")
+            yield fill
+            finished = read == size
+            if finished:
+                self._end(answer)
+        finally:
+            if not finished:
+                self.close()
+
     def read_small(self, path: str, limit: int) -> bytes:
         """The whole of a small object. Raises TransferError, or MalformedError beyond `limit`."""
         try:
             answer = self._request("GET", path, {})
             if answer.status != 200:
                 self._refuse(answer)
+            assert self._wire is not None
+            self._wire.within(SMALL_TIMEOUT)
             data = answer.read(limit + 1)
             if len(data) > limit:
                 self.close()
@@ -149,12 +210,17 @@ class Link:
             return self._try(method, path, headers)
 
     def _try(self, method: str, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        if self._connection is None:
+        if self._connection is None or self._connection.sock is None:
+            # http.client closes the socket after an answer that ends the connection.
             self._connection = self._connect()
         if field := self._authorization():
             headers = {**headers, "Authorization": field}
+        assert self._wire is not None
+        self._wire.within(HEAD_TIMEOUT)
         self._connection.request(method, self._prefix + path, headers=headers)
-        return self._connection.getresponse()
+        answer = self._connection.getresponse()
+        self._wire.within(None)
+        return answer
 
     def _connect(self) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection
@@ -169,8 +235,9 @@ class Link:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_TIMEOUT)
         connection.connect()
         assert connection.sock is not None
-        connection.sock.settimeout(READ_TIMEOUT)
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._wire = TimedSocket(connection.sock, READ_TIMEOUT)
+        connection.sock = self._wire
         return connection
 
     def _fill(
@@ -192,6 +259,8 @@ class Link:
             spent = time.monotonic() - begun
             if spent > GRACE and filled < (spent - GRACE) * SLOWEST:
                 raise TransferError(f"it crawls: {filled} bytes in {spent:.0f} s")
+
+    def _end(self, answer: http.client.HTTPResponse) -> None:
         answer.length = 0
         answer.read()  # reads nothing; http.client then knows that the connection is free again
 
@@ -200,12 +269,20 @@ class Link:
         after = answer.getheader("Retry-After") or ""
         if after.isascii() and after.isdigit():
             pause = min(30.0, max(0.1, float(after)))
-        told = answer.getheader("Prime-Reason") or answer.reason
+        told = plain(answer.getheader("Prime-Reason") or answer.reason)
         reason = f"it answered {answer.status} {told}"[:160]
-        raise TransferError(reason, pause, waiting=pause is not None)
+        raise TransferError(reason, pause, waiting=pause is not None, gone=answer.status == 410)
+
+
+@contextmanager
+def _as_transfer_error() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        raise TransferError(_say(error)) from error
 
 
 def _say(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
-    return f"{type(error).__name__}: {error}"[:200]
+    return plain(f"{type(error).__name__}: {error}"[:200])

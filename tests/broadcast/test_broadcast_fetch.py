@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -263,19 +266,75 @@ def test_without_any_source_the_error_says_so(run: Run, tmp_path: Path) -> None:
         get(run.publish(), [], tmp_path / "0")
 
 
-def test_a_server_that_ignores_ranges_cannot_be_used_but_does_no_harm(
+class PlainHandler(SimpleHTTPRequestHandler):
+    """Python's own file server, which knows no ranges."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def plain_server(root: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PlainHandler, directory=str(root)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_pythons_http_server_on_a_plain_copy_is_a_mirror(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    shutil.copytree(run.root, tmp_path / "copy")
+    with plain_server(tmp_path / "copy") as mirror:
+        stats = get(signed, [mirror], tmp_path / "0")
+    assert same_files(tmp_path / "0", run, 0)
+    assert stats.bytes_received == stats.policy_bytes
+    assert not stats.faults
+
+
+def test_a_server_without_ranges_helps_beside_others_and_its_lies_are_noticed(
     run: Run, tmp_path: Path
 ) -> None:
     signed = run.publish()
-
-    def whole(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        data = (run.root / handler.path.lstrip("/")).read_bytes()
-        handler.span = (0, len(data) - 1, len(data))  # type: ignore[attr-defined]
-        answer(handler, data)
-
-    with bad_server(run.root, whole) as plain, Origin(run.root) as origin:
-        get(signed, [plain, origin.url], tmp_path / "0")
+    shutil.copytree(run.root, tmp_path / "copy")
+    path = tmp_path / "copy" / "policies" / "0" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[5 * CHUNK + 7] ^= 1
+    path.write_bytes(data)
+    with plain_server(tmp_path / "copy") as mirror, bad_server(run.root, answer) as other:
+        stats = get(signed, [mirror, other], tmp_path / "0")
+        alone = tmp_path / "alone" / "0"
+        with pytest.raises(UnavailableError, match="wrong chunk 5"):
+            get(signed, [mirror], alone, patience=0.5)
     assert same_files(tmp_path / "0", run, 0)
+    assert not alone.exists()
+    assert stats.bytes_written == stats.policy_bytes
+
+
+def test_a_resumed_fetch_from_a_server_without_ranges_writes_only_what_is_missing(
+    run: Run, tmp_path: Path
+) -> None:
+    signed = run.publish()
+    half = []
+
+    def first_half(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        half.append(1)
+        if len(half) > 8:
+            handler.close_connection = True
+            return
+        answer(handler, body)
+
+    with bad_server(run.root, first_half) as broken, pytest.raises(UnavailableError):
+        get(signed, [broken], tmp_path / "0", patience=0.3)
+    with plain_server(run.root) as mirror:
+        stats = get(signed, [mirror], tmp_path / "0")
+    assert same_files(tmp_path / "0", run, 0)
+    assert stats.kept > 0
+    assert stats.bytes_written < stats.policy_bytes
 
 
 def test_any_plain_file_server_with_ranges_is_a_mirror(run: Run, tmp_path: Path) -> None:
