@@ -64,12 +64,22 @@ class Grade:
     """The run's reward of one row, in millionths, with its parts and one sentence why.
 
     `uncertain`: a limit of time or memory decided, not the answer; no validator may call it a lie.
+    `given_up_micro`: what a machine claims whose grader gave up on this row (see `refutes`).
     """
 
     reward_micro: int
     parts: Mapping[str, int]
     reason: str
     uncertain: bool = False
+    given_up_micro: int | None = None
+
+    def refutes(self, claimed: float) -> bool:
+        """Whether a claimed reward is a lie. Not if this grade is uncertain, nor if the claim is
+        what a grader says that gave up: a slow machine's trouble, by which nobody gains."""
+        if self.uncertain:
+            return False
+        known = {self.reward_micro, self.given_up_micro} - {None}
+        return all(abs(claimed * MICRO - micro) > 0.5 for micro in known if micro is not None)
 
     @property
     def score(self) -> float:
@@ -83,6 +93,8 @@ class Environment(ABC):
     name: str
     version: int
     """Raised by hand with every change that can alter a problem, a prompt or a score."""
+    may_give_up: bool = False
+    """Whether grading may end at a limit of time or memory, in a process or a sandbox."""
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         self.arguments = dict(arguments)
@@ -137,12 +149,15 @@ class Environment(ABC):
         """
         score = self.check(problem, output_text[:MAX_OUTPUT_CHARACTERS], output_tokens)
         actual = output_tokens if score.actual_length is None else score.actual_length
-        reward = length_reward(
-            score.task_micro,
-            target=target_length,
-            actual=actual,
-            penalty_micro=self.budgets.penalty_micro,
-            form=self.budgets.form,
+        reward, given_up = (
+            length_reward(
+                task_micro,
+                target=target_length,
+                actual=actual,
+                penalty_micro=self.budgets.penalty_micro,
+                form=self.budgets.form,
+            )
+            for task_micro in (score.task_micro, 0)
         )
         parts = {
             **score.parts,
@@ -150,7 +165,13 @@ class Environment(ABC):
             "length": actual,
             "target": target_length,
         }
-        return Grade(reward, parts, score.reason, score.uncertain)
+        return Grade(
+            reward,
+            parts,
+            score.reason,
+            score.uncertain,
+            given_up if self.may_give_up else None,
+        )
 
     def close(self) -> None:  # noqa: B027 - most environments start nothing
         """Ends what grading started beside us (child processes); grading again starts it anew."""

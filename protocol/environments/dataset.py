@@ -39,6 +39,7 @@ class TaskDataset(Environment):
 
     name = "tasks"
     version = 1
+    may_give_up = True
     arguments_known = frozenset({"sha256", "url", "path", "bad_rows"})
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:

@@ -57,6 +57,7 @@ class ReasoningGym(Environment):
 
     name = "reasoning_gym"
     version = 1
+    may_give_up = True
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         super().__init__(arguments, budgets)

@@ -44,6 +44,7 @@ class VerifiersEnvironment(Environment):
 
     name = "verifiers"
     version = 1
+    may_give_up = True
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         super().__init__(arguments, budgets)

@@ -15,6 +15,7 @@ from protocol.environments.graders.base import Grader, grader_class
 from protocol.environments.graders.families import Families
 from protocol.environments.graders.formats import RULES, FormatFollowing
 from protocol.environments.graders.prediction import JsonOutput, OutputPrediction
+from protocol.environments.reasoning import reasoning_gym
 from protocol.environments.tasks import Task, parse_task
 
 
@@ -136,9 +137,7 @@ def families() -> Iterator[Families]:
 
 
 def test_a_familys_row_is_scored_by_the_family(families: Families) -> None:
-    import reasoning_gym
-
-    entry = reasoning_gym.create_dataset("gcd", seed=5, size=1)[0]
+    entry = reasoning_gym().create_dataset("gcd", seed=5, size=1)[0]
     metadata: Any = entry["metadata"]
     for form in (metadata, json.dumps(metadata, default=str)):
         asked = task({"answer": entry["answer"], "metadata": form})
