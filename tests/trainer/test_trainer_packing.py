@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainer.collate import collate
 from trainer.model import PAD, block_causal_mask
-from trainer.packing import cost, pack_rows, plan
+from trainer.packing import cost, pack_rows, plan, quality
 
 lengths = st.lists(st.integers(1, 90), min_size=1, max_size=120)
 
@@ -57,6 +58,17 @@ def test_no_rank_carries_much_more_than_another(sizes: list[int], ranks: int) ->
         sum(cost(sizes[i]) for micro in rank for row in micro for i in row) for rank in found.ranks
     ]
     assert max(work) - min(work) <= 1.5 * max(cost(40), 45)
+
+
+def test_the_ranks_micro_batches_cost_alike_one_by_one() -> None:
+    # Rows are equally wide, but a few long samples attend more than many short ones.
+    rng = random.Random(0)
+    sizes = [rng.randint(10, 1600) for _ in range(1500)]
+    found = plan(sizes, ranks=4, row_tokens=3000, micro_tokens=3000, attention_cost=1 / 200)
+    used = quality(found, sizes, 1 / 200)
+    assert used.imbalance < 0.01
+    assert used.lockstep < 0.03
+    assert used.fill > 0.97
 
 
 def test_a_sample_without_tokens_is_refused() -> None:
