@@ -69,11 +69,15 @@ def run(quick: bool) -> list[Row]:
     for part in (_whole, _clients, _depth, _deltas, _devnet, _shaped):
         with stage() as made:
             try:
-                rows += part(made, python, sizes)
+                found = part(made, python, sizes)
             except UnavailableError as error:
                 if part is not _shaped:
                     raise
                 _tell(f"shaped links are left out: {error}")
+                found = []
+            for row in found:
+                _tell(f"{row.name} {row.value:.4g} {row.unit}")
+            rows += found
             peaks.update({f"{part.__name__[1:]}: {k}": v for k, v in made.peaks().items()})
     worst = max(peaks, key=lambda name: peaks[name])
     rows.append(Row("peak_mb", peaks[worst] / 1e6, f"MB RssAnon ({worst})", 150))
