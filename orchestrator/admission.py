@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from orchestrator.backend import Backend
-from orchestrator.indexer import derive_node
 from orchestrator.intents import queue_intent
+from orchestrator.members import derive_node
 from orchestrator.scheduler import speed_class
 from orchestrator.store import challenges, nodes
 from orchestrator.store.challenges import ChallengeRow

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.context import PoolContext
+from orchestrator.members import MEMBERSHIP_EVENTS, derive_node
 from orchestrator.requeue import forget_unsent
 from orchestrator.settlement import (
     CHAIN_BLOCK,
@@ -22,18 +23,16 @@ from orchestrator.settlement import (
     CHAIN_TIME,
     refresh_credits,
 )
-from orchestrator.store import chain, leases, meta, nodes, schema, submissions
+from orchestrator.store import chain, meta, schema, submissions
 from orchestrator.store.chain import EventRow
 from orchestrator.store.engine import Store, lock
 from orchestrator.store.rows import insert_new, upsert
 from protocol.chain.events import Event
 from protocol.chain.watcher import BlockRef, Confirmed, Watcher
 from protocol.core.ids import ZERO_DIGEST, Address, Digest
-from protocol.core.lifecycle import LeaseState, NodeEventKind, NodeState, step_lease, step_node
 
 log = logging.getLogger(__name__)
 
-MEMBERSHIP_EVENTS = ("NodeJoined", "NodeLeft", "NodeEjected")
 SLASH_EVENTS = ("SlashProposed", "SlashExecuted", "SlashCancelled")
 CURSOR = "chain"
 REMEMBERED_BLOCKS = 256
@@ -323,103 +322,6 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
         )
     )
     refresh_credits(connection, Address(args["node"]))
-
-
-def derive_node(connection: Connection, context: PoolContext, node: Address, now: float) -> None:
-    """A node's status from its membership on chain and its open slashes.
-
-    What the chain says is carried through `lifecycle.step_node`; only a retraction goes backwards.
-    """
-    row = nodes.lock_row(connection, node)
-    if row is None:
-        return
-    standing, joined = membership(connection, context.pool, node)
-    if joined is not None:
-        args = joined.arguments()
-        nodes.set_member(
-            connection,
-            node,
-            provider=Address(args["provider"]),
-            speed_class=int(args["speed_class"]),
-        )
-    open_slash = has_open_slash(connection, node)
-    if standing == "member" and row.status in ("ejected", "left"):  # came again, or retraction
-        status = "quarantined" if open_slash else "active"
-        nodes.set_status(connection, node, status, last_heartbeat=now)  # type: ignore[arg-type]
-        return
-    if standing == "none":
-        if row.status in ("active", "silent", "ejected", "left"):  # its join was retracted
-            nodes.set_status(connection, node, "admitted", last_heartbeat=row.last_heartbeat)
-        return
-    event: NodeEventKind | None = None
-    if standing == "ejected":
-        event = "slash_confirmed"
-    elif standing == "left" and row.status != "admitted":
-        event = "left"
-    elif standing == "member" and row.status == "admitted":
-        event = "joined"
-    elif standing == "member" and row.status == "quarantined" and not open_slash:
-        event = "slash_cancelled"
-    elif standing == "member" and row.status in ("active", "silent") and open_slash:
-        event = "rejected"
-    if event is not None:
-        apply_node_event(connection, context, node, event, now)
-
-
-def membership(connection: Connection, pool: int, node: Address) -> tuple[str, EventRow | None]:
-    """What the stored events say of `node` in `pool`: "none", "member", "left" or "ejected", and
-    the NodeJoined it rests on (None unless it is a member)."""
-    found = [
-        event
-        for name in MEMBERSHIP_EVENTS
-        for event in chain.events(connection, name, contains=node)
-        if (args := event.arguments())["pool"] == pool and args["node"] == node
-    ]
-    if not found:
-        return "none", None
-    last = max(found, key=lambda e: (e.block, e.log_index))
-    if last.name == "NodeJoined":
-        return "member", last
-    return ("left" if last.name == "NodeLeft" else "ejected"), None
-
-
-def has_open_slash(connection: Connection, node: Address) -> bool:
-    """True while a slash of `node` is queued or proposed."""
-    table = schema.slashes
-    return (
-        connection.execute(
-            sa.select(table.c.submission_digest)
-            .where(table.c.node == node, table.c.status.in_(("queued", "proposed")))
-            .limit(1)
-        ).first()
-        is not None
-    )
-
-
-def apply_node_event(
-    connection: Connection, context: PoolContext, node: Address, event: NodeEventKind, now: float
-) -> None:
-    """One step of the node's lifecycle, with its effects on leases. Unknown nodes are passed over.
-
-    `stop_node` needs nothing here: the answer to the next heartbeat says it.
-    """
-    row = nodes.lock_row(connection, node)
-    if row is None:
-        return
-    state, effects = step_node(
-        NodeState(row.status, row.last_heartbeat),
-        event,
-        now,
-        death_seconds=context.run.death_seconds,
-        orchestrator_up_since=0.0,
-    )
-    if state.status != row.status:
-        log.info("node %s: %s → %s (%s)", node, row.status, state.status, event)
-    nodes.set_status(connection, node, state.status, last_heartbeat=row.last_heartbeat)
-    if "release_leases" in effects:
-        for lease in leases.open_of(connection, node):
-            ended, _ = step_lease(LeaseState("open", lease.deadline), "tick", float("inf"))
-            leases.set_status(connection, lease.digest, ended.status)
 
 
 def _event_of_proposal(connection: Connection, name: str, proposal: int) -> EventRow | None:

@@ -20,8 +20,8 @@ from sqlalchemy import Connection
 
 from orchestrator import slashing
 from orchestrator.context import PoolContext
-from orchestrator.indexer import apply_node_event
 from orchestrator.intents import queue_intent
+from orchestrator.members import apply_node_event
 from orchestrator.settlement import refresh_credits
 from orchestrator.store import drift, groups, jobs, leases, nodes, schema, submissions
 from orchestrator.store.engine import Store

@@ -5,7 +5,8 @@
                     that is given, else from the origin; every verified chunk can be asked for
     on each change  (and every 30 s) announce the address and versions, signed, if there is a wallet
 
-Anyone may run one. What it serves is checked by whoever fetches, so it needs no trust; it does need
+Anyone may run one; to be named to nodes it needs a seat in the pool or the operator's leave. What
+it serves is checked by whoever fetches, so it needs no trust; it does need
 bandwidth. Behind a proxy or NAT, say how others reach it with --public-url: readers sign their
 requests for that URL (protocol/broadcast/access.py), unless --access is `anyone`.
 """
@@ -13,7 +14,6 @@ requests for that URL (protocol/broadcast/access.py), unless --access is `anyone
 from __future__ import annotations
 
 import json
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +39,7 @@ from protocol.core.errors import MalformedError, PrimeError, UserError
 from protocol.core.ids import Address
 from protocol.core.messages import NodeInfo, PolicyList, RelayInfo
 from protocol.folders import make_folder
+from protocol.stopping import until_stopped
 from protocol.transport.client import Empty, OrchestratorClient
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -116,7 +117,7 @@ def relay(
     ] = 0.0,
 ) -> None:
     """Serve policies to nodes, from an origin or another relay, until SIGTERM."""
-    stop = _until_stopped()
+    stop = until_stopped()
     signer = None
     if wallet is not None:
         password = read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
@@ -317,13 +318,6 @@ def _source(url: str) -> str:
         return normal_url(url)
     except MalformedError as error:
         raise UserError(str(error), hint="give --upstream http://HOST:PORT") from error
-
-
-def _until_stopped() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
 
 
 def _tell(event: RelayEvent) -> None:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -45,6 +44,7 @@ from protocol.environments.registry import environment_for
 from protocol.folders import make_folder
 from protocol.proofs.thresholds import Calibration
 from protocol.run_file import read_run
+from protocol.stopping import until_stopped
 from protocol.storage.base import ObjectStore
 from protocol.storage.directory import DirectoryStore
 from protocol.verification.engines import FolderEngines, load_engine
@@ -124,7 +124,7 @@ def validate(
     source_of_database = invoked.get_parameter_source("database")
     if source_of_database is not None and source_of_database.name == "COMMANDLINE":
         refuse_password(database, "PRIME_VALIDATOR_DATABASE")
-    stop = _until_stopped()
+    stop = until_stopped()
     with ExitStack() as stack:
         place = Deployment.load(deployment)
         definition = read_run(run)
@@ -247,14 +247,3 @@ def run_calibration(run: RunDefinition, objects: ObjectStore) -> Calibration | N
         raise UserError(f"the run's calibration is not there: {error}", hint=hint) from error
     except ValueError as error:
         raise UserError(f"object {run.calibration} is no calibration", hint=hint) from error
-
-
-def _until_stopped() -> threading.Event:
-    stop = threading.Event()
-
-    def end(_number: int, _frame: object) -> None:
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    return stop

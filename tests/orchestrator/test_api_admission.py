@@ -54,7 +54,7 @@ def beat(world: World, session: Session, version: int | None = None) -> Heartbea
 
 def on_chain(world: World, what: str, session: Session, block: int = 1, **args: Any) -> None:
     """The chain shows an event of this node, as the indexer stores it."""
-    from orchestrator.indexer import derive_node
+    from orchestrator.members import derive_node
 
     account = session.account.address
     with world.backend.store.begin() as connection:
