@@ -112,6 +112,11 @@ class Gate:
         self._now = now
         self._known: OrderedDict[str, SessionGrant] = OrderedDict()
 
+    @property
+    def exclusive(self) -> bool:
+        """Whether only members come in."""
+        return self._rules.members is not None
+
     def admit(self, token: str | None) -> Address:
         """The account behind a token. Raises UntrustedError, saying why, for none or one that
         does not hold; MalformedError if it is no token."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from protocol.broadcast import layout
-from protocol.broadcast.layout import Item
+from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import MANIFEST_NAME, signed_bytes
 from protocol.core.checkpoint import SignedManifest
 
@@ -152,6 +152,15 @@ class LiveVersion:
     folder: Path
     items: dict[str, Item]
     arrivals: dict[str, Arrival]
+
+
+def live_version(signed: SignedManifest, folder: Path) -> LiveVersion:
+    """A version in `folder` of which nothing is known to have arrived."""
+    items = {i.name: i for i in (*file_items(signed.manifest), *delta_items(signed.manifest))}
+    arrivals = {
+        name: Arrival(item.size, item.chunk_size, len(item.chunks)) for name, item in items.items()
+    }
+    return LiveVersion(signed, folder, items, arrivals)
 
 
 class LiveContent:

@@ -43,12 +43,15 @@ class Limits:
 
 
 class Bucket:
-    """Token bucket that holds `burst` seconds of its `rate`. `take` returns the seconds to wait."""
+    """Token bucket that holds `burst` seconds of its `rate`, but `least` in any case. `take`
+    returns the seconds to wait."""
 
-    def __init__(self, rate: float, clock: Callable[[], float], burst: float = 1.0) -> None:
+    def __init__(
+        self, rate: float, clock: Callable[[], float], burst: float = 1.0, least: float = 0.0
+    ) -> None:
         self._rate = rate
         self._clock = clock
-        self._most = rate * burst
+        self._most = max(rate * burst, least)
         self._level = self._most
         self._last = clock()
 

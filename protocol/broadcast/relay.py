@@ -6,6 +6,9 @@
                  the files: from a delta if their base is here, else chunk by chunk
     the server   answers for a version from the moment its manifest is known
 
+    the scrubber reads what is there again (protocol/broadcast/scrub.py); a version that rotted on
+                 disk is no longer served, and its wrong chunks are fetched anew
+
 A relay keeps the last few versions, restores them from disk after a restart, and resumes what a
 kill cut off. It can be wrong about nothing but availability: whoever fetches from it checks all.
 """
@@ -16,19 +19,20 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.broadcast import delta as deltas
 from protocol.broadcast import layout
 from protocol.broadcast.access import Rules
 from protocol.broadcast.chunks import ChunkFetcher
-from protocol.broadcast.content import Arrival, LiveContent, LiveVersion
+from protocol.broadcast.content import LiveContent, LiveVersion, live_version
 from protocol.broadcast.durable import appear, settle
+from protocol.broadcast.events import RelayEvent, SourcesChangedError
 from protocol.broadcast.files import remove_folder, replace_file
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes, total_size
 from protocol.broadcast.metrics import Received, family
+from protocol.broadcast.scrub import RATE, Scrubber
 from protocol.broadcast.server import Counters, Limits, Server
 from protocol.broadcast.sources import SourceBook, normal_url
 from protocol.core.checkpoint import SignedManifest
@@ -40,6 +44,8 @@ from protocol.core.errors import (
     UserError,
 )
 
+__all__ = ["KEEP", "Relay", "RelayEvent"]
+
 KEEP = 5
 RETRY_SECONDS = 1.0
 PATIENCE = 20.0
@@ -48,20 +54,6 @@ PATIENCE = 20.0
 
 STANDSTILL = 2.0
 """Seconds without a chunk after which a fetch is begun anew if other sources became known."""
-
-
-class _SourcesChangedError(UnavailableError):
-    """Try again at once, with the sources that are known now."""
-
-
-@dataclass(frozen=True)
-class RelayEvent:
-    """Something worth a log line. `kind`: "learned", "refused", "complete", "failed", "fault",
-    "dropped"."""
-
-    kind: str
-    version: int
-    detail: str = ""
 
 
 class Relay:
@@ -79,6 +71,7 @@ class Relay:
         rules: Rules | None = None,
         keep: int = KEEP,
         book: SourceBook | None = None,
+        scrub_rate: float = RATE,
         on_event: Callable[[RelayEvent], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +93,7 @@ class Relay:
             clock=clock,
         )
         self._received = Received()
+        self._scrubber = Scrubber(self._shelf, self._rotted, rate=scrub_rate)
         self._history = History()
         self._complete: set[int] = set()
         self._wanted: dict[int, SignedManifest] = {}
@@ -135,12 +129,14 @@ class Relay:
         self._restore()
         self._server.start()
         self._thread.start()
+        self._scrubber.start()
 
     def stop(self) -> None:
         """Ends fetching (resumable) and serving."""
         with self._change:
             self._stopping = True
             self._change.notify_all()
+        self._scrubber.stop()
         self._server.stop()
         if self._thread.is_alive():
             self._thread.join(30.0)
@@ -184,7 +180,7 @@ class Relay:
                 self._refused.add(key)
             self._tell(RelayEvent("refused", version, str(error)))
             return
-        live = self._live(signed, self._partial(signed))
+        live = live_version(signed, self._partial(signed))
         live.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._content.put(live)
         with self._change:
@@ -217,14 +213,6 @@ class Relay:
         folder = layout.policies_folder(self._root)
         return folder / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
 
-    def _live(self, signed: SignedManifest, folder: Path) -> LiveVersion:
-        items = {item.name: item for item in _items(signed)}
-        arrivals = {
-            name: Arrival(item.size, item.chunk_size, len(item.chunks))
-            for name, item in items.items()
-        }
-        return LiveVersion(signed, folder, items, arrivals)
-
     def _restore(self) -> None:
         settle(layout.policies_folder(self._root))
         for version in layout.versions(self._root):
@@ -236,12 +224,37 @@ class Relay:
                     f"{self._root} holds policies of another run: {error}",
                     hint="give this relay a folder of its own with --data",
                 ) from error
-            live = self._live(signed, layout.version_folder(self._root, version))
+            live = live_version(signed, layout.version_folder(self._root, version))
             for arrival in live.arrivals.values():
                 arrival.mark_all()
             self._complete.add(version)
             self._content.put(live)
         self._drop_old()
+
+    def _shelf(self) -> list[tuple[int, Path, list[Item]]]:
+        """What the scrubber reads: the complete versions."""
+        live = (self._content.get(version) for version in self.complete())
+        return [
+            (one.signed.manifest.version, one.folder, list(one.items.values()))
+            for one in live
+            if one is not None
+        ]
+
+    def _rotted(self, version: int, why: str) -> None:
+        """Takes a version off the shelf; the next offer has its wrong chunks fetched again."""
+        live = self._content.get(version)
+        if live is None:
+            return
+        partial = self._partial(live.signed)
+        remove_folder(partial)
+        try:
+            live.folder.rename(partial)
+        except FileNotFoundError:  # dropped meanwhile
+            return
+        self._content.drop(version)
+        with self._change:
+            self._complete.discard(version)
+        self._tell(RelayEvent("rot", version, why))
 
     # The fetching thread
 
@@ -258,7 +271,7 @@ class Relay:
                     self._tell(RelayEvent("failed", version, str(error)))
                     with self._change:
                         self._failures[version] = self._failures.get(version, 0) + 1
-                        if not self._stopping and not isinstance(error, _SourcesChangedError):
+                        if not self._stopping and not isinstance(error, SourcesChangedError):
                             self._change.wait(RETRY_SECONDS)
                     continue
                 with self._change:
@@ -302,7 +315,7 @@ class Relay:
             try:
                 self._get_from(items, live, urls, groups)
                 return
-            except _SourcesChangedError:
+            except SourcesChangedError:
                 raise
             except UnavailableError:
                 if self._stopping or number == len(groups) - 1:
@@ -328,7 +341,7 @@ class Relay:
             fetcher.run()
         except UnavailableError as error:
             if self._better_elsewhere(fetcher, groups):
-                raise _SourcesChangedError("other sources are known now") from error
+                raise SourcesChangedError("other sources are known now") from error
             raise
         finally:
             self._received.add(fetcher.stats, self._clock() - begun)
@@ -380,7 +393,3 @@ class Relay:
             number = path.name.split("-")[1]
             if number.isdigit() and int(number) in gone:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _items(signed: SignedManifest) -> list[Item]:
-    return [*file_items(signed.manifest), *delta_items(signed.manifest)]

@@ -235,12 +235,14 @@ class Server:
 
     def _admit(self, request: Request, address: str) -> None:
         """Raises RequestError for a reader without a pass that holds, or one that asks too often
-        (counted by account if it signs, by address if not)."""
+        (counted by account among members; strangers make accounts at
+        will, so they are counted by address)."""
         reader = address
         if self._gate is not None and request.path != "/healthz":
             try:
                 token = token_of(request.headers.get("authorization"), request.token)
-                reader = self._gate.admit(token)
+                account = self._gate.admit(token)
+                reader = account if self._gate.exclusive else address
             except (UntrustedError, MalformedError) as error:
                 why = str(error).encode("ascii", "replace").decode()[:300]
                 headers = {"WWW-Authenticate": "Pass", "Prime-Reason": why}
@@ -252,7 +254,7 @@ class Server:
         if bucket is None:
             if len(self._buckets) > 4 * self._limits.connections:
                 self._buckets = {r: b for r, b in self._buckets.items() if not b.full()}
-            bucket = self._buckets[reader] = Bucket(rate, self._clock)
+            bucket = self._buckets[reader] = Bucket(rate, self._clock, least=1.0)
         wait = bucket.take(1)
         if wait > 0:
             after = {"Retry-After": str(max(1, round(wait)))}

@@ -149,12 +149,18 @@ def test_a_reader_signs_what_it_fetches(guarded: Origin, run: Run, tmp_path: Pat
     assert same_files(tmp_path / "0", run, 0)
 
 
-def test_limits_count_by_account_where_readers_sign(run: Run) -> None:
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_limits_count_members_by_account_and_strangers_by_address(
+    run: Run, exclusive: bool
+) -> None:
     run.publish()
-    limits = Limits(requests_per_second=1.0)
-    with Origin(run.root, limits=limits, rules=Rules(DOMAIN)) as origin:
+    limits = Limits(requests_per_second=0.001)
+    everybody = {TRAINER.address, STRANGER.address}
+    rules = Rules(DOMAIN, (lambda: everybody) if exclusive else None)
+    with Origin(run.root, limits=limits, rules=rules) as origin:
         url = f"{origin.url}/policies/0/config.json"
         one, two = Passes(TRAINER, DOMAIN), Passes(STRANGER, DOMAIN)
-        codes = {status(url, Authorization=one.header(origin.url))[0] for _ in range(6)}
-        assert codes == {200, 429}
-        assert status(url, Authorization=two.header(origin.url))[0] == 200
+        codes = [
+            status(url, Authorization=reader.header(origin.url))[0] for reader in (one, one, two)
+        ]
+    assert codes == [200, 429, 200 if exclusive else 429]

@@ -308,3 +308,27 @@ def test_many_clients_at_once_all_finish(run: Run, tmp_path: Path) -> None:
         size = sum(entry.size for entry in signed.manifest.files)
         assert origin.counters.bytes_sent <= size + 1000, "the origin sent each byte once"
     assert all(same_files(tmp_path / str(n) / "0", run, 0) for n in range(16))
+
+
+def test_a_byte_that_rots_on_a_relays_disk_is_found_and_fetched_anew(
+    run: Run, tmp_path: Path
+) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin, relaying(tmp_path / "r", scrub_rate=1e9) as watched:
+        watched.relay.offer([signed], [[origin.url]])
+        watched.wait_for(0)
+        sent = origin.counters.bytes_sent
+        path = layout.version_folder(tmp_path / "r", 0) / "model.safetensors"
+        with path.open("r+b") as file:
+            file.seek(3 * CHUNK + 5)
+            byte = file.read(1)
+            file.seek(3 * CHUNK + 5)
+            file.write(bytes([byte[0] ^ 1]))
+        until(lambda: any(e.kind == "rot" for e in watched.events), "the rot is noticed")
+        (rot,) = [e for e in watched.events if e.kind == "rot"]
+        assert "chunk 3 of /policies/0/model.safetensors" in rot.detail
+        watched.relay.offer([signed], [[origin.url]])
+        watched.wait_for(0)
+        assert origin.counters.bytes_sent - sent <= 2 * CHUNK, "only what was wrong came again"
+        get(signed, [watched.relay.url], tmp_path / "0")
+    assert same_files(tmp_path / "0", run, 0)
