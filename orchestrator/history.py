@@ -5,25 +5,28 @@ Rows: the run's share is the floor. A node's first NEWCOMER_FILES files get twic
 one file in FULL_EVERY, by the file's own secret, is replayed whole: nobody can know which before.
 
 Sums: a file of 8-bit weights, or of a policy one step old, looks honest by itself. Its statistics
-lie above the honest median all the same, and over many files that shows: `excess` in standard
-errors of the honest distribution. It is published and accuses nobody.
+lie a little above other nodes' all the same, and over many files that shows: `excess`, in standard
+errors. The pool's other nodes are the measure, not the calibration, because the level depends on
+the model; so it means little where most nodes lie. It is published and accuses nobody.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 from orchestrator.store.drift import DriftRow
 from protocol.core.ids import Digest, to_bytes
 from protocol.core.run import RunDefinition
-from protocol.proofs.thresholds import Calibration
 from protocol.verification.verify import least_drawn
 
 NEWCOMER_FILES = 8
 FULL_EVERY = 16
-_NINETY = 1.2816
-"""Standard normal quantile of 90 %: how far the 90th percentile lies from the median."""
+LEAST_FILES = 8
+SMOOTH = frozenset({"logprob_mean", "exponent", "sign", "mantissa", "sketch"})
+"""Statistics whose means over files are nearly normal. Margins are nearly always 0, and maxima are
+not means: honest nodes lie 8 standard errors apart in them."""
 
 
 def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
@@ -39,16 +42,26 @@ def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
     return rows if int.from_bytes(lot[:8], "big") % FULL_EVERY == 0 else floor
 
 
-def excess(sums: DriftRow, calibration: Calibration) -> float | None:
-    """By how many standard errors the node's mean lies above the honest median; None where the
-    calibration does not cover the set-up, or saw no spread."""
-    engine, dtype, device = sums.setup.split(" ", 2)
-    honest = calibration.setup(engine, dtype, device)
-    if honest is None or sums.statistic not in honest.file:
+def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
+    """By how many standard errors the node's mean lies above that of `others`: the same statistic
+    of the pool's other nodes with the same set-up. None for statistics that are not SMOOTH, before
+    either has LEAST_FILES files, or where the others' files do not differ."""
+    if sums.statistic not in SMOOTH:
         return None
-    tail = honest.file[sums.statistic]
-    median, ninety = (quantile / tail.limit for quantile in tail.quantiles[:2])
-    deviation = (ninety - median) / _NINETY
-    if deviation <= 0:
+    files = sum(row.files for row in others)
+    if min(files, sums.files) < LEAST_FILES:
         return None
-    return (sums.mean - median) / deviation * math.sqrt(sums.files)
+    mean = sum(row.total for row in others) / files
+    variance = sum(row.squares for row in others) / files - mean * mean
+    if variance <= 0:
+        return None
+    return (sums.mean - mean) / math.sqrt(variance * (1 / files + 1 / sums.files))
+
+
+def others_of(sums: DriftRow, every: Sequence[DriftRow]) -> list[DriftRow]:
+    """The rows of `every` to compare a node's with."""
+    return [
+        row
+        for row in every
+        if row.node != sums.node and (row.setup, row.statistic) == (sums.setup, sums.statistic)
+    ]

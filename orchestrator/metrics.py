@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from orchestrator.backend import Backend
-from orchestrator.history import excess
+from orchestrator.history import excess, others_of
 from orchestrator.store import batches, drift, intents, jobs, meta, nodes, policies, submissions
 from orchestrator.store.drift import DriftRow
-from protocol.core.ids import ZERO_DIGEST
-from protocol.proofs.thresholds import Calibration, shipped
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,8 +43,7 @@ def render(backend: Backend, requests: RequestCounts) -> str:
             *_family("prime_intents", "gauge", "status", intents.counts(connection)),
             *_single("prime_next_step", batches.next_step(connection)),
         ]
-        ours = backend.context.run.calibration == ZERO_DIGEST
-        lines += _drift(drift.every(connection), shipped() if ours else None)
+        lines += _drift(drift.every(connection))
         latest = policies.latest_version(connection)
         if latest is not None:
             lines += _single("prime_policy_version", latest)
@@ -62,16 +59,16 @@ def render(backend: Backend, requests: RequestCounts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _drift(sums: Sequence[DriftRow], calibration: Calibration | None) -> list[str]:
+def _drift(sums: Sequence[DriftRow]) -> list[str]:
     """Per node: the mean of its files' statistics as shares of their limits, and by how many
-    standard errors that lies above honest nodes' (for the shipped calibration)."""
+    standard errors that lies above the other nodes'."""
     names = ("prime_node_drift", "prime_node_drift_files", "prime_node_drift_excess")
     lines = [f"# TYPE {name} gauge" for name in names] if sums else []
     for row in sums:
         labels = f'node="{row.node}",setup="{_escaped(row.setup)}",statistic="{row.statistic}"'
         lines.append(f"prime_node_drift{{{labels}}} {row.mean:.6g}")
         lines.append(f"prime_node_drift_files{{{labels}}} {row.files}")
-        beyond = excess(row, calibration) if calibration is not None else None
+        beyond = excess(row, others_of(row, sums))
         if beyond is not None:
             lines.append(f"prime_node_drift_excess{{{labels}}} {beyond:.6g}")
     return lines
