@@ -22,7 +22,8 @@ from trainer.config import ENV_PREFIX, Settings
 from trainer.model import CHUNK_LOGITS, Shape, require_model_folder, shape_of
 
 PROMPT_TOKENS = 128
-"""Taken for a prompt's length: only the environment knows it."""
+"""Taken for a prompt's length where the environment is not here to ask."""
+SAMPLED_PROMPTS = 32
 ASSUMED_MFU = 0.4
 MAX_HEADER = 64 << 20
 
@@ -84,8 +85,37 @@ def parameters_of(folder: Path) -> int:
     return int(total)
 
 
-def estimate(run: RunDefinition, settings: Settings, *, ranks: int, peak: float | None) -> Estimate:
-    """Costs of one batch on `ranks` devices of `peak` operations a second each."""
+def measured_prompt(run: RunDefinition, folder: Path) -> int:
+    """Mean tokens of the run's first prompts under the model's own tokenizer. Raises PrimeError if
+    the environment is not here (its dataset may be elsewhere)."""
+    from transformers import AutoTokenizer
+
+    from protocol.environments.registry import environment_for
+
+    environment = environment_for(run)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        target = max(t for allowed in run.budgets.by_class.values() for t in allowed)
+        count = min(SAMPLED_PROMPTS, run.environment.train_size)
+        sizes = [
+            len(environment.prompt_tokens(environment.problem(i), target, tokenizer))
+            for i in range(count)
+        ]
+    finally:
+        environment.close()
+    return round(sum(sizes) / count)
+
+
+def estimate(
+    run: RunDefinition,
+    settings: Settings,
+    *,
+    ranks: int,
+    peak: float | None,
+    prompt: int | None = None,
+) -> Estimate:
+    """Costs of one batch on `ranks` devices of `peak` operations a second each; `prompt` tokens
+    each, as measured (None: assumed)."""
     folder: Path = settings.need("model")
     require_model_folder(folder)
     try:
@@ -96,7 +126,7 @@ def estimate(run: RunDefinition, settings: Settings, *, ranks: int, peak: float 
     parameters = parameters_of(folder)
     targets = [t for allowed in run.budgets.by_class.values() for t in allowed]
     output = min(run.max_output_tokens, round(sum(targets) / len(targets)))
-    length = PROMPT_TOKENS + output
+    length = (PROMPT_TOKENS if prompt is None else prompt) + output
     rows = run.groups_per_batch * run.samples_per_group
     passes = _passes(run, settings)
     flops = shape.training_flops([length] * rows, [output] * rows) * passes
@@ -114,7 +144,9 @@ def estimate(run: RunDefinition, settings: Settings, *, ranks: int, peak: float 
         flops_per_batch=flops,
         memory=memory,
         seconds_per_batch=None if peak is None else flops / (peak * ASSUMED_MFU * ranks),
-        assumes=f"{PROMPT_TOKENS} tokens a prompt, the mean of the run's targets generated, "
+        assumes=f"{'a guess of' if prompt is None else 'as the first prompts have,'} "
+        f"{PROMPT_TOKENS if prompt is None else prompt} tokens a prompt, the mean "
+        "of the run's targets generated, "
         f"{ASSUMED_MFU:.0%} of the device's peak",
     )
 

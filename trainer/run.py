@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from protocol.broadcast.files import write_whole
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
-from protocol.core.errors import UserError
+from protocol.core.errors import PrimeError, UserError
 from protocol.core.signing import LocalSigner
 from protocol.folders import make_folder
 from protocol.transport.client import OrchestratorClient
@@ -128,9 +128,11 @@ def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
     """The run that would be trained, and what a batch would cost. Nothing is written, no key is
     opened; the orchestrator is only asked where no run file is named."""
     from protocol.run_file import read_run
-    from trainer.dryrun import cpu_peak, estimate
+    from trainer.dryrun import cpu_peak, estimate, measured_prompt
+    from trainer.model import require_model_folder
     from trainer.observe import peak_flops
 
+    require_model_folder(settings.need("model"))
     if settings.run is not None:
         definition = read_run(settings.run)
     else:
@@ -144,7 +146,12 @@ def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
     if peak is None and not cuda:
         peak = cpu_peak()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return definition, estimate(definition, settings, ranks=ranks, peak=peak)
+    try:
+        prompt = measured_prompt(definition, settings.need("model"))
+    except PrimeError as error:
+        log.warning("the prompts' length is only assumed: %s", error)
+        prompt = None
+    return definition, estimate(definition, settings, ranks=ranks, peak=peak, prompt=prompt)
 
 
 def publish_by_hand(settings: Settings, model: Path, version: int) -> None:
