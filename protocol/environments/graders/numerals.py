@@ -94,14 +94,14 @@ def _value(match: re.Match[str]) -> Numeral | None:
 
 
 def same_number(gold: Numeral, found: Numeral) -> bool:
-    """Equal; a decimal may stand for what it rounds (six decimals and six digits must agree). A
-    gold answer in percent may be given without the sign."""
+    """Equal; where the answer is no whole number, a decimal may stand for what it rounds (six
+    decimals and six digits must agree). A gold answer in percent may be given without the sign."""
     candidates = [gold.exact] + ([gold.exact * 100] if gold.percent and not found.percent else [])
     for value in candidates:
         if value == found.exact:
             return True
         close = abs(value - found.exact)
-        rounded = found.decimal or gold.decimal
+        rounded = gold.decimal or (found.decimal and value.denominator != 1)
         if rounded and close * 2_000_000 < 1 and close * 1_000_000 <= abs(value):
             return True
     return False
