@@ -1,0 +1,184 @@
+"""`orchestrator deployment` as an operator types it, on chains that call themselves Base and Base
+Sepolia: what is printed, kept beside the file, and read back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from devnet.chain import Anvil, dev_signer, find_anvil
+from orchestrator.cli import main
+from orchestrator.deployment_cli import commit_of, default_file
+from protocol.chain.amounts import ETHER
+from protocol.chain.client import ChainClient
+from protocol.chain.contracts import Contracts
+from protocol.chain.costs import GAS_PRICE_ORACLE
+from protocol.chain.deployment import Deployment
+from protocol.chain.keystore import save_keystore
+from protocol.core.encoding import sha256
+from protocol.core.errors import UserError
+from protocol.core.ids import address
+
+DEPLOYER = dev_signer(0)
+MULTISIG = address("0x00000000000000000000000000000000000a11ce")
+A_FEE = 10**9
+# CALLDATASIZE PUSH4 10^9 MUL PUSH0 MSTORE PUSH1 32 PUSH0 RETURN: 10^9 wei for each byte of the ask
+ORACLE = "0x36633b9aca00025f5260205ff3"
+
+
+def _anvil_is_here() -> bool:
+    try:
+        find_anvil()
+    except UserError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+
+
+class Deployer:
+    """A chain, a keystore, and the command."""
+
+    def __init__(self, anvil: Anvil, folder: Path) -> None:
+        self.anvil = anvil
+        self.folder = folder
+        self.file = folder / "deployment.json"
+        save_keystore(folder / "k.json", bytes(DEPLOYER.account.key), "secret", light=True)
+        (folder / "pw").write_text("secret")
+
+    def run(self, *words: str) -> tuple[int, str, str]:
+        out, said = io.StringIO(), io.StringIO()
+        with (
+            patch.object(sys, "argv", ["orchestrator", "deployment", *words]),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(said),
+        ):
+            try:
+                main()
+                status = 0
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+        return status, out.getvalue(), said.getvalue()
+
+    def deploy(self, network: str, *words: str) -> tuple[int, str, str]:
+        return self.run(
+            *("deploy", "--network", network, "--rpc", self.anvil.url, "--out", str(self.file)),
+            *("--wallet", str(self.folder / "k.json")),
+            *("--password-file", str(self.folder / "pw"), *words),
+        )
+
+    def checks(self) -> dict[str, Any]:
+        _, out, said = self.run(
+            "check", "--rpc", self.anvil.url, "--deployment", str(self.file), "--json"
+        )
+        assert out, said
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+
+@pytest.fixture
+def deployer(tmp_path: Path) -> Iterator[Deployer]:
+    with Anvil(block_time=0.1) as anvil:  # blocks come: Base asks for some on top
+        yield Deployer(anvil, tmp_path)
+
+
+def become(anvil: Anvil, chain_id: int) -> None:
+    """The local chain calls itself another from here on."""
+    anvil.rpc("anvil_setChainId", chain_id)
+
+
+def test_base_sepolia_is_deployed_kept_and_read_back(deployer: Deployer) -> None:
+    become(deployer.anvil, 84532)
+    status, out, said = deployer.deploy("base-sepolia", "--json")
+    assert status == 0, said
+    made = Deployment.model_validate_json(out)
+    assert (made.chain_id, made) == (84532, Deployment.load(deployer.file))
+    assert made.commit.removesuffix("-dirty") == commit_of(Path.cwd()).removesuffix("-dirty")
+    kept = deployer.file.with_suffix(".input.json").read_bytes()
+    assert made.source_input == sha256(kept)
+    assert "contracts/src/Slasher.sol" in json.loads(kept)["sources"]
+    client = ChainClient([deployer.anvil.url], 84532)
+    assert Contracts(client, made).slasher.validator_bond() == 1000 * ETHER
+    client.close()
+    found = deployer.checks()
+    assert found["ok"]
+    notes = {one["name"] for one in found["checks"] if not one["ok"]}
+    assert "deployer is not guardian" in notes, "one key for all is said on a test network"
+    status, _, said = deployer.deploy("base-sepolia")
+    assert (status, "holds a deployment already" in said) == (64, True)
+
+
+def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_nothing(
+    deployer: Deployer,
+) -> None:
+    become(deployer.anvil, 8453)
+    status, _, said = deployer.deploy("base", "--dry-run")
+    assert status == 64
+    assert f"guardian {DEPLOYER.address} is no contract" in said
+    assert "--multisig" in said
+    deployer.anvil.rpc("anvil_setCode", MULTISIG, "0x00")
+    deployer.anvil.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
+    status, out, said = deployer.deploy("base", "--multisig", MULTISIG, "--dry-run", "--json")
+    assert status == 0, said
+    plan = json.loads(out)
+    assert len(plan["steps"]) == 10
+    for step in plan["steps"]:
+        size = (len(step["data"]) - 2) // 2
+        assert A_FEE * size < int(step["l1_fee_wei"]) < A_FEE * (size + 400)
+    total = plan["total"]
+    assert total["gas"] == sum(step["gas"] for step in plan["steps"])
+    assert int(total["l1_fee_wei"]) == sum(int(step["l1_fee_wei"]) for step in plan["steps"])
+    assert int(total["wei"]) > int(total["l1_fee_wei"])
+    assert not deployer.file.exists()
+
+    status, _, said = deployer.deploy("base", "--multisig", MULTISIG)
+    assert status == 0, said
+    made = Deployment.load(deployer.file)
+    assert made.roles is not None
+    assert {made.roles.guardian, made.roles.governor, made.roles.holder} == {MULTISIG}
+    found = deployer.checks()
+    assert found["ok"], found
+    names = {one["name"]: one["ok"] for one in found["checks"]}
+    assert names["guardian is a multisig"]
+    assert names["deployer is not governor"]
+
+
+def test_a_dry_run_on_the_local_chain_says_that_there_is_no_l1_data_fee(
+    deployer: Deployer,
+) -> None:
+    status, out, said = deployer.deploy("local", "--dry-run")
+    assert status == 0, said
+    assert "no L1 data fee on this chain" in out
+    assert out.count("gas") == 11
+    status, _, said = deployer.deploy("base-sepolia", "--dry-run")
+    assert (status, "serves chain 31337" in said) == (64, True)
+    assert said.count("\n") == 1
+
+
+def test_terms_may_be_deployed_without_anybody_to_move_them(deployer: Deployer) -> None:
+    status, _, said = deployer.deploy(
+        "local", "--governor", "none", "--dispute-deposit", "0", "--guardian-days", "1"
+    )
+    assert status == 0, said
+    made = Deployment.load(deployer.file)
+    client = ChainClient([deployer.anvil.url], 31337)
+    slasher = Contracts(client, made).slasher
+    assert slasher.governor() is None
+    assert slasher.dispute_deposit() == 0
+    client.close()
+    assert deployer.checks()["ok"]
+
+
+def test_deployments_of_public_chains_belong_to_the_repository() -> None:
+    assert default_file(84532) == Path("contracts/deployments/84532.json")
+    assert default_file(8453) == Path("contracts/deployments/8453.json")
+    assert default_file(31337) == Path("var/deployments/31337.json")
