@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from orchestrator import reach
 from orchestrator.backend import Backend
 from orchestrator.history import excess, others_of
 from orchestrator.store import batches, drift, intents, jobs, meta, nodes, policies, submissions
@@ -47,6 +48,7 @@ def render(backend: Backend, requests: RequestCounts) -> str:
         latest = policies.latest_version(connection)
         if latest is not None:
             lines += _single("prime_policy_version", latest)
+            lines += reach.metrics(connection)
         for batch in batches.latest(connection, 1):
             lines += _single("prime_batch_mean_reward", batch.mean_reward_micro / 1e6)
             lines += _single("prime_batch_staleness_max", batch.staleness_max)

@@ -7,6 +7,7 @@ import logging
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from orchestrator import reach
 from orchestrator.backend import Backend
 from orchestrator.store import (
     chain,
@@ -56,6 +57,7 @@ def heartbeat(backend: Backend, account: Address, beat: Heartbeat) -> HeartbeatA
                 tokens_per_second=beat.tokens_per_second,
                 runtime=beat.runtime,
             )
+            reach.note(connection, account, beat.policy_version, now=now)
             node = nodes.get(connection, account)
         directive, reason = _directive(connection, backend, account, node)
         relays = policies.relays(connection, since=now - RELAY_SECONDS)

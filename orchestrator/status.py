@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from orchestrator import reach
 from orchestrator.backend import Backend
 from orchestrator.settlement import counted_units, newest_settlement
 from orchestrator.store import (
@@ -72,6 +73,7 @@ def status(backend: Backend) -> Status:
             batches=tuple(_batches(connection)),
             transactions=tuple(_transactions(connection)),
             slashes=tuple(_slashes(connection)),
+            reach=tuple(reach.picture(connection)),
             chain_reachable=seen is not None and now - float(seen) < CHAIN_SILENT_SECONDS,
         )
 

@@ -35,6 +35,30 @@ function drawCurve(batches) {
   at("axis-to").textContent = batches.length ? `step ${batches.at(-1).step}` : "";
 }
 
+// One rising stair a policy: each arrival lifts it by one node's share; the newest is drawn boldest.
+function drawReach(reach) {
+  const svg = at("reach");
+  svg.replaceChildren();
+  const longest = Math.max(1000, ...reach.map((policy) => policy.after_ms.at(-1) ?? 0));
+  reach.forEach((policy, i) => {
+    const share = 1 / Math.max(1, policy.nodes, policy.after_ms.length);
+    const points = ["0,220"];
+    policy.after_ms.forEach((after, n) => {
+      const x = ((after * 800) / longest).toFixed(1);
+      points.push(`${x},${(220 - n * share * 216).toFixed(1)}`, `${x},${(220 - (n + 1) * share * 216).toFixed(1)}`);
+    });
+    points.push(`800,${(220 - policy.after_ms.length * share * 216).toFixed(1)}`);
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
+    line.setAttribute("points", points.join(" "));
+    line.setAttribute("opacity", (0.2 + (0.8 * (i + 1)) / reach.length).toFixed(2));
+    svg.append(line);
+  });
+  const newest = reach.at(-1);
+  at("reach-words").textContent = newest
+    ? `policy ${newest.version}: ${newest.after_ms.length} of ${newest.nodes} nodes` : "no policy yet";
+  at("reach-to").textContent = newest ? `${(longest / 1000).toFixed(1)} s after publication` : "";
+}
+
 function drawNodes(status) {
   at("nodes").replaceChildren(...status.nodes.map((node) => {
     const row = document.createElement("tr");
@@ -80,6 +104,7 @@ function draw(status) {
   at("chain").textContent = status.chain_reachable ? "live" : "silent";
   at("chain").className = status.chain_reachable ? "good" : "warn";
   drawCurve(status.batches);
+  drawReach(status.reach);
   drawNodes(status);
   drawList("slashes", status.slashes, (item) => `${short(item.node)} for ${item.reason}`);
   drawList("transactions", status.transactions, (item) => item.kind);

@@ -186,6 +186,14 @@ relays = Table(
     Column("last_seen", Float, nullable=False),
 )
 
+arrivals = Table(
+    "arrivals",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("node", Text, primary_key=True),
+    Column("at", Float, nullable=False),  # of the first heartbeat that named the version
+)
+
 roots = Table(
     "roots",
     metadata,

@@ -269,6 +269,16 @@ class RewardInfo(Strict):
     forfeited: str
 
 
+class PolicyReach(Strict):
+    """How a policy spread: of `nodes` that work now, when each was first heard to have it."""
+
+    version: int
+    published_at: int
+    nodes: int
+    after_ms: tuple[int, ...]
+    """Milliseconds from publication to the heartbeat that named it, ascending, one a node."""
+
+
 class Status(Strict):
     """One picture of the pool, for tables and pages."""
 
@@ -286,4 +296,6 @@ class Status(Strict):
     transactions: tuple[dict[str, int | str], ...]
     """Newest last, at most 20: kind, hash, status, at."""
     slashes: tuple[dict[str, int | str], ...]
+    reach: tuple[PolicyReach, ...] = ()
+    """The newest policies, oldest first, at most 8."""
     chain_reachable: bool

@@ -240,6 +240,13 @@ def upgrade() -> None:
         sa.UniqueConstraint("digest"),
     )
     op.create_table(
+        "arrivals",
+        sa.Column("version", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("version", "node"),
+    )
+    op.create_table(
         "relays",
         sa.Column("url", sa.Text(), nullable=False),
         sa.Column("account", sa.Text(), nullable=False),

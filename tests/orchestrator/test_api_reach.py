@@ -1,0 +1,37 @@
+"""Reach: drawn from the first heartbeat in which a node names a policy, and from nothing else."""
+
+from __future__ import annotations
+
+from orchestrator_world import World
+
+
+def reach(world: World) -> list[dict[str, object]]:
+    return list(world.http.get("/v1/status").json()["reach"])
+
+
+def test_each_nodes_first_word_of_a_policy_is_its_arrival(world: World) -> None:
+    one, two = world.member(1), world.member(2)
+    world.publish(0)
+    world.clock.advance(2)
+    world.post("/v1/heartbeat", b'{"policy_version":0}', one)
+    world.clock.advance(3)
+    world.post("/v1/heartbeat", b'{"policy_version":0}', one)
+    world.post("/v1/heartbeat", b'{"policy_version":0}', two)
+    (only,) = reach(world)
+    assert (only["version"], only["nodes"], only["after_ms"]) == (0, 2, [2000, 5000])
+    world.publish(1)
+    world.clock.advance(1)
+    world.post("/v1/heartbeat", b'{"policy_version":1}', two)
+    assert [(p["version"], p["after_ms"]) for p in reach(world)] == [(0, [2000, 5000]), (1, [1000])]
+    text = world.http.get("/metrics").text
+    assert 'prime_policy_reach_nodes{version="0"} 2' in text
+    assert 'prime_policy_last_arrival_seconds{version="1"} 1.0' in text
+
+
+def test_a_policy_that_was_not_published_has_no_reach(world: World) -> None:
+    node = world.member(1)
+    world.post("/v1/heartbeat", b'{"policy_version":7}', node)
+    world.publish(0)
+    world.post("/v1/heartbeat", b'{"policy_version":7}', node)
+    world.post("/v1/heartbeat", b'{"policy_version":null}', node)
+    assert [(p["version"], p["after_ms"]) for p in reach(world)] == [(0, [])]
