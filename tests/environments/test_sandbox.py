@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,5 +223,14 @@ def test_the_server_ends_with_its_owner_and_is_started_again_when_it_died() -> N
 def test_a_level_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     box = Sandbox("bubblewrap")
-    with pytest.raises((UnavailableError, FileNotFoundError)):
+    with pytest.raises(UnavailableError, match="bubblewrap"):
         run(box, "print(1)")
+
+
+def test_bubblewrap_is_taken_where_namespaces_of_our_own_are_refused() -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not on this machine (apt-get install bubblewrap)")
+    with Sandbox("bubblewrap") as box:
+        assert run(box, "print(6 * 7)").output == "42\n"
+        assert box.level == "bubblewrap"
+        assert run(box, "open('/etc/passwd')").status == "failed"

@@ -148,25 +148,28 @@ class Sandbox:
             return self._child
         self._kill()
         for level in _attempts(self._wanted):
-            self._child = subprocess.Popen(
-                _command(level),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=_environment(),
-                start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
-            )
             try:
+                self._child = subprocess.Popen(
+                    _command(level),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=_environment(),
+                    start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+                )
                 ready = self._receive(self._child, _START_SECONDS)
             except (OSError, EOFError, ValueError):
                 self._kill()
                 continue
+            except BaseException:
+                self._kill()
+                raise
             if level == "namespaces" and ready["level"] == "limits" and _bubblewrap():
                 self._kill()
                 continue
             self.level = "bubblewrap" if level == "bubblewrap" else ready["level"]
             return self._child
-        raise UnavailableError("the sandbox's server does not start")
+        raise UnavailableError(f"the sandbox's server does not start ({self._wanted})")
 
     def _send(self, child: subprocess.Popen[bytes], value: dict[str, Any]) -> None:
         assert child.stdin is not None
