@@ -250,6 +250,7 @@ contract RegistryTest is Network {
         n.v = n.v == 27 ? 28 : 27;
         vm.expectPartialRevert(bytes4(keccak256("ERC2612InvalidSigner(address,address)")));
         enroll(n, who, STAKE);
+        vm.assertEq(token.balanceOf(address(vault)), 2 * BOND);
     }
 
     function test_DepositFor_ByTheRegistryOnly() public {

@@ -63,6 +63,8 @@ contract TermsTest is Network {
         announce(9, 10);
         vm.expectPartialRevert(Errors.TooEarly.selector);
         slasher.applyTerms();
+        (uint256 deposit,,) = slasher.announced();
+        vm.assertEq(deposit, 9);
     }
 
     function test_Announce_ByTheGovernorOnly_WithinBounds() public {

@@ -99,6 +99,7 @@ contract WorkTest is Network {
         expect(abi.encodeWithSelector(Errors.UnknownRoot.selector, pool, seq + 1));
         work.reject(pool, seq + 1, leaves[0], proof, 3);
         work.reject(pool, seq, leaves[0], proof, 3);
+        vm.assertTrue(work.isRejected(pool, leaves[0]));
         expect(abi.encodeWithSelector(Errors.AlreadyRejected.selector, pool, leaves[0]));
         work.reject(pool, seq, leaves[0], proof, 3);
         vm.stopPrank();
