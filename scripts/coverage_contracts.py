@@ -3,8 +3,8 @@
     scripts/coverage_contracts.py [--json] [--out FILE]
 
 Works on a copy without the gas and invariant suites, so their luck counts for nothing. Coverage
-needs the optimizer off, where the plain pipeline runs out of stack, so the IR one compiles: minutes,
-not seconds. Exit code 1 under 98 % of lines or 95 % of branches.
+needs the optimizer off, where the plain pipeline runs out of stack, so the IR one compiles:
+minutes, not seconds. Exit code 1 under 98 % of lines or 95 % of branches.
 """
 
 from __future__ import annotations
