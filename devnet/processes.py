@@ -167,12 +167,16 @@ def stop_recorded(pid_file: Path) -> list[str]:
     if not pid_file.exists():
         return []
     recorded = json.loads(pid_file.read_text())
+    ended = []
     supervisor = _running(recorded["supervisor"])
     if supervisor is not None and supervisor.pid != os.getpid():
-        supervisor.terminate()
-        with contextlib.suppress(psutil.TimeoutExpired):
+        supervisor.terminate()  # it ends its children itself
+        try:
             supervisor.wait(2 * STOP_SECONDS)
-    ended = []
+        except psutil.TimeoutExpired:
+            supervisor.kill()
+            supervisor.wait(STOP_SECONDS)
+        ended.append("the demo")
     for name, identity in recorded["children"].items():
         if _running(identity) is not None:
             with contextlib.suppress(ProcessLookupError):

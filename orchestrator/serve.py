@@ -48,7 +48,7 @@ from protocol.chain.keystore import load_keystore, read_password
 from protocol.chain.sender import Sender
 from protocol.chain.watcher import Watcher
 from protocol.core import ids
-from protocol.core.errors import ConflictError, UnavailableError, UserError
+from protocol.core.errors import ConflictError, MalformedError, UnavailableError, UserError
 from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
 from protocol.folders import make_folder
@@ -69,13 +69,7 @@ GRACE_SECONDS = 5
 
 def run(settings: Settings) -> None:
     """Serves until told to end. Exits non-zero if a loop met a defect."""
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-    )
-    for name in ("alembic", "httpx", "uvicorn"):  # their everyday business is not ours
-        logging.getLogger(name).setLevel(logging.WARNING)
+    set_up_logging(settings.log_level)
     with ExitStack() as stack:
         deployment = Deployment.load(settings.need("deployment"))
         definition = read_run(settings.need("run"))
@@ -130,6 +124,17 @@ def run(settings: Settings) -> None:
         )
         lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)
         asyncio.run(_serve(settings, backend, manager, lease, listener, serve_file, url))
+
+
+def set_up_logging(level: str) -> None:
+    """One line an event on stderr, for every long-running program here."""
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+    )
+    for name in ("alembic", "httpx", "uvicorn"):  # their everyday business is not ours
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 async def _serve(
@@ -283,6 +288,11 @@ def check_pool(
     if facts is None:
         try:
             found = contracts.pools.pool_of(pool)
+        except MalformedError as error:  # no code there, or another's
+            raise UserError(
+                f"the contracts that the deployment names are not on this chain: {error}",
+                hint="check --rpc and --deployment; a local chain that was made anew has none",
+            ) from error
         except ConflictError as error:
             raise UserError(
                 f"pool {pool} is not on chain {deployment.chain_id}: {error}",

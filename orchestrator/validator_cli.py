@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import secrets
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from orchestrator.config import refuse_password
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import DrawSecrets
 from orchestrator.policy_store import PolicyStore
-from orchestrator.serve import Loops
+from orchestrator.serve import Loops, set_up_logging
 from orchestrator.store import meta, open_store, sqlite_url
 from orchestrator.store.engine import Store
 from orchestrator.validator import Patience, Validator, run_validator_chain_tick
@@ -116,11 +115,7 @@ def validate(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Judge submitted files (may use a GPU) until SIGTERM."""
-    logging.basicConfig(
-        level=log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-    )
+    set_up_logging(log_level)
     source_of_database = invoked.get_parameter_source("database")
     if source_of_database is not None and source_of_database.name == "COMMANDLINE":
         refuse_password(database, "PRIME_VALIDATOR_DATABASE")

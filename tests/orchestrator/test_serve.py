@@ -24,6 +24,7 @@ from operator_kit import (
 )
 from orchestrator_world import run_definition
 
+from devnet.chain import Anvil
 from orchestrator.config import load
 from orchestrator.serve import Loops, address_of, bind, run
 from orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
@@ -121,6 +122,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(operator: Opera
     with store.read() as connection:
         assert meta.get(connection, "serves") is None
     store.close()
+
+
+def test_a_chain_without_the_contracts_is_said_in_one_sentence(operator: Operator) -> None:
+    """Such as a local chain that was made anew."""
+    empty = Anvil().start()
+    try:
+        assert "are not on this chain" in operator.refused(rpc=empty.url)
+    finally:
+        empty.stop()
 
 
 def test_a_taken_port_and_a_second_server_are_said_in_one_sentence(operator: Operator) -> None:
