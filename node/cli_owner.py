@@ -286,18 +286,26 @@ def rewards_show(settings: Settings, node: NodeFlag = None, as_json: Json = Fals
 @rewards_app.command("claim")
 @configured
 def rewards_claim(
-    settings: Settings, node: NodeFlag = None, dry_run: DryRun = False, as_json: Json = False
+    settings: Settings,
+    node: NodeFlag = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="For all nodes of the owner, in one transaction.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
 ) -> None:
     """Have the node's rewards paid to its owner's payout address. Anyone may send it."""
-    from node.rewards import claim_call
+    from node.nodes import nodes_of
+    from node.rewards import claim_calls
 
-    meant = node_account(settings, node)
-    send_calls(
-        settings,
-        lambda context: [claim_call(settings, context.link, meant)],
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    owner = owner_account(settings) if everything else None
+    meant = None if owner is not None else node_account(settings, node)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        nodes = [meant] if meant is not None else nodes_of(context.link, owner or context.account)
+        return claim_calls(settings, context.link, nodes)
+
+    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
 
 
 @rewards_app.command("explain")

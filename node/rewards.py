@@ -3,13 +3,15 @@ sent."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from node.config import Settings
 from node.link import Link, connect
+from protocol.chain.amounts import prime
 from protocol.chain.client import Call
-from protocol.chain.contracts import prime
+from protocol.chain.contracts import Claim
 from protocol.chain.history import read_events
 from protocol.core.encoding import merkle_verify, reward_leaf
 from protocol.core.errors import ConflictError, UntrustedError, UserError
@@ -57,8 +59,25 @@ def read_rewards(settings: Settings, node: Address) -> NodeRewards:
             link.close()
 
 
-def claim_call(settings: Settings, link: Link, node: Address) -> Call:
-    """The claim transaction, once its proof has been checked against the root on chain.
+def claim_calls(settings: Settings, link: Link, nodes: Sequence[Address]) -> list[Call]:
+    """The transaction that claims for one node, or for several at once; nodes that have nothing
+    payable are passed over if there are several. Raises as `payable_claim`."""
+    if len(nodes) == 1:
+        c = payable_claim(settings, link, nodes[0])
+        return [link.contracts.rewards.claim(c.pool, c.epoch, c.node, c.cumulative, c.proof)]
+    claims, why = [], UserError("this owner has no node")
+    for node in nodes:
+        try:
+            claims.append(payable_claim(settings, link, node))
+        except UserError as error:
+            why = error
+    if not claims:
+        raise why
+    return [link.contracts.rewards.claim_many(claims)]
+
+
+def payable_claim(settings: Settings, link: Link, node: Address) -> Claim:
+    """What can be claimed for a node now, its proof checked against the root on chain.
 
     Raises UserError if there is nothing to claim or not yet, UntrustedError if the orchestrator's
     proof does not lead to the root, ConflictError if that root was disabled.
@@ -90,7 +109,7 @@ def claim_call(settings: Settings, link: Link, node: Address) -> Call:
             f"the rewards of epoch {info.epoch} can be claimed in {on_chain.claimable_at - now} s",
             hint="the delay lets anyone check the root first",
         )
-    return rewards.claim(link.pool, info.epoch, node, cumulative, info.proof)
+    return Claim(link.pool, info.epoch, node, cumulative, info.proof)
 
 
 def explain_rewards(settings: Settings, node: Address, epoch: int | None) -> Explanation:

@@ -11,11 +11,13 @@ import typer
 from pydantic import ValidationError
 
 from orchestrator.desk import Desk, Done, PoolNumber, at_desk
-from protocol.chain import flows
+from protocol.chain import flows, history
+from protocol.chain.leaves import find_leaf
 from protocol.core import ids
 from protocol.core.errors import UserError
 from protocol.core.node import Invite
 from protocol.core.signing import SignatureField, Strict
+from protocol.transport.client import OrchestratorClient
 
 NodeAddress = Annotated[str, typer.Argument(help="Address of the node.")]
 INVITE_SECONDS = 86_400
@@ -174,6 +176,25 @@ def set_validator(
     desk.perform([desk.contracts.pools.set_validator(pool, meant, not off)])
     said = f"{meant} {'judges no longer' if off else 'judges'} in pool {pool}"
     return Done({"pool": pool, "validator": meant, "on": not off}, said)
+
+
+@at_desk
+def reject(
+    desk: Desk,
+    submission: Annotated[str, typer.Argument(help="Digest of the submission.")],
+    pool: PoolNumber,
+    reason: Annotated[int, typer.Option(help="Number of the reason.", min=1, max=255)],
+    orchestrator: Annotated[str, typer.Option(help="URL that serves the list of leaves.")],
+) -> Done:
+    """Strike a submission from pay within its validity; takes no stake. By manager or validator."""
+    leaf = ids.digest(submission)
+    events = history.read_events(desk.client, desk.deployment, contracts=("work",))
+    with OrchestratorClient(orchestrator) as server:
+        found = find_leaf(desk.client, desk.deployment, events, pool, leaf, None, server.get_object)
+    work = desk.contracts.work
+    desk.perform([work.reject(pool, found.root.seq, leaf, found.proof, reason)])
+    said = f"submission {leaf} of pool {pool} earns nothing"
+    return Done({"pool": pool, "submission": leaf, "reason": reason}, said)
 
 
 def read_invite(path: Path) -> SignedInvite:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from protocol.chain import reasons
 from protocol.core.errors import ConflictError, UnavailableError
 
 
@@ -38,7 +39,9 @@ class ChainRevertedError(ConflictError):
     def __init__(self, name: str, arguments: dict[str, Any], doing: str = "") -> None:
         self.name = name
         self.arguments = arguments
-        super().__init__(f"{doing or 'the call'} is refused by the contract: {self.reason}")
+        said = f"{doing or 'the call'} is refused by the contract: {self.reason}"
+        meaning = reasons.sentence(name, arguments)
+        super().__init__(f"{said}: {meaning}" if meaning else said)
 
     @property
     def reason(self) -> str:

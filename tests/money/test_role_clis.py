@@ -440,7 +440,7 @@ def test_an_expired_permit_and_a_used_window_name_their_errors(office: Office) -
     assert caught.value.arguments == {"deadline": permit.deadline}
     assert str(caught.value) == (
         "deposit 1 PRIME of stake by permit is refused by the contract: "
-        f"ERC2612ExpiredSignature(deadline={permit.deadline})"
+        f"ERC2612ExpiredSignature(deadline={permit.deadline}): the permit has expired: sign another"
     )
 
 
