@@ -33,18 +33,8 @@ class SignedInvite(Strict):
 
 def add_to(app: typer.Typer) -> None:
     """Adds these commands to `orchestrator pool`."""
-    for function in (
-        invite,
-        join,
-        eject,
-        ban,
-        unban,
-        pause,
-        start,
-        list_only,
-        allow,
-        set_validator,
-    ):
+    members = (invite, join, eject, ban, unban, pause, start, list_only, allow)
+    for function in (*members, set_validator, reject):
         app.command(function.__name__.replace("_", "-"))(function)
 
 

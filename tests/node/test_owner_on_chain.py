@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from devnet.chain import dev_signer
-from devnet.deployed import Deployed
+from devnet.deployed import TEST_PERIODS, Deployed
 from node.cli import main
 from node.outbox import Outbox
 from node.wallet import open_provider
@@ -24,10 +24,10 @@ from protocol.chain.client import Call
 from protocol.chain.history import read_slashes
 from protocol.chain.keystore import create_keystore, save_keystore
 from protocol.chain.leaves import find_leaf
-from protocol.core.encoding import merkle_root, sha256
+from protocol.core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
 from protocol.core.errors import NotFoundError, UserError
 from protocol.core.ids import Address, Digest, address
-from protocol.core.messages import ReceiptAnswer
+from protocol.core.messages import ReceiptAnswer, RewardInfo
 from protocol.core.node import Invite
 from protocol.core.rollout import Receipt, SignedSubmission, Submission
 from protocol.core.signing import LocalSigner
@@ -240,6 +240,53 @@ def test_a_closed_window_is_one_sentence(owner: Owner) -> None:
     assert "past its window" in owner.refused("dispute", str(number))
 
 
+def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed, c = owner.deployed, owner.deployed.contracts
+    owner.seat(NODE)
+    owner("node", "add", str(owner.consent(OTHER)))
+    for step in flows.fund_pool(c, MANAGER.address, owner.pool, 50 * ETHER):
+        deployed.send(deployed.accounts[0], c.token.transfer(MANAGER.address, 50 * ETHER))
+        deployed.send(MANAGER, step)
+    periods, epoch = deployed.deployment.periods, deployed.now() // TEST_PERIODS.epoch_length
+    earned = {NODE.address: 7 * ETHER, TRAINER.address: 2 * ETHER}
+    leaves = [reward_leaf(node, amount) for node, amount in earned.items()]
+    deployed.anvil.forward(2 * periods.epoch_length + periods.validity)
+    post = c.rewards.post_reward_root(
+        owner.pool, epoch, merkle_root(leaves), 9 * ETHER, sha256(b"object")
+    )
+    deployed.send(MANAGER, post)
+
+    def told(_client: object, node: Address) -> RewardInfo:
+        """What an orchestrator says; the chain's root is what it is held to."""
+        number = list(earned).index(node) if node in earned else None
+        return RewardInfo(
+            node=node,
+            epoch=epoch if number is not None else None,
+            cumulative=str(earned.get(node, 0)),
+            proof=tuple(merkle_proof(leaves, number)) if number is not None else (),
+            claimable_at=None,
+            pending_units=0,
+            forfeited="0",
+        )
+
+    monkeypatch.setattr("node.rewards.fetch_info", told)
+    where = ("--orchestrator", "http://127.0.0.1:9")
+    claim = ("rewards", "claim", "--all", *where)
+    assert "can be claimed in" in owner.refused("rewards", "claim", "--node", NODE.address, *where)
+    deployed.anvil.forward(periods.reward_delay + 1)
+    owner("payout", VALIDATOR.address)
+    before = c.token.balance_of(VALIDATOR.address)
+    (row,) = owner(*claim)
+    assert row["what"] == "claim the rewards of 1 nodes", "the other one has nothing payable"
+    assert c.token.balance_of(VALIDATOR.address) - before == 7 * ETHER
+    assert "paid already" in owner.refused("rewards", "claim", "--node", NODE.address, *where)
+    earned[NODE.address] = 8 * ETHER
+    said = owner.refused("rewards", "claim", "--node", NODE.address, *where)
+    assert "does not lead to the reward root on chain" in said
+
+
 def _receipted(owner: Owner) -> tuple[Digest, Lease]:
     """A file in the agent's journal with lease and receipt, as the desk leaves it."""
     deployed = owner.deployed
@@ -293,6 +340,21 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
     assert found.signed.submission.digest(domain) == leaf == found.root.root
     assert found.signed.submission.recover(domain, found.signed.signature) == NODE.address
     assert deployed.contracts.work.leaf_in(owner.pool, found.root.seq, leaf, found.proof)
+    # and the manager may strike it from pay by its digest alone
+    from orchestrator.cli import main as orchestrator
+
+    words = ["orchestrator", "pool", "reject", leaf, "--reason", "50", "--pool", str(owner.pool)]
+    words += ["--rpc", deployed.url, "--deployment", str(deployed.path)]
+    words += ["--wallet", str(owner.keystore(MANAGER)), "--password-file", str(owner.password)]
+    words += ["--orchestrator", "http://127.0.0.1:9", "--journal", str(owner.folder / "journal")]
+    with (
+        patch.object(sys, "argv", words),
+        contextlib.redirect_stdout(io.StringIO()),
+        pytest.raises(SystemExit) as ended,
+    ):
+        orchestrator()
+    assert not ended.value.code
+    assert deployed.contracts.work.is_rejected(owner.pool, leaf)
     with pytest.raises(NotFoundError, match="no root on chain holds"):
         find_leaf(
             deployed.client, deployed.deployment, events, owner.pool, sha256(b"x"), None, nothing
