@@ -42,8 +42,8 @@ from node.runtime.base import Mounts, WorkerOptions
 from node.state import DataFolder
 from node.task import TaskKeeper
 from node.wallet import named_provider
-from node.weights import PolicyFolder
 from protocol.broadcast.access import Passes
+from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.manifest import Trust
 from protocol.broadcast.sources import SourceBook
 from protocol.core.errors import UnavailableError

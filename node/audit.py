@@ -17,7 +17,8 @@ from node.api import NodeApi
 from node.config import Settings
 from node.link import Link, connect
 from node.state import DataFolder
-from node.weights import PolicyFolder
+from protocol.broadcast.folder import PolicyFolder
+from protocol.broadcast.layout import ANCHOR_EVERY
 from protocol.chain import history
 from protocol.chain.events import ValidatorSet
 from protocol.chain.history import Slash
@@ -79,9 +80,15 @@ class FetchedEngines(FolderEngines):
         if not sources:
             raise UnavailableError(f"no relay or origin announces policy {version}")
         try:
-            self._folder.ensure(version, signed, sources)
+            self._folder.ensure(version, signed, sources, others=self._before(version))
         except PrimeError as error:
             raise UnavailableError(f"policy {version} cannot be fetched: {error}") from error
+
+    def _before(self, version: int) -> list[SignedManifest]:
+        """The manifests of the versions before: an origin keeps old policies as deltas from an
+        anchor."""
+        numbers = range(max(0, version - ANCHOR_EVERY), version)
+        return [self._api.client.get(f"/v1/policies/{n}", SignedManifest) for n in numbers]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 
 from node.api import NodeApi
 from node.watched import WatchedThread
-from node.weights import Arrived, PolicyFolder
+from protocol.broadcast.folder import Arrived, PolicyFolder
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import PrimeError, UnavailableError
 from protocol.core.ids import Digest

@@ -3,7 +3,7 @@
 lock          held (flock) by the one agent that uses this folder; its process id inside
 settings.json what `join` was told, so that `status`, `rewards`, … need no flags
 status.json   the agent's last heartbeat, for `prime-node status`
-policies/     verified policies, one folder a version      (node/weights.py)
+policies/     verified policies, one folder a version      (protocol/broadcast/folder.py)
 outbox/       finished files with their journal            (node/outbox.py)
 task/outbox/  what the worker writes; task/bridge/ the socket it speaks to
 logs/         the worker's output

@@ -10,18 +10,16 @@ from orchestrator.presence import RELAY_SECONDS
 from orchestrator.store import policies
 from orchestrator.store.engine import Store
 from protocol.broadcast.access import Passes
-from protocol.broadcast.client import Base, fetch
-from protocol.broadcast.durable import settle
-from protocol.broadcast.files import remove_folder
-from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed
+from protocol.broadcast.folder import PolicyFolder
+from protocol.broadcast.layout import ANCHOR_EVERY
+from protocol.broadcast.manifest import Trust
 from protocol.broadcast.sources import SourceBook
-from protocol.core.checkpoint import Manifest
-from protocol.core.errors import PrimeError, UnavailableError, UntrustedError
+from protocol.core.errors import UnavailableError, UntrustedError
 from protocol.core.ids import Digest
 
 log = logging.getLogger(__name__)
 
-CHAIN_OF_DELTAS = 4
+CHAIN_OF_DELTAS = ANCHOR_EVERY
 """Versions before the wanted one whose deltas may be taken on the way."""
 
 
@@ -43,16 +41,18 @@ class PolicyStore:
         passes: Passes | None = None,
         now: Callable[[], float],
     ) -> None:
-        self.root = root
+        self.folder = PolicyFolder(root, trust, book=SourceBook(passes=passes))
         self._store = store
         self._trust = trust
         self._sources = tuple(sources)
         self._keep = keep
         self._patience = patience
         self._now = now
-        self._book = SourceBook(passes=passes)
-        root.mkdir(parents=True, exist_ok=True)
-        settle(root)
+
+    @property
+    def root(self) -> Path:
+        """Where the versions lie."""
+        return self.folder.root
 
     def ensure(self, version: int, policy_digest: Digest) -> Path:
         """The folder of policy `version`, whose manifest's digest is `policy_digest`.
@@ -60,12 +60,11 @@ class PolicyStore:
         Raises UnavailableError if no source has it, UntrustedError if what is published under
         that version is another policy or not the trainer's.
         """
-        folder = self.root / str(version)
-        if folder.is_dir():
-            present = read_signed(folder / MANIFEST_NAME).manifest.digest()
+        if version in self.folder.versions():
+            present = self.folder.manifest(version).manifest.digest()
             if present != policy_digest:
                 raise UntrustedError(f"policy {version} here is {present}, not {policy_digest}")
-            return folder
+            return self.folder.path(version)
         with self._store.read() as connection:
             row = policies.get(connection, version)
             between = [
@@ -81,37 +80,14 @@ class PolicyStore:
         sources = list(dict.fromkeys([*self._sources, *(relay.url for relay in relays)]))
         if not sources:
             raise UnavailableError(f"nobody serves policy {version}: no relay is announced")
-        stats = fetch(
+        arrived = self.folder.ensure(
+            version,
             signed,
             sources,
-            folder,
-            bases=self._bases(),
-            chain={r.version: self._trust.check(r.signed()) for r in between if r is not None},
-            book=self._book,
+            others=[other.signed() for other in between if other is not None],
             patience=self._patience,
         )
+        stats = arrived.stats
         log.info("policy %d is here (%s, %d bytes)", version, stats.route, stats.bytes_received)
-        self._prune()
-        return folder
-
-    def versions(self) -> list[int]:
-        """Versions on disk, ascending."""
-        names = (path.name for path in self.root.iterdir())
-        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
-
-    def manifest(self, version: int) -> Manifest:
-        """The manifest of a version on disk."""
-        return read_signed(self.root / str(version) / MANIFEST_NAME).manifest
-
-    def _bases(self) -> list[Base]:
-        found = []
-        for version in self.versions():
-            try:
-                found.append(Base(self.root / str(version), self.manifest(version)))
-            except PrimeError:  # damaged: then it is no base
-                continue
-        return found
-
-    def _prune(self) -> None:
-        for version in self.versions()[: -self._keep]:
-            remove_folder(self.root / str(version))
+        self.folder.prune(self._keep)
+        return arrived.path

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from broadcast_world import TRUST, Run, same_files
 
-from node.weights import PolicyFolder
 from protocol.broadcast import layout
 from protocol.broadcast.durable import NOTE, appear, boot_id, settle
+from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.server import Origin
 
 

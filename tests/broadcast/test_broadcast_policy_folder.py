@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from broadcast_world import STRANGER, TRUST, Run, same_files, sign
 
-from node.weights import PolicyFolder
 from protocol.broadcast.client import Base
+from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.server import Origin
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import UnavailableError, UntrustedError

@@ -380,8 +380,10 @@ def test_a_job_taken_by_a_database_outage_is_given_back_once_it_ends(
 
 
 def test_a_policy_that_nobody_serves_is_an_abstention(court: Court, tmp_path: Path) -> None:
-    court.validator._policies.root = tmp_path / "empty"
-    court.validator._policies.root.mkdir()
+    trust = Trust(TRAINER.address, court.shop.context.domain(PolicyStatement), 1)
+    court.validator._policies = PolicyStore(
+        tmp_path / "empty", court.shop.store, trust, now=court.shop.now
+    )
     row = court.judged(court.honest)
     assert row.status == "submitted"
 

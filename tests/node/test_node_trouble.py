@@ -28,8 +28,8 @@ from node.runtime.base import Mounts, WorkerOptions
 from node.runtime.docker import DockerRuntime
 from node.state import DataFolder
 from node.watched import WatchedThread
-from node.weights import PolicyFolder
 from node.worker.workshop import put_file
+from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.manifest import Trust
 from protocol.core.errors import FatalError, UnavailableError
 from protocol.core.task import Task

@@ -1,4 +1,4 @@
-"""The node's folder of policies: `<root>/<version>/`, each verified, each appearing at once.
+"""A folder of policies, a node's or a validator's: `<root>/<version>/`, verified, there at once.
 
 A version's folder holds the checkpoint's files and `manifest.json` (the trainer's signed manifest).
 It appears by one rename after every byte was verified and is never changed, so any number of
