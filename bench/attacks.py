@@ -21,9 +21,9 @@ import torch
 
 from bench.forgers import FORGERIES, forged_rows
 from bench.honest import Bench
+from bench.variants import VARIANTS
 from protocol.core import seeds
 from protocol.engine.base import Engine, Generation, GenerationRequest, ReplayRequest
-from protocol.engine.quantize import fake_quantize, quantizer
 from protocol.proofs import activations, sampling_torch, sketch
 from protocol.verification import build
 from protocol.verification.build import PlannedRow
@@ -32,7 +32,6 @@ from protocol.verification.rollout_file import FileRow
 from protocol.verification.setups import HonestFile
 
 DTYPE = "bfloat16"
-Prepare = Callable[[torch.nn.Module], None]
 Plan = Sequence[PlannedRow]
 
 
@@ -57,55 +56,6 @@ def _variant(folder: Path, name: str) -> Engine:
 
 
 # ── other weights ────────────────────────────────────────────────────────────────────────────────
-
-
-def _older(steps: int, rate: float) -> Prepare:
-    """`steps` optimizer steps of ±rate on every weight, in independent directions, as the bfloat16
-    files of an older policy would hold it."""
-
-    def prepare(model: torch.nn.Module) -> None:
-        generator = torch.Generator().manual_seed(steps)
-        with torch.no_grad():
-            for weight in model.parameters():
-                moved = weight.float()
-                for _ in range(steps):
-                    moved -= rate * torch.randn(weight.shape, generator=generator).sign()
-                weight.copy_(moved.to(torch.bfloat16))
-
-    return prepare
-
-
-def _quantized_cache(bits: int) -> Prepare:
-    """Keys and values rounded to `bits`, a scale for each token."""
-
-    def round_off(_layer: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        flat = output.reshape(-1, output.shape[-1])
-        return fake_quantize(flat, bits, flat.shape[-1]).reshape(output.shape)
-
-    def prepare(model: torch.nn.Module) -> None:
-        for name, module in model.named_modules():
-            if name.endswith(("k_proj", "v_proj")):
-                module.register_forward_hook(round_off)
-
-    return prepare
-
-
-def _half_as_deep(model: Any) -> None:
-    model.model.layers = model.model.layers[: len(model.model.layers) // 2]
-
-
-VARIANTS: dict[str, Prepare] = {
-    "int8": quantizer(8),
-    "int4": quantizer(4),
-    "kv8": _quantized_cache(8),
-    "kv4": _quantized_cache(4),
-    **{
-        f"old{steps}_1e{-exponent}": _older(steps, 10.0**exponent)
-        for steps in (1, 4, 10)
-        for exponent in (-4, -5, -6)
-    },
-    "shallow": _half_as_deep,
-}
 
 
 def _by(engine: Callable[[Job], Engine]) -> Attack:

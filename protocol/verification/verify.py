@@ -24,20 +24,25 @@ from dataclasses import dataclass, field
 from protocol.core import encoding, seeds
 from protocol.core.errors import MalformedError, PolicyError, UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Digest, Units
-from protocol.core.rollout import PROOF_WINDOW, Submission
+from protocol.core.rollout import Submission
 from protocol.core.run import MICRO, RunDefinition
 from protocol.core.task import SignedLease
 from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.engine.base import Engine
-from protocol.environments.base import Environment, Grade, decode_output
-from protocol.proofs import activations, sampling, sketch
-from protocol.proofs.thresholds import NO_REFERENCE, SIGNIFICANCE, Calibration, Limits, shipped
+from protocol.environments.base import Environment
+from protocol.proofs.thresholds import NO_REFERENCE, Calibration, Limits, shipped
 from protocol.verification import replay
 from protocol.verification.build import PlannedRow, plan_rows
+from protocol.verification.checks import (
+    RulingError,
+    check_humps,
+    check_proofs,
+    check_rewards,
+    check_rows,
+)
 from protocol.verification.engines import EngineProvider
 from protocol.verification.rollout_file import (
     FileError,
-    FileRow,
     RolloutFile,
     read_rollout_file,
 )
@@ -97,15 +102,6 @@ class Finding:
         )
 
 
-class _RulingError(Exception):
-    """Ends the flow with a reason; never leaves this module."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
-
-
 def verify_file(
     data: bytes,
     signed: SignedLease,
@@ -136,11 +132,11 @@ def verify_file(
             _check_submission(data, file, signed, lease_digest, submission)
         engine = _engine(engines, signed)
         plan = plan_rows(signed.lease, lease_digest, run, environment, engine.tokenizer)
-        _check_rows(file.rows, plan, signed, run, engine)
-        _check_proofs(file.rows, engine)
-        _check_humps(file.rows, engine)
-        table = _grade(file.rows, plan, environment, engine)
-    except _RulingError as ruling:
+        check_rows(file.rows, plan, signed, run, engine)
+        check_proofs(file.rows, engine)
+        check_humps(file.rows, engine)
+        table = check_rewards(file.rows, plan, environment, engine)
+    except RulingError as ruling:
         return Finding(ruling.reason, ruling.detail)
     count = max(least_drawn(run, len(file.rows)), draw_count or 0)
     numbers = seeds.drawn_rows(draw_secret, submission_digest, len(file.rows), count)
@@ -158,9 +154,9 @@ def _read(data: bytes, lease_digest: Digest) -> RolloutFile:
     try:
         file = read_rollout_file(data)
     except FileError as error:
-        raise _RulingError(error.reason, str(error)) from error
+        raise RulingError(error.reason, str(error)) from error
     if file.metadata.lease != lease_digest:
-        raise _RulingError(Reason.WRONG_LEASE, "the file was made for another lease")
+        raise RulingError(Reason.WRONG_LEASE, "the file was made for another lease")
     return file
 
 
@@ -172,7 +168,7 @@ def _check_submission(
     submission: Submission,
 ) -> None:
     if submission.size != len(data) or submission.sha256 != encoding.sha256(data):
-        raise _RulingError(Reason.WRONG_SIZE_OR_DIGEST, "the bytes are not those submitted")
+        raise RulingError(Reason.WRONG_SIZE_OR_DIGEST, "the bytes are not those submitted")
     lease = signed.lease
     if (submission.pool, submission.lease_digest, submission.step, submission.policy_digest) != (
         lease.pool,
@@ -180,142 +176,16 @@ def _check_submission(
         lease.step,
         lease.policy_digest,
     ):
-        raise _RulingError(Reason.WRONG_LEASE, "the submission names another lease, step or policy")
+        raise RulingError(Reason.WRONG_LEASE, "the submission names another lease, step or policy")
     if submission.rows != len(file.rows):
-        raise _RulingError(Reason.WRONG_ROWS, f"{len(file.rows)} rows, {submission.rows} submitted")
+        raise RulingError(Reason.WRONG_ROWS, f"{len(file.rows)} rows, {submission.rows} submitted")
 
 
 def _engine(engines: EngineProvider, signed: SignedLease) -> Engine:
     try:
         return engines.engine(signed.policy_version, signed.lease.policy_digest)
     except UnavailableError as error:
-        raise _RulingError(Reason.POLICY_MISSING, str(error)) from error
-
-
-def _check_rows(
-    rows: Sequence[FileRow],
-    plan: Sequence[PlannedRow],
-    signed: SignedLease,
-    run: RunDefinition,
-    engine: Engine,
-) -> None:
-    """Structure of every row first (void), then what the seed dictates (rejected)."""
-    if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
-        raise _RulingError(
-            Reason.WRONG_ROWS, "the rows are not the lease's groups and samples in order"
-        )
-    for number, row in enumerate(rows):
-        if row.policy_version != signed.policy_version:
-            raise _RulingError(Reason.WRONG_ROWS, f"row {number} names policy {row.policy_version}")
-        if max(row.output_tokens) >= engine.vocabulary:
-            raise _RulingError(Reason.MALFORMED, f"row {number} has a token outside the vocabulary")
-        _check_ending(number, row, run, engine.end_tokens)
-    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
-        if row.target_length != due.target_length:
-            raise _RulingError(
-                Reason.WRONG_TARGETS,
-                f"row {number} has target {row.target_length}, the seed gives {due.target_length}",
-            )
-        if row.problem_id != due.problem.problem_id or row.prompt_tokens != due.prompt_tokens:
-            raise _RulingError(
-                Reason.WRONG_PROMPTS, f"row {number} is not problem {due.problem.problem_id!r}"
-            )
-
-
-def _check_ending(
-    number: int, row: FileRow, run: RunDefinition, end_tokens: frozenset[int]
-) -> None:
-    """A row ends at its first end token, or at the length limit without one."""
-    tokens = row.output_tokens
-    if len(tokens) > run.max_output_tokens:
-        raise _RulingError(Reason.WRONG_ROWS, f"row {number} is longer than the run allows")
-    if not end_tokens.isdisjoint(tokens[:-1]):
-        raise _RulingError(Reason.WRONG_ROWS, f"row {number} goes on after an end token")
-    ended = tokens[-1] in end_tokens
-    if ended != (row.finish_reason == "end"):
-        raise _RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
-    if not ended and len(tokens) < run.max_output_tokens:
-        raise _RulingError(Reason.WRONG_ROWS, f"row {number} stops before its end")
-
-
-def _check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
-    """Lengths (void), then contents that no honest program writes (rejected)."""
-    unpacked = []
-    sketches: dict[bytes, int] = {}
-    for number, row in enumerate(rows):
-        windows = activations.windows_of(len(row.output_tokens))
-        try:
-            unpacked.append(activations.unpack(row.proofs, windows))
-            bits = sketch.decode(row.sketch, windows)
-        except MalformedError as error:
-            raise _RulingError(Reason.MALFORMED, f"row {number}: {error}") from error
-        for window in bits:
-            if sketches.setdefault(window.tobytes(), number) != number and window.any():
-                raise _RulingError(
-                    Reason.COPIED_ROWS,
-                    f"row {number} repeats a sketch of row {sketches[window.tobytes()]}; their "
-                    "keys differ",
-                )
-    for number, (row, proofs) in enumerate(zip(rows, unpacked, strict=True)):
-        for window, proof in enumerate(proofs):
-            tokens = min(PROOF_WINDOW, len(row.output_tokens) - window * PROOF_WINDOW)
-            elements = tokens * engine.hidden_size
-            if len(proof) != activations.proof_bytes(elements):
-                raise _RulingError(
-                    Reason.MALFORMED, f"row {number} has a proof of the wrong length"
-                )
-            try:
-                activations.decode(proof, elements)
-            except MalformedError as error:
-                raise _RulingError(Reason.FORGED_PROOF, f"row {number}: {error}") from error
-
-
-def _check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
-    counts = [sampling.improbable_tokens(row.logprobs, engine.vocabulary) for row in rows]
-    observed = sum(count for count, _ in counts)
-    expected = sum(bound for _, bound in counts)
-    chance = sampling.poisson_tail(observed, expected)
-    if chance < SIGNIFICANCE:
-        raise _RulingError(
-            Reason.TWO_HUMPED,
-            f"{observed} tokens of nearly no probability; honest sampling draws at most "
-            f"{expected:.2g} on average (chance {chance:.2g})",
-        )
-
-
-def _grade(
-    rows: Sequence[FileRow],
-    plan: Sequence[PlannedRow],
-    environment: Environment,
-    engine: Engine,
-) -> tuple[VerdictRow, ...]:
-    """Recomputes every reward. A grade that a limit of time decided accuses nobody, nor does one
-    that comes out otherwise the second time."""
-    table = []
-    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
-        text = decode_output(engine.tokenizer, row.output_tokens)
-
-        def graded(due: PlannedRow = due, row: FileRow = row, text: str = text) -> Grade:
-            return environment.grade(due.problem, due.target_length, text, len(row.output_tokens))
-
-        grade = graded()
-        if grade.refutes(row.reward) and graded().refutes(row.reward):
-            raise _RulingError(
-                Reason.TAMPERED_REWARD,
-                f"row {number} claims reward {row.reward:.6f}, the grader gives "
-                f"{grade.reward_micro / MICRO:.6f} ({grade.reason})",
-            )
-        table.append(
-            VerdictRow(
-                problem_id=row.problem_id,
-                group=row.group,
-                sample=row.sample,
-                reward_micro=grade.reward_micro,
-                prompt_tokens=len(row.prompt_tokens),
-                output_tokens=len(row.output_tokens),
-            )
-        )
-    return tuple(table)
+        raise RulingError(Reason.POLICY_MISSING, str(error)) from error
 
 
 def _judge_replay(

@@ -1,0 +1,153 @@
+"""What a file shows without a replay: order, prompts, endings, proofs, humps, rewards.
+
+Each raises RulingError with the reason at the first thing that is wrong; see verify.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol.core.errors import MalformedError
+from protocol.core.rollout import PROOF_WINDOW
+from protocol.core.run import MICRO, RunDefinition
+from protocol.core.task import SignedLease
+from protocol.core.verdict import Reason, VerdictRow
+from protocol.engine.base import Engine
+from protocol.environments.base import Environment, Grade, decode_output
+from protocol.proofs import activations, sampling, sketch
+from protocol.proofs.thresholds import SIGNIFICANCE
+from protocol.verification.build import PlannedRow
+from protocol.verification.rollout_file import FileRow
+
+
+class RulingError(Exception):
+    """Ends the flow with a reason; never leaves verify_file."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def check_rows(
+    rows: Sequence[FileRow],
+    plan: Sequence[PlannedRow],
+    signed: SignedLease,
+    run: RunDefinition,
+    engine: Engine,
+) -> None:
+    """Structure of every row first (void), then what the seed dictates (rejected)."""
+    if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
+        raise RulingError(
+            Reason.WRONG_ROWS, "the rows are not the lease's groups and samples in order"
+        )
+    for number, row in enumerate(rows):
+        if row.policy_version != signed.policy_version:
+            raise RulingError(Reason.WRONG_ROWS, f"row {number} names policy {row.policy_version}")
+        if max(row.output_tokens) >= engine.vocabulary:
+            raise RulingError(Reason.MALFORMED, f"row {number} has a token outside the vocabulary")
+        _check_ending(number, row, run, engine.end_tokens)
+    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
+        if row.target_length != due.target_length:
+            raise RulingError(
+                Reason.WRONG_TARGETS,
+                f"row {number} has target {row.target_length}, the seed gives {due.target_length}",
+            )
+        if row.problem_id != due.problem.problem_id or row.prompt_tokens != due.prompt_tokens:
+            raise RulingError(
+                Reason.WRONG_PROMPTS, f"row {number} is not problem {due.problem.problem_id!r}"
+            )
+
+
+def _check_ending(
+    number: int, row: FileRow, run: RunDefinition, end_tokens: frozenset[int]
+) -> None:
+    """A row ends at its first end token, or at the length limit without one."""
+    tokens = row.output_tokens
+    if len(tokens) > run.max_output_tokens:
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} is longer than the run allows")
+    if not end_tokens.isdisjoint(tokens[:-1]):
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} goes on after an end token")
+    ended = tokens[-1] in end_tokens
+    if ended != (row.finish_reason == "end"):
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
+    if not ended and len(tokens) < run.max_output_tokens:
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} stops before its end")
+
+
+def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
+    """Lengths (void), then contents that no honest program writes (rejected)."""
+    unpacked = []
+    sketches: dict[bytes, int] = {}
+    for number, row in enumerate(rows):
+        windows = activations.windows_of(len(row.output_tokens))
+        try:
+            unpacked.append(activations.unpack(row.proofs, windows))
+            bits = sketch.decode(row.sketch, windows)
+        except MalformedError as error:
+            raise RulingError(Reason.MALFORMED, f"row {number}: {error}") from error
+        for window in bits:
+            if sketches.setdefault(window.tobytes(), number) != number and window.any():
+                raise RulingError(
+                    Reason.COPIED_ROWS,
+                    f"row {number} repeats a sketch of row {sketches[window.tobytes()]}; their "
+                    "keys differ",
+                )
+    for number, (row, proofs) in enumerate(zip(rows, unpacked, strict=True)):
+        for window, proof in enumerate(proofs):
+            tokens = min(PROOF_WINDOW, len(row.output_tokens) - window * PROOF_WINDOW)
+            elements = tokens * engine.hidden_size
+            if len(proof) != activations.proof_bytes(elements):
+                raise RulingError(Reason.MALFORMED, f"row {number} has a proof of the wrong length")
+            try:
+                activations.decode(proof, elements)
+            except MalformedError as error:
+                raise RulingError(Reason.FORGED_PROOF, f"row {number}: {error}") from error
+
+
+def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
+    counts = [sampling.improbable_tokens(row.logprobs, engine.vocabulary) for row in rows]
+    observed = sum(count for count, _ in counts)
+    expected = sum(bound for _, bound in counts)
+    chance = sampling.poisson_tail(observed, expected)
+    if chance < SIGNIFICANCE:
+        raise RulingError(
+            Reason.TWO_HUMPED,
+            f"{observed} tokens of nearly no probability; honest sampling draws at most "
+            f"{expected:.2g} on average (chance {chance:.2g})",
+        )
+
+
+def check_rewards(
+    rows: Sequence[FileRow],
+    plan: Sequence[PlannedRow],
+    environment: Environment,
+    engine: Engine,
+) -> tuple[VerdictRow, ...]:
+    """Recomputes every reward. A grade that a limit of time decided accuses nobody, nor does one
+    that comes out otherwise the second time."""
+    table = []
+    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
+        text = decode_output(engine.tokenizer, row.output_tokens)
+
+        def graded(due: PlannedRow = due, row: FileRow = row, text: str = text) -> Grade:
+            return environment.grade(due.problem, due.target_length, text, len(row.output_tokens))
+
+        grade = graded()
+        if grade.refutes(row.reward) and graded().refutes(row.reward):
+            raise RulingError(
+                Reason.TAMPERED_REWARD,
+                f"row {number} claims reward {row.reward:.6f}, the grader gives "
+                f"{grade.reward_micro / MICRO:.6f} ({grade.reason})",
+            )
+        table.append(
+            VerdictRow(
+                problem_id=row.problem_id,
+                group=row.group,
+                sample=row.sample,
+                reward_micro=grade.reward_micro,
+                prompt_tokens=len(row.prompt_tokens),
+                output_tokens=len(row.output_tokens),
+            )
+        )
+    return tuple(table)
