@@ -32,6 +32,9 @@ from protocol.core.messages import PolicyList
 POLICIES = "policies"
 INDEX_NAME = "index.json"
 THIN_NAME = ".thin"
+KEEP_WHOLE = 8
+ANCHOR_EVERY = 8
+"""What an origin keeps whole: the newest versions, and older ones at this interval."""
 INDEX_LENGTH = 16
 """Manifests in the index; older ones are at their own address."""
 MAX_INDEX_BYTES = 16 << 20
