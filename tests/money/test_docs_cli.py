@@ -1,0 +1,78 @@
+"""docs/cli.md names the commands that there are, and all that send."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from node.cli import app as node_app
+from orchestrator import (
+    deployment_cli,
+    pool_cli,
+    rewards_cli,
+    slash_cli,
+    terms_cli,
+    validators_cli,
+)
+
+DOC = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+WORDS = {word for code in re.findall(r"`([^`]+)`", DOC) for word in re.split(r"[\s|\\]+", code)}
+GROUPS = {
+    "pool": pool_cli.app, "validator": validators_cli.app, "slash": slash_cli.app,
+    "terms": terms_cli.app, "rewards": rewards_cli.app, "deployment": deployment_cli.app,
+}  # fmt: skip
+
+
+def commands(app: typer.Typer) -> dict[str, Any]:
+    """Commands of an app, those of its groups as "group command"."""
+    found: dict[str, Any] = {}
+    top = typer.main.get_command(app)
+    assert isinstance(top, TyperGroup)
+    for name, command in top.commands.items():
+        if isinstance(command, TyperGroup):
+            found |= {f"{name} {inner}": one for inner, one in command.commands.items()}
+        else:
+            found[name] = command
+    return found
+
+
+@pytest.mark.parametrize("group", sorted(GROUPS))
+def test_every_operator_command_is_in_the_page(group: str) -> None:
+    for name in commands(GROUPS[group]):
+        assert name in WORDS, f"orchestrator {group} {name}"
+
+
+def test_every_owner_command_is_in_the_page() -> None:
+    groups = ("stake", "node", "rewards", "work", "payout", "dispute", "leave")
+    for name in commands(node_app):
+        if name.split()[0] in groups:
+            assert set(name.split()) <= WORDS, f"prime-node {name}"
+
+
+def test_every_sending_command_rehearses_prints_calldata_and_speaks_json() -> None:
+    sending = 0
+    for group in ("pool", "validator", "slash", "terms"):
+        for name, command in commands(GROUPS[group]).items():
+            flags = {flag for option in command.params for flag in option.opts}
+            assert "--json" in flags, f"orchestrator {group} {name}"
+            if "--wallet" in flags:
+                assert {"--dry-run", "--calldata"} <= flags, f"orchestrator {group} {name}"
+                sending += 1
+    assert sending > 20
+
+
+def test_every_owner_command_that_sends_can_be_rehearsed() -> None:
+    reading = {"show", "list", "consent", "explain"}
+    for name, command in commands(node_app).items():
+        if name.split()[0] not in ("stake", "node", "rewards", "work", "payout", "dispute"):
+            continue
+        flags = {flag for option in command.params for flag in option.opts}
+        if name.split()[-1] not in reading:
+            assert {"--dry-run", "--calldata", "--json"} <= flags, f"prime-node {name}"
+        elif not name.endswith("consent"):
+            assert "--json" in flags, f"prime-node {name}"
