@@ -164,6 +164,8 @@ class Network:
             [
                 *self._orchestrator("relay", "--orchestrator", self.url),
                 *("--data", str(self.root / "relay"), "--port", str(self.relay_port)),
+                # the demo's outside observer reads it without an account
+                *("--access", "anyone"),
                 *self.accounts["relay"].flags(),
             ],
         )
