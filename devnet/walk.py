@@ -11,7 +11,6 @@ deadline, and watches that no process has died.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,15 @@ import httpx
 from devnet.findings import NEEDED_REWARD, NEEDED_RISE
 from devnet.network import BIN, Network
 from devnet.plan import HELDOUT
+from protocol.broadcast.access import Passes, ephemeral_signer
+from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.layout import INDEX_NAME, POLICIES, parse_index
+from protocol.broadcast.manifest import Trust
+from protocol.broadcast.sources import SourceBook
 from protocol.chain.events import RootPosted
 from protocol.chain.history import read_events
+from protocol.core import ids
+from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import PrimeError, UnavailableError
 from protocol.core.messages import Status
 
@@ -190,26 +195,28 @@ def fetch_through_relay(network: Network, version: int) -> Path:
     folder = dest / str(version)
     if folder.exists():
         return folder
-    url, name = network.relay_url, f"policy {version} at the relay"
+    deployment, url = network.deployment(), network.relay_url
+    passes = Passes(ephemeral_signer(), deployment.domain("registry"))  # as any reader signs
+    found: list[SignedManifest] = []
 
     def there() -> bool:
         try:
-            index = parse_index(httpx.get(f"{url}/{POLICIES}/{INDEX_NAME}", timeout=5.0).content)
+            answer = httpx.get(
+                f"{url}/{POLICIES}/{INDEX_NAME}",
+                headers={"Authorization": passes.header(url)},
+                timeout=5.0,
+            )
+            index = parse_index(answer.raise_for_status().content)
         except (httpx.HTTPError, PrimeError):
             return False
-        return any(signed.manifest.version == version for signed in index)
+        found[:] = [signed for signed in index if signed.manifest.version == version]
+        return bool(found)
 
-    network.supervisor.wait_for(name, there, 60)
-    network.supervisor.run(
-        "fetch",
-        [
-            *(sys.executable, "-m", "protocol.broadcast", "fetch", url, str(dest), "--json"),
-            *("--version", str(version), "--signer", network.accounts["trainer"].address),
-            *("--chain-id", "31337", "--pool", str(network.pool)),
-            *("--contract", network.deployment().address("pools")),
-        ],
-    )
-    return folder
+    network.supervisor.wait_for(f"policy {version} at the relay", there, 60)
+    trainer = ids.address(network.accounts["trainer"].address)
+    trust = Trust(trainer, deployment.domain("pools"), network.pool)
+    policies = PolicyFolder(dest, trust, book=SourceBook(passes=passes))
+    return policies.ensure(version, found[0], [url]).path
 
 
 def evaluate(network: Network, folder: Path) -> float:
