@@ -54,5 +54,13 @@ def test_page_draws_what_happens_without_a_reload(world: World, page_url: str) -
         page.wait_for_selector("#nodes tr")
         assert session.account.address[:8] in page.locator("#nodes").inner_text()
         assert "active" in page.locator("#nodes").inner_text()
+        assert page.locator("#reach-words").inner_text() == "policy 0: 0 of 1 nodes"
+        world.clock.advance(2)
+        world.post("/v1/heartbeat", b'{"policy_version":0}', session)
+        page.wait_for_function(
+            "document.getElementById('reach-words').textContent === 'policy 0: 1 of 1 nodes'"
+        )
+        assert page.locator("#reach-to").inner_text() == "2.0 s after publication"
+        assert page.locator("#reach polyline").count() == 1
         browser.close()
     assert trouble == []
