@@ -129,26 +129,17 @@ def test_hedges_tricks_and_wrong_answers_score_nothing(
     assert not score.uncertain
 
 
-def test_an_answer_that_hangs_the_algebra_is_killed_and_accuses_nobody(
+def test_an_answer_that_hangs_is_killed_and_accuses_nobody_and_two_processes_agree(
     grader: Mathematics,
 ) -> None:
-    grader._algebra._timeout = 1.0
+    other = Mathematics(cpu_seconds=1.0)
     try:
-        # the limit is the child's: a fresh one takes the shorter one up
-        grader.close()
-        score = grader.grade(task(r"x^{2}"), r"\boxed{(x+y+z+w+1)^{9999}(x-1)^{9999}}")
+        bomb = r"\boxed{(x+y+z+w+1)^{9999}(x-1)^{9999}}"
+        score = other.grade(task("x^{2}"), bomb)
         assert (score.task_micro, score.uncertain) == (0, True)
-        assert grader.grade(task(r"\sqrt{8}"), r"\boxed{2\sqrt{2}}").task_micro == MICRO
-    finally:
-        grader._algebra._timeout = 4.0
-        grader.close()
-
-
-def test_two_graders_in_two_processes_say_the_same(grader: Mathematics) -> None:
-    other = Mathematics()
-    try:
         for text in (r"\boxed{(x-1)(x+1)}", r"\boxed{x^2}", r"\boxed{x^2-1} \boxed{1}", "none"):
-            assert grader.grade(task("x^2-1"), text) == other.grade(task("x^2-1"), text)
+            one, two = grader.grade(task("x^2-1"), text), other.grade(task("x^2-1"), text)
+            assert (one.task_micro, one.reason) == (two.task_micro, two.reason)
     finally:
         other.close()
 

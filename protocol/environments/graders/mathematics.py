@@ -58,10 +58,11 @@ class Mathematics(Grader):
 
     version = 1
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
         here = "protocol.environments.graders.mathematics"
+        self._cpu_seconds = cpu_seconds
         self._algebra = SubprocessGrader(
-            f"{here}:compare_in_child", timeout=CPU_SECONDS, fork=True, warm=f"{here}:warm_up"
+            f"{here}:compare_in_child", timeout=cpu_seconds, fork=True, warm=f"{here}:warm_up"
         )
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ class Mathematics(Grader):
         except GradingCrashError as error:
             return TaskScore(0, f"the comparison failed: {error}", uncertain=True, parts=parts)
         score = _scored(told.value, answer, gold, parts)
-        slow = told.cpu_seconds * SLACK > CPU_SECONDS
+        slow = told.cpu_seconds * SLACK > self._cpu_seconds
         return TaskScore(score.task_micro, score.reason, uncertain=slow, parts=parts)
 
 
