@@ -30,7 +30,7 @@ from bench.broadcast_whole import Whole, chains, many_clients, one_client
 from bench.form import ROOT, Row
 from protocol.core.errors import UnavailableError
 
-PACKAGES = ("blake3", "numpy", "zstandard", "numba")
+PACKAGES = ("blake3", "numpy", "zstandard")
 EARLIER_WHOLE = 0.13e9
 """Bytes/s of the peer, origin → relay → client, 1 GiB on loopback, measured earlier elsewhere."""
 EARLIER = f"{PEER}, measured earlier"
