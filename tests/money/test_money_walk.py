@@ -2,112 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from chain_kit import DEPLOYER, FUNDS, GUARDIAN, STAKE, TREASURY, World, make_world
+from chain_kit import DEPLOYER, FUNDS, GUARDIAN, STAKE, TREASURY, World
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, key
+from walk_kit import (
+    HONEST,
+    LIAR,
+    OTHER,
+    OWNER,
+    amounts,
+    needs_anvil,
+    one,
+    rebuild_root,
+    settled,
+    until,
+)
 
-from devnet.chain import find_anvil
-from orchestrator.depth import Depths, Staked
-from orchestrator.indexer import derive_root, run_indexer_tick
-from orchestrator.outbox import run_outbox_tick
-from orchestrator.requeue import forget_unsent
+from orchestrator.indexer import run_indexer_tick
 from orchestrator.settlement import newest_settlement, settle_epochs
 from orchestrator.slashing import RETRY_SECONDS
-from orchestrator.store import chain, intents, leases, schema
-from orchestrator.store.submissions import SubmissionRow
-from protocol.chain.history import read_events
-from protocol.core.errors import UnavailableError, UntrustedError, UserError
-from protocol.core.ids import ZERO_DIGEST, Digest
-from protocol.core.settlement import Settlement
+from orchestrator.store import intents, schema
+from protocol.core.errors import UnavailableError
 from protocol.core.verdict import Reason
-from protocol.storage.base import digest_key
-from protocol.verification.rewards import Rebuilt, rebuild
 
-HONEST, LIAR = key(10), key(11)
-OWNER, OTHER = key(12), key(13)
-
-
-def _anvil_is_here() -> bool:
-    try:
-        find_anvil()
-    except UserError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = make_world(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def members(world: World) -> World:
-    """A pool with an honest node and a liar, and policy 0."""
-    world.join(HONEST, OWNER)
-    world.join(LIAR, OTHER)
-    world.shop.publish(0)
-    world.ticks(2)
-    assert world.shop.node_status(HONEST.address) == "active"
-    assert world.shop.node_status(LIAR.address) == "active"
-    return world
-
-
-def one(world: World, table: sa.Table) -> sa.RowMapping:
-    with world.shop.store.read() as connection:
-        return connection.execute(sa.select(table)).mappings().one()
-
-
-def amounts(world: World) -> dict[str, str]:
-    with world.shop.store.read() as connection:
-        rows = connection.execute(
-            sa.select(schema.credits.c.submission_digest, schema.credits.c.status)
-        ).all()
-    return {digest: status for digest, status in rows}  # noqa: C416
-
-
-def until(world: World, holds: Callable[[], bool]) -> None:
-    """Ticks until `holds`; an endpoint that is not back yet is asked again."""
-    deadline = time.monotonic() + 90
-    while not holds():
-        assert time.monotonic() < deadline
-        with contextlib.suppress(UnavailableError):
-            world.ticks(1)
-        world.shop.now.time += 1  # as the block that each tick mines moves the chain's clock
-        time.sleep(0.05)
-
-
-class Published:
-    """The object store as anyone reads it."""
-
-    def __init__(self, world: World) -> None:
-        self._objects = world.shop.objects
-
-    def get_object(self, digest: Digest, limit: int) -> bytes:
-        return self._objects.get(digest_key(digest), limit)
-
-
-def rebuild_root(world: World, epoch: int) -> Rebuilt:
-    events = read_events(world.client, world.deployment)
-    return rebuild(events, world.deployment, 1, world.shop.context.run, Published(world), epoch)
-
-
-def settled(world: World) -> Settlement:
-    with world.shop.store.read() as connection:
-        found = newest_settlement(connection, world.shop.objects)
-    assert found is not None
-    return found
+pytestmark = needs_anvil
 
 
 def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(members: World) -> None:
@@ -356,83 +277,6 @@ def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members
     assert c.rewards.funds(1).reserved == 2000 * TOKEN
 
 
-def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(members: World) -> None:
-    world, shop = members, members.shop
-    world.start_of_an_epoch()
-    shop.judge(shop.submit(HONEST))
-    kept, bad = shop.submit(LIAR), shop.submit(LIAR)
-    shop.judge(kept)
-    shop.judge(bad, Reason.WRONG_SKETCH)
-    shop.submit(HONEST)  # never judged
-    world.until_rooted()
-    number = one(world, schema.slashes)["proposal_id"]
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    # still open when the epoch is settled: the validator does not execute it now
-    world.loops.chain_tick()
-    world.loops.money_tick()
-    for _ in range(2):  # its facts become final, then it is posted
-        world.anvil.mine(2)
-        world.loops.chain_tick()
-    first = settled(world)
-    states = sorted(f.state for f in first.files)
-    assert states == ["held", "paid", "rejected", "unjudged"]
-    assert [s.state for s in first.slashes] == ["open"]
-    assert rebuild_root(world, first.epoch).match
-
-    world.send(GUARDIAN, world.contracts.slasher.cancel(number))
-    world.loops.chain_tick()
-    world.forward(RUN.epoch_seconds)
-    world.ticks()
-    second = settled(world)
-    assert second.previous == first.digest()
-    assert [(f.submission_digest, f.state) for f in second.files] == [(kept.digest, "paid")]
-    assert second.amounts() == {
-        HONEST.address: 20 * TOKEN // 1000,
-        LIAR.address: 20 * TOKEN // 1000,
-    }
-    rebuilt = rebuild_root(world, second.epoch)
-    assert rebuilt.match, rebuilt.problems
-
-
-def test_rebuild_finds_a_root_that_promises_more_than_was_earned(members: World) -> None:
-    world, shop = members, members.shop
-    shop.judge(shop.submit(HONEST))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now)
-    with shop.store.begin() as connection:
-        connection.execute(sa.update(schema.submissions).values(units=1_000_000))
-    world.ticks()
-    greedy = settled(world)
-    assert greedy.amounts() == {HONEST.address: 1_000_000 * TOKEN // 1000}
-    rebuilt = rebuild_root(world, greedy.epoch)
-    assert not rebuilt.match
-    assert rebuilt.settlement.amounts() == {HONEST.address: 20 * TOKEN // 1000}
-
-
-def test_rebuild_refuses_a_settlement_that_leaves_a_file_out(members: World) -> None:
-    world, shop = members, members.shop
-    shop.judge(shop.submit(HONEST))
-    left_out = shop.submit(HONEST)
-    shop.judge(left_out)
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now)
-    with shop.store.begin() as connection:
-        connection.execute(
-            sa.update(schema.submissions)
-            .where(schema.submissions.c.digest == left_out.digest)
-            .values(root_id=None)
-        )
-    world.loops.chain_tick()
-    settle_epochs(shop.store, shop.objects, shop.context, shop.now)
-    for _ in range(2):  # its facts become final, then it is posted
-        world.anvil.mine(2)
-        world.loops.chain_tick()
-    with pytest.raises(UntrustedError, match="leaves out"):
-        rebuild_root(world, settled(world).epoch)
-
-
 def test_a_proposal_that_the_contract_refused_is_tried_again(members: World) -> None:
     world, shop = members, members.shop
     pools = world.contracts.pools
@@ -447,161 +291,3 @@ def test_a_proposal_that_the_contract_refused_is_tried_again(members: World) -> 
     shop.now.time += RETRY_SECONDS + 1
     world.ticks()
     assert one(world, schema.slashes)["status"] == "proposed"
-
-
-def post_own_leaf(world: World, row: SubmissionRow) -> None:
-    """The node roots its own submission, as the contract lets it an epoch after the receipt."""
-    with world.shop.store.read() as connection:
-        lease = leases.get(connection, row.lease_digest)
-    assert lease is not None
-    promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
-    call = world.contracts.work.post_leaf(
-        promise.lease,
-        promise.signature,
-        claim.submission,
-        claim.signature,
-        receipt.receipt,
-        receipt.signature,
-    )
-    world.send(OWNER, call)
-
-
-def test_a_leaf_that_its_node_posted_is_paid_once_and_rebuilt(members: World) -> None:
-    world, shop = members, members.shop
-    world.start_of_an_epoch()
-    row = shop.submit(HONEST)
-    shop.judge(row)
-    world.forward(RUN.epoch_seconds + 1)
-    post_own_leaf(world, row)  # the manager slept all the while
-    world.anvil.mine(1)
-    world.loops.chain_tick()
-    root = one(world, schema.roots)
-    assert (root["root"], root["count"], root["leaves_object"]) == (row.digest, 1, ZERO_DIGEST)
-    world.ticks()
-    assert one(world, schema.roots)["chain_seq"] == 1, "the manager roots it no more"
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks(4)
-    rebuilt = rebuild_root(world, settled(world).epoch)
-    assert rebuilt.problems == ()
-    assert rebuilt.settlement.amounts() == {HONEST.address: 20 * TOKEN // 1000}
-
-
-def test_a_leaf_posted_by_node_and_manager_is_paid_by_the_managers_root_alone(
-    members: World,
-) -> None:
-    world, shop = members, members.shop
-    world.start_of_an_epoch()
-    twice, other = shop.submit(HONEST), shop.submit(HONEST)
-    shop.judge(twice)
-    shop.judge(other)
-    world.forward(RUN.epoch_seconds + 1)
-    world.loops.money_tick()  # taken into a root that is not sent yet
-    post_own_leaf(world, twice)
-    world.ticks()
-    assert one(world, schema.roots)["count"] == 2
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks(4)
-    rebuilt = rebuild_root(world, settled(world).epoch)
-    assert rebuilt.problems == ()
-    assert rebuilt.settlement.amounts() == {HONEST.address: 2 * 20 * TOKEN // 1000}
-
-
-def test_a_retracted_leaf_of_a_node_is_rooted_by_the_manager(members: World) -> None:
-    world, shop = members, members.shop
-    row = shop.submit(HONEST)
-    with shop.store.begin() as connection:
-        chain.add_event(
-            connection,
-            block_hash=row.digest,
-            log_index=0,
-            block=10**6,
-            block_time=10**6,
-            tx_hash=row.digest,
-            name="RootPosted",
-            args={
-                "pool": 1, "seq": 9, "root": row.digest, "count": 1, "epoch": 1,
-                "leaves_object": ZERO_DIGEST,
-            },
-        )  # fmt: skip
-        derive_root(connection, row.digest)
-    assert shop.row(row.digest).root_id is not None
-    with shop.store.begin() as connection:
-        chain.retract(connection, 10**6)
-        derive_root(connection, row.digest)
-    assert shop.row(row.digest).root_id is None
-    world.until_rooted()
-    assert one(world, schema.roots)["leaves_object"] != ZERO_DIGEST
-
-
-def test_money_waits_until_its_facts_are_deep_enough(members: World) -> None:
-    """A slash waits for its root to be safe, a reward root for its facts to be final."""
-    world, shop = members, members.shop
-
-    def status(kind: str) -> str | None:
-        with shop.store.read() as connection:
-            return connection.execute(
-                sa.select(schema.intents.c.status).where(schema.intents.c.kind == kind)
-            ).scalar()
-
-    world.start_of_an_epoch()
-    good, bad = shop.submit(HONEST), shop.submit(LIAR)
-    shop.judge(good)
-    shop.judge(bad, Reason.WRONG_SKETCH)
-    world.forward(RUN.root_seconds)
-    world.loops.money_tick()
-    world.loops.chain_tick()  # sends the root, which anvil mines at once
-    world.loops.chain_tick()
-    root = one(world, schema.roots)
-    assert root["block"] == world.client.block_number()
-
-    def outbox() -> None:
-        run_outbox_tick(shop.store, shop.context, world.contracts, world.validator, shop.now)
-
-    outbox()
-    assert status("propose") == "queued", "the root's block is not safe yet"
-    world.anvil.mine(1)
-    outbox()
-    assert status("propose") == "sent"
-
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.loops.chain_tick()
-    world.loops.money_tick()
-    world.loops.chain_tick()
-    assert status("reward_root") == "queued", "the settlement's block is not final yet"
-    world.anvil.mine(2)
-    world.loops.chain_tick()
-    assert status("reward_root") in ("sent", "confirmed")
-
-
-def test_a_reward_root_whose_facts_left_the_chain_before_it_was_sent_is_settled_anew(
-    members: World,
-) -> None:
-    world, shop = members, members.shop
-    world.start_of_an_epoch()
-    shop.judge(shop.submit(HONEST))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.loops.chain_tick()
-    block = world.client.block_number()
-    world.loops.money_tick()
-    with shop.store.begin() as connection:
-        assert forget_unsent(connection, block) == [], "its facts are all there still"
-        (dropped,) = forget_unsent(connection, block - 1)
-    assert dropped.startswith("reward_root:")
-    world.loops.money_tick()
-    for _ in range(2):
-        world.anvil.mine(2)
-        world.loops.chain_tick()
-    assert rebuild_root(world, settled(world).epoch).match
-
-
-def test_a_seat_is_asked_for_once_the_stake_is_safe(members: World) -> None:
-    world = members
-    seat = Staked(HONEST.address, STAKE + TOKEN)
-    assert not Depths(world.contracts).meets(seat)
-    world.send(OWNER, world.contracts.token.approve(world.contracts.vault.address, TOKEN))
-    world.send(OWNER, world.contracts.vault.deposit(TOKEN))
-    assert world.contracts.vault.active(OWNER.address) == STAKE + TOKEN
-    assert not Depths(world.contracts).meets(seat), "its block may still leave the chain"
-    world.anvil.mine(1)
-    assert Depths(world.contracts).meets(seat)

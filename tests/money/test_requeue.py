@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from chain_kit import World, make_world
+from chain_kit import World
 from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
+from walk_kit import needs_anvil
 
-from devnet.chain import find_anvil
 from orchestrator.intents import IntentKind, queue_intent
 from orchestrator.requeue import REST_SECONDS, requeue_wanted
 from orchestrator.store import chain, intents, nodes, schema
 from protocol.core.checkpoint import PolicyStatement
 from protocol.core.encoding import sha256
-from protocol.core.errors import UserError
 from protocol.core.ids import Digest
 from protocol.core.verdict import Reason
 
@@ -113,24 +112,6 @@ def test_an_admitted_node_s_join_is_tried_until_its_invite_ends(shop: Shop) -> N
 
 
 # -- on a real chain ------------------------------------------------------------------------------
-
-
-def _anvil_is_here() -> bool:
-    try:
-        find_anvil()
-    except UserError:
-        return False
-    return True
-
-
-needs_anvil = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = make_world(tmp_path)
-    yield made
-    made.close()
 
 
 def spoil(world: World, prefix: str) -> None:
