@@ -128,7 +128,7 @@ def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> No
     log = until(
         lambda: chain.world.log() if "speed class" in chain.world.log() else "", "it asks the owner"
     )
-    assert "has to send 4 transaction(s)" in log
+    assert "has to send 5 transaction(s)" in log
     assert chain.world.node_status() is None, "no challenge before the owner's part"
     calldata = [line.split()[1] for line in log.splitlines() if line.startswith("   data")]
     targets = [line.split()[1] for line in log.splitlines() if line.startswith("   to")]
