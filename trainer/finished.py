@@ -17,6 +17,7 @@ from typing import Any
 
 from protocol.broadcast import layout
 from protocol.broadcast.manifest import verify_folder
+from protocol.broadcast.restore import write_files
 from protocol.core.errors import NotFoundError, UserError
 from protocol.core.run import RunDefinition
 from protocol.run_file import read_run
@@ -51,9 +52,7 @@ def export_run(data: Path, out: Path, version: int | None = None) -> int:
     shutil.rmtree(staging, ignore_errors=True)
     with writing("the exported run", out):
         staging.mkdir(parents=True)
-        for entry in signed.manifest.files:
-            shutil.copyfile(layout.version_folder(origin, chosen) / entry.name,
-                            staging / entry.name)  # fmt: skip
+        write_files(origin, chosen, staging)
         verify_folder(staging, signed.manifest)
         shutil.copyfile(run_file, staging / "run.json")
         (staging / "policy.json").write_text(signed.model_dump_json())

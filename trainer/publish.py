@@ -4,7 +4,9 @@
       → the origin's layout, by one rename → POST /v1/policies (the outbox puts it on chain)
 
 Every step may be repeated: the same checkpoint gives the same bytes, and what is already there is
-left alone. Relays fetch from the origin, a thread of this process (`protocol/broadcast/server.py`).
+left alone. Relays fetch from the origin, a thread of this process (`protocol/broadcast/server.py`),
+newest first, while the next step trains; a publication is over once the first of them has begun.
+The origin keeps every policy: the newest and an anchor at intervals whole, those between as deltas.
 Nothing that is not finite gets past `export`.
 """
 
@@ -21,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from protocol.broadcast import layout
-from protocol.broadcast.content import DirectoryContent
+from protocol.broadcast.content import DirectoryContent, Resource
 from protocol.broadcast.files import write_whole
 from protocol.broadcast.publish import finalize, publish
 from protocol.broadcast.server import Server
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 ANNOUNCE_SECONDS = 30.0
+FIRST_RELAY_SECONDS = 3.0
 
 
 def sidecars(base: Path) -> list[Path]:
@@ -146,6 +149,13 @@ class Publisher:
         signed = self._sign(manifest)
         finalize(self.root, signed)
         self.hand_in(version)
+        thinned = layout.thin(
+            self.root,
+            keep_whole=max(layout.KEEP_WHOLE, self._delta_from + 1),
+            anchor_every=layout.ANCHOR_EVERY,
+        )
+        if thinned:
+            log.info("the origin keeps policies %s as deltas", thinned)
         return signed
 
     def hand_in(self, version: int) -> None:
@@ -165,6 +175,31 @@ class Publisher:
         return SignedManifest(manifest=manifest, signature=signature)
 
 
+class _Asked(DirectoryContent):
+    """A layout that remembers the newest version that anybody asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._newest = -1
+        self._change = threading.Condition()
+
+    def find(self, path: str) -> Resource | None:
+        named = layout.parse_address(path)
+        if named is not None and named.version is not None and named.version > self._newest:
+            with self._change:
+                self._newest = named.version
+                self._change.notify_all()
+        return super().find(path)
+
+    def wait(self, version: int, seconds: float) -> bool:
+        """Whether somebody asked for `version` or a later one, waiting for it if anybody ever
+        asked for any."""
+        with self._change:
+            if self._newest < 0:
+                return False
+            return self._change.wait_for(lambda: self._newest >= version, seconds)
+
+
 class Origin:
     """Serves `root` over HTTP and keeps the orchestrator told of its address, until stopped."""
 
@@ -178,7 +213,8 @@ class Origin:
     ) -> None:
         self._root = root
         self._new_client = new_client
-        self._server = Server(DirectoryContent(root), host, port, public_url=public_url)
+        self._asked = _Asked(root)
+        self._server = Server(self._asked, host, port, public_url=public_url)
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._announce, name="origin-announce", daemon=True)
@@ -203,6 +239,12 @@ class Origin:
     def announce(self) -> None:
         """Tells the orchestrator now instead of at the next turn (a new version is there)."""
         self._wake.set()
+
+    def wait_taken(self, version: int, seconds: float = FIRST_RELAY_SECONDS) -> bool:
+        """Returns once a relay has begun to fetch `version`, so that publications do not run ahead
+        of whoever shall carry them: True; False after `seconds`, or at once if no relay ever
+        came."""
+        return self._asked.wait(version, seconds)
 
     def _announce(self) -> None:
         with self._new_client() as client:

@@ -266,6 +266,7 @@ class Trainer:
             publish_state(publisher, weights, version, base, self.data, self.retry)
             if self.origin is not None:
                 self.origin.announce()
+                self.origin.wait_taken(version)
         log.info("policy %d is published", version)
 
     def retry(self, action: Any) -> Any:

@@ -9,7 +9,9 @@ from broadcast_world import Run, same_files
 
 from protocol.broadcast import layout
 from protocol.broadcast.client import fetch
+from protocol.broadcast.manifest import verify_folder
 from protocol.broadcast.plans import Base, Speed, plan_from_anchor, plan_route
+from protocol.broadcast.restore import write_files
 from protocol.broadcast.server import Origin
 from protocol.broadcast.sources import SourceBook
 from protocol.core.checkpoint import DeltaEntry, FileEntry, Manifest, SignedManifest
@@ -141,3 +143,16 @@ def test_a_node_that_has_a_base_never_notices_the_thinning(
         base = Base(tmp_path / "4", published[4].manifest)
         fetch(published[7], [origin.url], tmp_path / "7", bases=[base], chain=chain)
     assert same_files(tmp_path / "7", run, 7)
+
+
+@pytest.mark.parametrize("version", [4, 6, 7])
+def test_an_origin_makes_its_own_thinned_versions_again(
+    run: Run, published: list[SignedManifest], tmp_path: Path, version: int
+) -> None:
+    wanted = [run.file(version, f.name) for f in published[version].manifest.files]
+    layout.thin(run.root, keep_whole=1, anchor_every=4)
+    (tmp_path / "out").mkdir()
+    write_files(run.root, version, tmp_path / "out")
+    verify_folder(tmp_path / "out", published[version].manifest)
+    made = [(tmp_path / "out" / f.name).read_bytes() for f in published[version].manifest.files]
+    assert made == wanted
