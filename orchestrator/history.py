@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.store.drift import DriftRow
+from protocol.core.draws import least_drawn
 from protocol.core.ids import Digest, to_bytes
 from protocol.core.run import RunDefinition
-from protocol.verification.verify import least_drawn
 
 NEWCOMER_FILES = 8
 FULL_EVERY = 16

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol.core import encoding, seeds
+from protocol.core.draws import least_drawn
 from protocol.core.errors import MalformedError, PolicyError, UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Digest, Units
 from protocol.core.rollout import Submission
-from protocol.core.run import MICRO, RunDefinition
+from protocol.core.run import RunDefinition
 from protocol.core.task import SignedLease
 from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.engine.base import Engine
@@ -143,11 +144,6 @@ def verify_file(
     return _judge_replay(
         file, numbers, plan, table, signed, lease_digest, run, engine, engines, calibration
     )
-
-
-def least_drawn(run: RunDefinition, rows: int) -> int:
-    """How many of a file's rows the run has replayed at least."""
-    return max(1, -(-run.replay_rows_micro * rows // MICRO))
 
 
 def _read(data: bytes, lease_digest: Digest) -> RolloutFile:

@@ -20,9 +20,9 @@ from orchestrator.metrics import _drift
 from orchestrator.store import drift, open_store, sqlite_url
 from orchestrator.store.drift import DriftRow
 from protocol.core import encoding
+from protocol.core.draws import least_drawn
 from protocol.core.ids import Address, address
 from protocol.verification.setups import synthetic_run
-from protocol.verification.verify import least_drawn
 
 RUN = synthetic_run(8)
 ROWS, FLOOR = RUN.rows_per_lease, least_drawn(RUN, RUN.rows_per_lease)
