@@ -144,7 +144,21 @@ abstract contract StakeActs is Books {
 
     // ------------------------------------------------------------------------------------ slashes
 
-    function proposeSlash(uint256 which, uint256 amount) external {
+    /// @dev Many slashes at once, with stake added in between: together they must not take more than
+    /// was there at the first.
+    function overreach(uint256 n, uint256 where) external {
+        uint256 which = uint256(keccak256(abi.encode(n, where))) & ~uint256(1);
+        for (uint256 i; i < 5; ++i) {
+            proposeSlash(which, 4 * STAKE - 1);
+            stakeFor(providers[(n % PROVIDERS + i) % PROVIDERS], STAKE);
+            if (works.length > 0) {
+                stakeFor(providers[providerOf[works[works.length - 1].node]], STAKE);
+            }
+        }
+        did("overreach");
+    }
+
+    function proposeSlash(uint256 which, uint256 amount) public {
         if (which % 2 == 0) work_(which >> 64, which >> 128);
         if (works.length == 0) return;
         if (which % 2 == 0) which = works.length - 1;
