@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.store.drift import DriftRow
-from protocol.core.draws import least_drawn
 from protocol.core.ids import Digest, to_bytes
 from protocol.core.run import RunDefinition
 
@@ -35,7 +34,7 @@ def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
     Never below the run's share.
     """
     rows = run.rows_per_lease
-    floor = least_drawn(run, rows)
+    floor = run.least_drawn(rows)
     if accepted_before < NEWCOMER_FILES:
         return min(rows, 2 * floor)
     lot = hashlib.sha256(b"prime/draw-count/v1" + to_bytes(secret)).digest()

@@ -22,7 +22,6 @@ from pydantic import Field, model_validator
 
 from protocol.core import encoding
 from protocol.core.ids import Address, Digest, to_bytes
-from protocol.core.run import MICRO, RunDefinition
 from protocol.core.signing import (
     U64,
     U256,
@@ -127,8 +126,3 @@ def file_secret(epoch_secret: Digest, submission_digest: Digest) -> Digest:
     return encoding.keccak256(
         b"prime/draw/file/v1" + to_bytes(epoch_secret) + to_bytes(submission_digest)
     )
-
-
-def least_drawn(run: RunDefinition, rows: int) -> int:
-    """How many of a file's rows the run has replayed at least."""
-    return max(1, -(-run.replay_rows_micro * rows // MICRO))

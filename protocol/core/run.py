@@ -153,6 +153,10 @@ class RunDefinition(Strict):
     def rows_per_lease(self) -> int:
         return self.groups_per_lease * self.samples_per_group
 
+    def least_drawn(self, rows: int) -> int:
+        """How many of a file's rows are replayed at least."""
+        return max(1, -(-self.replay_rows_micro * rows // MICRO))
+
     def canonical(self) -> bytes:
         return encoding.canonical_json(self.model_dump(mode="json"))
 

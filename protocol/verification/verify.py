@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol.core import encoding, seeds
-from protocol.core.draws import least_drawn
 from protocol.core.errors import MalformedError, PolicyError, UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Digest, Units
 from protocol.core.rollout import Submission
@@ -139,7 +138,7 @@ def verify_file(
         table = check_rewards(file.rows, plan, environment, engine)
     except RulingError as ruling:
         return Finding(ruling.reason, ruling.detail)
-    count = max(least_drawn(run, len(file.rows)), draw_count or 0)
+    count = max(run.least_drawn(len(file.rows)), draw_count or 0)
     numbers = seeds.drawn_rows(draw_secret, submission_digest, len(file.rows), count)
     return _judge_replay(
         file, numbers, plan, table, signed, lease_digest, run, engine, engines, calibration

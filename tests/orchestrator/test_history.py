@@ -20,12 +20,11 @@ from orchestrator.metrics import _drift
 from orchestrator.store import drift, open_store, sqlite_url
 from orchestrator.store.drift import DriftRow
 from protocol.core import encoding
-from protocol.core.draws import least_drawn
 from protocol.core.ids import Address, address
 from protocol.verification.setups import synthetic_run
 
 RUN = synthetic_run(8)
-ROWS, FLOOR = RUN.rows_per_lease, least_drawn(RUN, RUN.rows_per_lease)
+ROWS, FLOOR = RUN.rows_per_lease, RUN.least_drawn(RUN.rows_per_lease)
 NODE = address("0x" + "11" * 20)
 OTHER = address("0x" + "22" * 20)
 SETUP = "plain/1 bfloat16 cpu"
