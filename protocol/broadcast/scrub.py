@@ -15,7 +15,7 @@ from protocol.core.ids import to_bytes
 
 RATE = 8e6
 """Bytes a second that are read again: a hundredth of a disk, a few thousandths of a core."""
-IDLE = 30.0
+IDLE = 1.0
 """Seconds between looks while there is nothing to read."""
 
 Shelf = Callable[[], Sequence[tuple[int, Path, Sequence[Item]]]]
