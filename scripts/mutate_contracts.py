@@ -342,6 +342,7 @@ def misfits() -> list[str]:
 def write_score(path: Path, judge_name: str, results: list[dict[str, object]]) -> None:
     """Puts a score beside those of other judges."""
     before = json.loads(path.read_text()) if path.exists() else {}
+    before.pop("note", None)
     before[judge_name] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "killed": sum(1 for result in results if result["killed"]),

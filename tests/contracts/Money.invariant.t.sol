@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](25);
+        bytes4[] memory s = new bytes4[](26);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -73,6 +73,7 @@ contract MoneyInvariant {
         s[22] = handler.claimMany.selector;
         s[23] = handler.moveTerms.selector;
         s[24] = handler.overreach.selector;
+        s[25] = handler.runAway.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }

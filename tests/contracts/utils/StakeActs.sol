@@ -15,7 +15,7 @@ abstract contract StakeActs is Books {
         did("addStake");
     }
 
-    function unbond(uint256 who, uint256 amount) external {
+    function unbond(uint256 who, uint256 amount) public {
         address owner = pick(who);
         uint256 most = vault.unbondable(owner);
         if (most == 0 || vault.unbondings(owner).length == 8) return;
@@ -144,6 +144,28 @@ abstract contract StakeActs is Books {
 
     // ------------------------------------------------------------------------------------ slashes
 
+    /// @dev A provider that works, leaves, takes all stake out, and is slashed for it on its way out.
+    function runAway(uint256 n, uint256 where) external {
+        uint256 before = works.length;
+        work_(n, where);
+        if (works.length == before) return;
+        uint256 k = works[before].node;
+        for (uint256 i; i < 2; ++i) {
+            for (uint256 j; j < keys; ++j) {
+                if (providerOf[j] != providerOf[k] || pools.classOf(poolIds[i], nodes[j]) == 0) {
+                    continue;
+                }
+                vm.prank(nodes[j]);
+                pools.leave(poolIds[i], nodes[j]);
+            }
+        }
+        uint256 most = vault.unbondable(providers[providerOf[k]]);
+        if (most > 0) unbond(providerOf[k], most - 1);
+        proposeSlash(2 * works.length - 1, 4 * STAKE - 1);
+        executeSlash(0);
+        did("runAway");
+    }
+
     /// @dev Many slashes at once, with stake added in between: together they must not take more than
     /// was there at the first.
     function overreach(uint256 n, uint256 where) external {
@@ -188,7 +210,7 @@ abstract contract StakeActs is Books {
         return slasher.propose(s, nodes[w.node], signature, w.seq, none(), EVIDENCE, 3, amount);
     }
 
-    function executeSlash(uint256 seed) external {
+    function executeSlash(uint256 seed) public {
         (uint256 id, Slasher.Proposal memory p) = someId(seed);
         if (p.state != Slasher.State.Proposed) return;
         wait(seed >> 64, p.deadline);
