@@ -7,8 +7,8 @@ One file a contract: {contractName, abi, bytecode, deployedBytecode, immutables,
 sourcesHash}, and Errors.json with every custom error. The bytecode holds no metadata, so it depends
 on the sources' meaning alone; the same inputs give the same bytes on every platform. `immutables`
 are the [start, length] byte ranges of the deployed code that the constructor fills in.
-contracts/storage-layout.json holds where every variable lies, for readers of raw storage: slots must
-not move unnoticed.
+contracts/storage-layout.json holds where every variable lies, for readers of raw storage: slots
+must not move unnoticed.
 """
 
 from __future__ import annotations
