@@ -185,7 +185,13 @@ class DrawBoard:
             .order_by(_table.c.validator)
             .limit(MAX_VALIDATORS)
         ).scalars()
-        commitments = tuple(SignedDrawCommitment.model_validate_json(body) for body in rows)
+        # Sorted here: a database may order letters by language, and addresses mix their cases.
+        commitments = tuple(
+            sorted(
+                (SignedDrawCommitment.model_validate_json(body) for body in rows),
+                key=lambda signed: signed.validator,
+            )
+        )
         if not commitments:
             return None
         listed = DrawList(pool=context.pool, commitments=commitments)

@@ -60,9 +60,9 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
 
     Raises PolicyError if the account is no member of the pool.
     """
-    now = backend.now()
     with backend.store.begin() as connection:
         lock(connection, "leases")
+        now = backend.now()  # after the wait: the deadline must not outlive the draw's secret
         node = nodes.get(connection, account)
         if node is None or node.status in ("left", "ejected"):
             status = "not admitted" if node is None else node.status
@@ -81,7 +81,7 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
         draws = backend.draws.current(connection, backend.objects, backend.context, now)
         if draws is None:
             return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
-        signed = _make(connection, backend, account, node.speed_class, choice, draws)
+        signed = _make(connection, backend, account, node.speed_class, choice, draws, now)
         leases.add(connection, backend.digest(signed.lease), signed, now=now)
     return LeaseAnswer(lease=signed)
 
@@ -93,6 +93,7 @@ def _make(
     speed_class: int,
     choice: Grant,
     draws: Digest,
+    now: float,
 ) -> SignedLease:
     policy = policies.get(connection, choice.policy_version)
     if policy is None:
@@ -108,7 +109,7 @@ def _make(
         run_digest=context.run.digest(),
         speed_class=speed_class,
         salt=opening.salt(),
-        deadline=int(backend.now()) + context.run.lease_seconds,
+        deadline=int(now) + context.run.lease_seconds,
     )
     return SignedLease(
         lease=statement,

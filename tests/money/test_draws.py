@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,26 @@ def test_only_the_present_epochs_commitments_are_named(shop: Shop) -> None:
     assert named() not in (None, first), "a validator that is away has committed ahead"
     shop.now.time += EPOCHS_AHEAD * run.epoch_seconds
     assert named() is None, "but not for ever: nobody would judge the files"
+
+
+def test_a_list_is_in_order_though_the_database_sorts_letters_by_language(shop: Shop) -> None:
+    """A linguistic collation puts `b` before `C`; addresses mix their cases, lists go by bytes."""
+    epoch = int(shop.now()) // shop.context.run.epoch_seconds
+    signers = sorted((key(n) for n in range(40)), key=lambda signer: signer.address.lower())
+    assert signers != sorted(signers, key=lambda signer: signer.address)
+    bodies = [
+        commitment(signer, epoch, encoding.sha256(signer.address.encode())).model_dump_json()
+        for signer in signers
+    ]
+
+    class Linguistic:
+        def execute(self, _: object) -> Any:
+            return SimpleNamespace(scalars=lambda: bodies)
+
+    named = DrawBoard().current(Linguistic(), shop.objects, shop.context, shop.now())  # type: ignore[arg-type]
+    assert named is not None
+    listed = DrawList.model_validate_json(shop.objects.get(digest_key(named), 1 << 20))
+    assert len(listed.commitments) == 40
 
 
 def test_a_validator_that_was_away_commits_anew_and_shows_what_was_due(shop: Shop) -> None:
