@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](26);
+        bytes4[] memory s = new bytes4[](27);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -74,6 +74,7 @@ contract MoneyInvariant {
         s[23] = handler.moveTerms.selector;
         s[24] = handler.overreach.selector;
         s[25] = handler.runAway.selector;
+        s[26] = handler.cashIn.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }
@@ -122,7 +123,7 @@ contract MoneyInvariant {
         }
         invariant_Money();
         handler.drain();
-        bytes32[24] memory names = [
+        bytes32[27] memory names = [
             bytes32("addStake"),
             "unbond",
             "rebond",
@@ -146,7 +147,10 @@ contract MoneyInvariant {
             "claimMany",
             "announceTerms",
             "applyTerms",
-            "liftBan"
+            "liftBan",
+            "runAway",
+            "cashIn",
+            "heldBack"
         ];
         for (uint256 i; i < names.length; ++i) {
             emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));

@@ -104,7 +104,9 @@ contract Handler is StakeActs {
     }
 
     function disableRewards(uint256 which) external {
+        if (which % 3 == 0) postRewards(which >> 1);
         if (tables.length == 0) return;
+        if (which % 3 == 0) which = tables.length - 1;
         Table storage t = tables[which % tables.length];
         if (t.disabled || block.timestamp >= t.claimableAt) return;
         vm.prank(guardian);
@@ -139,8 +141,11 @@ contract Handler is StakeActs {
         address target;
         amount = 1 + amount % STAKE;
         address victim = pick(seed);
-        (uint256 id,) = someId(seed);
         what %= 20;
+        // What nobody could do anyway proves nothing: there is a dispute to judge, a slash to dispute.
+        if (what == 11 || what == 19) proposeSlash(seed & ~uint256(1), amount);
+        if (what == 11) disputeSlash(0);
+        (uint256 id,) = someId(what == 11 || what == 19 ? 0 : seed);
         if (what < 7) target = address(vault);
         else if (what < 10) target = address(rewards);
         else if (what < 12) target = address(slasher);
@@ -179,9 +184,14 @@ contract Handler is StakeActs {
         if (what == 17) data = abi.encodeCall(slasher.announceTerms, (0, amount));
         if (what == 18) data = abi.encodeCall(slasher.acceptGovernor, ());
         if (what == 19) data = abi.encodeCall(slasher.dispute, (id));
-        vm.prank(stranger);
+        uint256 lent = what == 19 ? slasher.disputeDeposit() : 0;
+        give(stranger, lent);
+        vm.startPrank(stranger);
+        token.approve(address(slasher), lent);
         (bool done,) = target.call(data);
         if (done) ++thefts;
+        else token.transfer(address(this), lent);
+        vm.stopPrank();
     }
 
     /// @dev An invite to the thief's own pool, signed by its manager.

@@ -2,6 +2,8 @@
 pragma solidity 0.8.37;
 
 import { Slasher } from "../../../contracts/src/Slasher.sol";
+import { StakeVault } from "../../../contracts/src/StakeVault.sol";
+import { Unbonding } from "../../../contracts/src/libraries/Queue.sol";
 import { NodeConsent, Submission } from "../../../contracts/src/libraries/Statements.sol";
 import { Books } from "./Books.sol";
 import { vm } from "./Vm.sol";
@@ -37,7 +39,7 @@ abstract contract StakeActs is Books {
         did("rebond");
     }
 
-    function withdraw(uint256 who) external {
+    function withdraw(uint256 who) public {
         address owner = pick(who);
         if (vault.unbondings(owner).length > 0) {
             wait(who >> 64, vault.unbondings(owner)[0].matureAt);
@@ -48,6 +50,10 @@ abstract contract StakeActs is Books {
             vm.assertEq(token.balanceOf(owner), before + amount, "withdraw pays what it says");
             withdrawn[owner] += amount;
             did("withdraw");
+            StakeVault.Account memory left = vault.accountOf(owner);
+            uint256 all = uint256(left.bonded) + left.queued;
+            vm.assertLe(left.pending, all, "what an open slash holds was withdrawn");
+            if (left.pending > left.bonded) did("heldBack");
         } catch {
             vm.assertEq(token.balanceOf(owner), before);
         }
@@ -131,7 +137,9 @@ abstract contract StakeActs is Books {
     }
 
     function reject(uint256 which) external {
+        if (which % 3 == 0) work_(which >> 64, which >> 128);
         if (works.length == 0) return;
+        if (which % 3 == 0) which = works.length - 1;
         Work_ storage w = works[which % works.length];
         if (w.rejected || block.timestamp > w.postedAt + VALIDITY) return;
         bytes32 leaf = work.submissionDigest(submissionOf(w.pool, w.number));
@@ -149,21 +157,66 @@ abstract contract StakeActs is Books {
         uint256 before = works.length;
         work_(n, where);
         if (works.length == before) return;
-        uint256 k = works[before].node;
+        takeAllOut(providerOf[works[before].node]);
+        proposeSlash(2 * works.length - 1, 4 * STAKE - 1);
+        executeSlash(0);
+        did("runAway");
+    }
+
+    /// @dev A provider runs away from a slash that nobody carries out, until all its stake has matured:
+    /// what the slash holds of it must stay.
+    function cashIn(uint256 n, uint256 where) external {
+        uint256 who = providerOf[at[n % NODES]];
+        address owner = providers[who];
+        // While older slashes are open, a new one holds no more than they left over.
+        settleAll(owner);
+        Unbonding[] memory queue = vault.unbondings(owner);
+        if (queue.length == 8) {
+            if (block.timestamp < queue[0].matureAt) vm.warp(queue[0].matureAt);
+            withdraw(who);
+        }
+        uint256 before = works.length;
+        work_(n, where);
+        if (works.length == before) return;
+        stakeFor(owner, STAKE);
+        takeAllOut(who);
+        proposeSlash(2 * works.length - 1, 4 * STAKE - 1);
+        queue = vault.unbondings(owner);
+        vm.warp(queue[queue.length - 1].matureAt);
+        withdraw(who);
+        did("cashIn");
+    }
+
+    function settleAll(address owner) internal {
+        for (uint256 i = ids.length; i > 0 && openCount[owner] > 0; --i) {
+            uint256 id = ids[i - 1];
+            Slasher.Proposal memory p = slasher.proposal(id);
+            bool isDisputed = p.state == Slasher.State.Disputed;
+            if (p.provider != owner || (p.state != Slasher.State.Proposed && !isDisputed)) {
+                continue;
+            }
+            if (block.timestamp < p.deadline) vm.warp(p.deadline);
+            if (isDisputed) {
+                slasher.lapse(id);
+                deposits -= depositOf[id];
+                calledOff(p);
+            } else {
+                slasher.execute(id);
+                executed(id, p);
+            }
+        }
+    }
+
+    function takeAllOut(uint256 who) internal {
         for (uint256 i; i < 2; ++i) {
             for (uint256 j; j < keys; ++j) {
-                if (providerOf[j] != providerOf[k] || pools.classOf(poolIds[i], nodes[j]) == 0) {
-                    continue;
-                }
+                if (providerOf[j] != who || pools.classOf(poolIds[i], nodes[j]) == 0) continue;
                 vm.prank(nodes[j]);
                 pools.leave(poolIds[i], nodes[j]);
             }
         }
-        uint256 most = vault.unbondable(providers[providerOf[k]]);
-        if (most > 0) unbond(providerOf[k], most - 1);
-        proposeSlash(2 * works.length - 1, 4 * STAKE - 1);
-        executeSlash(0);
-        did("runAway");
+        uint256 most = vault.unbondable(providers[who]);
+        if (most > 0) unbond(who, most - 1);
     }
 
     /// @dev Many slashes at once, with stake added in between: together they must not take more than
@@ -251,7 +304,11 @@ abstract contract StakeActs is Books {
     }
 
     function judgeSlash(uint256 seed, bool same) external {
-        if (seed % 3 == 0) disputeSlash(seed);
+        if (seed % 3 == 0) {
+            proposeSlash(seed & ~uint256(1), seed >> 32);
+            disputeSlash(0);
+            seed = 0;
+        }
         (uint256 id, Slasher.Proposal memory p) = someId(seed);
         if (p.state != Slasher.State.Disputed || block.timestamp >= p.deadline) return;
         deposits -= depositOf[id];
