@@ -19,6 +19,7 @@ from protocol.core.errors import UserError
 from protocol.core.run import LengthBudgets, RunDefinition
 from protocol.environments.lengths import budgets_from
 from protocol.environments.registry import environment_ref
+from protocol.folders import make_folder
 
 app = typer.Typer(
     help="Make and read run definitions.",
@@ -39,6 +40,7 @@ def new(
     if out.exists():
         raise UserError(f"{out} exists already", hint="name another file by --out")
     run = define(_toml(source), source, model)
+    make_folder(out.parent)
     out.write_bytes(run.canonical())
     _show(run, out, json_output)
 
@@ -60,6 +62,11 @@ def show(
 
 def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
     """The run that `values` describe. Raises UserError with the name of what is wrong."""
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"{model} is no model folder: it has no config.json",
+            hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
+        )
     try:
         values["budgets"] = budgets_from(values["budgets"])
         budgets = LengthBudgets.model_validate_json(json.dumps(values["budgets"]))

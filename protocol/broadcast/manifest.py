@@ -97,8 +97,10 @@ def file_digest(path: Path) -> Digest:
 
 def policy_files(folder: Path) -> list[Path]:
     """The files of a policy folder in name order, without its `manifest.json`. Raises UserError
-    for anything that is not a plain file with a plain name."""
+    for anything that is not a plain file with a plain name, or if there is no such folder."""
     found: list[Path] = []
+    if not folder.is_dir():
+        raise UserError(f"there is no folder at {folder}", hint="name the folder of a policy")
     for path in sorted(folder.iterdir()):
         if path.name == MANIFEST_NAME:
             continue

@@ -50,3 +50,14 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, named: str) 
     with pytest.raises(UserError, match=named):
         _new(source, tmp_path / "run.json")
     assert not (tmp_path / "run.json").exists()
+
+
+def test_the_name_of_a_model_on_a_hub_is_no_folder(tmp_path: Path) -> None:
+    words = ["new", str(EXAMPLE), "--model", "Qwen/Qwen3-0.6B", "--out", str(tmp_path / "run.json")]
+    with pytest.raises(UserError, match=r"is no model folder: it has no config\.json"):
+        CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False)
+
+
+def test_the_folder_of_the_run_definition_is_made(tmp_path: Path) -> None:
+    _new(EXAMPLE, tmp_path / "new" / "folder" / "run.json")
+    assert (tmp_path / "new" / "folder" / "run.json").is_file()
