@@ -79,7 +79,8 @@ def deploy(
 ) -> None:
     """Deploy every contract, or finish a deployment that was interrupted.
 
-    Roles are given by the constructors: the deployer's key has none afterwards unless it is named.
+    Roles are given by the constructors: --guardian and --governor name who gets them, else
+    --multisig gets both, and without any of these the deployer's own key does.
     """
     chain = networks.by_name(network)
     file = out or default_file(chain.chain_id)
