@@ -24,7 +24,8 @@ NORMAL_95 = 1.959964
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % confidence interval (normal approximation), over `count` problems."""
+    """A mean with its 95 % confidence interval, over `count` problems: the normal approximation,
+    for shares Wilson's score interval."""
 
     mean: float
     low: float
@@ -96,6 +97,23 @@ def interval(values: Sequence[float]) -> Interval:
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = NORMAL_95 * math.sqrt(variance / count)
     return Interval(mean, mean - half, mean + half, count)
+
+
+def share(values: Sequence[float]) -> Interval:
+    """Mean and 95 % Wilson score interval of values in [0, 1], which it never leaves (Wilson 1927,
+    doi 10.1080/01621459.1927.10502953). Where several samples a problem make values between 0 and
+    1, it is wide rather than narrow: their variance is at most p(1 - p). Raises ValueError without
+    values, or for one outside."""
+    if not values:
+        raise ValueError("no values to average")
+    if min(values) < 0.0 or max(values) > 1.0:
+        raise ValueError("a share lies between 0 and 1")
+    count, z2 = len(values), NORMAL_95**2
+    mean = math.fsum(values) / count
+    centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
+    spread = math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
+    half = NORMAL_95 * spread / (1 + z2 / count)
+    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half), count)
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
@@ -207,8 +225,8 @@ def _split(answered: Sequence[Answered], key: Callable[[Answered], str]) -> dict
 def _part(answered: Sequence[Answered]) -> Part:
     return Part(
         reward=interval([_reward(a) for a in answered]),
-        pass_1=interval([_pass_1(a) for a in answered]),
-        pass_k=interval([_pass_k(a) for a in answered]),
+        pass_1=share([_pass_1(a) for a in answered]),
+        pass_k=share([_pass_k(a) for a in answered]),
         length_error=interval(
             [_mean([abs(g.parts["length"] - a.target) for g in a.grades]) for a in answered]
         ),

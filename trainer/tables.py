@@ -16,15 +16,16 @@ def evaluation_table(found: Evaluation) -> str:
             ("length_error", found.length_error),
             ("pass@1", found.pass_1),
             (f"pass@{k}", found.pass_k),
-        )
+        )[: 5 if k > 1 else 4]
     ]
     groups = [("environment", name, part) for name, part in found.by_environment.items()]
     budgets = sorted(found.by_budget.items(), key=lambda item: int(item[0]))
     groups += [("target", name, part) for name, part in budgets]
     for kind, name, part in groups:
+        whole = f"pass@{k} {_show(part.pass_k)}  " if k > 1 else ""
         lines.append(
             f"  {kind} {name:>8}  reward {_show(part.reward)}  pass@1 {_show(part.pass_1)}  "
-            f"pass@{k} {_show(part.pass_k)}  ({part.reward.count} problems)"
+            f"{whole}({part.reward.count} problems)"
         )
     return "\n".join(lines)
 
@@ -32,11 +33,12 @@ def evaluation_table(found: Evaluation) -> str:
 def comparison_table(both: Comparison) -> str:
     """Base, trained, and what was gained, problem by problem."""
     lines = [f"{'':13} {'base':26} {'trained':26} gain"]
-    for name, one, two, gain in (
+    rows = (
         ("reward", both.base.reward, both.trained.reward, both.reward_gain),
         ("pass@1", both.base.pass_1, both.trained.pass_1, both.pass_1_gain),
         (f"pass@{both.base.samples}", both.base.pass_k, both.trained.pass_k, both.pass_k_gain),
-    ):
+    )
+    for name, one, two, gain in rows[: 3 if both.base.samples > 1 else 2]:
         lines.append(f"{name:13} {_show(one):26} {_show(two):26} {_show(gain)}")
     for name, part in sorted(both.trained.by_budget.items(), key=lambda item: int(item[0])):
         before = both.base.by_budget[name]

@@ -19,7 +19,15 @@ from protocol.environments.base import Grade, Problem
 from protocol.environments.dataset import TaskDataset
 from protocol.environments.registry import environment_ref, load_environment
 from trainer.difficulty import Range, describe, filter_tasks, select
-from trainer.evaluate import compare, environment_name, evaluate, interval, pass_at_k, summary
+from trainer.evaluate import (
+    compare,
+    environment_name,
+    evaluate,
+    interval,
+    pass_at_k,
+    share,
+    summary,
+)
 from trainer.sampling import Answered
 from trainer.tables import comparison_table, evaluation_table
 
@@ -74,6 +82,22 @@ def test_the_interval_is_over_problems_and_infinite_for_one() -> None:
     half = 1.959964 * math.sqrt((1 / 3) / 4)
     assert (found.mean, found.high - found.mean) == (0.5, pytest.approx(half))
     assert interval([0.3]).high == math.inf
+
+
+def test_a_share_s_interval_is_wilson_s_and_stays_between_0_and_1() -> None:
+    none, some = share([0.0] * 10), share([1.0] * 8 + [0.0] * 2)
+    assert (none.low, none.high) == (0.0, pytest.approx(0.2775, abs=1e-4))
+    assert (some.low, some.high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, 1e-4))
+    assert share([1.0]).high == 1.0
+    assert share([1.0]).low == pytest.approx(0.2065, abs=1e-4)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        share([1.5])
+
+
+def test_pass_at_1_is_printed_once_where_there_is_one_sample() -> None:
+    lines = evaluation_table(summary(Path("m"), 0, RUN, [answered(0, 1, 1), answered(1, 0, 1)]))
+    assert all(line.count("pass@1") <= 1 for line in lines.splitlines())
+    assert [line.startswith("pass@1") for line in lines.splitlines()].count(True) == 1
 
 
 def test_a_model_against_itself_gains_nothing_on_any_problem(model: Path) -> None:
