@@ -118,7 +118,8 @@ def status(
     active, needed = int(found["active"]), int(found["bond_needed"])
     able = "may propose" if found["may_propose"] else "may not propose"
     typer.echo(f"validator {meant} of pool {pool}: {able}")
-    typer.echo(f"  appointed  {'yes' if found['appointed'] else 'no: orchestrator pool'}")
+    ask = f"no; the manager types: orchestrator pool set-validator {meant} --pool {pool}"
+    typer.echo(f"  appointed  {'yes' if found['appointed'] else ask}")
     typer.echo(f"  bond       {prime(active)}, {prime(needed)} needed")
     typer.echo(f"  held       {prime(int(found['pending']))} by open slashes")
     for one in found["unbonding"]:

@@ -45,6 +45,7 @@ class Explanation:
     cumulative: int
     claimed: int
     claimable_at: int
+    root: Digest
     files: tuple[ExplainedFile, ...]
     problems: tuple[str, ...]
 
@@ -69,6 +70,8 @@ class Explanation:
         for file in self.files:
             amount = f"  {prime(file.amount)}" if file.amount else ""
             said.append(f"  {file.submission_digest}  {file.state}{amount}: {file.why}")
+        if not self.problems:
+            said.append(f"adds up to root {self.root} of epoch {self.epoch}: match")
         return [*said, *(f"  ✗ {problem}" for problem in self.problems)]
 
 
@@ -111,6 +114,7 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
         cumulative=cumulative,
         claimed=sum(claim.amount for claim in rebuilder.claims(node)),
         claimable_at=event.claimable_at,
+        root=event.root,
         files=found,
         problems=tuple(problems),
     )

@@ -129,6 +129,8 @@ def test_what_was_claimed_is_told_beside_what_was_earned(world: World) -> None:
     found = explained(world, HONEST.address)
     assert (found.cumulative, found.claimed) == (EARNED, EARNED)
     assert "of it claimed" in found.lines()[0]
+    root = settlement.root()
+    assert found.lines()[-1] == f"adds up to root {root} of epoch {settlement.epoch}: match"
 
 
 def test_a_settlement_whose_files_do_not_add_up_is_told(world: World) -> None:
