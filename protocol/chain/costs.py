@@ -100,7 +100,8 @@ def total(costs: Sequence[Cost], fees: Fees) -> int | None:
 def said(cost: Cost) -> str:
     """A cost as people read it."""
     if cost.error is not None:
-        return f"would be refused: {cost.error.reason}"
+        meaning = cost.error.meaning
+        return f"would be refused: {cost.error.reason}" + (f": {meaning}" if meaning else "")
     gas = (
         "gas unknown until the ones before it are sent" if cost.gas is None else f"{cost.gas:,} gas"
     )

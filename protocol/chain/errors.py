@@ -12,7 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.chain import reasons
-from protocol.core.errors import ConflictError, UnavailableError
+from protocol.core.errors import ConflictError, UnavailableError, UserError
+
+_WANTS_ANOTHER_COMMAND = frozenset({"UnknownPool", "NotMember", "StakeNotFree"})
+"""Refusals that waiting does not cure: the same command would be refused again."""
 
 
 class RpcError(UnavailableError):
@@ -34,14 +37,21 @@ class ChainRevertedError(ConflictError):
 
     `name` is the Solidity error ("InsufficientStake"; "Error" for a text; "Panic" for a code;
     "Unknown" for data that no committed ABI explains), `arguments` its decoded fields by name.
+    Exit code 75 (try again), or 64 where waiting does not help.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], doing: str = "") -> None:
         self.name = name
         self.arguments = arguments
         said = f"{doing or 'the call'} is refused by the contract: {self.reason}"
-        meaning = reasons.sentence(name, arguments)
-        super().__init__(f"{said}: {meaning}" if meaning else said)
+        super().__init__(f"{said}: {self.meaning}" if self.meaning else said)
+        if name in _WANTS_ANOTHER_COMMAND:
+            self.exit_code = UserError.exit_code
+
+    @property
+    def meaning(self) -> str:
+        """The refusal in a sentence; empty if there is none for it."""
+        return reasons.sentence(self.name, self.arguments)
 
     @property
     def reason(self) -> str:

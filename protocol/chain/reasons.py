@@ -70,7 +70,7 @@ SENTENCES: dict[str, str] = {
     "TooManyUnbondings": "{limit} unbondings run already: withdraw the mature ones first",
     "TotalShrank": "cumulative rewards do not shrink",
     "UnknownNode": "node {node} belongs to no provider",
-    "UnknownPool": "there is no pool {pool}",
+    "UnknownPool": "there is no pool {pool}: check --pool and --deployment",
     "UnknownProposal": "there is no proposal {id}",
     "UnknownRewardRoot": "pool {pool} has no reward root of epoch {epoch} that stands",
     "UnknownRoot": "pool {pool} has no root {seq}",

@@ -61,7 +61,11 @@ def test_a_refusal_is_told_by_its_custom_error(deployed: Deployed) -> None:
     assert unbond.error is not None
     assert unbond.error.name == "StakeNotFree"
     assert unbond.error.arguments == {"available": 0, "asked": ETHER}
-    assert said(unbond) == f"would be refused: StakeNotFree(available=0, asked={ETHER})"
+    assert said(unbond) == (
+        f"would be refused: StakeNotFree(available=0, asked={ETHER}): "
+        "only 0 PRIME is free: seats need or slashes hold the rest"
+    )
+    assert unbond.error.exit_code == 64
 
 
 def test_a_local_chain_says_plainly_that_it_charges_no_l1_data_fee(deployed: Deployed) -> None:
