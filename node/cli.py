@@ -143,7 +143,10 @@ def status(settings: Settings, as_json: Json = False) -> None:
         print_json(found)
         return
     shown = [
-        (name.replace("_", " "), local_time(value) if name.endswith("_at") and value else value)
+        (
+            name.replace("_", " ").replace("heard at", "last heard at"),
+            local_time(value) if name.endswith("_at") and value else value,
+        )
         for name, value in found.items()
         if name not in ("files", "not_accepted")
     ]
@@ -167,21 +170,32 @@ def leave(settings: Settings, dry_run: DryRun = False, as_json: Json = False) ->
         for name, value in act.items():
             typer.echo(f"{name:>5}  {value}")
     if not dry_run:
-        typer.echo("left; to take the stake out: prime-node stake unbond AMOUNT")
+        typer.echo(stake_out(settings))
 
 
 @app.command()
 @configured
-def faucet(settings: Settings, as_json: Json = False) -> None:
-    """Take test tokens (test networks only)."""
-    from node.cli_owner import send_calls
+def faucet(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Take test tokens (test networks only). With --deployment it needs no pool."""
+    from node.cli_owner import of_no_pool, send_calls
 
     send_calls(
-        settings,
+        of_no_pool(settings),
         lambda context: [context.link.contracts.token.faucet()],
-        dry_run=False,
+        dry_run=dry_run,
         as_json=as_json,
     )
+
+
+def stake_out(settings: Settings) -> str:
+    """What the owner types to have the stake back, once the node has left."""
+    from node.wallet import named_provider, wallet_address
+
+    command = "prime-node stake unbond AMOUNT"
+    if named_provider(settings) in (None, wallet_address(settings)):
+        return f"left; to take the stake out: {command}"
+    where = settings.provider_wallet or "OWNER_KEYSTORE"
+    return f"left; to take the stake out, at the owner's machine: {command} --wallet {where}"
 
 
 app.command("payout")(payout)

@@ -114,13 +114,13 @@ def send_calls(
     as_json: bool,
 ) -> None:
     """Sends an owner's transactions one by one, or prints them unsent with what they would cost or
-    why they would be refused."""
+    why they would be refused (then it exits with the refusal's code)."""
     from node.owner import Owner, describe
     from node.state import DataFolder
     from node.wallet import open_wallet
     from protocol.chain import costs
 
-    signer = None if dry_run else open_wallet(settings)
+    signer, refused = None if dry_run else open_wallet(settings), None
     link = open_link(settings)
     try:
         account = owner_account(settings) if signer is None else signer.address
@@ -128,6 +128,7 @@ def send_calls(
         rows = describe(calls)
         if signer is None:
             found = costs.rehearse(link.client, calls, account)
+            refused = costs.refusal(found)
             rows = [row | {"cost": costs.said(one)} for row, one in zip(rows, found, strict=True)]
         else:
             data = DataFolder(settings.data)
@@ -142,12 +143,34 @@ def send_calls(
         link.close()
     if as_json:
         print_json(rows)
+    else:
+        for row in rows:
+            typer.echo(row["what"])
+            shown = ("transaction",) if "transaction" in row else ("to", "data", "cost")
+            for name in shown:
+                typer.echo(f"  {name:12} {row[name]}")
+    if refused is not None:
+        raise typer.Exit(refused.exit_code)
+
+
+def of_no_pool(settings: Settings) -> Settings:
+    """For commands that concern no pool: with a --deployment they need no --pool either."""
+    return settings if settings.pool is not None else settings.model_copy(update={"pool": 0})
+
+
+def require_stake_is_its_own(context: OwnerContext, settings: Settings) -> None:
+    """Raises UserError if the account is a node's whose stake another account holds."""
+    from node.wallet import named_provider
+
+    registry, account = context.link.contracts.registry, context.account
+    if registry.is_provider(account):
         return
-    for row in rows:
-        typer.echo(row["what"])
-        shown = ("transaction",) if "transaction" in row else ("to", "data", "cost")
-        for name in shown:
-            typer.echo(f"  {name:12} {row[name]}")
+    owner = registry.provider_of(account) or named_provider(settings)
+    if owner not in (None, account):
+        raise UserError(
+            f"{account} holds no stake: it is a node of {owner}, whose key moves the stake",
+            hint="at the owner's machine, the same command with --wallet OWNER_KEYSTORE",
+        )
 
 
 # -- stake -----------------------------------------------------------------------------------------
@@ -215,12 +238,12 @@ def stake_unbond(
     from protocol.chain.amounts import parse_amount
 
     wei = parse_amount(amount)
-    send_calls(
-        settings,
-        lambda context: [context.link.contracts.vault.unbond(wei)],
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+
+    def calls(context: OwnerContext) -> list[Call]:
+        require_stake_is_its_own(context, settings)
+        return [context.link.contracts.vault.unbond(wei)]
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
 
 @stake_app.command("rebond")
@@ -244,12 +267,12 @@ def stake_rebond(
 @configured
 def stake_withdraw(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
     """Take out the stake whose unbonding has ended."""
-    send_calls(
-        settings,
-        lambda context: [context.link.contracts.vault.withdraw()],
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+
+    def calls(context: OwnerContext) -> list[Call]:
+        require_stake_is_its_own(context, settings)
+        return [context.link.contracts.vault.withdraw()]
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
 
 # -- rewards ---------------------------------------------------------------------------------------

@@ -155,8 +155,12 @@ class Join:
                 "%d. %s\n   to   %s\n   data %s", number, act["what"], act["to"], act["data"]
             )
         log.warning(
-            "with this program, at the owner's machine: prime-node stake add AMOUNT --wallet "
-            "OWNER_KEYSTORE (for the stake); this pool asks %s a speed class",
+            "with this program: here, prime-node node consent --provider %s --out FILE; at the "
+            "owner's machine, each with --wallet OWNER_KEYSTORE: prime-node stake add AMOUNT, "
+            "prime-node node add FILE, prime-node node allow --pool %s --class C; this pool asks "
+            "%s of stake a speed class",
+            self._provider,
+            "N" if self._link is None else self._link.pool,
             prime(self._run.stake_per_class),
         )
 

@@ -14,6 +14,9 @@ from protocol.core import ids
 from protocol.core.errors import UnavailableError
 from protocol.transport.client import OrchestratorClient
 
+_ONLY_WHILE_IT_RUNS = {"pid", "directive", "reason", "node_status", "tokens_per_second", "task"}
+"""What the last heartbeat said that means nothing once the agent has ended."""
+
 
 def overview(settings: Settings) -> dict[str, Any]:
     """Plain values by name. What cannot be reached is said in its place."""
@@ -22,7 +25,14 @@ def overview(settings: Settings) -> dict[str, Any]:
     holder = data.holder()
     found: dict[str, Any] = {"agent": f"running (process {holder})" if holder else "not running"}
     if last is not None:
-        found |= last.model_dump(mode="json", exclude={"pid"})
+        found |= last.model_dump(mode="json", exclude={"pid"} if holder else _ONLY_WHILE_IT_RUNS)
+        if not found.get("reason"):
+            found.pop("reason", None)
+        if settings.pool not in (None, last.pool):
+            found["pool_differs"] = (
+                f"the agent in this folder works in pool {last.pool}; what the chain says below is "
+                f"of pool {settings.pool}"
+            )
     if settings.wallet is not None:
         found["node"] = wallet_address(settings)
     if settings.orchestrator and settings.rpc and "node" in found:

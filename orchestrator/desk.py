@@ -2,6 +2,7 @@
 
     send        journalled, one after the other; typed again after an interruption it goes on
     --dry-run   nothing is sent: what each transaction would cost, or why it would be refused
+                (then the exit code is not 0)
     --calldata  nothing is sent: what a multisig or another wallet has to send
 
 Neither of the last two needs a password: `--sender` names the account, or the keystore does.
@@ -193,8 +194,8 @@ def at_desk(function: Callable[..., Done]) -> Callable[..., None]:
             if desk.sends:
                 answer = done.facts | {"transactions": desk.hashes}
                 typer.echo(json.dumps(answer) if json_output else done.said)
-            else:
-                echo_unsent(desk, json_output)
+            elif (refused := echo_unsent(desk, json_output)) is not None:
+                raise typer.Exit(refused.exit_code)
 
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
@@ -275,8 +276,9 @@ def _account(wallet: Path | None, sender: str) -> Address:
     return found
 
 
-def echo_unsent(desk: Desk, json_output: bool) -> None:
-    """Prints the collected calls: with their cost after a dry run, bare for a multisig."""
+def echo_unsent(desk: Desk, json_output: bool) -> ChainRevertedError | None:
+    """Prints the collected calls: with their cost after a dry run, bare for a multisig. Returns
+    the first refusal that a dry run met."""
     found = costs.rehearse(desk.client, desk.calls, desk.account) if desk.mode == "dry-run" else []
     rows = [row_of(call) for call in desk.calls]
     if found:
@@ -284,7 +286,7 @@ def echo_unsent(desk: Desk, json_output: bool) -> None:
     if json_output:
         answer = {"chain_id": desk.deployment.chain_id, "sender": desk.account, "calls": rows}
         typer.echo(json.dumps({"dry_run": True} | answer))
-        return
+        return costs.refusal(found)
     if not rows:
         typer.echo("nothing is left to be sent")
     for number, row in enumerate(rows):
@@ -293,6 +295,7 @@ def echo_unsent(desk: Desk, json_output: bool) -> None:
             typer.echo(f"cost  {costs.said(found[number])}")
     if found and (wei := costs.total(found, desk.client.fees())) is not None:
         typer.echo(f"# in all about {ether(wei)} at today's fees")
+    return costs.refusal(found)
 
 
 def row_of(call: Call) -> dict[str, Any]:
@@ -308,5 +311,7 @@ def row_of(call: Call) -> dict[str, Any]:
 def cost_of(cost: costs.Cost) -> dict[str, Any]:
     """A rehearsed call's cost for JSON; `l1_fee_wei` None: this chain charges none."""
     fee = None if cost.l1_fee is None else str(cost.l1_fee)
-    error = None if cost.error is None else {"name": cost.error.name, "reason": cost.error.reason}
+    error = None
+    if (why := cost.error) is not None:
+        error = {"name": why.name, "reason": why.reason, "meaning": why.meaning}
     return {"gas": cost.gas, "l1_fee_wei": fee, "error": error}

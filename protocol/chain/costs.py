@@ -97,6 +97,11 @@ def total(costs: Sequence[Cost], fees: Fees) -> int | None:
     return sum(known) * per_gas + sum(cost.l1_fee or 0 for cost in costs)
 
 
+def refusal(costs: Sequence[Cost]) -> ChainRevertedError | None:
+    """Why the first of them that would be refused would be; None if all would go through."""
+    return next((cost.error for cost in costs if cost.error is not None), None)
+
+
 def said(cost: Cost) -> str:
     """A cost as people read it."""
     if cost.error is not None:

@@ -86,6 +86,14 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.anvil.stop()
 
 
+def test_a_dry_run_of_create_shows_the_appointments_too(desk: Desk) -> None:
+    faucet, create, appoint = desk.create("--dry-run")["calls"]
+    assert all(call["error"] is None for call in (faucet, create, appoint))
+    call = desk.contracts.pools.set_validator(1, VALIDATOR.address, True)
+    assert appoint["data"] == call.calldata()
+    assert desk.contracts.pools.count() == 0
+
+
 def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
     created = desk.create()
     pool = created["pool"]
@@ -111,7 +119,8 @@ def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
 def test_a_dry_run_prints_calldata_and_sends_nothing(desk: Desk) -> None:
     before = desk.client.nonce(MANAGER.address)
     said = desk.create("--dry-run")
-    assert [call["description"].split()[0] for call in said["calls"]] == ["take", "create"]
+    words = [call["description"].split()[0] for call in said["calls"]]
+    assert words == ["take", "create", "appoint"]
     assert all(call["data"].startswith("0x") for call in said["calls"])
     assert desk.client.nonce(MANAGER.address) == before
 

@@ -12,10 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from typer.testing import CliRunner
 
 from devnet.chain import dev_signer
 from devnet.deployed import TEST_PERIODS, Deployed
-from node.cli import main
+from node.cli import app, main
 from node.outbox import Outbox
 from node.wallet import open_provider
 from protocol.chain import flows
@@ -193,9 +194,29 @@ def test_a_dry_run_tells_the_cost_of_each_step_or_why_it_would_be_refused(owner:
     assert [row["what"].split()[0] for row in rows] == ["register", "let", "deposit"]
     for row in rows:
         assert row["cost"].endswith("gas, no L1 data fee on this chain"), row
-    (row,) = owner("stake", "unbond", "5", "--calldata")
+    status, out, _ = owner.run("stake", "unbond", "5", "--calldata", "--json")
+    (row,) = json.loads(out)
     assert "StakeNotFree" in row["cost"]
+    assert "seats need or slashes hold the rest" in row["cost"]
+    assert status == 64, "what would be refused is no success"
     assert owner.deployed.client.nonce(OWNER.address) == nonce
+
+
+def test_a_node_s_key_is_told_that_the_stake_is_its_owner_s(owner: Owner) -> None:
+    owner("node", "add", str(owner.consent(NODE)))
+    nonce = owner.deployed.client.nonce(NODE.address)
+    for words in (("unbond", "5"), ("withdraw",)):
+        said = owner.refused("stake", *words, wallet=NODE)
+        assert f"{NODE.address} holds no stake: it is a node of {OWNER.address}" in said
+    assert owner.deployed.client.nonce(NODE.address) == nonce
+
+
+def test_a_faucet_needs_no_pool(owner: Owner) -> None:
+    flags = ["--rpc", owner.deployed.url, "--deployment", str(owner.deployed.path)]
+    flags += ["--data", str(owner.folder / "data"), "--wallet", str(owner.keystore(OTHER))]
+    said = CliRunner().invoke(app, ["faucet", *flags, "--dry-run"], env={"HOME": "/nonexistent"})
+    assert said.exit_code == 0, said.output
+    assert "gas, no L1 data fee on this chain" in said.output
 
 
 def _propose(owner: Owner) -> int:
@@ -385,7 +406,7 @@ def test_calldata_for_a_multisig_needs_no_key(owner: Owner) -> None:
     status, out, said = owner.run(
         "stake", "unbond", "5", "--calldata", "--json", "--provider", OTHER.address
     )
-    assert status == 0, said
+    assert status == 64, said  # printed all the same: the account has no stake to unbond yet
     (row,) = json.loads(out)
     c = owner.deployed.contracts
     assert (row["to"], row["data"]) == (c.vault.address, c.vault.unbond(5 * ETHER).calldata())

@@ -55,6 +55,10 @@ class Pools(Contract):
         """Raises ChainRevertedError (UnknownPool) if there is no such pool."""
         return Pool(*self.read("poolOf", pool, block=block))
 
+    def count(self) -> int:
+        """How many pools there are, which is the newest one's number."""
+        return cast(int, self._one("count"))
+
     def class_of(self, pool: int, node: Address, block: BlockId = "latest") -> int:
         """Speed class of a member; 0 for a node that is none."""
         return cast(int, self._one("classOf", pool, node, block=block))
