@@ -5,6 +5,7 @@ Settings are built once at the edge and handed in; nothing is read at import.
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,11 @@ def load_settings(
     try:
         loaded: Settings = Loaded(**given)
     except ValidationError as error:
+        unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
+        if unknown:
+            raise UserError(
+                "; ".join(_unknown(name, kind) for name in unknown), hint=f"mend {toml or 'it'}"
+            ) from error
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "?"
         variable = f"{kind.model_config.get('env_prefix', '')}{name.upper()}"
@@ -77,6 +83,12 @@ def load_settings(
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{toml} is not TOML: {error}", hint="mend or remove the file") from error
     return loaded
+
+
+def _unknown(name: str, kind: type[BaseSettings]) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_"), kind.model_fields, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"there is no setting {name!r}{meant}"
 
 
 def settings_file(config: Path | None) -> Path | None:

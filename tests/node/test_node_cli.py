@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from devnet.chain import free_port
 from node import config
-from node.cli import app, main
+from node.cli import app, main, stake_out
+from node.overview import overview
+from node.state import AgentStatus, DataFolder
 from node.wallet import open_provider
 from protocol.chain.amounts import ETHER, parse_amount
 from protocol.chain.keystore import create_keystore, load_keystore
@@ -210,6 +212,10 @@ def test_unusable_settings_file_is_named(tmp_path: Path, wallet: tuple[str, ...]
     fails(64, "is not TOML", "status", "--config", str(tmp_path / "c.toml"))
     (tmp_path / "c.toml").write_text("no_such_setting = 1\n")
     fails(64, "no_such_setting", "status", "--config", str(tmp_path / "c.toml"))
+    (tmp_path / "c.toml").write_text("password-file = 'p'\nzzz = 1\n")
+    said = fails(64, "no setting 'zzz'", "status", "--config", str(tmp_path / "c.toml"))
+    assert "no setting 'password-file'; did you mean password_file?" in said
+    assert "PRIME_NODE" not in said
     fails(64, "there is no settings file", "status", "--config", str(tmp_path / "missing.toml"))
 
 
@@ -243,6 +249,35 @@ def test_provider_is_the_same_account_in_any_letters(wallet: tuple[str, ...]) ->
     assert open_provider(config.load({"provider": NODE.address, "data": wallet[5]}), node) is None
     wrong = "--provider is not an Ethereum address: '0x12'"
     fails(64, wrong, "join", *wallet, *NOWHERE, "--provider", "0x12")
+
+
+def test_what_only_a_running_agent_knows_is_not_shown_of_one_that_ended(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    last = AgentStatus(
+        node=NODE.address, pool=1, pid=1, started_at=1, heard_at=2, directive="work", reason="",
+        node_status="active", policy_version=3, latest_version=3, speed_class=1, files={},
+        tokens_per_second=9, task="t",
+    )  # fmt: skip
+    folder.write_status(last)
+    shown = overview(config.load({"data": tmp_path, "pool": 99}))
+    assert shown["agent"] == "not running"
+    assert not shown.keys() & {"directive", "reason", "node_status", "tokens_per_second", "task"}
+    assert "works in pool 1" in shown["pool_differs"]
+    folder.lock()
+    try:
+        shown = overview(config.load({"data": tmp_path, "pool": 1}))
+    finally:
+        folder.unlock()
+    assert (shown["directive"], shown["tokens_per_second"]) == ("work", 9)
+    assert not shown.keys() & {"reason", "pool_differs"}
+
+
+def test_who_left_is_told_where_the_stake_is_taken_out(wallet: tuple[str, ...]) -> None:
+    alone = config.load({"wallet": wallet[1]})
+    assert stake_out(alone).endswith("prime-node stake unbond AMOUNT")
+    owned = config.load({"wallet": wallet[1], "provider": "0x" + "11" * 20})
+    assert "at the owner's machine" in stake_out(owned)
+    assert "--wallet OWNER_KEYSTORE" in stake_out(owned)
 
 
 def test_amounts_are_exact() -> None:
