@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.appointment import Appointment
 from orchestrator.config import refuse_password
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import DrawSecrets
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 CHAIN_SECONDS = 0.7
 IDLE_SECONDS = 0.3
 PREPARE_SECONDS = 1.0
+APPOINTMENT_SECONDS = 5.0
 
 
 @app.command()
@@ -176,6 +178,8 @@ def validate(
             lambda: run_validator_chain_tick(store, context, contracts, sender, time.time),
             CHAIN_SECONDS,
         )
+        appointment = Appointment(contracts, pool, signer.address)
+        loops.start("appointment", appointment.look, APPOINTMENT_SECONDS)
         loops.start("draws", draws.prepare, PREPARE_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
         _judge_until(stop, validator)

@@ -17,6 +17,7 @@ from money_kit import RUN
 
 from devnet.chain import Anvil, dev_signer, find_anvil
 from devnet.deployed import Deployed
+from orchestrator.appointment import Appointment
 from orchestrator.cli import main
 from protocol.chain import flows
 from protocol.chain.amounts import ETHER
@@ -386,19 +387,42 @@ def test_every_command_prints_calldata_without_a_key_and_rehearses_without_sendi
     for call in bare["calls"]:
         assert call["data"].startswith("0x")
         assert set(call) == {"to", "value", "data", "description"}
-    dry = office(*base, "--dry-run", who=None)
+    status, out, _ = office.run(*base, "--dry-run", "--json", who=None)
+    dry = json.loads(out)
+    assert (status != 0) == any(call["error"] for call in dry["calls"]), "a refusal is no success"
     for call in dry["calls"]:
         assert (call["gas"] is None) or call["gas"] > 20_000
         assert call["l1_fee_wei"] is None
     assert office.deployed.client.block_number() == block
 
 
+def test_a_validator_that_nobody_appointed_is_told_once_what_the_manager_types(
+    office: Office, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "orchestrator.appointment")
+    role = Appointment(office.deployed.contracts, office.pool, STRANGER.address)
+    role.look()
+    role.look()
+
+    def told() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "orchestrator.appointment"]
+
+    (said,) = told()
+    assert f"orchestrator pool set-validator {STRANGER.address} --pool {office.pool}" in said
+    office("pool", "set-validator", STRANGER.address, *office.number)
+    role.look()
+    assert role.known
+    assert "is appointed" in told()[-1]
+
+
 def test_a_dry_run_reads_as_sentences(office: Office) -> None:
     _, out, _ = office.run("pool", "end", *office.number, "--dry-run")
     assert "gas, no L1 data fee on this chain" in out
     assert "in all about" in out
-    _, out, _ = office.run("pool", "refund", *office.number, "--dry-run")
+    status, out, _ = office.run("pool", "refund", *office.number, "--dry-run")
     assert "would be refused: PoolNotEnded" in out
+    assert "has not ended" in out
+    assert status == 75
 
 
 # ── bad input: a named error, one sentence ──
