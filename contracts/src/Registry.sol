@@ -142,7 +142,7 @@ contract Registry is EIP712 {
     /// @param s Of the permit.
     /// @param consent The node's consent.
     /// @param nodeSignature The node's signature over it.
-    /// @param invite The manager's invite.
+    /// @param invite The manager's invite, for the node of `consent`.
     /// @param managerSignature The manager's signature over it.
     function enroll(
         address payout,
@@ -156,6 +156,8 @@ contract Registry is EIP712 {
         Invite calldata invite,
         bytes calldata managerSignature
     ) external {
+        // The pools take our call for the consent of the invited node's provider.
+        if (invite.node != consent.node) revert Errors.UnknownNode(invite.node);
         if (payoutOf[msg.sender] == address(0)) {
             _registerProvider(payout);
         }

@@ -304,9 +304,10 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         if (p.state != state) revert Errors.WrongState(id, uint8(p.state));
     }
 
-    /// @dev A disputed proposal that the caller may judge now.
+    /// @dev A disputed proposal that the caller may judge now: neither proposer nor accused.
     function _judged(uint256 id) private view returns (Entry memory p) {
         p = _in(id, State.Disputed);
+        if (msg.sender == p.provider) revert Errors.OwnProposal(id, msg.sender);
         uint8 number = pools.validatorNumber(p.pool, msg.sender);
         // slither-disable-next-line incorrect-equality
         if (number == 0) revert Errors.NotAllowed(msg.sender);

@@ -24,7 +24,7 @@ import { MAX_UNBONDINGS, Queue, Unbonding } from "./libraries/Queue.sol";
 ///
 /// Tokens held = Σ active + Σ unbonding + Σ pendingSlash, over all accounts.
 /// All slashes of an account that are open together take at most what was slashable when the first
-/// of them was opened (`room`).
+/// of them was opened, and what was added since (`room`).
 contract StakeVault is ReentrancyGuardTransient {
     using Queue for Unbonding[MAX_UNBONDINGS];
     using SafeCast for uint256;
@@ -211,7 +211,7 @@ contract StakeVault is ReentrancyGuardTransient {
 
     /// @notice Holds stake for a proposed slash.
     /// @param amount What is asked.
-    /// @return held What is held: no more than is there, nor than was at the first open slash.
+    /// @return held What is held: no more than is there, nor than `room`.
     function openSlash(address provider, uint256 amount)
         external
         only(slasher)
@@ -334,7 +334,10 @@ contract StakeVault is ReentrancyGuardTransient {
 
     function _deposit(address owner, uint256 amount) private {
         if (amount == 0) revert Errors.ZeroAmount();
-        _accounts[owner].bonded += amount.toUint96();
+        Account storage account = _accounts[owner];
+        account.bonded += amount.toUint96();
+        // Else one open slash of an empty account would put all later stake out of reach.
+        if (account.openSlashes != 0) account.room += amount.toUint96();
         emit Deposited(owner, amount);
 
         uint256 before = token.balanceOf(address(this));

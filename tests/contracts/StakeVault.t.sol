@@ -295,19 +295,27 @@ contract StakeVaultTest is Network {
 
     function test_OpenSlash_TogetherTakeAtMostTheFirstSnapshot() public {
         vm.assertEq(open(6 * STAKE), 6 * STAKE);
-        stake(provider, 10 * STAKE);
         vm.assertEq(open(6 * STAKE), 4 * STAKE);
         vm.assertEq(open(6 * STAKE), 0);
         settle(6 * STAKE);
         vm.assertEq(open(1), 0);
         letGo(4 * STAKE);
         vm.assertEq(open(6 * STAKE), 4 * STAKE);
+        // What is added while slashes are open is within their reach, once.
+        stake(provider, 3 * STAKE);
+        vm.assertEq(open(2 * STAKE), 2 * STAKE);
+        vm.assertEq(open(2 * STAKE), STAKE);
+        vm.assertEq(open(1), 0);
         settle(4 * STAKE);
-        settle(0);
-        settle(0);
-        assertAccount(10 * STAKE, 0, 0);
-        vm.assertEq(token.balanceOf(treasury), 10 * STAKE);
+        settle(2 * STAKE);
+        settle(STAKE);
+        vm.assertEq(token.balanceOf(treasury), 13 * STAKE);
+        for (uint256 i; i < 3; ++i) {
+            settle(0);
+        }
+        assertAccount(0, 0, 0);
         // All are settled: the next one sees what is there now.
+        stake(provider, 10 * STAKE);
         vm.assertEq(open(20 * STAKE), 10 * STAKE);
     }
 

@@ -35,7 +35,7 @@ library Errors {
     error NotProvider(address account);
     /// @notice `node` already belongs to `provider`.
     error NodeTaken(address node, address provider);
-    /// @notice `node` belongs to no provider.
+    /// @notice `node` belongs to no provider, or not to the one that this is about.
     error UnknownNode(address node);
     /// @notice The node's consent with this salt was used before.
     error ConsentUsed(address node, bytes32 salt);
@@ -164,6 +164,6 @@ library Errors {
     error NothingAnnounced();
     /// @notice The announced terms take effect from `from` on.
     error TooEarly(uint256 from, uint256 timestamp);
-    /// @notice A validator may not judge its own proposal.
+    /// @notice A validator may not judge its own proposal, nor one against its own stake.
     error OwnProposal(uint256 id, address validator);
 }

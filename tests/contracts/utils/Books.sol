@@ -118,6 +118,7 @@ abstract contract Books is Network {
     function stakeFor(address who, uint256 amount) internal {
         stake(who, amount);
         deposited[who] += amount;
+        if (openCount[who] != 0) snapshot[who] += amount;
     }
 
     function fundPool(uint256 id, uint256 amount) internal {

@@ -180,7 +180,8 @@ contract Handler is StakeActs {
         if (what == 15) {
             data = abi.encodeCall(pools.moveSeat, (poolIds[0], nodes[at[seed % NODES]], nodes[11]));
         }
-        if (what == 16) data = hijack(nodes[at[seed % NODES]]);
+        if (what == 16 && amount % 2 == 0) data = hijack(nodes[at[seed % NODES]]);
+        if (what == 16 && amount % 2 == 1) data = pressGang(nodes[at[seed % NODES]]);
         if (what == 17) data = abi.encodeCall(slasher.announceTerms, (0, amount));
         if (what == 18) data = abi.encodeCall(slasher.acceptGovernor, ());
         if (what == 19) data = abi.encodeCall(slasher.dispute, (id));
@@ -196,13 +197,26 @@ contract Handler is StakeActs {
 
     /// @dev An invite to the thief's own pool, signed by its manager.
     function snare(address victim) internal returns (bytes memory) {
+        (Invite memory i, bytes memory signature) = snared(victim);
+        return abi.encodeCall(pools.join, (i, signature));
+    }
+
+    /// @dev The same invite, carried by the enrolment of a node of the thief's own.
+    function pressGang(address victim) internal returns (bytes memory) {
+        (Invite memory i, bytes memory signature) = snared(victim);
+        NodeConsent memory c = consent(stranger, vm.addr(THIEF_KEY));
+        bytes memory agreed = signed(c, THIEF_KEY);
+        return abi.encodeCall(registry.enroll, (stranger, 0, 0, 0, 0, 0, c, agreed, i, signature));
+    }
+
+    function snared(address victim) internal returns (Invite memory i, bytes memory signature) {
         if (snarePool == 0) {
             vm.prank(vm.addr(THIEF_KEY));
             snarePool = pools.create(trainer, RUN, 1, CAPACITY, stranger);
         }
-        Invite memory i = invite(victim, 1);
+        i = invite(victim, 1);
         i.pool = snarePool;
-        return abi.encodeCall(pools.join, (i, sign(THIEF_KEY, pools.inviteDigest(i))));
+        signature = sign(THIEF_KEY, pools.inviteDigest(i));
     }
 
     /// @dev A victim's node moved to a key of the thief's.

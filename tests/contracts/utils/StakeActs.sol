@@ -220,7 +220,7 @@ abstract contract StakeActs is Books {
     }
 
     /// @dev Many slashes at once, with stake added in between: together they must not take more than
-    /// was there at the first.
+    /// was there at the first and was added since.
     function overreach(uint256 n, uint256 where) external {
         uint256 which = uint256(keccak256(abi.encode(n, where))) & ~uint256(1);
         for (uint256 i; i < 5; ++i) {

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { Errors } from "../../contracts/src/libraries/Errors.sol";
+import { Invite, NodeConsent, Submission } from "../../contracts/src/libraries/Statements.sol";
+import { Network } from "./utils/Network.sol";
+import { vm } from "./utils/Vm.sol";
+
+/// @notice Ways round consent and slashes that an attacker with a pool of its own tries.
+contract EscapesTest is Network {
+    uint256 private constant CROOK_KEY = 0xE711;
+    uint256 private constant CROOK_NODE_KEY = 0xE712;
+    address private crook = vm.addr(CROOK_KEY);
+    address private accomplice = address(0xE7A1);
+    uint256 private crooksPool;
+
+    function setUp() public {
+        deployNetwork();
+    }
+
+    /// @dev A pool whose manager is the crook and whose one validator is its accomplice.
+    function openCrooksPool(uint256 stakePerClass) private {
+        vm.prank(crook);
+        crooksPool = pools.create(trainer, RUN, stakePerClass, 10, address(0xE7EA));
+        vm.prank(crook);
+        pools.setValidator(crooksPool, accomplice, true);
+        stake(accomplice, BOND);
+    }
+
+    function invitedByCrook(address to) private returns (Invite memory i, bytes memory signature) {
+        i = invite(to, 1);
+        i.pool = crooksPool;
+        signature = sign(CROOK_KEY, pools.inviteDigest(i));
+    }
+
+    function joinCrooksPool(address owner, address to) private {
+        (Invite memory i, bytes memory signature) = invitedByCrook(to);
+        vm.prank(owner);
+        pools.join(i, signature);
+    }
+
+    /// @dev The crook enrolls with its own node's consent and an invite that names another's node.
+    function enroll(Invite memory i, bytes memory signature, bytes memory refused) private {
+        NodeConsent memory c = consent(crook, vm.addr(CROOK_NODE_KEY));
+        bytes memory nodeSignature = signed(c, CROOK_NODE_KEY);
+        expect(refused);
+        vm.prank(crook);
+        registry.enroll(crook, 0, 0, 0, 0, 0, c, nodeSignature, i, signature);
+    }
+
+    /// @dev The accomplice proposes to slash `key`'s node in the crook's pool.
+    function proposeInCrooksPool(uint256 number, uint256 key, uint256 amount)
+        private
+        returns (uint256 id)
+    {
+        Submission memory s = submission(number);
+        s.pool = crooksPool;
+        bytes32 leaf = work.submissionDigest(s);
+        vm.prank(crook);
+        uint64 seq = work.postRoot(crooksPool, leaf, 1, keccak256("object"));
+        bytes memory signature = sign(key, leaf);
+        vm.prank(accomplice);
+        id = slasher.propose(s, vm.addr(key), signature, seq, none(), EVIDENCE, 3, amount);
+    }
+
+    // ------------------------------------------------------------------------------------ enroll
+
+    function test_Enroll_CannotCommitAnothersStakeToTheCallersPool() public {
+        seatNode(3 * STAKE);
+        openCrooksPool(2 * STAKE);
+        (Invite memory i, bytes memory signature) = invitedByCrook(node);
+        vm.prank(crook);
+        vm.expectPartialRevert(Errors.NotAgreed.selector);
+        pools.join(i, signature);
+        enroll(i, signature, abi.encodeWithSelector(Errors.UnknownNode.selector, node));
+        vm.assertEq(pools.classOf(crooksPool, node), 0);
+        vm.assertEq(vault.committed(provider), STAKE);
+        vm.assertEq(vault.unbondable(provider), 2 * STAKE);
+        vm.assertFalse(registry.isProvider(crook));
+    }
+
+    function test_Enroll_CannotCarryAnothersUnusedInvite() public {
+        seatNode(STAKE);
+        vm.startPrank(provider);
+        pools.allow(pool, 0);
+        pools.leave(pool, node);
+        vm.stopPrank();
+        Invite memory unused = invite(node, 1);
+        bytes memory signature = signed(unused);
+        enroll(unused, signature, abi.encodeWithSelector(Errors.UnknownNode.selector, node));
+        vm.assertEq(vault.unbondable(provider), STAKE);
+    }
+
+    // ------------------------------------------------------------- stake added while slashes are open
+
+    function test_Deposit_WhileASlashIsOpen_IsWithinReachOfTheNext() public {
+        seatNode(STAKE);
+        uint256 first = propose(1, STAKE);
+        stake(provider, 2 * STAKE);
+        vm.assertEq(slasher.proposal(first).amount, STAKE);
+        vm.assertEq(slasher.proposal(propose(2, STAKE)).amount, STAKE);
+        vm.assertEq(slasher.proposal(propose(3, STAKE)).amount, STAKE);
+        vm.assertEq(slasher.proposal(propose(4, STAKE)).amount, 0);
+        vm.assertEq(vault.slashable(provider), 0);
+    }
+
+    function test_OpenSlash_OfAnEmptyAccountMakesNobodyImmune() public {
+        openCrooksPool(0);
+        register(provider, payout);
+        addNode(provider, NODE_KEY);
+        joinCrooksPool(provider, node);
+        uint256 own = proposeInCrooksPool(1, NODE_KEY, 1);
+        vm.assertEq(slasher.proposal(own).amount, 0);
+        stake(provider, 2 * STAKE);
+        join(node, 1);
+        uint256 honest = propose(2, STAKE);
+        vm.assertEq(slasher.proposal(honest).amount, STAKE);
+        vm.warp(START + WINDOW);
+        slasher.execute(honest);
+        vm.assertEq(vault.active(provider), STAKE);
+        vm.assertEq(token.balanceOf(treasury), STAKE);
+    }
+
+    function test_OpenSlash_OfAnEmptyAccountSavesNoBond() public {
+        seatNode(STAKE);
+        openCrooksPool(0);
+        address liar = address(0xBAD1);
+        register(liar, liar);
+        addNode(liar, CROOK_NODE_KEY);
+        joinCrooksPool(liar, vm.addr(CROOK_NODE_KEY));
+        proposeInCrooksPool(1, CROOK_NODE_KEY, 1);
+        bondValidator(liar);
+        validator = liar;
+        uint256 id = propose(2, STAKE);
+        dispute(id);
+        vm.prank(validator2);
+        slasher.overturn(id);
+        vm.assertEq(vault.active(liar), 0);
+        vm.assertEq(token.balanceOf(treasury), BOND);
+    }
+
+    function test_OpenSlash_HoldsNoMoreThanIsThere() public {
+        seatNode(3 * STAKE);
+        vm.startPrank(provider);
+        vault.unbond(2 * STAKE);
+        vm.warp(START + UNBONDING);
+        vm.stopPrank();
+        propose(1, STAKE / 2);
+        vm.prank(provider);
+        vm.assertEq(vault.withdraw(), 2 * STAKE);
+        vm.assertEq(slasher.proposal(propose(2, STAKE)).amount, STAKE / 2);
+        vm.assertEq(vault.slashable(provider), 0);
+    }
+
+    // -------------------------------------------------------------------------------- judgements
+
+    function test_Judge_TheAccusedIsNoJudgeOfItsOwnDispute() public {
+        seatNode(STAKE);
+        stake(provider, BOND);
+        vm.prank(manager);
+        pools.setValidator(pool, provider, true);
+        uint256 id = propose(1, STAKE);
+        dispute(id);
+        bytes memory own = abi.encodeWithSelector(Errors.OwnProposal.selector, id, provider);
+        expect(own);
+        vm.prank(provider);
+        slasher.overturn(id);
+        expect(own);
+        vm.prank(provider);
+        slasher.confirm(id);
+        vm.assertEq(vault.active(validator), BOND);
+        vm.prank(validator2);
+        slasher.confirm(id);
+        vm.assertEq(vault.active(provider), BOND);
+        vm.assertEq(token.balanceOf(treasury), STAKE + DEPOSIT);
+    }
+}
