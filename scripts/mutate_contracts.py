@@ -54,22 +54,14 @@ MUTANTS = (
         "withdrawal ignores open slashes", "libraries/Queue.sol",
         "Math.min(queue[done].amount, most - amount);", "queue[done].amount;", money=True,
     ),
-    Mutant(
-        "slashes hold more than is there", "StakeVault.sol",
-        "Math.min(amount, Math.min(room, slashable_));", "Math.min(amount, room);",
-    ),
-    Mutant(
-        "stake added while a slash is open is out of reach", "StakeVault.sol",
-        "if (account.openSlashes != 0) account.room += amount.toUint96();", "",
-    ),
-    Mutant(
-        "enroll carries another node's invite", "Registry.sol",
-        "if (invite.node != consent.node) revert Errors.UnknownNode(invite.node);", "", money=True,
-    ),
-    Mutant(
-        "the accused judges its own dispute", "Slasher.sol",
-        "if (msg.sender == p.provider) revert Errors.OwnProposal(id, msg.sender);", "",
-    ),
+    Mutant("slashes hold more than is there", "StakeVault.sol",
+        "Math.min(amount, Math.min(room, slashable_));", "Math.min(amount, room);"),
+    Mutant("stake added while a slash is open is out of reach", "StakeVault.sol",
+        "if (account.openSlashes != 0) account.room += amount.toUint96();", ""),
+    Mutant("enroll carries another node's invite", "Registry.sol",
+        "if (invite.node != consent.node) revert Errors.UnknownNode(invite.node);", "", money=True),
+    Mutant("the accused judges its own dispute", "Slasher.sol",
+        "if (msg.sender == p.provider) revert Errors.OwnProposal(id, msg.sender);", ""),
     Mutant(
         "a slash forgets the queue", "StakeVault.sol",
         "if (held > fromBonded) _takeNewest(provider, account, held - fromBonded);", "", money=True,
