@@ -62,7 +62,8 @@ def test_the_error_carries_name_fields_and_sentence() -> None:
     arguments: dict[str, Any] = {"pool": 7}
     error = ChainRevertedError("UnknownPool", arguments, "end pool 7")
     assert str(error) == (
-        "end pool 7 is refused by the contract: UnknownPool(pool=7): there is no pool 7"
+        "end pool 7 is refused by the contract: UnknownPool(pool=7): there is no pool 7:"
+        " check --pool and --deployment"
     )
     plain = decode_revert(b"", [], "reading")
     assert str(plain) == "reading is refused by the contract: Unknown()"
