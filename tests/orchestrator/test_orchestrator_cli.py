@@ -87,7 +87,7 @@ def test_the_store_lies_under_the_data_folder_unless_named() -> None:
     ("text", "complaint"),
     [
         ("port = 'x'", "'port' is wrong"),
-        ("prot = 1", "'prot' is wrong"),
+        ("prot = 1", "no setting 'prot'; did you mean port"),
         ("port =", "is not TOML"),
         ("public_url = 'ftp://x'", "'public_url' is wrong"),
     ],
