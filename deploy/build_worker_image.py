@@ -28,7 +28,9 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("rollout-base", "torch")
+EXTRAS = ("rollout-base", "families", "torch")
+OPTIONAL = ("pycosat",)
+"""Left out where this machine could not build it (protocol/environments/reasoning.py)."""
 PREFIX = PurePosixPath("opt/python")
 SOURCE = PurePosixPath("opt/prime")
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -53,7 +55,12 @@ def distributions() -> list[metadata.Distribution]:
         if (name, extras) in seen:
             continue
         seen.add((name, extras))
-        distribution = metadata.distribution(name)
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            if name not in OPTIONAL:
+                raise
+            continue
         found[name] = distribution
         for text in distribution.requires or []:
             requirement = Requirement(text)

@@ -8,7 +8,7 @@ FROM nvidia/cuda:12.9.1-base-ubuntu24.04
 
 ARG VLLM="vllm==0.32.0"
 RUN apt-get update -q \
-    && apt-get install -y -q --no-install-recommends python3 python3-venv \
+    && apt-get install -y -q --no-install-recommends python3 python3-venv python3-dev gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
@@ -17,7 +17,7 @@ RUN pip install --no-cache-dir "${VLLM}"
 COPY pyproject.toml README.md ./
 COPY protocol protocol
 COPY node node
-RUN pip install --no-cache-dir ".[rollout-base]"
+RUN pip install --no-cache-dir ".[rollout-base,families]"
 
 # The engine checks the first two at start and refuses to run without them.
 ENV VLLM_USE_V2_MODEL_RUNNER=0 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \
