@@ -6,10 +6,15 @@ import os
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import settings
 
 from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
 from protocol.core.errors import UserError
+
+# No example fails for having taken long: on a busy machine any may.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 MISSING = ("needs ", "no Docker engine", "no busybox", "PostgreSQL")
 """How a skip begins whose cause is a missing engine, and not who runs the tests or on what."""
