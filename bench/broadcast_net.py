@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.broadcast_delta import write_pair
-from bench.broadcast_parts import Child, Stage
+from bench.broadcast_parts import Child, Stage, remove
 from bench.broadcast_whole import FILE, require_same
 from protocol.core.errors import UnavailableError
 
@@ -174,8 +174,9 @@ class _Shaped:
                 for relay, root in zip(self._whole_relays, roots, strict=True)
             ]
             found.whole.append(self._bring(version, self._whole_relays, urls, keep=False))
-            for root in roots:
-                shutil.rmtree(root)
+            for relay, root in zip(self._whole_relays, roots, strict=True):
+                relay.ask(do="end")
+                remove(root)
             found.by_delta.append(
                 self._bring(version, self._delta_relays, self._delta_urls, keep=True)
             )

@@ -199,6 +199,18 @@ def _has_peer(python: Path) -> bool:
     return done.stdout.strip() == PEER_REQUIREMENT
 
 
+def remove(folder: Path) -> None:
+    """Removes a folder in which a process may still be tidying up (the fsync behind a rename takes
+    its note away when it is done): what is gone already is no error."""
+    while True:
+        try:
+            shutil.rmtree(folder)
+            return
+        except FileNotFoundError:
+            if not folder.exists():
+                return
+
+
 def settle() -> None:
     """Before each timed part: earlier parts' dirty pages are on the disk."""
     os.sync()

@@ -3,6 +3,7 @@ JSON lines on stdin, one answer a line on stdout. Only the library's public func
 
     {"do": "origin", "root": …, "rate": bytes/s or 0}         → {"url": …}
     {"do": "relay", "root": …, "rate": …}                     → {"url": …}   (a former one ends)
+    {"do": "end"}                                             → {}   (what was started ends)
     {"do": "offer", "manifest": path, "sources": [url, …]}    → {}
     {"do": "fetch", "manifest": path, "sources": […], "dest": …, "base": folder or ""} → stats
     {"do": "publish", "folder": …, "root": …, "version": …}   → {"manifest": path}
@@ -47,6 +48,10 @@ class Worker:
         if self._server is not None:
             self._server.stop()
             self._server = None
+
+    def end(self) -> Answer:
+        self.close()
+        return {}
 
     def origin(self, root: str, rate: float = 0.0) -> Answer:
         self.close()
@@ -117,8 +122,8 @@ def serve(host: str) -> None:
     worker = Worker(host)
     verbs: dict[str, Callable[..., Answer]] = {
         "origin": worker.origin, "relay": worker.relay, "offer": worker.offer,
-        "fetch": worker.fetch, "publish": worker.publish, "encode": worker.encode,
-        "apply": worker.apply,
+        "end": worker.end, "fetch": worker.fetch, "publish": worker.publish,
+        "encode": worker.encode, "apply": worker.apply,
     }  # fmt: skip
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
