@@ -1,20 +1,25 @@
 """Does it learn as well when asynchronous and permissionless? Samples to held-out reward 0.75.
 
-    python -m bench learning            every run that is missing (CPU hours), then the figures
+    python -m bench learning            the main runs that are missing (an hour), then the figures
     python -m bench learning --quick    two steps of three modes: that they run, no figure of merit
-    python -m bench.learning --minutes 30 [--mode NAME]   some of the missing runs, to be continued
+    python -m bench.learning --minutes 30 [--mode NAME]   some of the missing runs, to be continued:
+                                        the main modes' eight seeds first, then the ablations' three
+    python -m bench.learning --keep     every finished run into bench/results/learning-runs.json
 
 Each finished run is a file under var/bench/learning, so a run of hours may be stopped and taken up
-again; figures are made of what is there, and rows whose eight seeds are not complete say so.
+again; figures are made of what is there, and rows whose seeds are not complete say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
 import time
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from bench.form import ROOT, Row
@@ -23,7 +28,8 @@ from trainer.parallel import joined_world
 
 PACKAGES = ("torch", "transformers", "reasoning-gym")
 FOLDER = ROOT / "var" / "bench" / "learning"
-SEEDS = range(8)
+KEPT = ROOT / "bench" / "results" / "learning-runs.json"
+SEEDS, ABLATION_SEEDS = range(8), range(3)
 STEPS = 64
 MAIN = ("sync", "stale2", "stale4", "liars20")
 BARS = (
@@ -36,10 +42,10 @@ STUDENT_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 
 
 def run(quick: bool) -> list[Row]:
-    """The rows; without `quick` after every missing run."""
+    """The rows; without `quick` after every missing main run."""
     if quick:
         return quick_rows()
-    work(None, None)
+    work(None, MAIN)
     return rows(read(FOLDER))
 
 
@@ -56,33 +62,48 @@ def quick_rows() -> list[Row]:
     return found
 
 
-def work(minutes: float | None, only: str | None) -> int:
-    """Makes missing runs, seed by seed, the main modes first; returns how many it made."""
+def wanted(modes: Collection[str]) -> list[tuple[str, int]]:
+    """(mode, seed) of every run: the main modes seed by seed, then the ablations."""
+    main = [(name, seed) for seed in SEEDS for name in MAIN]
+    others = [(name, seed) for seed in ABLATION_SEEDS for name in MODES if name not in MAIN]
+    return [(name, seed) for name, seed in main + others if name in modes]
+
+
+def work(minutes: float | None, modes: Collection[str]) -> int:
+    """Makes missing runs of `modes`; returns how many it made."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     started, made = time.monotonic(), 0
-    names = sorted(MODES, key=lambda name: name not in MAIN)
     with joined_world() as world:
-        for seed in SEEDS:
-            for name in names:
-                path = FOLDER / f"{name}-{seed}.json"
-                if path.exists() or only not in (None, name):
-                    continue
-                if minutes is not None and time.monotonic() - started > 60 * minutes:
-                    return made
-                record = learn(name, seed, STEPS, world)
-                staging = path.with_suffix(".tmp")
-                staging.write_text(record.to_json())
-                staging.rename(path)
-                made += 1
-                told = f"{record.steps} steps, {record.samples} samples"
-                told += f", goal after {record.samples_to_goal}"
-                print(f"{name} seed {seed}: {told}", file=sys.stderr, flush=True)
+        for name, seed in wanted(modes):
+            path = FOLDER / f"{name}-{seed}.json"
+            if path.exists():
+                continue
+            if minutes is not None and time.monotonic() - started > 60 * minutes:
+                return made
+            record = learn(name, seed, STEPS, world)
+            staging = path.with_suffix(".tmp")
+            staging.write_text(record.to_json())
+            staging.rename(path)
+            made += 1
+            told = f"{record.steps} steps, {record.samples} samples"
+            told += f", goal after {record.samples_to_goal}"
+            print(f"{name} seed {seed}: {told}", file=sys.stderr, flush=True)
     return made
 
 
 def read(folder: Path) -> list[Record]:
     """Every finished run."""
     return [Record.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def kept() -> list[Record]:
+    """The runs that were kept beside the results."""
+    return [Record(**run) for run in json.loads(KEPT.read_text())["runs"]]
+
+
+def seeds_of(name: str) -> int:
+    """How many seeds make a mode complete."""
+    return len(SEEDS if name in MAIN else ABLATION_SEEDS)
 
 
 def rows(records: list[Record]) -> list[Row]:
@@ -96,7 +117,8 @@ def rows(records: list[Record]) -> list[Row]:
             continue
         if len(reached) == len(values):
             means[name] = mean_interval(reached)
-        missing = "" if len(values) == len(SEEDS) else f", {len(values)} of {len(SEEDS)} seeds"
+        whole = seeds_of(name)
+        missing = "" if len(values) == whole == len(SEEDS) else f", {len(values)} of {whole} seeds"
         if name in means:
             mean, half, _ = means[name]
             found.append(Row(name, mean, f"samples ± {half:.0f}{missing}"))
@@ -104,8 +126,10 @@ def rows(records: list[Record]) -> list[Row]:
             found.append(Row(f"{name}_reached", len(reached) / len(values), f"of runs{missing}"))
         lies = [r for r in records if r.mode == name and r.liars_files]
         if lies:
-            missed = sum(r.missed for r in lies) / sum(r.liars_files for r in lies)
-            found.append(Row(f"{name}_missed", missed, "of lying files"))
+            files = sum(r.liars_files for r in lies)
+            missed, wronged = sum(r.missed for r in lies), sum(r.wronged for r in lies)
+            found.append(Row(f"{name}_missed", missed / files, f"of {files} lying files"))
+            found.append(Row(f"{name}_wronged", wronged, "honest files rejected", 0.0))
     for row, one, two, bar in BARS:
         if one in means and two in means:
             (a, da, n), (b, db, m) = means[one], means[two]
@@ -127,12 +151,30 @@ def mean_interval(values: list[float]) -> tuple[float, float, int]:
     return statistics.fmean(values), half, count
 
 
+def rounded(record: Record) -> Record:
+    """The record with as many digits as it is worth."""
+    return replace(
+        record,
+        curve=[(policy, samples, round(reward, 5)) for policy, samples, reward in record.curve],
+        lengths={name: [round(v, 4) for v in values] for name, values in record.lengths.items()},
+        actual={name: [round(v, 4) for v in values] for name, values in record.actual.items()},
+        gradient_norms=[float(f"{norm:.4g}") for norm in record.gradient_norms],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.learning")
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--mode", choices=sorted(MODES), default=None)
+    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.relative_to(ROOT)}")
     arguments = parser.parse_args()
-    print(f"{work(arguments.minutes, arguments.mode)} runs made")
+    if arguments.keep:
+        lines = [json.dumps(vars(rounded(record))) for record in read(FOLDER)]
+        KEPT.write_text('{"runs": [\n' + ",\n".join(lines) + "\n]}\n")
+        print(f"{KEPT}: {len(lines)} runs")
+        return
+    modes = tuple(MODES) if arguments.mode is None else (arguments.mode,)
+    print(f"{work(arguments.minutes, modes)} runs made")
 
 
 if __name__ == "__main__":

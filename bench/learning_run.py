@@ -1,7 +1,7 @@
 """One learning run in one process: the devnet's task, model and settings; generation, judging and
 training in turn, with a fixed delay between the policy that generates and the one that is trained.
 
-    policy s − delay ─► files of four groups ─► liars' files among them, through the real validator
+    policy s − delay ─► files of four groups, some by liars ─► each through the real validator
       ─► groups with some difference in their rewards, until the batch is full
         ─► train_step ─► policy s + 1 ─► every few steps: held-out reward
 
@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,16 +28,16 @@ from protocol.core.rollout import Rollout
 from protocol.core.run import LengthBudgets, Objective, RunDefinition
 from protocol.core.task import Task
 from protocol.core.verdict import Outcome
-from protocol.engine.base import Engine
+from protocol.engine.base import Engine, Generation
 from protocol.engine.quantize import quantizer
 from protocol.environments.base import Environment
 from protocol.environments.registry import environment_for, environment_ref, load_environment
 from protocol.verification import build
 from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import load_rollouts
+from protocol.verification.rollout_file import load_rollouts, write_rollout_file
 from protocol.verification.setups import HonestFile, synthetic_lease
 from protocol.verification.verify import Finding, verify_file
-from trainer.evaluate import evaluate
+from trainer.evaluate import ask, summary
 from trainer.learner import Learner, make_learner, train_step
 from trainer.metrics import Stopwatch
 from trainer.parallel import World, published_state
@@ -47,6 +49,7 @@ TARGETS = (2, 6, 10, 14)
 GOAL = 0.75
 GROUPS, SAMPLES, FILE_GROUPS = 32, 16, 4
 EVALUATE_EVERY = 4
+EVALUATION_SEED = 7
 BATCH_ROWS = 256
 OLDER = 2
 
@@ -81,7 +84,9 @@ MODES: dict[str, Mode] = {
 @dataclass
 class Record:
     """One run's outcome, as it is kept. `curve`: (policy, samples generated before it, held-out
-    reward); `lengths`: mean distance from each target, at the start and at the end."""
+    reward); `lengths` and `actual`: mean distance from each target, and mean length where it was
+    asked for, at each point of the curve. `missed`: lying files that were accepted; `wronged`:
+    honest ones that were not; `rejected`: samples in all files that were not."""
 
     mode: str
     seed: int
@@ -89,11 +94,14 @@ class Record:
     samples: int = 0
     rejected: int = 0
     missed: int = 0
+    wronged: int = 0
     liars_files: int = 0
     curve: list[tuple[int, int, float]] = field(default_factory=list)
     lengths: dict[str, list[float]] = field(default_factory=dict)
+    actual: dict[str, list[float]] = field(default_factory=dict)
     gradient_norms: list[float] = field(default_factory=list)
     samples_to_goal: float | None = None
+    cpu_seconds: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(vars(self))
@@ -142,18 +150,28 @@ def learning_definition(mode: Mode) -> RunDefinition:
 
 @dataclass(frozen=True)
 class Policies:
-    """The policies by version, in folders; an EngineProvider for the validator."""
+    """The policies by version, in folders; an EngineProvider for the validator. Each is loaded
+    once, and kept as long as its folder."""
 
     folder: Path
+    loaded: dict[tuple[int, int | None], Engine] = field(default_factory=dict)
 
     def path(self, version: int) -> Path:
         return self.folder / str(version) if version else MODEL
 
     def load(self, version: int, bits: int | None = None) -> Engine:
-        options: dict[str, Any] = {} if bits is None else {"prepare": quantizer(bits=bits)}
-        return load_engine(
-            self.path(version), dtype="float32", threads=1, batch_rows=BATCH_ROWS, **options
-        )
+        if (version, bits) not in self.loaded:
+            options: dict[str, Any] = {} if bits is None else {"prepare": quantizer(bits=bits)}
+            self.loaded[version, bits] = load_engine(
+                self.path(version), dtype="float32", threads=1, batch_rows=BATCH_ROWS, **options
+            )
+        return self.loaded[version, bits]
+
+    def drop_before(self, version: int) -> None:
+        """Forgets what nobody generates with, or compares with, any more."""
+        for known, bits in [key for key in self.loaded if key[0] < version]:
+            del self.loaded[known, bits]
+            shutil.rmtree(self.folder / str(known), ignore_errors=True)
 
     def engine(self, version: int, policy_digest: str) -> Engine:
         return self.load(version)
@@ -161,6 +179,18 @@ class Policies:
     def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
         for older in range(max(0, version - OLDER), version):
             yield older, self.load(older)
+
+
+@dataclass
+class Draft:
+    """A file in the making: its lease and rows, who makes it, and what came of them."""
+
+    lease: HonestFile
+    lies: bool
+    engine: Engine
+    plan: list[build.PlannedRow]
+    generations: list[Generation] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
 
 
 class Learning:
@@ -182,10 +212,14 @@ class Learning:
 
     def evaluate(self) -> None:
         """Held-out reward of the newest policy, one answer to each of all held-out problems."""
-        found = evaluate(self.policies.path(self.record.steps), self.run, problems=HELDOUT, seed=7)
-        self.record.curve.append((self.record.steps, self.record.samples, found.reward.mean))
+        model, record = self.policies.path(self.record.steps), self.record
+        answered = ask(model, self.run, HELDOUT, EVALUATION_SEED, 1, "cpu")
+        found = summary(model, EVALUATION_SEED, self.run, answered)
+        record.curve.append((record.steps, record.samples, found.reward.mean))
         for target, part in found.by_budget.items():
-            self.record.lengths.setdefault(target, []).append(part.length_error.mean)
+            record.lengths.setdefault(target, []).append(part.length_error.mean)
+            mine = [one.grades[0].parts["length"] for one in answered if one.target == int(target)]
+            record.actual.setdefault(target, []).append(statistics.fmean(mine))
 
     def step(self) -> None:
         """One batch: generated by the policy that is `delay` old, then trained."""
@@ -200,7 +234,7 @@ class Learning:
         self.record.steps += 1
         state = published_state(self.learner.policy, self.learner.world)
         export(state, MODEL, self.policies.path(self.record.steps))
-        shutil.rmtree(self.policies.folder / str(version - OLDER - 1), ignore_errors=True)
+        self.policies.drop_before(version - OLDER)
 
     def injected(self, row: Rollout) -> Rollout:
         """A row some of whose tokens claim to have been far less likely than they were."""
@@ -210,72 +244,92 @@ class Learning:
         return replace(row, logprobs=tuple(values))
 
     def generate(self, version: int) -> list[list[Rollout]]:
-        """Groups for a batch. Files come one after another until it is full."""
-        engine = self.policies.load(version)
-        liar = self.policies.load(version, bits=4) if self.mode.liars else engine
+        """Groups for a batch: files come until it is full, never more than it still lacks."""
         taken: list[list[Rollout]] = []
         while len(taken) < GROUPS:
-            lies = self.rng.random() < self.mode.liars
-            number = (self.record.seed << 24) + self.files
-            lease = synthetic_lease(self.run, number, version)
-            self.files += 1
-            self.record.samples += FILE_GROUPS * SAMPLES
-            if self.mode.liars:
-                rows = self.judged(lease, liar if lies else engine, lies)
-            else:
-                rows = self.plain(lease, engine)
-            for group in range(FILE_GROUPS if rows else 0):
-                members = [row for row in rows if row.group == group]
-                if not self.mode.filtered or len({row.reward for row in members}) > 1:
-                    taken.append(members)
+            for rows in self.files_of(version, -(-(GROUPS - len(taken)) // FILE_GROUPS)):
+                for group in sorted({row.group for row in rows}):
+                    members = [row for row in rows if row.group == group]
+                    if not self.mode.filtered or len({row.reward for row in members}) > 1:
+                        taken.append(members)
         return taken[:GROUPS]
 
-    def judged(self, lease: HonestFile, engine: Engine, lies: bool) -> list[Rollout]:
+    def files_of(self, version: int, count: int) -> Iterator[list[Rollout]]:
+        """The rows of each of `count` more files; those of the same maker are generated together,
+        which changes nothing about them."""
+        made: list[Draft] = []
+        for _ in range(count):
+            number = (self.record.seed << 24) + self.files
+            lease = synthetic_lease(self.run, number, version)
+            lies = self.rng.random() < self.mode.liars
+            engine = self.policies.load(version, 4 if lies else None)
+            plan = build.plan_rows(
+                lease.signed.lease, lease.lease_digest, self.run, self.environment, engine.tokenizer
+            )
+            made.append(Draft(lease, lies, engine, plan))
+            self.files += 1
+            self.record.samples += FILE_GROUPS * SAMPLES
+        for lies in (False, True):
+            mine = [draft for draft in made if draft.lies is lies]
+            if mine:
+                rows = [row for draft in mine for row in draft.plan]
+                answers = iter(build.generate_rows(rows, self.run, mine[0].engine))
+                for draft in mine:
+                    draft.generations = [next(answers) for _ in draft.plan]
+        for draft in made:
+            draft.rewards = build.grade_rows(
+                draft.plan, draft.generations, self.environment, draft.engine.tokenizer
+            )
+            yield self.judged(draft) if self.mode.liars else plain(draft)
+
+    def judged(self, draft: Draft) -> list[Rollout]:
         """The rows of a file that the real validator accepts; none of one that it rejects."""
-        data = build.build_rollout_file(
-            lease.signed, lease.lease_digest, self.run, engine, self.environment
+        lease = draft.lease
+        proofs = build.prove_rows(lease.lease_digest, draft.plan, draft.generations)
+        data = write_rollout_file(
+            build.assemble_rows(lease.signed, draft.plan, draft.generations, draft.rewards, proofs),
+            build.metadata_of(lease.lease_digest, draft.engine),
         )
-        secret = encoding.sha256(b"learning" + self.files.to_bytes(8, "big"))
+        secret = encoding.sha256(b"learning" + lease.lease_digest.encode())
         found: Finding = verify_file(
             data, lease.signed, lease.lease_digest, self.run, self.environment, self.policies,
             draw_secret=secret, submission_digest=lease.lease_digest,
         )  # fmt: skip
-        self.record.liars_files += lies
-        if found.outcome is not Outcome.ACCEPTED:
+        accepted = found.outcome is Outcome.ACCEPTED
+        self.record.liars_files += draft.lies
+        self.record.missed += draft.lies and accepted
+        self.record.wronged += not draft.lies and not accepted
+        if not accepted:
             self.record.rejected += FILE_GROUPS * SAMPLES
             return []
-        self.record.missed += lies
         table = found.verdict_table(
             lease.lease_digest, encoding.sha256(data), lease.signed.policy_version, 0
         )
         return load_rollouts(data, table)
 
-    def plain(self, lease: HonestFile, engine: Engine) -> list[Rollout]:
-        """An honest file's rows without the way through proofs and judging."""
-        plan = build.plan_rows(
-            lease.signed.lease, lease.lease_digest, self.run, self.environment, engine.tokenizer
+
+def plain(draft: Draft) -> list[Rollout]:
+    """An honest file's rows without the way through proofs and judging."""
+    return [
+        Rollout(
+            problem_id=row.problem.problem_id,
+            group=row.group,
+            sample=row.sample,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=tuple(made.output_tokens),
+            logprobs=tuple(float(value) for value in made.logprobs),
+            target_length=row.target_length,
+            finish_reason=made.finish_reason,
+            policy_version=draft.lease.signed.policy_version,
+            reward=reward,
         )
-        generations = build.generate_rows(plan, self.run, engine)
-        rewards = build.grade_rows(plan, generations, self.environment, engine.tokenizer)
-        return [
-            Rollout(
-                problem_id=row.problem.problem_id,
-                group=row.group,
-                sample=row.sample,
-                prompt_tokens=row.prompt_tokens,
-                output_tokens=tuple(made.output_tokens),
-                logprobs=tuple(float(value) for value in made.logprobs),
-                target_length=row.target_length,
-                finish_reason=made.finish_reason,
-                policy_version=lease.signed.policy_version,
-                reward=reward,
-            )
-            for row, made, reward in zip(plan, generations, rewards, strict=True)
-        ]
+        for row, made, reward in zip(draft.plan, draft.generations, draft.rewards, strict=True)
+    ]
 
 
 def learn(name: str, seed: int, steps: int, world: World) -> Record:
-    """A whole run: until two evaluations in a row reach the goal, or `steps` are trained."""
+    """A whole run: until an evaluation reaches the goal, or `steps` are trained."""
+    started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:
         learning = Learning(name, seed, Path(folder), world)
         record = learning.record
@@ -284,7 +338,8 @@ def learn(name: str, seed: int, steps: int, world: World) -> Record:
             learning.step()
             if record.steps % EVALUATE_EVERY == 0 or record.steps == steps:
                 learning.evaluate()
-                if all(reward >= GOAL for _, _, reward in record.curve[-2:]):
+                if record.curve[-1][2] >= GOAL:
                     break
     record.samples_to_goal = crossing(record.curve, GOAL)
+    record.cpu_seconds = round(time.process_time() - started, 1)
     return record

@@ -35,32 +35,45 @@ def packed_attention(
     Without `segments` every row is one sample. Deterministic on CPU: a sample's numbers do not
     depend on its neighbours or its place.
     """
-    if segments is None:
-        segments = tuple((row, 0, query.shape[2]) for row in range(query.shape[0]))
-    rows: list[list[Tensor]] = [[] for _ in range(query.shape[0])]
-    filled = [0] * query.shape[0]
-    grouped = query.shape[1] != key.shape[1]
-    for row, start, end in segments:
-        here = slice(start, end)
-        window = None
-        if sliding_window is not None and end - start > sliding_window:
-            window = _window(end - start, sliding_window, query.device)
-        found = nn.functional.scaled_dot_product_attention(
-            query[row : row + 1, :, here],
-            key[row : row + 1, :, here],
-            value[row : row + 1, :, here],
-            attn_mask=window,
-            is_causal=window is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        rows[row].append(found[0].transpose(0, 1))
-        filled[row] = end
     width = query.shape[2]
-    for row, parts in enumerate(rows):
-        if filled[row] < width:
-            parts.append(value.new_zeros(width - filled[row], query.shape[1], value.shape[-1]))
-    return torch.stack([torch.cat(parts) for parts in rows]), None
+    if segments is None:
+        segments = tuple((row, 0, width) for row in range(query.shape[0]))
+    rows: list[list[int]] = [[] for _ in range(query.shape[0])]
+    for row, start, end in segments:
+        if start != sum(rows[row]):
+            raise ValueError(f"the samples of row {row} do not follow one another at {start}")
+        rows[row].append(end - start)
+    grouped = query.shape[1] != key.shape[1]
+    found = []
+    # Cut by unbind and split, whose gradients are put together once: that of a slice is a tensor
+    # as large as all rows together, for each sample anew.
+    for lengths, *parts in zip(rows, query.unbind(), key.unbind(), value.unbind(), strict=True):
+        sizes = [*lengths, width - sum(lengths)]
+        cut = [part.split(sizes, dim=1) for part in parts]
+        attended = [
+            _attend(q, k, v, scaling=scaling, window=sliding_window, grouped=grouped)
+            for q, k, v in list(zip(*cut, strict=True))[:-1]
+        ]
+        if sizes[-1]:
+            attended.append(value.new_zeros(sizes[-1], query.shape[1], value.shape[-1]))
+        found.append(torch.cat(attended))
+    return torch.stack(found), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None,
+    grouped: bool,
+) -> Tensor:  # fmt: skip
+    """One sample's (H, T, D) queries, (K, T, D) keys and values → (T, H, D)."""
+    length = query.shape[1]
+    mask = None
+    if window is not None and length > window:
+        mask = _window(length, window, query.device)
+    found = nn.functional.scaled_dot_product_attention(
+        query[None], key[None], value[None],
+        attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped,
+    )  # fmt: skip
+    return found[0].transpose(0, 1)
 
 
 def _window(length: int, window: int, device: torch.device) -> Tensor:

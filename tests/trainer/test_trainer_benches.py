@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bench.learning import SEEDS, mean_interval, rows
+from bench.chart import ticks
+from bench.learning import MAIN, SEEDS, mean_interval, rows, wanted
+from bench.learning_page import NAMES, length_table, pictures, table, write
 from bench.learning_run import MODES, Record, crossing
+from bench.learning_run import TARGETS as TARGET_LENGTHS
 from bench.trainer import packing
 from bench.trainer_parts import TARGETS, published_lengths
 
@@ -65,3 +73,53 @@ def test_packing_meets_its_bars_at_the_quick_size() -> None:
     found = {row.name: row for row in packing(quick=True)}
     assert found["packing_fill"].ok
     assert found["rank_imbalance"].ok
+
+
+def test_the_main_runs_come_before_the_ablations_and_each_once() -> None:
+    every = wanted(tuple(MODES))
+    assert len(every) == len(set(every)) == 32 + 3 * (len(MODES) - len(MAIN))
+    assert {name for name, _ in every[:32]} == set(MAIN)
+    assert every[:4] == [(name, 0) for name in MAIN]
+    assert wanted(("sync",)) == [("sync", seed) for seed in SEEDS]
+
+
+def test_a_rejected_honest_file_misses_the_bench() -> None:
+    found = {row.name: row for row in rows([replace(record("liars20", 0, 9.0), liars_files=4)])}
+    assert found["liars20_missed"].value == 0.0
+    assert found["liars20_wronged"].ok
+    wronged = replace(record("liars20", 0, 9.0), liars_files=4, wronged=1)
+    assert not {row.name: row for row in rows([wronged])}["liars20_wronged"].ok
+
+
+def test_a_chart_draws_every_run_and_names_every_mode(tmp_path: Path) -> None:
+    runs = [
+        replace(
+            record(mode, seed, 1000.0 + 10 * seed),
+            curve=[(0, 0, 0.4), (4, 900, 0.6), (8, 2000, 0.8)], gradient_norms=[0.1, 2000.0],
+            actual={str(t): [9.0, t + 1, t] for t in TARGET_LENGTHS},
+            lengths={str(t): [5.0, 1.0, 0.0] for t in TARGET_LENGTHS}, samples=2000,
+        )
+        for mode in MODES for seed in range(2)
+    ]  # fmt: skip
+    paths = {path.name: path.read_text() for path in write(tmp_path, runs)}
+    assert set(paths) == {
+        "reward.svg", "clipping.svg", "norms.svg", "ablations.svg", "lengths.svg"
+    }  # fmt: skip
+    for svg in paths.values():
+        ElementTree.fromstring(svg)
+    assert paths["reward.svg"].count("<polyline") == 2 * len(MAIN)
+    assert paths["reward.svg"].count("<circle") == len(MAIN)
+    for mode in MAIN:
+        assert NAMES[mode] in paths["reward.svg"]
+        assert f"| {NAMES[mode]} | 2 | 1,005 ± " in table(runs)
+    assert "10^3" in paths["norms.svg"]
+    assert length_table(runs).splitlines()[-1] == "| 14 | 9.0 | 5.0 | 14.0 | 0.0 |"
+    assert pictures([]) == {}
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
+def test_ticks_are_few_round_and_around_what_is_drawn(low: float, span: float) -> None:
+    found = ticks(low, low + span)
+    assert found[0] <= low + 1e-6 * span
+    assert found[-1] >= low + span - 1e-6 * span
+    assert 2 <= len(found) <= 9

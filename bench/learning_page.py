@@ -1,0 +1,146 @@
+"""The pictures and tables of docs/learning.md, from the runs kept in bench/results.
+
+python -m bench.learning_page       writes docs/learning/*.svg and prints the tables
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.chart import Chart, Line, Span
+from bench.form import ROOT
+from bench.learning import MAIN, kept, mean_interval
+from bench.learning_run import GOAL, MODES, TARGETS, Record
+
+FOLDER = ROOT / "docs" / "learning"
+NAMES = {
+    "sync": "synchronous",
+    "stale2": "2 policies stale",
+    "stale4": "4 policies stale",
+    "liars20": "2 stale, 20 % liars",
+    "inject_two_sided": "two-sided clip",
+    "inject_one_sided": "one-sided clip",
+    "unfiltered": "online filter off",
+    "clip_0.1": "gradient clip 0.1",
+    "clip_off": "gradient clip off",
+}
+CLIPPING = ("inject_two_sided", "inject_one_sided")
+OTHERS = ("stale2", "unfiltered", "clip_0.1", "clip_off")
+
+
+def pictures(records: Sequence[Record]) -> dict[str, str]:
+    """File name → SVG; a picture whose runs are missing is left out."""
+    charts = {
+        "reward.svg": rewards(records, MAIN, "Held-out reward by samples generated"),
+        "clipping.svg": rewards(
+            records, CLIPPING, "Held-out reward where 2 % of the tokens have ratios near 150"
+        ),
+        "norms.svg": norms(records, CLIPPING),
+        "ablations.svg": rewards(records, OTHERS, "Held-out reward, one thing changed"),
+        "lengths.svg": lengths([r for r in records if r.mode == "stale2"]),
+    }
+    return {name: chart.svg() for name, chart in charts.items() if chart.lines}
+
+
+def rewards(records: Sequence[Record], modes: Sequence[str], title: str) -> Chart:
+    """Each run's held-out rewards, thin; where each mode's mean run reaches the goal, with its
+    95 % interval."""
+    lines, spans = [], []
+    for colour, mode in enumerate(modes):
+        mine = [r for r in records if r.mode == mode]
+        for number, record in enumerate(mine):
+            points = [(samples, reward) for _, samples, reward in record.curve]
+            lines.append(Line(points, colour, "" if number else NAMES[mode], thin=True))
+        reached = [r.samples_to_goal for r in mine if r.samples_to_goal is not None]
+        if len(reached) == len(mine) > 1:
+            mean, half, _ = mean_interval(reached)
+            spans.append(Span(mean - half, mean, mean + half, GOAL + 0.012 * colour, colour))
+    return Chart(title, "samples generated", "held-out reward", lines, spans, goal=GOAL)
+
+
+def norms(records: Sequence[Record], modes: Sequence[str]) -> Chart:
+    """The gradient's norm before it is clipped, by step: the largest of the seeds, and each."""
+    lines = []
+    for colour, mode in enumerate(modes):
+        for number, record in enumerate(r for r in records if r.mode == mode):
+            points = [(float(step), norm) for step, norm in enumerate(record.gradient_norms)]
+            lines.append(Line(points, colour, "" if number else NAMES[mode], thin=True))
+    return Chart("Gradient norm by step, before the clip", "step", "gradient norm", lines, log=True)
+
+
+def lengths(records: Sequence[Record]) -> Chart:
+    """Mean length where each target was asked, by policy, over the runs that came so far."""
+    lines = []
+    for colour, target in enumerate(TARGETS):
+        by_policy: dict[int, list[float]] = {}
+        for record in records:
+            for (policy, _, _), actual in zip(
+                record.curve, record.actual[str(target)], strict=True
+            ):
+                by_policy.setdefault(policy, []).append(actual)
+        whole = {p: v for p, v in by_policy.items() if len(v) == len(records)}
+        points = [(float(p), statistics.fmean(values)) for p, values in sorted(whole.items())]
+        if points:
+            lines.append(Line(points, colour, f"{target} asked"))
+            level = [(0.0, float(target)), (points[-1][0], float(target))]
+            lines.append(Line(level, colour, thin=True))
+    return Chart("Length given where a target was asked", "policy", "mean dots", lines)
+
+
+def table(records: Sequence[Record]) -> str:
+    """Every mode's samples to the goal, and what else its runs say."""
+    rows = ["| mode | runs | samples to 0.75 | largest gradient norm | samples rejected |"]
+    rows.append("|---|---|---|---|---|")
+    for mode in MODES:
+        mine = [r for r in records if r.mode == mode]
+        reached = [r.samples_to_goal for r in mine if r.samples_to_goal is not None]
+        if not mine:
+            continue
+        if len(reached) == len(mine) > 1:
+            mean, half, _ = mean_interval(reached)
+            told = f"{mean:,.0f} ± {half:,.0f}"
+        else:
+            told = f"reached by {len(reached)} of {len(mine)}"
+        norm = max(norm for r in mine for norm in r.gradient_norms)
+        lost = sum(r.rejected for r in mine) / sum(r.samples for r in mine)
+        rows.append(f"| {NAMES[mode]} | {len(mine)} | {told} | {norm:.3g} | {lost:.1%} |")
+    return "\n".join(rows)
+
+
+def length_table(records: Sequence[Record]) -> str:
+    """Asked against given, at the first and at each run's last evaluation."""
+    rows = ["| asked | given at the start | distance | given at the end | distance |"]
+    rows.append("|---|---|---|---|---|")
+    for target in map(str, TARGETS):
+        cells = [
+            f"{statistics.fmean([getattr(r, what)[target][place] for r in records]):.1f}"
+            for place in (0, -1)
+            for what in ("actual", "lengths")
+        ]
+        rows.append(f"| {target} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def write(folder: Path, records: Sequence[Record]) -> list[Path]:
+    """The pictures into `folder`; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, svg in pictures(records).items():
+        (folder / name).write_text(svg)
+        paths.append(folder / name)
+    return paths
+
+
+def main() -> None:
+    records = kept()
+    for path in write(FOLDER, records):
+        print(path.relative_to(ROOT))
+    print(table(records))
+    print()
+    print(length_table([r for r in records if r.mode == "stale2"]))
+
+
+if __name__ == "__main__":
+    main()
