@@ -144,7 +144,10 @@ def _groups_of(
     if len(data) != file.size or encoding.sha256(data) != file.sha256:
         raise UntrustedError(f"what came is not the file {file.sha256}")
     table = _table_of(file, fetch(file.table, MAX_TABLE_BYTES))
-    rows = load_rollouts(data, table)
+    try:
+        rows = load_rollouts(data, table)
+    except MalformedError as error:
+        raise MalformedError(f"file {file.sha256}: {error}") from error
     result = []
     for number in file.groups:
         members = sorted((row for row in rows if row.group == number), key=lambda row: row.sample)

@@ -16,6 +16,7 @@ from protocol.core.errors import MalformedError
 from protocol.core.ids import Digest
 from protocol.core.run import MICRO, LengthBudgets
 from protocol.environments.lengths import length_reward
+from protocol.environments.tasks import Task
 
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """A longer answer is cut here before any grader sees it."""
@@ -119,6 +120,12 @@ class Environment(ABC):
     @abstractmethod
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
         """Correctness of one answer. Bounded in time, deterministic unless `uncertain`."""
+
+    def as_task(self, index: int) -> Task | None:
+        """Problem `index` as a row of a dataset that the environment `tasks` (or our own kind)
+        grades alike; None if there is no such row. Raises MalformedError outside [0, len)."""
+        self._require_index(index)
+        return None
 
     def digest(self) -> Digest:
         """SHA-256 over name, code version, arguments and data: what a run definition pins."""

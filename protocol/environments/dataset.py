@@ -106,6 +106,9 @@ class TaskDataset(Environment):
         where, line = self._rows[index]
         return parse_task(json.loads(zlib.decompress(line)), where)
 
+    def as_task(self, index: int) -> Task:
+        return self.task(index)
+
     def digest(self) -> Digest:
         """As every environment's, but places do not count."""
         kept = {name: value for name, value in self.arguments.items() if name not in PLACES}

@@ -6,6 +6,7 @@ killable child, because some of them parse or evaluate what the model wrote.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version as installed_version
@@ -23,7 +24,9 @@ from protocol.environments.subprocess_grader import (
     GradingTimeoutError,
     SubprocessGrader,
 )
+from protocol.environments.tasks import Task
 
+ENDING = "End with a line `Answer:` and your answer."
 SIZE = 1_000_000
 """Entries are made on demand, so a family is as large as we say."""
 MAX_ANSWER_CHARACTERS = 8192
@@ -94,9 +97,25 @@ class ReasoningGym(Environment):
         return Problem(name, index, entry["question"], str(entry["answer"]))
 
     def prompt_text(self, problem: Problem, target_length: int) -> str:
-        return (
-            f"{with_budget(problem.prompt, target_length)} "
-            "End with a line `Answer:` and your answer.\n"
+        return f"{with_budget(problem.prompt, target_length)} {ENDING}\n"
+
+    def as_task(self, index: int) -> Task | None:
+        """The entry for the grader of the task type `reasoning_gym`; None where a family's entries
+        hold what JSON does not."""
+        problem = self.problem(index)
+        entry = self._data[index]
+        try:
+            metadata = json.loads(json.dumps(entry["metadata"], allow_nan=False))
+        except (TypeError, ValueError):
+            return None
+        return Task(
+            problem_id=problem.problem_id,
+            task_type="reasoning_gym",
+            prompt=f"{problem.prompt}\n\n{ENDING}",
+            verification_info={"answer": problem.answer, "metadata": metadata},
+            source=f"reasoning-gym {self._family}",
+            gold_standard_solution=problem.answer,
+            metadata={},
         )
 
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:

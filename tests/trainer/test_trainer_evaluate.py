@@ -13,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.core.encoding import sha256
-from protocol.core.errors import UserError
+from protocol.core.errors import FatalError, UserError
 from protocol.core.ids import ZERO_DIGEST
+from protocol.core.run import RunDefinition
 from protocol.environments.base import Grade, Problem
 from protocol.environments.dataset import TaskDataset
-from protocol.environments.registry import environment_ref, load_environment
+from protocol.environments.graders.families import Families
+from protocol.environments.graders.mathematics import Mathematics
+from protocol.environments.registry import environment_for, environment_ref, load_environment
+from protocol.environments.tasks import Task
 from trainer.difficulty import Range, describe, filter_tasks, select
 from trainer.evaluate import (
     compare,
@@ -120,41 +124,98 @@ def test_the_filter_keeps_each_task_of_the_range_once_and_no_other(
     ]
 
 
-def test_a_filtered_dataset_is_a_dataset_again(model: Path, tmp_path: Path) -> None:
+def sums(folder: Path, count: int) -> RunDefinition:
+    """A run over a file of sums."""
     tasks = [
         {
             "problem_id": f"sum-{i}", "source": "test", "task_type": "verifiable_math",
             "prompt": f"{i} + {i}", "gold_standard_solution": str(2 * i),
             "verification_info": {"ground_truth": str(2 * i)}, "metadata": {"level": i},
         }
-        for i in range(6)
+        for i in range(count)
     ]  # fmt: skip
-    file = tmp_path / "tasks.jsonl"
+    file = folder / "tasks.jsonl"
     file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    arguments: dict[str, int | str] = {"sha256": sha256(file.read_bytes()), "path": str(file)}
-    ref = environment_ref("tasks", arguments, RUN.budgets, train_size=6, heldout_size=0)
-    run = RUN.model_copy(update={"environment": ref})
-    out = tmp_path / "kept.jsonl"
-    assert list(filter_tasks(model, run, Range(0.0, 1.0, 2), out))[-1] == (6, 6)
+    return run_of("tasks", {"sha256": sha256(file.read_bytes()), "path": str(file)}, count)
+
+
+def run_of(name: str, arguments: dict[str, int | str], count: int) -> RunDefinition:
+    """The tests' run with another environment."""
+    ref = environment_ref(name, arguments, RUN.budgets, train_size=count, heldout_size=0)
+    return RUN.model_copy(update={"environment": ref})
+
+
+def reopened(out: Path) -> list[Task]:
+    """The tasks of a filtered dataset, read as a run that pins it would."""
+    found = describe(out)
     again = load_environment(
-        "tasks", {"sha256": describe(out).digest, "path": str(out)}, RUN.budgets
+        found.environment, {"sha256": found.digest, "path": str(out)}, RUN.budgets
     )
     assert isinstance(again, TaskDataset)
-    kept = {task.problem_id: task for task in (again.task(i) for i in range(len(again)))}
+    return [again.task(i) for i in range(len(again))]
+
+
+def test_a_filtered_dataset_is_a_dataset_again(model: Path, tmp_path: Path) -> None:
+    run = sums(tmp_path, 6)
+    out = tmp_path / "kept.jsonl"
+    assert list(filter_tasks(model, run, Range(0.0, 1.0, 2), out))[-1] == (6, 6)
+    kept = {task.problem_id: task.plain() for task in reopened(out)}
     assert len(kept) == 6
-    for task in tasks:
-        found = kept[str(task["problem_id"])].plain()
-        assert found["prompt"] == task["prompt"]
-        assert found["verification_info"] == task["verification_info"]
-        assert {"level", "solve_rate", "solve_samples", "index"} <= set(found["metadata"])
+    for i in range(6):
+        found = kept[f"sum-{i}"]
+        assert (found["prompt"], found["source"]) == (f"{i} + {i}", "test")
+        assert found["verification_info"] == {"ground_truth": str(2 * i)}
+        assert found["metadata"]["level"] == i
+        assert {"solve_rate", "solve_samples", "index"} <= set(found["metadata"])
+
+
+def test_problems_of_a_procedural_family_are_kept_with_their_grader(
+    model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("reasoning_gym", reason="pip install 'prime-open[families]'")
+    run = run_of("reasoning_gym", {"family": "chain_sum", "seed": 3}, 4)
+    out = tmp_path / "kept.jsonl"
+    assert list(filter_tasks(model, run, Range(0.0, 1.0, 2), out))[-1] == (4, 4)
+    environment = environment_for(run)
+    grader = Families()
+    try:
+        for task in reopened(out):
+            problem = environment.problem(dict(task.metadata or {})["index"])
+            for answer in (f"Answer: {problem.answer}", f"Answer: {problem.answer}1", "Answer: no"):
+                asked = environment.check(problem, answer, 9).task_micro
+                assert grader.grade(task, answer).task_micro == asked
+            assert "Answer:" in task.prompt
+    finally:
+        grader.close()
+        environment.close()
+
+
+def test_an_environment_without_rows_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    nowhere = tmp_path / "no model"
+    with pytest.raises(UserError, match="'reverse' cannot be a row of a dataset"):
+        list(filter_tasks(nowhere, RUN, Range(0.0, 1.0, 2), tmp_path / "kept.jsonl"))
+    with pytest.raises(UserError, match="JSON lines"):
+        list(filter_tasks(nowhere, RUN, Range(0.0, 1.0, 2), tmp_path / "kept.parquet"))
+
+
+def test_a_filtered_dataset_whose_gold_answers_fail_gets_no_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = sums(tmp_path, 3)
+    monkeypatch.setattr(Mathematics, "gold", lambda self, task: "\\boxed{-1}")
+    out = tmp_path / "kept.jsonl"
+    with pytest.raises(FatalError, match="its gold answer scores 0"):
+        list(filter_tasks(model, run, Range(0.0, 1.0, 2), out))
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
 
 
 def test_the_filtered_dataset_is_named_by_its_digest_and_made_again_alike(
     model: Path, tmp_path: Path
 ) -> None:
+    run = sums(tmp_path, 5)
     outs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for out in outs:
-        progress = list(filter_tasks(model, RUN, Range(0.0, 1.0, 2), out, tasks=5))
+        progress = list(filter_tasks(model, run, Range(0.0, 1.0, 2), out, tasks=5))
         assert progress[-1] == (5, 5)
     assert outs[0].read_bytes() == outs[1].read_bytes()
     found = describe(outs[0])
@@ -162,7 +223,7 @@ def test_the_filtered_dataset_is_named_by_its_digest_and_made_again_alike(
     assert [json.loads(line)["problem_id"] for line in outs[0].read_text().splitlines()]
     assert sum(found.passes.values()) == 5
     with pytest.raises(UserError, match="exists already"):
-        list(filter_tasks(model, RUN, Range(0.0, 1.0, 2), outs[0], tasks=5))
+        list(filter_tasks(model, run, Range(0.0, 1.0, 2), outs[0], tasks=5))
     with pytest.raises(UserError, match="pass rate"):  # a random model solves nothing
-        list(filter_tasks(model, RUN, Range(0.9, 1.0, 2), tmp_path / "none.jsonl", tasks=3))
+        list(filter_tasks(model, run, Range(0.9, 1.0, 2), tmp_path / "none.jsonl", tasks=3))
     assert not (tmp_path / "none.jsonl").exists()
