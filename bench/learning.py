@@ -130,6 +130,17 @@ def rows(records: list[Record]) -> list[Row]:
             missed, wronged = sum(r.missed for r in lies), sum(r.wronged for r in lies)
             found.append(Row(f"{name}_missed", missed / files, f"of {files} lying files"))
             found.append(Row(f"{name}_wronged", wronged, "honest files rejected", 0.0))
+    trained = {
+        name: [
+            r.samples_to_goal * (1 - r.rejected / r.samples)
+            for r in records
+            if r.mode == name and r.samples_to_goal is not None
+        ]
+        for name in ("stale2", "liars20")
+    }
+    if all(trained.values()):
+        share = statistics.fmean(trained["liars20"]) / statistics.fmean(trained["stale2"])
+        found.append(Row("liars_vs_honest_accepted", share, "times, rejected samples left out"))
     for row, one, two, bar in BARS:
         if one in means and two in means:
             (a, da, n), (b, db, m) = means[one], means[two]

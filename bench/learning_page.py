@@ -25,9 +25,12 @@ NAMES = {
     "unfiltered": "online filter off",
     "clip_0.1": "gradient clip 0.1",
     "clip_off": "gradient clip off",
+    "demo_sync": "synchronous, the demo's rate and batch",
+    "demo_stale4": "4 stale, the demo's rate and batch",
 }
 CLIPPING = ("inject_two_sided", "inject_one_sided")
 OTHERS = ("stale2", "unfiltered", "clip_0.1", "clip_off")
+RATES = ("stale4", "demo_stale4", "demo_sync")
 
 
 def pictures(records: Sequence[Record]) -> dict[str, str]:
@@ -36,6 +39,9 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
         "reward.svg": rewards(records, MAIN, "Held-out reward by samples generated"),
         "clipping.svg": rewards(
             records, CLIPPING, "Held-out reward where 2 % of the tokens have ratios near 150"
+        ),
+        "rates.svg": rewards(
+            records, RATES, "Held-out reward: half the rate and batch beside the demo's"
         ),
         "norms.svg": norms(records, CLIPPING),
         "ablations.svg": rewards(records, OTHERS, "Held-out reward, one thing changed"),

@@ -47,7 +47,7 @@ MODEL = ROOT / "devnet" / "model"
 HELDOUT = 256
 TARGETS = (2, 6, 10, 14)
 GOAL = 0.75
-GROUPS, SAMPLES, FILE_GROUPS = 32, 16, 4
+SAMPLES, FILE_GROUPS = 16, 4
 EVALUATE_EVERY = 4
 EVALUATION_SEED = 7
 BATCH_ROWS = 256
@@ -57,15 +57,20 @@ OLDER = 2
 @dataclass(frozen=True)
 class Mode:
     """What one arm of the experiment does otherwise. `liars`: share of files; `inject`: share of
-    tokens whose behaviour log-probability is lowered by 5 (ratios near 150)."""
+    tokens whose behaviour log-probability is lowered by 5 (ratios near 150).
 
+    The demo takes 32 groups a batch at a rate of 3e-4 and is there in some 12 steps, most of them
+    warm-up: four stale policies are a third of such a run, which swings to and fro (`demo_stale4`).
+    Half of both makes twice as many steps of half the size."""
+
+    groups: int = 16
     delay: int = 0
     liars: float = 0.0
     objective: str = "grpo"
     inject: float = 0.0
     filtered: bool = True
     gradient_clip: float = 1.0
-    learning_rate: float = 3e-4
+    learning_rate: float = 1.5e-4
 
 
 MODES: dict[str, Mode] = {
@@ -78,6 +83,8 @@ MODES: dict[str, Mode] = {
     "unfiltered": Mode(delay=2, filtered=False),
     "clip_0.1": Mode(delay=2, gradient_clip=0.1),
     "clip_off": Mode(delay=2, gradient_clip=1e9),
+    "demo_sync": Mode(groups=32, learning_rate=3e-4),
+    "demo_stale4": Mode(groups=32, delay=4, learning_rate=3e-4),
 }
 
 
@@ -138,7 +145,7 @@ def learning_definition(mode: Mode) -> RunDefinition:
         max_output_tokens=40,
         samples_per_group=SAMPLES,
         groups_per_lease=FILE_GROUPS,
-        groups_per_batch=GROUPS,
+        groups_per_batch=mode.groups,
         max_staleness=4,
         budgets=budgets,
         task=Task(image="process"),
@@ -245,14 +252,15 @@ class Learning:
 
     def generate(self, version: int) -> list[list[Rollout]]:
         """Groups for a batch: files come until it is full, never more than it still lacks."""
+        wanted = self.mode.groups
         taken: list[list[Rollout]] = []
-        while len(taken) < GROUPS:
-            for rows in self.files_of(version, -(-(GROUPS - len(taken)) // FILE_GROUPS)):
+        while len(taken) < wanted:
+            for rows in self.files_of(version, -(-(wanted - len(taken)) // FILE_GROUPS)):
                 for group in sorted({row.group for row in rows}):
                     members = [row for row in rows if row.group == group]
                     if not self.mode.filtered or len({row.reward for row in members}) > 1:
                         taken.append(members)
-        return taken[:GROUPS]
+        return taken[:wanted]
 
     def files_of(self, version: int, count: int) -> Iterator[list[Rollout]]:
         """The rows of each of `count` more files; those of the same maker are generated together,

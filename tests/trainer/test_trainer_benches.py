@@ -35,7 +35,7 @@ def test_an_interval_is_students_and_a_single_value_has_none() -> None:
 
 
 def record(mode: str, seed: int, samples: float | None) -> Record:
-    return Record(mode, seed, 8, samples_to_goal=samples)
+    return Record(mode, seed, 8, samples=2000, samples_to_goal=samples)
 
 
 def test_a_ratio_has_its_bar_only_when_every_seed_is_there() -> None:
@@ -97,13 +97,13 @@ def test_a_chart_draws_every_run_and_names_every_mode(tmp_path: Path) -> None:
             record(mode, seed, 1000.0 + 10 * seed),
             curve=[(0, 0, 0.4), (4, 900, 0.6), (8, 2000, 0.8)], gradient_norms=[0.1, 2000.0],
             actual={str(t): [9.0, t + 1, t] for t in TARGET_LENGTHS},
-            lengths={str(t): [5.0, 1.0, 0.0] for t in TARGET_LENGTHS}, samples=2000,
+            lengths={str(t): [5.0, 1.0, 0.0] for t in TARGET_LENGTHS},
         )
         for mode in MODES for seed in range(2)
     ]  # fmt: skip
     paths = {path.name: path.read_text() for path in write(tmp_path, runs)}
     assert set(paths) == {
-        "reward.svg", "clipping.svg", "norms.svg", "ablations.svg", "lengths.svg"
+        "reward.svg", "clipping.svg", "norms.svg", "ablations.svg", "rates.svg", "lengths.svg"
     }  # fmt: skip
     for svg in paths.values():
         ElementTree.fromstring(svg)
