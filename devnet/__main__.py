@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
@@ -14,11 +15,13 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from devnet.liars import known
 from devnet.plan import Plan, node_plans
 from devnet.processes import stop_recorded
 from protocol.chain.deployment import DEMO_PERIODS, Periods
 from protocol.core.errors import FatalError, PrimeError, UnavailableError, UserError
 from protocol.folders import make_folder
+from protocol.verification.lies import LIES
 
 ROOT = Path("var/devnet")
 MARK = ".devnet-run"
@@ -41,7 +44,16 @@ def up(
         int | None, typer.Option(min=1, help="Train just this many steps (default: until learned).")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes in all.")] = 5,
-    liars: Annotated[int, typer.Option(min=0, help="How many of them lie.")] = 2,
+    liars: Annotated[
+        int | None, typer.Option(min=0, help="How many of them lie (default: 2, or each --liar).")
+    ] = None,
+    liar: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", help="How one of them lies; repeat for more. See `kinds`."),
+    ] = None,
+    shadows: Annotated[
+        int, typer.Option(min=0, help="Nodes without a seat, beside the others.")
+    ] = 0,
     port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
     runtime: Annotated[str, typer.Option(help="process (isolates nothing) or docker.")] = "process",
     image: Annotated[str, typer.Option(help="Worker image by digest, for docker.")] = "",
@@ -50,9 +62,12 @@ def up(
     plain: Annotated[bool, typer.Option(help="Lines instead of the live table.")] = False,
 ) -> None:
     """Run the network until it has learned, check it, write the report, end everything."""
-    if liars >= nodes:
+    kinds = tuple(known(kind) for kind in liar or ())
+    lying = liars if liars is not None else len(kinds) or 2
+    if lying >= nodes:
         raise UserError(
-            f"{liars} liars among {nodes} nodes leave nobody honest", hint="lower --liars"
+            f"{lying} liars among {nodes} nodes leave nobody honest",
+            hint="lower --liars, or raise --nodes",
         )
     if runtime not in ("process", "docker"):
         raise UserError(f"there is no runtime {runtime!r}", hint="process or docker")
@@ -66,7 +81,7 @@ def up(
         root=root,
         steps=steps or 80,
         fixed_steps=steps is not None,
-        nodes=node_plans(nodes, liars),
+        nodes=node_plans(nodes, lying, kinds, shadows),
         periods=QUICK_PERIODS if quick else DEMO_PERIODS,
         port=port,
         runtime=chosen,
@@ -99,6 +114,18 @@ def check(
         network.stop()
     print_findings(findings, json_output)
     sys.exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+@app.command()
+def kinds(
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """How a node can lie (`up --liar KIND`), and what should come of it."""
+    if json_output:
+        print(json.dumps({name: lie.ends for name, lie in LIES.items()}))
+        return
+    for name, lie in LIES.items():
+        print(f"{name:<18} {lie.ends}")
 
 
 @app.command()

@@ -23,7 +23,7 @@ def check(network: Network) -> tuple[list[Finding], Observation]:
 
 def judge(network: Network, seen: Observation) -> list[Finding]:
     """The six, in the order of the README."""
-    honest = [node.name for node in network.plan.nodes if node.liar is None]
+    honest = [node.name for node in network.plan.nodes if node.paid]
     slashes = sum(len(node.slash_transactions) for node in seen.nodes)
     return [
         findings.learned(seen.evaluations, asked=not network.plan.fixed_steps),

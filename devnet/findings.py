@@ -82,13 +82,24 @@ class NodeFacts:
     stake_deposited: int
     stake_active: int
     rejected_leaves: int
+    ends: str = "slashed"
+    """What should come of a liar: "slashed", "void" (its files earn nothing), "unseen"."""
+    units: int = 0
+    """Units of its accepted files."""
 
 
 def liars_slashed(nodes: Sequence[NodeFacts]) -> Finding:
-    """Every liar slashed on chain, ejected and without a lease since; no honest node lost a wei."""
+    """Every liar slashed on chain, ejected and without a lease since (one whose files are void:
+    unpaid and unslashed; of one that should not be seen nothing is asked); no honest node lost a
+    wei."""
     wrong: list[str] = []
     for node in nodes:
-        if node.liar:
+        if node.liar and node.ends != "slashed":
+            if node.ends == "void" and node.units:
+                wrong.append(f"{node.name} earned {node.units} units, and should none")
+            elif node.ends == "void" and node.slashed:
+                wrong.append(f"{node.name} was slashed for files that are only void")
+        elif node.liar:
             if not node.slash_transactions or node.slashed <= 0:
                 wrong.append(f"{node.name} was not slashed")
             elif not node.ejected_on_chain:

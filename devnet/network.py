@@ -23,6 +23,7 @@ from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployment import Deployment
 from protocol.core.errors import PrimeError, UnavailableError, UserError
+from protocol.core.ids import Digest
 from protocol.core.messages import Status
 from protocol.core.run import RunDefinition
 from protocol.transport.client import OrchestratorClient
@@ -35,7 +36,13 @@ PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST")
 
 
 class Network:
-    """A network under `plan.root`. `start` brings it up, `stop` ends every process."""
+    """A network under `plan.root`. `start` brings it up, `stop` ends every process.
+
+    `model`: folder of the base model; `node_flags`: words that every node's command gets as well.
+    """
+
+    model: Path = MODEL
+    node_flags: tuple[str, ...] = ()
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -97,10 +104,13 @@ class Network:
             ],
         )
 
+    def definition(self, base: Digest) -> RunDefinition:
+        """What the pool trains, from the base model of that digest."""
+        return run_definition(self.plan, base, class_threshold())
+
     def create_pool(self) -> None:
         """The run definition, the pool on chain, its funds and its validator."""
-        base = build_manifest(MODEL, pool=0, version=0, step=0).result_digest
-        run = run_definition(self.plan, base, class_threshold())
+        run = self.definition(build_manifest(self.model, pool=0, version=0, step=0).result_digest)
         self.run_file.write_bytes(run.canonical())
         manager = self.accounts["manager"].flags()
         chain = ("--rpc", self.anvil.url, "--deployment", str(self.deployment_file))
@@ -180,7 +190,7 @@ class Network:
             "trainer",
             [
                 *(str(BIN / "trainer"), "run", "--orchestrator", self.url),
-                *("--model", str(MODEL), "--data", str(self.root / "trainer")),
+                *("--model", str(self.model), "--data", str(self.root / "trainer")),
                 *("--learning-rate", "3e-4", "--warmup-steps", "10", "--weight-decay", "0"),
                 *("--beta1", "0.9", "--beta2", "0.95", "--gradient-clip", "1.0", *limit),
                 *self.accounts["trainer"].flags(),
@@ -195,7 +205,10 @@ class Network:
             *("--data", str(self.root / "nodes" / node.name), "--runtime", self.plan.runtime),
             *self.accounts[node.name].flags(),
             *("--threads", "1"),
+            *self.node_flags,
         ]
+        if node.shadow:
+            command.append("--shadow")
         if node.throttle != 1.0:
             command += ["--throttle", str(node.throttle)]
         if node.liar:

@@ -203,7 +203,14 @@ def _node(
         stake_deposited=deposits,
         stake_active=contracts.vault.active(provider),
         rejected_leaves=len(rejected & {e.leaf for e in own_slashes}),
+        ends=plan.ends or "",
+        units=_units(client, address),
     )
+
+
+def _units(client: OrchestratorClient, node: Address) -> int:
+    nodes = json.loads(client.send("GET", "/v1/nodes", signed=False))
+    return sum(int(known["units"]) for known in nodes if known["node"] == node)
 
 
 def _lease_refused(network: Network, name: str) -> bool:
@@ -256,7 +263,7 @@ def _payments(
             node.name,
             claims.get(network.accounts[node.name].address, 0),
             rebuilt.get(network.accounts[node.name].address, 0),
-            node.liar is None,
+            node.paid,
         )
         for node in network.plan.nodes
     ], match
@@ -317,7 +324,7 @@ def _arrivals(network: Network, contracts: Contracts) -> list[Arrival]:
     arrivals = []
     manifests = _Manifests(network, contracts)
     for node in network.plan.nodes:
-        if node.liar is not None:
+        if not node.paid:
             continue
         data = network.root / "nodes" / node.name
         for line in (data / "policies.jsonl").read_text().splitlines():

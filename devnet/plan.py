@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from protocol.core.run import LengthBudgets, Objective, RunDefinition, SpeedClas
 from protocol.core.task import Task
 from protocol.environments.registry import environment_ref
 from protocol.proofs import hardware
+from protocol.verification.lies import LIES, Ending
 
 TOKEN = 10**18
 HELDOUT = 256
@@ -23,17 +25,29 @@ CHALLENGE_SIZE = 1024
 CHALLENGE_ROUNDS = 2
 CARRY_SECONDS = 0.2
 
-LiarKind = Literal["int4", "best_of_4", "copied_proof", "made_up_proof"]
-LIARS: tuple[LiarKind, ...] = ("int4", "best_of_4", "copied_proof", "made_up_proof")
+LIARS = ("int4", "best_of_4", "copied_proof", "made_up_proof")
+"""Who lies if nobody says; protocol.verification.lies has all kinds."""
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node: its name, whether it lies, and how many times slower than this machine it is."""
+    """One node: its name, whether and how it lies (a name of protocol.verification.lies), how many
+    times slower than this machine it is, whether it has no seat."""
 
     name: str
-    liar: LiarKind | None = None
+    liar: str | None = None
     throttle: float = 1.0
+    shadow: bool = False
+
+    @property
+    def ends(self) -> Ending | None:
+        """What should come of its lies; None for an honest node."""
+        return None if self.liar is None else LIES[self.liar].ends
+
+    @property
+    def paid(self) -> bool:
+        """Whether it works honestly for pay."""
+        return self.liar is None and not self.shadow
 
 
 @dataclass(frozen=True)
@@ -72,18 +86,23 @@ class Plan:
         return replace(self, groups_per_batch=8, groups_per_lease=2, samples_per_group=8)
 
 
-def node_plans(nodes: int, liars: int) -> tuple[NodePlan, ...]:
-    """`nodes` in all, `liars` of them lying (4-bit first, then best-of-4, …); the second honest
-    one is slow, so that two speed classes are seen."""
+def node_plans(
+    nodes: int, liars: int, kinds: Sequence[str] = (), shadows: int = 0
+) -> tuple[NodePlan, ...]:
+    """`nodes` in all, `liars` of them lying, each in one of `kinds` (by default 4-bit first, then
+    best-of-4, …); the second honest one is slow, so that two speed classes are seen. `shadows`
+    come beside them."""
+    kinds = kinds or LIARS
     honest = nodes - liars
     plans = [
         NodePlan(f"honest-{i + 1}", throttle=5.0 if i == 1 and honest > 1 else 1.0)
         for i in range(honest)
     ]
     plans += [
-        NodePlan(f"liar-{i + 1}-{LIARS[i % len(LIARS)]}", liar=LIARS[i % len(LIARS)])
+        NodePlan(f"liar-{i + 1}-{kinds[i % len(kinds)]}", liar=kinds[i % len(kinds)])
         for i in range(liars)
     ]
+    plans += [NodePlan(f"shadow-{i + 1}", shadow=True) for i in range(shadows)]
     return tuple(plans)
 
 

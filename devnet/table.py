@@ -19,6 +19,7 @@ _TONES = {
     "failed": "red",
     "quarantined": "yellow",
     "silent": "yellow",
+    "shadow": "dim",
 }
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -86,9 +86,10 @@ class Walk:
                 return
 
     def wait_for_slashes(self) -> None:
-        """Until every liar is ejected by its slash (validity bounds how long that takes)."""
+        """Until every liar that should be is ejected by its slash (validity bounds how long that
+        takes)."""
         names = self.network.names()
-        liars = {node.name for node in self.network.plan.nodes if node.liar is not None}
+        liars = {node.name for node in self.network.plan.nodes if node.ends == "slashed"}
         if not liars:
             return
         self.note("waiting until every liar's slash is executed on chain")
@@ -125,7 +126,7 @@ class Walk:
 
         self.until(f"the reward root of epoch {last}", claimable, deadline)
         for node in network.plan.nodes:
-            if node.liar is None:
+            if node.paid:
                 self.note(f"{node.name} claims its rewards")
                 network.supervisor.run(
                     "claims",
@@ -154,7 +155,7 @@ class Walk:
 
     def _all_have_the_last(self, status: Status) -> bool:
         names = self.network.names()
-        honest = {node.name for node in self.network.plan.nodes if node.liar is None}
+        honest = {node.name for node in self.network.plan.nodes if node.paid}
         return all(
             node.policy_version == status.latest_version
             for node in status.nodes

@@ -34,12 +34,16 @@ def admit(
     *,
     device: Device = "cpu",
     throttle: float = 1.0,
+    shadow: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> AdmissionAnswer:
     """Asks for a challenge, solves it, hands the products in. Raises PolicyError if the pool
-    refuses this machine. `throttle` N makes it N times slower (development)."""
-    challenge = api.challenge(AdmissionRequest(hardware=hardware, task_runtime=runtime))
+    refuses this machine. `throttle` N makes it N times slower (development); `shadow` asks for no
+    seat."""
+    challenge = api.challenge(
+        AdmissionRequest(hardware=hardware, task_runtime=runtime, shadow=shadow)
+    )
     started = clock()
     products = solve(challenge, device)
     if throttle > 1.0:

@@ -31,6 +31,7 @@ from protocol.core.messages import (
 from protocol.core.rollout import SignedSubmission
 from protocol.core.run import RunDefinition
 from protocol.core.signing import Signer
+from protocol.core.task import shadow_pool
 from protocol.transport.client import Empty, OrchestratorClient
 
 T = TypeVar("T")
@@ -41,7 +42,15 @@ _RELAY_LIST = TypeAdapter(tuple[RelayInfo, ...])
 class NodeApi:
     """What a node asks of its orchestrator. Errors as OrchestratorClient raises them."""
 
-    def __init__(self, base_url: str, signer: Signer | None, *, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        signer: Signer | None,
+        *,
+        timeout: float = 30.0,
+        shadow: bool = False,
+    ) -> None:
+        self._shadow = shadow
         self.client = OrchestratorClient(base_url, signer, "node", timeout=timeout)
 
     def close(self) -> None:
@@ -84,7 +93,8 @@ class NodeApi:
 
     def lease(self, policy_version: int) -> LeaseAnswer:
         """The open lease of this node or a new one; the manager's signature and the addressee are
-        checked. Raises UntrustedError if they do not hold."""
+        checked. Raises UntrustedError if they do not hold, and if a shadow node is given a lease
+        that could be paid or slashed, or another one a lease that could not."""
         answer = self.client.post(
             "/v1/leases", LeaseRequest(policy_version=policy_version), LeaseAnswer
         )
@@ -92,7 +102,8 @@ class NodeApi:
             pool, lease = self.client.pool(), answer.lease.lease
             manager = lease.recover(self.client.domain("work"), answer.lease.signature)
             mine = self.client.signer.address if self.client.signer else None
-            if manager != pool.manager or lease.node != mine or lease.pool != pool.pool:
+            number = shadow_pool(pool.pool) if self._shadow else pool.pool
+            if manager != pool.manager or lease.node != mine or lease.pool != number:
                 raise UntrustedError("the lease is not the pool manager's for this node")
         return answer
 

@@ -54,6 +54,7 @@ class Pulse:
         *,
         data: DataFolder,
         runtime: RuntimeName,
+        shadow: bool = False,
         now: Callable[[], float],
         stop: threading.Event,
         threads: Sequence[WatchedThread] = (),
@@ -61,6 +62,7 @@ class Pulse:
         self._threads = threads
         self._data = data
         self._runtime = runtime
+        self._shadow = shadow
         self._now = now
         self._stop = stop
         self._started_at = int(now())
@@ -112,7 +114,7 @@ class Pulse:
         """One heartbeat and what its answer asks for; an exit status if that is to end."""
         self._next_beat = time.monotonic() + self._run.heartbeat_seconds
         try:
-            answer = self._api.heartbeat(self._body())
+            answer = self._meant(self._api.heartbeat(self._body()))
         except FINAL_ERRORS:
             raise
         except PrimeError as error:
@@ -157,6 +159,18 @@ class Pulse:
             log.warning("no heartbeat got through: %s; work goes on, trying again", error)
         silence = time.monotonic() - self._silent_since
         self._next_beat += min(LONGEST_SILENCE, silence)
+
+    def _meant(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
+        """The answer as it applies to how this agent was started: a paid one comes out of the
+        shadow by joining. Raises PolicyError if a shadow agent's node has a seat."""
+        if self._shadow and answer.status in ("active", "silent", "admitted"):
+            raise PolicyError(
+                "this node has a seat, and --shadow would put its stake at risk: leave the pool "
+                "first (prime-node leave), or use another --wallet"
+            )
+        if not self._shadow and answer.status == "shadow":
+            return answer.model_copy(update={"directive": "join", "reason": "it worked in shadow"})
+        return answer
 
     def _obey(self, answer: HeartbeatAnswer) -> int | None:
         if answer.directive != self._directive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from node.api import NodeApi
 from node.config import Settings
 from node.link import connect
 from node.owner import read_standing
@@ -35,7 +36,9 @@ def overview(settings: Settings) -> dict[str, Any]:
             )
     if settings.wallet is not None:
         found["node"] = wallet_address(settings)
-    if settings.orchestrator and settings.rpc and "node" in found:
+    if last is not None and last.node_status == "shadow" and settings.orchestrator:
+        found |= _in_shadow(settings, last.node)
+    elif settings.orchestrator and settings.rpc and "node" in found:
         found |= _on_chain(settings, found["node"])
     return found
 
@@ -61,3 +64,19 @@ def _on_chain(settings: Settings, node: str) -> dict[str, Any]:
         return {"chain": f"unreachable: {error}"}
     finally:
         link.close()
+
+
+def _in_shadow(settings: Settings, node: str) -> dict[str, Any]:
+    """What the pool says of a node without a seat: its verdicts, and nothing else."""
+    found: dict[str, Any] = {"seat": "none (shadow): nothing at stake, nothing paid"}
+    try:
+        api = NodeApi(settings.need_orchestrator(), None, timeout=5.0)
+        try:
+            mine = next((known for known in api.nodes() if known.node == node), None)
+        finally:
+            api.close()
+    except UnavailableError as error:
+        return found | {"orchestrator": f"unreachable: {error}"}
+    if mine is not None:
+        found["verdicts"] = f"{mine.accepted} accepted, {mine.rejected} rejected, {mine.void} void"
+    return found

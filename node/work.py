@@ -47,10 +47,12 @@ class Receipted:
 
 
 def read_receipts(data: DataFolder) -> list[Entry]:
-    """What the agent in this folder has receipts for; it may be running."""
+    """What the agent in this folder has receipts for; it may be running. Shadow files are left
+    out: no contract would take them."""
     if not (data.outbox / "journal.sqlite").is_file():
         return []
-    return Outbox(data.outbox, now=time.time, sweep=False).receipted()
+    entries = Outbox(data.outbox, now=time.time, sweep=False).receipted()
+    return [entry for entry in entries if entry.lease is None or not entry.lease.lease.shadow]
 
 
 def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> list[Receipted]:

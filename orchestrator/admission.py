@@ -4,19 +4,22 @@
 
 A slow answer lowers the class and never fails a node; a wrong one fails. The outbox carries the
 invite to Pools.join, so that a node needs no ETH; membership itself is the chain's fact and comes
-back through the indexer.
+back through the indexer. A shadow node (see orchestrator/shadow.py) is measured too, and gets no
+invite.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from sqlalchemy import Connection
 
 from orchestrator.backend import Backend
 from orchestrator.intents import queue_intent
-from orchestrator.members import derive_node
+from orchestrator.members import derive_node, membership
 from orchestrator.scheduler import speed_class
 from orchestrator.store import challenges, nodes
 from orchestrator.store.challenges import ChallengeRow
+from orchestrator.store.nodes import NodeRow
 from protocol.core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
 from protocol.core.ids import Address
 from protocol.core.messages import AdmissionAnswer, AdmissionRequest, Challenge
@@ -32,7 +35,7 @@ def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> 
     """A challenge for the machine. Its time runs from now.
 
     Raises PolicyError if the machine does not meet the requirements, the node was ejected or waits
-    for its slash, or too many challenges are open.
+    for its slash, has a seat and asks for shadow work, or too many challenges are open.
     """
     run, now = backend.context.run, backend.now()
     missing = run.requirements.shortfalls(request.hardware)
@@ -48,17 +51,32 @@ def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> 
         deadline=int(now) + CHALLENGE_SECONDS,
         hardware=request.hardware.model_dump_json(),
         runtime=request.task_runtime,
+        shadow=request.shadow,
     )
     with backend.store.begin() as connection:
-        node = nodes.get(connection, account)
-        if node is not None and node.status in ("ejected", "quarantined"):
-            raise PolicyError(f"the node is {node.status} and cannot be admitted")
+        _check_admissible(connection, backend, account, nodes.get(connection, account), row.shadow)
         if challenges.open_for(connection, account, now) >= MAX_OPEN_CHALLENGES:
             raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
         challenges.add(connection, row)
     return Challenge(
         id=row.id, seed=row.seed, size=row.size, rounds=row.rounds, deadline=row.deadline
     )
+
+
+def _check_admissible(
+    connection: Connection, backend: Backend, account: Address, node: NodeRow | None, shadow: bool
+) -> None:
+    """Raises PolicyError if the account may not be admitted in this way."""
+    if node is not None and node.status in ("ejected", "quarantined"):
+        raise PolicyError(f"the node is {node.status} and cannot be admitted")
+    if not shadow:
+        return
+    seated = membership(connection, backend.context.pool, account)[0] == "member"
+    if seated or (node is not None and node.status in ("active", "silent")):
+        raise PolicyError(
+            "a node with a seat works for pay: leave the pool (prime-node leave) before "
+            "--shadow, or use another wallet"
+        )
 
 
 def solution_limit(backend: Backend) -> int:
@@ -118,8 +136,7 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: int) -> 
     context, now = backend.context, backend.now()
     with backend.store.begin() as connection:
         node = nodes.lock_row(connection, account)
-        if node is not None and node.status in ("ejected", "quarantined"):
-            raise PolicyError(f"the node is {node.status} and cannot be admitted")
+        _check_admissible(connection, backend, account, node, row.shadow)
         is_member = node is not None and node.status in ("active", "silent")
         if node is not None and is_member:
             assigned = node.speed_class
@@ -132,7 +149,10 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: int) -> 
                 hardware=Hardware.model_validate_json(row.hardware),
                 runtime=row.runtime,
                 now=now,
+                status="shadow" if row.shadow else "admitted",
             )
+            if row.shadow:  # no invite: nothing that could become a seat
+                return AdmissionAnswer(speed_class=assigned, mmacs_per_second=rate)
             derive_node(connection, context, account, now)  # a member already, if this store is new
         invite = Invite(
             pool=context.pool,

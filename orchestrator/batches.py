@@ -205,6 +205,7 @@ def free_groups(connection: Connection, *, step: int, max_staleness: int) -> lis
                 groups.c.policy_version >= step - max_staleness,
                 groups.c.policy_version <= step,
                 submissions.c.status == "accepted",
+                submissions.c.shadow.is_(False),
             )
         )
     ).mappings()

@@ -178,7 +178,7 @@ def derive_root(connection: Connection, root: Digest) -> None:
 def _adopt_leaf(connection: Connection, leaf: Digest, posted_at: int) -> None:
     """The row of a root that is one leaf, posted by its node."""
     submission = submissions.get(connection, leaf)
-    if submission is None or submission.root_id is not None:
+    if submission is None or submission.root_id is not None or submission.shadow:
         return
     key = connection.execute(
         sa.insert(schema.roots).values(

@@ -116,9 +116,10 @@ def _accept(backend: Backend, signed: SignedSubmission, digest: Digest) -> Recei
             policy_version=row.policy_version,
             receipt=answer,
             received_at=now,
+            shadow=row.shadow,
         )
         leases.set_status(connection, lease_digest, after.status)
-        jobs.add(connection, digest, now=now)
+        jobs.add(connection, digest, now=now, shadow=row.shadow)
     return answer
 
 

@@ -3,6 +3,7 @@
     accepted  submission, lease, credit, groups for batches, job done
     rejected  submission, lease, node quarantined, slash and its `propose` intent, job done
     void      submission, lease, job done
+    (of a shadow lease, whatever the verdict: submission, lease, job done, and nothing else)
     abstained the job goes back; nothing is decided about the file or its node
 
 Killed between the objects and the transaction, the job's claim runs out and the file is judged
@@ -147,7 +148,9 @@ def record_verdict(
             return False
         nodes.lock_row(connection, row.node)  # two verdicts on one node follow one another
         _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
-        if outcome is Outcome.ACCEPTED:
+        if row.shadow:
+            log.info("shadow submission: nothing follows from its verdict")
+        elif outcome is Outcome.ACCEPTED:
             _credit(connection, context, row, judgement, now)
         elif outcome is Outcome.REJECTED:
             _punish(connection, context, row, published, now)

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from sqlalchemy import Connection
 
-from orchestrator import scheduler
+from orchestrator import scheduler, shadow
 from orchestrator.backend import Backend
-from orchestrator.scheduler import Asker, Grant, Rules, Supply
+from orchestrator.scheduler import Asker, Grant, Rules, Supply, Wait
 from orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
 from orchestrator.store.leases import LeaseRow
+from orchestrator.store.nodes import NodeRow
 from protocol.core.draws import SaltOpening
 from protocol.core.errors import ConflictError, FatalError, NotFoundError, PolicyError
 from protocol.core.ids import Address, Digest
 from protocol.core.lifecycle import LeaseState, step_lease
 from protocol.core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadRequest
 from protocol.core.rollout import MAX_FILE_BYTES
-from protocol.core.task import Lease, SignedLease
+from protocol.core.task import Lease, SignedLease, shadow_pool
 from protocol.storage.base import digest_key
 
 WAIT_MS = 500
@@ -67,31 +68,64 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
         if node is None or node.status in ("left", "ejected"):
             status = "not admitted" if node is None else node.status
             raise PolicyError(f"the node is {status} and gets no lease")
+        if node.status == "shadow":
+            return shadow_lease(connection, backend, node, request, now)
         if node.status != "active":
             return LeaseAnswer(
                 lease=None, retry_after_ms=4 * WAIT_MS, reason=f"the node is {node.status}"
             )
-        for row in leases.open_of(connection, account):
-            if row.deadline >= now:
-                return LeaseAnswer(lease=row.signed())
+        if held := _held(connection, account, now, shadow=False):
+            return held
         asker = Asker(node.status, request.policy_version)
         choice = scheduler.decide(asker, supply_of(connection, backend), rules_of(backend))
-        if not isinstance(choice, Grant):
-            return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
-        draws = backend.draws.current(connection, backend.objects, backend.context, now)
-        if draws is None:
-            return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
-        signed = _make(connection, backend, account, node.speed_class, choice, draws, now)
-        leases.add(connection, backend.digest(signed.lease), signed, now=now)
+        return _answer(connection, backend, node, choice, backend.context.pool, now)
+
+
+def shadow_lease(
+    connection: Connection, backend: Backend, node: NodeRow, request: LeaseRequest, now: float
+) -> LeaseAnswer:
+    """The same for a node without a seat: a lease of the shadow pool, within `shadow.decide`."""
+    if held := _held(connection, node.address, now, shadow=True):
+        return held
+    choice = shadow.decide(
+        request.policy_version, shadow.load_of(connection, now), rules_of(backend)
+    )
+    return _answer(connection, backend, node, choice, shadow_pool(backend.context.pool), now)
+
+
+def _held(
+    connection: Connection, account: Address, now: float, *, shadow: bool
+) -> LeaseAnswer | None:
+    for row in leases.open_of(connection, account):
+        if row.deadline >= now and row.shadow == shadow:
+            return LeaseAnswer(lease=row.signed())
+    return None
+
+
+def _answer(
+    connection: Connection,
+    backend: Backend,
+    node: NodeRow,
+    choice: Grant | Wait,
+    pool: int,
+    now: float,
+) -> LeaseAnswer:
+    if isinstance(choice, Wait):
+        return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
+    draws = backend.draws.current(connection, backend.objects, backend.context, now)
+    if draws is None:
+        return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
+    signed = _make(connection, backend, node, choice, pool, draws, now)
+    leases.add(connection, backend.digest(signed.lease), signed, now=now)
     return LeaseAnswer(lease=signed)
 
 
 def _make(
     connection: Connection,
     backend: Backend,
-    account: Address,
-    speed_class: int,
+    node: NodeRow,
     choice: Grant,
+    pool: int,
     draws: Digest,
     now: float,
 ) -> SignedLease:
@@ -101,13 +135,13 @@ def _make(
     context = backend.context
     opening = SaltOpening(random=backend.salt(), draws=draws)
     statement = Lease(
-        pool=context.pool,
+        pool=pool,
         step=choice.step,
-        node=account,
+        node=node.address,
         index=leases.next_index(connection, choice.step),
         policy_digest=policy.digest,
         run_digest=context.run.digest(),
-        speed_class=speed_class,
+        speed_class=node.speed_class,
         salt=opening.salt(),
         deadline=int(now) + context.run.lease_seconds,
     )

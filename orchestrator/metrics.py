@@ -40,6 +40,12 @@ def render(backend: Backend, requests: RequestCounts) -> str:
         lines = [
             *_family("prime_nodes", "gauge", "status", states),
             *_family("prime_submissions", "gauge", "status", submissions.counts(connection)),
+            *_family(
+                "prime_shadow_submissions",
+                "gauge",
+                "status",
+                submissions.counts(connection, shadow=True),
+            ),
             *_family("prime_jobs", "gauge", "status", jobs.counts(connection)),
             *_family("prime_intents", "gauge", "status", intents.counts(connection)),
             *_single("prime_next_step", batches.next_step(connection)),

@@ -55,7 +55,7 @@ def _post_next(
     with store.begin() as connection:
         waiting = connection.execute(
             select(submissions.c.digest, submissions.c.body, submissions.c.received_at)
-            .where(submissions.c.root_id.is_(None))
+            .where(submissions.c.root_id.is_(None), submissions.c.shadow.is_(False))
             .order_by(submissions.c.received_at, submissions.c.digest)
             .limit(run.root_submissions)
         ).all()

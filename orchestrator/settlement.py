@@ -333,7 +333,8 @@ def refresh_credits(connection: Connection, node: Address) -> None:
 
 
 def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
-    """Voids submissions that nobody judged within their root's validity; returns how many.
+    """Voids submissions that nobody judged within their root's validity (shadow ones have no root:
+    since they came); returns how many.
 
     Our fault: unpaid, unpunished, counted. Their jobs end.
     """
@@ -343,10 +344,16 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
             return 0
         late = connection.execute(
             select(submissions.c.digest, submissions.c.lease_digest)
-            .join(roots, roots.c.id == submissions.c.root_id)
+            .outerjoin(roots, roots.c.id == submissions.c.root_id)
             .where(
                 submissions.c.status == "submitted",
-                roots.c.posted_at < clock.time - context.run.validity_seconds,
+                or_(
+                    roots.c.posted_at < clock.time - context.run.validity_seconds,
+                    and_(
+                        submissions.c.shadow.is_(True),
+                        submissions.c.received_at < now() - context.run.validity_seconds,
+                    ),
+                ),
             )
         ).all()
         for row in late:

@@ -70,6 +70,7 @@ def status(backend: Backend) -> Status:
             published=tuple(versions),
             nodes=tuple(_heard_last(_nodes(connection))),
             files=submissions.counts(connection),
+            shadow_files=submissions.counts(connection, shadow=True),
             batches=tuple(_batches(connection)),
             transactions=tuple(_transactions(connection)),
             slashes=tuple(_slashes(connection)),
@@ -104,9 +105,10 @@ def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
 
 def _nodes(connection: Connection) -> list[NodeInfo]:
     counts = submissions.counts_by_node(connection)
+    unpaid = submissions.counts_by_node(connection, shadow=True)
     found = []
     for node in nodes.every(connection):
-        count = counts.get(node.address, {})
+        count = (unpaid if node.status == "shadow" else counts).get(node.address, {})
         found.append(
             NodeInfo(
                 node=node.address,
@@ -118,7 +120,7 @@ def _nodes(connection: Connection) -> list[NodeInfo]:
                 accepted=count.get("accepted", 0),
                 rejected=count.get("rejected", 0),
                 void=count.get("void", 0),
-                units=count.get("units", 0),
+                units=0 if node.status == "shadow" else count.get("units", 0),
             )
         )
     return found

@@ -4,7 +4,7 @@
 const at = (id) => document.getElementById(id);
 const short = (hex) => (hex && hex.length > 14 ? hex.slice(0, 8) + "…" + hex.slice(-4) : hex || "–");
 const tone = { active: "good", confirmed: "good", executed: "bad", ejected: "bad",
-               quarantined: "warn", failed: "bad", silent: "warn" };
+               quarantined: "warn", failed: "bad", silent: "warn", shadow: "dim" };
 
 function element(tag, text, className) {
   const made = document.createElement(tag);
@@ -101,6 +101,7 @@ function draw(status) {
   at("reward").textContent = last ? (last.mean_reward_micro / 1e6).toFixed(3) : "–";
   at("staleness").textContent = last ? last.staleness_max : "–";
   for (const kind of ["accepted", "rejected", "void"]) at(kind).textContent = status.files[kind] ?? 0;
+  at("shadow").textContent = Object.values(status.shadow_files).reduce((sum, n) => sum + n, 0);
   at("chain").textContent = status.chain_reachable ? "live" : "silent";
   at("chain").className = status.chain_reachable ? "good" : "warn";
   drawCurve(status.batches);

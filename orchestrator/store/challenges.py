@@ -28,6 +28,7 @@ class ChallengeRow:
     hardware: str
     runtime: str
     used: bool = False
+    shadow: bool = False
 
 
 def add(connection: Connection, challenge: ChallengeRow) -> None:

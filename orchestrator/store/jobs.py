@@ -30,10 +30,12 @@ class JobRow:
     abstentions: int
     created_at: float
     not_before: float
+    shadow: bool
 
 
-def add(connection: Connection, submission: Digest, *, now: float) -> bool:
-    """Queues the judging of a submission; False if it is queued already."""
+def add(connection: Connection, submission: Digest, *, now: float, shadow: bool = False) -> bool:
+    """Queues the judging of a submission; False if it is queued already. A shadow one is taken
+    only when no other waits."""
     values = {
         "submission_digest": submission,
         "status": "ready",
@@ -41,6 +43,7 @@ def add(connection: Connection, submission: Digest, *, now: float) -> bool:
         "abstentions": 0,
         "created_at": now,
         "not_before": 0.0,
+        "shadow": shadow,
     }
     return insert_new(connection, schema.jobs, values)
 
@@ -71,7 +74,7 @@ def claim(
     oldest = (
         sa.select(_jobs.submission_digest)
         .where(free)
-        .order_by(_jobs.created_at, _jobs.submission_digest)
+        .order_by(_jobs.shadow, _jobs.created_at, _jobs.submission_digest)
         .limit(1)
         .with_for_update(skip_locked=True)
     )

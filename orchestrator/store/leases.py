@@ -31,6 +31,7 @@ class LeaseRow:
     upload_size: int | None
     uploads: int
     body: str
+    shadow: bool
 
     def signed(self) -> SignedLease:
         """The lease as it was given out."""
@@ -51,6 +52,7 @@ def add(connection: Connection, digest: Digest, signed: SignedLease, *, now: flo
             deadline=lease.deadline,
             created_at=now,
             body=signed.model_dump_json(),
+            shadow=lease.shadow,
         )
     )
 
@@ -121,7 +123,7 @@ def under_way(connection: Connection, *, now: float, younger_than: float) -> lis
     """(policy version, number of leases) that may still bring groups.
 
     Counted are open leases before their deadline, given to active nodes after `younger_than`, and
-    submitted ones that a validator may yet judge.
+    submitted ones that a validator may yet judge; no shadow leases, whose files bring none.
     """
     nodes, jobs, submissions = schema.nodes.c, schema.jobs.c, schema.submissions.c
     held = (
@@ -132,14 +134,42 @@ def under_way(connection: Connection, *, now: float, younger_than: float) -> lis
             _leases.deadline >= now,
             _leases.created_at >= younger_than,
             nodes.status == "active",
+            _leases.shadow.is_(False),
         )
         .group_by(_leases.policy_version)
     )
     judged_soon = (
         sa.select(submissions.policy_version, sa.func.count())
         .join(schema.jobs, jobs.submission_digest == submissions.digest)
-        .where(submissions.status == "submitted", jobs.status.in_(("ready", "claimed")))
+        .where(
+            submissions.status == "submitted",
+            submissions.shadow.is_(False),
+            jobs.status.in_(("ready", "claimed")),
+        )
         .group_by(submissions.policy_version)
     )
     found = [*connection.execute(held), *connection.execute(judged_soon)]
     return sorted((int(version), int(n)) for version, n in found)
+
+
+def shadow_under_way(connection: Connection, *, now: float) -> int:
+    """Shadow leases that are open, or whose files wait for a verdict, in the whole pool."""
+    submissions = schema.submissions.c
+    held = sa.select(sa.func.count()).where(
+        _leases.shadow.is_(True), _leases.status == "open", _leases.deadline >= now
+    )
+    waiting = sa.select(sa.func.count()).where(
+        submissions.shadow.is_(True), submissions.status == "submitted"
+    )
+    return int(connection.execute(held).scalar_one() + connection.execute(waiting).scalar_one())
+
+
+def given_since(connection: Connection, since: float) -> tuple[int, int]:
+    """How many leases were given at `since` or later: (shadow ones, others)."""
+    query = (
+        sa.select(_leases.shadow, sa.func.count())
+        .where(_leases.created_at >= since)
+        .group_by(_leases.shadow)
+    )
+    found = {bool(shadow): int(n) for shadow, n in connection.execute(query)}
+    return found.get(True, 0), found.get(False, 0)

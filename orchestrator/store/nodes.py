@@ -73,15 +73,16 @@ def admit(
     hardware: Hardware,
     runtime: str,
     now: float,
+    status: NodeStatus = "admitted",
 ) -> None:
-    """Writes a newly admitted node, or admits one again that had left."""
+    """Writes a newly admitted (or shadow) node, or admits one again that had left."""
     upsert(
         connection,
         schema.nodes,
         {
             "address": address,
             "provider": None,
-            "status": "admitted",
+            "status": status,
             "speed_class": speed_class,
             "hardware": hardware.model_dump_json(),
             "runtime": runtime,

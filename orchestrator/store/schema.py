@@ -74,6 +74,7 @@ challenges = Table(
     Column("hardware", Text, nullable=False),
     Column("runtime", Text, nullable=False),
     Column("used", Boolean, nullable=False, default=False),
+    Column("shadow", Boolean, nullable=False, default=False),  # asked for no seat
 )
 
 leases = Table(
@@ -91,6 +92,7 @@ leases = Table(
     Column("upload_size", BigInteger),
     Column("uploads", Integer, nullable=False, default=0),  # distinct files announced so far
     Column("body", Text, nullable=False),  # JSON of SignedLease
+    Column("shadow", Boolean, nullable=False, default=False),  # see Lease.shadow
     UniqueConstraint("step", "lease_index"),
     Index("leases_node_status", "node", "status"),
     Index("leases_status_deadline", "status", "deadline"),
@@ -119,6 +121,7 @@ submissions = Table(
     Column("judged_at", Float),
     Column("root_id", Integer),  # roots.id once taken into a root
     Column("leaf_index", Integer),
+    Column("shadow", Boolean, nullable=False, default=False),  # of a shadow lease: only judged
     Index("submissions_status", "status"),
     Index("submissions_root", "root_id"),
     Index("submissions_node", "node", "received_at"),
@@ -136,7 +139,8 @@ jobs = Table(
     Column("abstentions", Integer, nullable=False, default=0),
     Column("created_at", Float, nullable=False),
     Column("not_before", Float, nullable=False, default=0),
-    Index("jobs_ready", "status", "created_at"),
+    Column("shadow", Boolean, nullable=False, default=False),  # comes after every other
+    Index("jobs_ready", "status", "shadow", "created_at"),
 )
 
 groups = Table(

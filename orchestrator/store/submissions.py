@@ -41,6 +41,7 @@ class SubmissionRow:
     judged_at: float | None
     root_id: int | None
     leaf_index: int | None
+    shadow: bool
 
     def signed(self) -> SignedSubmission:
         """The submission as the node signed it."""
@@ -59,6 +60,7 @@ def add(
     policy_version: int,
     receipt: ReceiptAnswer,
     received_at: float,
+    shadow: bool = False,
 ) -> None:
     """Writes an arrived submission."""
     body = signed.submission
@@ -75,6 +77,7 @@ def add(
             receipt=receipt.model_dump_json(),
             received_at=received_at,
             status="submitted",
+            shadow=shadow,
         )
     )
 
@@ -140,27 +143,40 @@ def ended_badly(
 
 
 def accepted_of(connection: Connection, node: Address) -> int:
-    """Number of accepted submissions of `node`."""
+    """Number of accepted submissions of `node`, shadow ones left out."""
     query = sa.select(sa.func.count()).where(
-        _submissions.node == node, _submissions.status == "accepted"
+        _submissions.node == node,
+        _submissions.status == "accepted",
+        _submissions.shadow.is_(False),
     )
     return int(connection.execute(query).scalar_one())
 
 
-def counts(connection: Connection) -> dict[str, int]:
-    """Number of submissions by status."""
-    query = sa.select(_submissions.status, sa.func.count()).group_by(_submissions.status)
+def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
+    """Number of submissions by status: of those that count, or of the shadow ones."""
+    query = (
+        sa.select(_submissions.status, sa.func.count())
+        .where(_submissions.shadow.is_(shadow))
+        .group_by(_submissions.status)
+    )
     return {status: int(n) for status, n in connection.execute(query)}
 
 
-def counts_by_node(connection: Connection) -> dict[Address, dict[str, int]]:
-    """Per node: number of submissions by status, and under "units" the units accepted."""
-    query = sa.select(
-        _submissions.node,
-        _submissions.status,
-        sa.func.count(),
-        sa.func.coalesce(sa.func.sum(_submissions.units), 0),
-    ).group_by(_submissions.node, _submissions.status)
+def counts_by_node(
+    connection: Connection, *, shadow: bool = False
+) -> dict[Address, dict[str, int]]:
+    """Per node: number of submissions by status, and under "units" the units accepted. Of those
+    that count, or of the shadow ones."""
+    query = (
+        sa.select(
+            _submissions.node,
+            _submissions.status,
+            sa.func.count(),
+            sa.func.coalesce(sa.func.sum(_submissions.units), 0),
+        )
+        .where(_submissions.shadow.is_(shadow))
+        .group_by(_submissions.node, _submissions.status)
+    )
     found: dict[Address, dict[str, int]] = {}
     for node, status, n, units in connection.execute(query):
         entry = found.setdefault(Address(node), {"units": 0})

@@ -1,6 +1,7 @@
 """Lifecycles as pure steps: `step(state, event, now) -> (state, effects)`.
 
 Nodes:   admitted → active ⇄ silent;  any → quarantined → ejected | active;  any → left
+         shadow, which has no seat: heartbeats only, until it is admitted
 Leases:  open → submitted → accepted | rejected | void;  open → expired
 An event that does not fit the state leaves it unchanged and has no effect: events may come twice.
 """

@@ -94,8 +94,11 @@ class RevokeRequest(Strict):
 
 
 class AdmissionRequest(Strict):
+    """`shadow`: work for verdicts alone, without a seat; see protocol.md."""
+
     hardware: Hardware
     task_runtime: Literal["docker", "process"]
+    shadow: bool = False
 
 
 class Challenge(Strict):
@@ -110,10 +113,12 @@ class Challenge(Strict):
 
 
 class AdmissionAnswer(Strict):
+    """`invite` with the manager's signature; neither for a shadow node, which gets no seat."""
+
     speed_class: int
     mmacs_per_second: int
-    invite: Invite
-    signature: SignatureField
+    invite: Invite | None = None
+    signature: SignatureField | None = None
 
 
 class Heartbeat(Strict):
@@ -233,6 +238,8 @@ class BatchAnswer(Strict):
 
 
 class NodeInfo(Strict):
+    """Counts are of the node's files; a shadow node's of its shadow files, which earn no units."""
+
     node: AddressField
     provider: AddressField | None
     status: NodeStatus
@@ -291,6 +298,8 @@ class Status(Strict):
     nodes: tuple[NodeInfo, ...]
     files: dict[str, int]
     """Count of submissions by status, all time."""
+    shadow_files: dict[str, int] = Field(default_factory=dict)
+    """The same of shadow nodes' files, which are judged and nothing else."""
     batches: tuple[dict[str, int | str], ...]
     """Newest last, at most 200: step, rows, mean_reward_micro, staleness_max, sealed_at."""
     transactions: tuple[dict[str, int | str], ...]

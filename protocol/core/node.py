@@ -121,7 +121,8 @@ class Requirements(Strict):
             )
 
 
-NodeStatus = Literal["admitted", "active", "silent", "quarantined", "ejected", "left"]
+NodeStatus = Literal["admitted", "active", "silent", "quarantined", "ejected", "left", "shadow"]
 """admitted: invited, not yet a member on chain · active: member with fresh heartbeats · silent: no
 heartbeat for the death period (gets no lease, loses nothing) · quarantined: a rejected file waits
-for its slash · ejected: the slash or an ejection is confirmed · left: by its own act."""
+for its slash · ejected: the slash or an ejection is confirmed · left: by its own act · shadow:
+works without a seat, for verdicts alone."""

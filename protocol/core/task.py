@@ -34,6 +34,18 @@ class Task(Strict):
     gpus: bool = False
 
 
+SHADOW_POOLS = 1 << 255
+"""Pool numbers from here on are no pools: contracts count theirs from 1 and never reach it."""
+
+
+def shadow_pool(pool: int) -> int:
+    """The number under which shadow leases of a pool are signed.
+
+    No contract knows such a pool, so a file made for it has no way onto the chain: no root, no pay,
+    no slash, whoever holds the signatures."""
+    return SHADOW_POOLS + pool
+
+
 class Lease(Statement):
     """Signed by the manager. `seed = keccak256("prime/lease/v1" ‖ digest)` fixes all that pays."""
 
@@ -47,6 +59,11 @@ class Lease(Statement):
     speed_class: U8
     salt: DigestField
     deadline: U64
+
+    @property
+    def shadow(self) -> bool:
+        """Whether its file is judged and nothing else: never rooted, paid, trained on, slashed."""
+        return self.pool >= SHADOW_POOLS
 
 
 class SignedLease(Strict):

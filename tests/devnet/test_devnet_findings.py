@@ -125,3 +125,15 @@ def test_delivered_fails_for_a_missing_forged_or_never_delta_policy(
     arrivals: list[f.Arrival],
 ) -> None:
     assert not f.delivered(arrivals, ["honest-1"], [0, 1, 2]).ok
+
+
+def test_a_liar_whose_files_are_void_must_earn_nothing_and_lose_nothing() -> None:
+    void = f.NodeFacts("liar-2", "0x3", True, (), 0, False, None, 0, 100, 100, 0, ends="void")
+    assert f.liars_slashed([HONEST, void]).ok
+    assert "earned 5 units" in f.liars_slashed([replace(void, units=5)]).because
+    assert "only void" in f.liars_slashed([replace(void, slashed=50)]).because
+
+
+def test_nothing_is_asked_of_a_lie_that_is_known_not_to_be_seen() -> None:
+    unseen = f.NodeFacts("liar-3", "0x4", True, (), 0, False, None, 0, 100, 100, 0, "unseen", 9)
+    assert f.liars_slashed([HONEST, unseen]).ok

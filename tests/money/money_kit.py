@@ -28,7 +28,7 @@ from protocol.core.node import Hardware
 from protocol.core.rollout import SignedSubmission, Submission
 from protocol.core.run import EnvironmentRef, LengthBudgets, RunDefinition
 from protocol.core.signing import LocalSigner
-from protocol.core.task import Lease, SignedLease, Task
+from protocol.core.task import Lease, SignedLease, Task, shadow_pool
 from protocol.core.verdict import Reason, VerdictRow, VerdictTable
 from protocol.storage.base import put_object
 from protocol.storage.directory import DirectoryStore
@@ -178,6 +178,7 @@ class Shop:
         *,
         step: int = 0,
         version: int = 0,
+        shadow: bool = False,
         make: Callable[[SignedLease, Digest], bytes] | None = None,
     ) -> SubmissionRow:
         """A lease, a file (by `make`, else arbitrary bytes) and its submission through the real
@@ -192,7 +193,7 @@ class Shop:
         assert listed is not None
         opening = SaltOpening(random=encoding.sha256(f"salt {number}".encode()), draws=listed)
         lease = Lease(
-            pool=self.context.pool,
+            pool=shadow_pool(self.context.pool) if shadow else self.context.pool,
             step=step,
             node=node.address,
             index=number,
@@ -213,7 +214,7 @@ class Shop:
         if make is not None:
             content = make(signed_lease, lease_digest)
         claim = Submission(
-            pool=self.context.pool,
+            pool=lease.pool,
             lease_digest=lease_digest,
             step=step,
             policy_digest=lease.policy_digest,

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from devnet.lies import LIES
 from protocol.core.seeds import lease_seed
 from protocol.core.verdict import Outcome, Reason
 from protocol.engine.base import Generation, GenerationRequest, ReplayRequest
@@ -79,25 +78,6 @@ def test_greedy_decoding_is_rejected(world: Any) -> None:
 def test_another_seed_is_rejected(world: Any) -> None:
     generate = _sampled(1.0, other_seed=1)
     _rejected(world, lambda n: world.made(n, generate=generate), {Reason.WRONG_SAMPLING})
-
-
-@pytest.mark.parametrize(
-    ("lie", "reasons"),
-    [
-        ("best_of_4", {Reason.WRONG_SAMPLING}),
-        ("copied_proof", {Reason.COPIED_ROWS}),
-        ("made_up_proof", {Reason.FORGED_PROOF}),
-    ],
-)
-def test_the_devnets_liars_are_rejected(world: Any, lie: str, reasons: set[Reason]) -> None:
-    def make(number: int) -> Any:
-        lease = world.lease(number)
-        data = LIES[lie](
-            lease.signed, lease.lease_digest, world.run, world.engine, world.environment
-        )
-        return replace(lease, data=data)
-
-    _rejected(world, make, reasons)
 
 
 def _with_proofs(make_proof: Callable[[list, int, Any], list[bytes]]) -> Any:

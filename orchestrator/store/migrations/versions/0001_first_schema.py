@@ -44,6 +44,7 @@ def upgrade() -> None:
         sa.Column("hardware", sa.Text(), nullable=False),
         sa.Column("runtime", sa.Text(), nullable=False),
         sa.Column("used", sa.Boolean(), nullable=False),
+        sa.Column("shadow", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_table(
@@ -179,9 +180,10 @@ def upgrade() -> None:
         sa.Column("abstentions", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("not_before", sa.Float(), nullable=False),
+        sa.Column("shadow", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("submission_digest"),
     )
-    op.create_index("jobs_ready", "jobs", ["status", "created_at"], unique=False)
+    op.create_index("jobs_ready", "jobs", ["status", "shadow", "created_at"], unique=False)
     op.create_table(
         "leases",
         sa.Column("digest", sa.Text(), nullable=False),
@@ -196,6 +198,7 @@ def upgrade() -> None:
         sa.Column("upload_size", sa.BigInteger(), nullable=True),
         sa.Column("uploads", sa.Integer(), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("shadow", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("digest"),
         sa.UniqueConstraint("step", "lease_index"),
     )
@@ -328,6 +331,7 @@ def upgrade() -> None:
         sa.Column("judged_at", sa.Float(), nullable=True),
         sa.Column("root_id", sa.Integer(), nullable=True),
         sa.Column("leaf_index", sa.Integer(), nullable=True),
+        sa.Column("shadow", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("digest"),
         sa.UniqueConstraint("lease_digest"),
     )

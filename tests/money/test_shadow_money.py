@@ -1,0 +1,97 @@
+"""A shadow file is judged, and nothing follows: no root, no pay, no batch, no slash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from money_kit import RUN, Shop, key, open_shop
+
+from orchestrator.batches import free_groups
+from orchestrator.roots import post_roots
+from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
+from orchestrator.store import meta, schema, submissions
+from protocol.core.verdict import Reason
+
+SHADOW, PAID = key(60), key(61)
+
+
+def count(shop: Shop, table: sa.Table) -> int:
+    with shop.store.read() as connection:
+        return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Shop]:
+    shop = open_shop(tmp_path)
+    shop.publish(0)
+    shop.admit(SHADOW, "shadow")
+    shop.admit(PAID)
+    yield shop
+    shop.store.close()
+
+
+def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: Shop) -> None:
+    pool.judge(pool.submit(SHADOW, shadow=True))
+    row = pool.row(pool.submit(SHADOW, shadow=True).digest)
+    pool.judge(row)
+    assert pool.row(row.digest).status == "accepted"
+    assert pool.row(row.digest).verdict is not None, "its verdict is real and published"
+    for table in (schema.credits, schema.groups, schema.drift, schema.intents):
+        assert count(pool, table) == 0, table.name
+    with pool.store.read() as connection:
+        assert free_groups(connection, step=0, max_staleness=2) == []
+        assert submissions.accepted_of(connection, SHADOW.address) == 0
+        assert submissions.counts(connection, shadow=True) == {"accepted": 2}
+
+
+def test_a_rejected_shadow_file_slashes_nothing_and_ejects_nobody(pool: Shop) -> None:
+    row = pool.submit(SHADOW, shadow=True)
+    pool.judge(row, Reason.WRONG_SAMPLING)
+    assert pool.row(row.digest).status == "rejected"
+    assert pool.row(row.digest).evidence is not None, "so that its node can replay it"
+    assert pool.node_status(SHADOW.address) == "shadow"
+    for table in (schema.slashes, schema.credits, schema.intents):
+        assert count(pool, table) == 0, table.name
+
+
+def test_no_root_ever_holds_a_shadow_file(pool: Shop) -> None:
+    hidden = [pool.submit(SHADOW, shadow=True) for _ in range(RUN.root_submissions)]
+    pool.now.time += RUN.root_seconds
+    assert post_roots(pool.store, pool.objects, pool.context, pool.now) == []
+    paid = pool.submit(PAID)
+    pool.now.time += RUN.root_seconds
+    assert len(post_roots(pool.store, pool.objects, pool.context, pool.now)) == 1
+    assert pool.row(paid.digest).root_id is not None
+    assert all(pool.row(row.digest).root_id is None for row in hidden)
+
+
+def test_a_shadow_file_that_nobody_judges_ends_void_in_time(pool: Shop) -> None:
+    row = pool.submit(SHADOW, shadow=True)
+    with pool.store.begin() as connection:
+        meta.put(connection, CHAIN_BLOCK, "1")
+        meta.put(connection, CHAIN_TIME, str(int(pool.now())))
+    assert void_unjudged(pool.store, pool.context, pool.now) == 0
+    pool.now.time += RUN.validity_seconds + 1
+    assert void_unjudged(pool.store, pool.context, pool.now) == 1
+    assert pool.row(row.digest).status == "void"
+
+
+def test_a_verdict_of_the_shadow_says_nothing_of_the_same_nodes_paid_files(pool: Shop) -> None:
+    """The node came out of the shadow with a file still waiting: only that file's lease decides."""
+    waiting = pool.submit(SHADOW, shadow=True)
+    pool.admit(SHADOW)
+    pool.judge(waiting, Reason.WRONG_SAMPLING)
+    assert pool.node_status(SHADOW.address) == "active"
+    paid = pool.submit(SHADOW)
+    pool.judge(paid)
+    assert count(pool, schema.credits) == 1
+    with pool.store.read() as connection:
+        (credit,) = connection.execute(sa.select(schema.credits)).mappings()
+    assert (credit["submission_digest"], json.loads(credit["amount"])) == (
+        paid.digest,
+        20 * RUN.price_per_unit,
+    )

@@ -1,0 +1,181 @@
+"""Shadow nodes over HTTP: no seat, real leases of no pool, within bounds, behind the paid."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sqlalchemy as sa
+from orchestrator_world import Session, World, signer
+
+from orchestrator import shadow
+from orchestrator.leasing import rules_of, supply_of
+from orchestrator.scheduler import Grant, Rules, Wait
+from orchestrator.shadow import Load
+from orchestrator.store import intents, jobs, nodes, schema
+from protocol.core.messages import AdmissionAnswer, Challenge, HeartbeatAnswer, LeaseAnswer, Status
+from protocol.core.task import shadow_pool
+from protocol.proofs import hardware
+
+MACHINE = {"cpu_model": "x", "cpu_count": 2, "memory_mb": 100, "disk_mb": 100, "gpus": []}
+WISH = {"hardware": MACHINE, "task_runtime": "process", "shadow": True}
+
+
+def enter(world: World, number: int) -> Session:
+    """A node that went through admission with --shadow."""
+    session = world.login(signer(number))
+    raw = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), session).content
+    challenge = Challenge.model_validate_json(raw)
+    products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
+    world.clock.advance(1)
+    answer = world.post(
+        f"/v1/admission/solution/{challenge.id}", hardware.encode_solution(products), session
+    )
+    assert answer.status_code == 200, answer.text
+    admitted = AdmissionAnswer.model_validate_json(answer.content)
+    assert admitted.speed_class >= 1
+    assert admitted.invite is admitted.signature is None
+    return session
+
+
+def ask(world: World, session: Session) -> LeaseAnswer:
+    answer = world.post("/v1/leases", b'{"policy_version":0}', session)
+    assert answer.status_code == 200, answer.text
+    return LeaseAnswer.model_validate_json(answer.content)
+
+
+def status_of(world: World) -> Status:
+    return Status.model_validate_json(world.http.get("/v1/status").content)
+
+
+def test_a_shadow_node_works_at_once_and_nothing_is_sent_to_the_chain(world: World) -> None:
+    session = enter(world, 1)
+    beat = HeartbeatAnswer.model_validate_json(
+        world.post("/v1/heartbeat", b'{"policy_version":0}', session).content
+    )
+    assert (beat.directive, beat.status) == ("work", "shadow")
+    lease = world.lease(session).lease
+    assert lease.shadow
+    assert lease.pool == shadow_pool(1)
+    assert lease.recover(world.domain("work"), world.lease(session).signature) == (
+        world.manager.address
+    ), "it is the manager's, and comes back unchanged"
+    with world.backend.store.read() as connection:
+        assert intents.counts(connection) == {}
+
+
+def test_a_node_with_a_seat_is_refused_and_told_what_to_do(world: World) -> None:
+    session = world.member(1)
+    answer = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), session)
+    assert answer.status_code == 403
+    assert "prime-node leave" in answer.json()["detail"]
+
+
+def test_a_seat_taken_between_challenge_and_answer_is_not_lost(world: World) -> None:
+    session = world.login(signer(1))
+    raw = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), session).content
+    challenge = Challenge.model_validate_json(raw)
+    world.member(1)
+    products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
+    answer = world.post(
+        f"/v1/admission/solution/{challenge.id}", hardware.encode_solution(products), session
+    )
+    assert answer.status_code == 403
+    with world.backend.store.read() as connection:
+        node = nodes.get(connection, session.account.address)
+    assert node is not None
+    assert node.status == "active"
+
+
+def test_a_shadow_lease_counts_as_no_supply_open_or_handed_in(world: World) -> None:
+    def supply() -> object:
+        with world.backend.store.read() as connection:
+            return supply_of(connection, world.backend)
+
+    session, before = enter(world, 1), supply()
+    world.lease(session)
+    assert supply() == before
+    world.hand_in(session)
+    assert supply() == before
+    world.hand_in(world.member(2), b"another file")
+    assert supply() != before
+
+
+def test_few_shadow_files_are_under_way_at_once_in_the_whole_pool(world: World) -> None:
+    sessions = [enter(world, number) for number in range(1, shadow.UNDER_WAY + 2)]
+    for session in sessions[:-1]:
+        assert ask(world, session).lease is not None
+    waiting = ask(world, sessions[-1])
+    assert waiting.lease is None
+    assert "under way" in waiting.reason
+    world.hand_in(sessions[0])
+    assert ask(world, sessions[-1]).lease is None, "its file waits for a verdict still"
+    world.clock.advance(61)  # the other open lease runs out
+    assert ask(world, sessions[-1]).lease is not None
+    assert ask(world, world.member(9)).lease is not None, "paid work is never held back for it"
+
+
+def test_shadow_work_gets_its_share_of_an_hour_and_no_more() -> None:
+    rules = Rules(groups_per_batch=4, groups_per_lease=2, max_staleness=2)
+
+    def decide(shadow_given: int, paid: int) -> Grant | Wait:
+        return shadow.decide(3, Load(3, 0, (shadow_given, paid)), rules)
+
+    assert decide(shadow.AN_HOUR - 1, 0) == Grant(step=3, policy_version=3)
+    assert isinstance(decide(shadow.AN_HOUR, shadow.ONE_IN - 1), Wait)
+    assert isinstance(decide(shadow.AN_HOUR, shadow.ONE_IN), Grant)
+
+
+@pytest.mark.parametrize(("has", "latest"), [(0, None), (0, 3)])
+def test_a_shadow_lease_asks_for_a_fresh_policy(has: int, latest: int | None) -> None:
+    rules = Rules(groups_per_batch=4, groups_per_lease=2, max_staleness=2)
+    assert isinstance(shadow.decide(has, Load(latest, 0, (0, 0)), rules), Wait)
+
+
+def test_the_paid_are_judged_first_however_late_they_come(world: World) -> None:
+    unpaid = world.hand_in(enter(world, 1))
+    world.clock.advance(1)
+    paid = world.hand_in(world.member(2), b"another file")
+    with world.backend.store.begin() as connection:
+        order = [jobs.claim(connection, f"v{i}", now=world.clock(), seconds=9) for i in range(3)]
+    assert [job.submission_digest if job else None for job in order] == [paid, unpaid, None]
+
+
+def test_shadow_work_is_shown_apart(world: World) -> None:
+    session = enter(world, 1)
+    world.hand_in(session)
+    shown = status_of(world)
+    assert (shown.files, shown.shadow_files) == ({}, {"submitted": 1})
+    (node,) = shown.nodes
+    assert (node.status, node.units, node.accepted) == ("shadow", 0, 0)
+    metrics = world.http.get("/metrics").text
+    assert 'prime_shadow_submissions{status="submitted"} 1' in metrics
+    assert "prime_submissions{" not in metrics
+
+
+def test_a_shadow_node_that_comes_to_stay_joins_like_any_other(world: World) -> None:
+    session = enter(world, 1)
+    held = world.lease(session).lease
+    wish = json.dumps(WISH | {"shadow": False}).encode()
+    raw = world.post("/v1/admission/challenge", wish, session).content
+    challenge = Challenge.model_validate_json(raw)
+    products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
+    solution = hardware.encode_solution(products)
+    answer = world.post(f"/v1/admission/solution/{challenge.id}", solution, session)
+    assert AdmissionAnswer.model_validate_json(answer.content).invite is not None
+    with world.backend.store.begin() as connection:
+        nodes.set_status(
+            connection, session.account.address, "active", last_heartbeat=world.clock()
+        )
+        rows = connection.execute(sa.select(schema.leases.c.shadow)).scalars().all()
+    assert rows == [True]
+    now_paid = world.lease(session).lease
+    assert (now_paid.pool, now_paid.shadow) == (1, False)
+    assert now_paid != held
+
+
+def test_rules_of_the_run_apply_to_shadow_leases_too(world: World) -> None:
+    assert rules_of(world.backend).max_staleness == 2
+    world.publish(3)
+    session = enter(world, 1)
+    assert ask(world, session).lease is None, "policy 0 is too old at version 3"

@@ -1,0 +1,114 @@
+"""Every lie that a devnet node can play, through the real verifier: it ends as its table says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.core.ids import digest
+from protocol.core.verdict import Outcome, Reason
+from protocol.engine.variants import VARIANTS
+from protocol.verification.calibrate import HonestFile
+from protocol.verification.engines import load_engine
+from protocol.verification.lies import LIES
+from protocol.verification.scene import Scene
+from protocol.verification.verify import verify_file
+
+TRAINED = Path(__file__).parents[2] / "devnet" / "model"
+LEASES = range(300, 306)
+"""A lie that changes few tokens is not in every file; a liar makes many."""
+ENDINGS = {Outcome.REJECTED: "slashed", Outcome.VOID: "void", Outcome.ACCEPTED: "unseen"}
+
+
+@pytest.fixture(scope="module")
+def small(world: Any) -> Any:
+    """The same world with files of 32 rows, half of them replayed."""
+    run = world.run.model_copy(
+        update={"groups_per_lease": 4, "samples_per_group": 8, "replay_rows_micro": 500_000}
+    )
+    return type(world)(run, world.environment, world.engine)
+
+
+@cache
+def _variant(name: str) -> Any:
+    return load_engine(TRAINED, prepare=VARIANTS[name])
+
+
+def _judged(small: Any, name: str, number: int) -> Any:
+    lease: HonestFile = small.lease(number)
+    scene = Scene(
+        lease.signed,
+        lease.lease_digest,
+        small.run,
+        small.environment,
+        small.engine,
+        variant=_variant,
+        older=lambda: _variant("old1_1e4"),
+    )
+    return verify_file(
+        LIES[name].make(scene),
+        lease.signed,
+        lease.lease_digest,
+        small.run,
+        small.environment,
+        small.policies,
+        draw_secret=digest(bytes(32)),
+        submission_digest=lease.lease_digest,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(LIES))
+def test_a_lie_ends_as_its_table_says(small: Any, name: str) -> None:
+    due = LIES[name].ends
+    for number in LEASES:
+        found = _judged(small, name, number)
+        ended = ENDINGS[found.outcome]
+        if ended == due:
+            break
+        assert ended == "unseen", (found.reason, found.detail)
+    assert ended == due, (found.reason, found.detail)
+
+
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [
+        ("best_of_4", {Reason.WRONG_SAMPLING}),
+        ("copied_proof", {Reason.COPIED_ROWS}),
+        ("copied_rows", {Reason.COPIED_ROWS}),
+        ("made_up_proof", {Reason.FORGED_PROOF}),
+        ("sign_flip", {Reason.FORGED_PROOF}),
+        ("early_end", {Reason.EARLY_END}),
+        ("other_prompts", {Reason.WRONG_PROMPTS}),
+        ("tampered_reward", {Reason.TAMPERED_REWARD}),
+        ("tampered_logprobs", {Reason.TAMPERED_LOGPROBS}),
+        ("after_end", {Reason.WRONG_ROWS}),
+        ("truncated", {Reason.MALFORMED}),
+    ],
+)
+def test_the_reason_says_which_lie(small: Any, name: str, reasons: set[Reason]) -> None:
+    assert _judged(small, name, LEASES[0]).reason in reasons
+
+
+def test_without_a_lie_the_same_file_is_accepted(small: Any) -> None:
+    """What the scenes share is honest: only the one step replaced is found."""
+    lease = small.lease(LEASES[0])
+    honest: Callable[[Scene], bytes] = lambda scene: scene.file(scene.generate())  # noqa: E731
+    scene = Scene(
+        lease.signed, lease.lease_digest, small.run, small.environment, small.engine,
+        variant=_variant,
+    )  # fmt: skip
+    found = verify_file(
+        honest(scene),
+        lease.signed,
+        lease.lease_digest,
+        small.run,
+        small.environment,
+        small.policies,
+        draw_secret=digest(bytes(32)),
+        submission_digest=lease.lease_digest,
+    )
+    assert found.outcome is Outcome.ACCEPTED, found.detail
