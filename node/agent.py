@@ -39,7 +39,7 @@ from node.outbox import Outbox
 from node.policies import PolicyKeeper
 from node.runtime import make_runtime
 from node.runtime.base import Mounts, WorkerOptions
-from node.state import DataFolder
+from node.state import DataFolder, remembered
 from node.task import TaskKeeper
 from node.wallet import named_provider
 from protocol.broadcast.access import Passes
@@ -51,11 +51,16 @@ from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
 from protocol.core.signing import LocalSigner
 from protocol.environments.sources import BESIDE_POLICIES, bring
+from protocol.waiting import StoppedError, until_answered
 
 log = logging.getLogger("prime.node")
 T = TypeVar("T")
 STOP_GRACE_SECONDS = 20.0
 DRAIN_SECONDS = 10.0
+SHADOW = (
+    "--shadow: this node works without a seat. Its files are judged as any others, and nothing "
+    "follows from it: no stake, no pay, no slash. prime-node status shows the verdicts"
+)
 THROTTLED = (
     "--throttle %g: THIS MACHINE PLAYS ONE %g TIMES SLOWER, in the hardware challenge and in "
     "generation. It is for development and earns less."
@@ -80,6 +85,7 @@ class Agent:
         self._now = now
         self._rng = rng or random.Random()
         self._data = DataFolder(settings.data)
+        self._give_up = None if _heard_before(settings) else settings.first_answer_seconds
         self._stop = threading.Event()
 
     def run(self) -> int:
@@ -113,6 +119,8 @@ class Agent:
         settings, data = self._settings, self._data
         if settings.throttle > 1.0:
             log.warning(THROTTLED, settings.throttle, settings.throttle)
+        if settings.shadow:
+            log.warning(SHADOW)
         api = self._api(stack)
         run = self._patiently(api.run)
         if run is None:
@@ -124,6 +132,8 @@ class Agent:
         if left := runtime.clean():
             log.warning("ended %d task(s) that an earlier agent left behind", left)
         link = self._link(api, stack)
+        if link is not None and not self._pool_is_checked(link, api):
+            return 0
         data.remember(settings.to_remember())
         data.empty_task_outbox()
 
@@ -141,7 +151,8 @@ class Agent:
             threads, settings.generation_batch, settings.throttle, device=join.device
         )
         mounts = Mounts(data.policies, data.task_outbox, bridge_folder)
-        bring(run.environment.arguments, data.policies / BESIDE_POLICIES)  # it has no network
+        if not self._bring_dataset(run):
+            return 0
         task = TaskKeeper(runtime, run.task, mounts, options, now=time.monotonic)
 
         # Ended in the opposite order: the task first, while its bridge still answers.
@@ -154,8 +165,8 @@ class Agent:
         bridge.start()
         pulse = Pulse(
             api, run, desk, keeper, outbox, join, task,
-            data=data, runtime=settings.runtime, now=self._now, stop=self._stop,
-            threads=(courier.thread, keeper.thread, bridge.thread),
+            data=data, runtime=settings.runtime, shadow=settings.shadow, now=self._now,
+            stop=self._stop, threads=(courier.thread, keeper.thread, bridge.thread),
         )  # fmt: skip
         return pulse.run()
 
@@ -165,19 +176,30 @@ class Agent:
         return api
 
     def _new_api(self) -> NodeApi:
-        return NodeApi(self._settings.need_orchestrator(), self._signer)
+        settings = self._settings
+        return NodeApi(settings.need_orchestrator(), self._signer, shadow=settings.shadow)
 
     def _provider(self) -> Address:
         return named_provider(self._settings) or (self._owner_signer or self._signer).address
 
     def _link(self, api: NodeApi, stack: ExitStack) -> Link | None:
-        """The chain, if an RPC is named. One that does not answer stops nothing."""
+        """The chain, if an RPC is named."""
         if not self._settings.rpc:
             return None
         link = connect(self._settings, api.client.pool())
         stack.callback(link.close)
-        check_pool(link, api)
         return link
+
+    def _pool_is_checked(self, link: Link, api: NodeApi) -> bool:
+        """Holds the orchestrator's word on the pool to the chain's; False if stopped before. An RPC
+        that answered an earlier start may be away: that stops nothing."""
+        if self._give_up is not None:
+            return self._patiently(lambda: check_pool(link, api)) is not None
+        try:
+            check_pool(link, api)
+        except UnavailableError as error:
+            log.warning("the pool is not checked against the chain: %s", error)
+        return True
 
     def _desk(
         self, api: NodeApi, run: RunDefinition, outbox: Outbox, stack: ExitStack
@@ -218,17 +240,23 @@ class Agent:
         stack.callback(lambda: shutil.rmtree(short, ignore_errors=True))
         return short
 
+    def _bring_dataset(self, run: RunDefinition) -> bool:
+        """Puts the run's dataset, if it has one, where the worker finds it, which has no network.
+        A server that is away is asked again; False if stopped before it answered."""
+        arguments, folder = run.environment.arguments, self._data.policies / BESIDE_POLICIES
+        return self._patiently(lambda: (bring(arguments, folder),)) is not None
+
     def _patiently(self, ask: Callable[[], T]) -> T | None:
-        """Asks until the orchestrator answers; None if stopped before."""
-        pause = 1.0
-        while not self._stop.is_set():
-            try:
-                return ask()
-            except UnavailableError as error:
-                log.warning("%s; trying again in %.0f s", error, pause)
-                self._stop.wait(pause)
-                pause = min(30.0, pause * 2)
-        return None
+        """Asks until there is an answer; None if stopped before. Raises UnavailableError where
+        nobody ever answered (the first start in this data folder) and nobody does in time."""
+
+        def tell(error: UnavailableError, wait: float) -> None:
+            log.warning("%s; trying again in %.0f s", error, wait)
+
+        try:
+            return until_answered(ask, self._stop, tell, give_up=self._give_up)
+        except StoppedError:
+            return None
 
     # -- the end
 
@@ -251,3 +279,11 @@ class Agent:
             log.warning(
                 "%d finished file(s) stay in the outbox; the next start delivers them", left
             )
+
+
+def _heard_before(settings: Settings) -> bool:
+    """Whether an earlier start in this data folder heard from this orchestrator and from a chain;
+    a member whose RPC is another one now works without it, too."""
+    kept, told = remembered(settings.data), settings.to_remember()
+    chain_too = bool(kept.get("rpc")) or not told["rpc"]
+    return chain_too and kept.get("orchestrator") == told["orchestrator"]

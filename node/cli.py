@@ -15,12 +15,15 @@ from typing import Annotated, Any
 import typer
 
 from node.cli_audit import audit_app
-from node.cli_common import DryRun, Json, configured, local_time, print_fields, print_json
+from node.cli_common import DryRun, Json, configured, print_fields, print_json
 from node.cli_nodes import dispute, node_app, payout
 from node.cli_owner import rewards_app, stake_app, wallet_app
 from node.cli_work import work_app
 from node.config import Settings
 from protocol.core.errors import PrimeError, UnavailableError, UntrustedError, UserError
+from protocol.logs import log_to_stderr
+from protocol.times import utc
+from protocol.waiting import FIRST_ANSWER_HELP
 
 app = typer.Typer(
     name="prime-node",
@@ -62,6 +65,16 @@ def join(
             "hardware challenge and in generation. It earns less. Never use it on a real network."
         ),
     ] = None,
+    shadow: Annotated[
+        bool | None,
+        typer.Option(
+            "--shadow",
+            help="Work without a seat: no stake, no pay; the verdicts on its files are real.",
+        ),
+    ] = None,
+    first_answer_seconds: Annotated[
+        float | None, typer.Option(help=FIRST_ANSWER_HELP, min=0)
+    ] = None,
     worker_command: Annotated[str | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
@@ -71,7 +84,8 @@ def join(
 
     _logging(verbose)
     settings.need_orchestrator()
-    settings.need_rpc()  # without the chain nobody knows whether stake and registration are there
+    if not settings.shadow:
+        settings.need_rpc()  # without the chain nobody knows whether stake and seat are there
     signer = open_wallet(settings)
     agent = Agent(settings, signer, open_provider(settings, signer))
     agent.install_signals()
@@ -145,7 +159,7 @@ def status(settings: Settings, as_json: Json = False) -> None:
     shown = [
         (
             name.replace("_", " ").replace("heard at", "last heard at"),
-            local_time(value) if name.endswith("_at") and value else value,
+            utc(value) if name.endswith("_at") and value else value,
         )
         for name, value in found.items()
         if name not in ("files", "not_accepted")
@@ -203,12 +217,7 @@ app.command("dispute")(dispute)
 
 
 def _logging(verbose: bool) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     for noisy in ("httpx", "httpcore", "urllib3", "web3", "docker"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from node.cli_common import Json, configured, local_time, print_fields, print_json
+from node.cli_common import Json, configured, print_json, tree_lines
 from node.config import Settings
+from protocol.times import utc
 
 audit_app = typer.Typer(help="Check what others were slashed or paid for.", no_args_is_help=True)
 Subject = Annotated[
@@ -48,7 +49,7 @@ def audit_list(settings: Settings, as_json: Json = False) -> None:
     if not found:
         typer.echo(f"nobody was slashed in pool {link.pool}")
     for s in found:
-        when, reason = local_time(s.proposed_at), Reason(s.reason).name
+        when, reason = utc(s.proposed_at), Reason(s.reason).name
         typer.echo(f"{s.id}. {s.status}  {reason}  {prime(s.amount)}  proposed {when}")
         typer.echo(f"   node         {s.node}")
         typer.echo(f"   transaction  {s.ended_tx or s.proposed_tx}")
@@ -64,7 +65,7 @@ def audit_show(settings: Settings, subject: Subject, as_json: Json = False) -> N
     if as_json:
         print_json(found)
     else:
-        print_fields(subject, list(found.items()))
+        typer.echo("\n".join([subject, *tree_lines(found, indent=1)]))
 
 
 @audit_app.command("replay")

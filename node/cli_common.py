@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from node.config import Settings, load
+from protocol.times import utc
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 DryRun = Annotated[
@@ -104,8 +105,44 @@ def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
     Console(highlight=False).print(table)
 
 
-def local_time(seconds: int) -> str:
-    """Unix seconds as people read them, in this machine's zone."""
-    from datetime import UTC, datetime
+TIMES = ("_at", "deadline", "valid_until", "expiry", "post_from", "post_until")
+"""How the names of fields end that hold Unix seconds."""
 
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+def said(name: str, value: object) -> str:
+    """One value as people read it: times in UTC, amounts in PRIME, reasons by their names."""
+    from protocol.chain.amounts import prime
+    from protocol.core.verdict import Outcome, Reason
+
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if number is not None and name.endswith(TIMES):
+        return utc(number) if number else "not yet"
+    if number is not None and name == "reason" and number in set(Reason):
+        return f"{Reason(number).name} ({number})"
+    if number is not None and name == "outcome" and number in set(Outcome):
+        return f"{Outcome(number).name} ({number})"
+    if name == "amount":
+        return prime(int(str(value)))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value in (None, "") else str(value)
+
+
+def tree_lines(fields: Mapping[str, Any], indent: int = 0) -> list[str]:
+    """Nested plain values, a line each: what is inside something stands indented under its name."""
+    margin, width = "  " * indent, max(map(len, fields), default=0)
+    lines = []
+    for name, value in fields.items():
+        label = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            lines += [f"{margin}{label}", *tree_lines(value, indent + 1)]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            if any(isinstance(one, Mapping) for one in value):
+                for number, one in enumerate(value):
+                    lines += [f"{margin}{label} {number}", *tree_lines(one, indent + 1)]
+            else:
+                one_line = ", ".join(said(name, one) for one in value) or "none"
+                lines.append(f"{margin}{label:{width}}  {one_line}")
+        else:
+            lines.append(f"{margin}{label:{width}}  {said(name, value)}")
+    return lines

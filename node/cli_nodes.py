@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.cli_common import DryRun, Json, configured, local_time, print_fields, print_json
-from node.cli_owner import OwnerContext, node_account, open_link, owner_account, send_calls
+from node.cli_common import DryRun, Json, configured, print_fields, print_json
+from node.cli_owner import (
+    OwnerContext,
+    node_account,
+    of_no_pool,
+    open_link,
+    owner_account,
+    send_calls,
+)
 from node.config import Settings
+from protocol.times import utc
 
 if TYPE_CHECKING:
     from protocol.chain.client import Call
@@ -39,7 +47,7 @@ def consent(
     if provider is None:
         raise UserError("no owner is named", hint="add --provider ADDRESS")
     signer = open_wallet(settings)
-    link = open_link(settings)
+    link = open_link(of_no_pool(settings))
     try:
         deadline = link.client.block("latest").time + days * 86_400
         domain = link.deployment.domain_of(NodeConsent)
@@ -69,7 +77,7 @@ def add(settings: Settings, file: Consent, dry_run: DryRun = False, as_json: Jso
         first = [] if c.registry.is_provider(account) else [c.registry.register_provider(account)]
         return [*first, *flows.add_node(c, signed.consent, signed.signature)]
 
-    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
 
 @node_app.command("move")
@@ -94,7 +102,7 @@ def move(
         check_owner(signed, context.account)
         return move_calls(context.link, meant, signed)
 
-    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
 
 @node_app.command("remove")
@@ -105,7 +113,7 @@ def remove(
     """Let a node go. Its seats stay until it leaves; who answers for its work stays the same."""
     meant = node_account(settings, node)
     send_calls(
-        settings,
+        of_no_pool(settings),
         lambda context: [context.link.contracts.registry.remove_node(meant)],
         dry_run=dry_run,
         as_json=as_json,
@@ -132,7 +140,7 @@ def revoke(
         at = link.client.block("latest").time if before is None else before
         return [link.contracts.registry.set_revoked_before(meant, at)]
 
-    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
 
 @node_app.command("allow")
@@ -163,7 +171,7 @@ def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
     from node.nodes import seats
 
     meant = node_account(settings, node)
-    link = open_link(settings)
+    link = open_link(of_no_pool(settings))
     try:
         registry = link.contracts.registry
         owner = registry.provider_of(meant)
@@ -185,7 +193,7 @@ def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
         "node",
         [
             *((name, found[name]) for name in ("node", "provider", "payout", "moved_to")),
-            ("sessions end before", local_time(revoked) if revoked else None),
+            ("sessions end before", utc(revoked) if revoked else None),
             ("seats", ", ".join(f"class {s.speed_class} in pool {s.pool}" for s in places) or None),
         ],
     )
@@ -198,7 +206,7 @@ def list_nodes(settings: Settings, as_json: Json = False) -> None:
     from node.nodes import nodes_of
 
     owner = owner_account(settings)
-    link = open_link(settings)
+    link = open_link(of_no_pool(settings))
     try:
         found = nodes_of(link, owner)
     finally:
@@ -224,7 +232,7 @@ def payout(
 
     meant = ids.address(to)
     send_calls(
-        settings,
+        of_no_pool(settings),
         lambda context: [context.link.contracts.registry.set_payout(meant)],
         dry_run=dry_run,
         as_json=as_json,
@@ -245,7 +253,7 @@ def dispute(
     from node.nodes import dispute_calls
 
     send_calls(
-        settings,
+        of_no_pool(settings),
         lambda context: dispute_calls(context.link, context.account, proposal),
         dry_run=dry_run,
         as_json=as_json,

@@ -14,7 +14,6 @@ from node.cli_common import (
     Json,
     NodeFlag,
     configured,
-    local_time,
     print_fields,
     print_json,
     print_rows,
@@ -22,6 +21,7 @@ from node.cli_common import (
 from node.config import Settings
 from protocol.core.errors import UserError
 from protocol.core.ids import Address
+from protocol.times import utc
 
 if TYPE_CHECKING:
     from node.link import Link
@@ -185,7 +185,7 @@ def stake_show(settings: Settings, as_json: Json = False) -> None:
     from protocol.chain import flows
     from protocol.chain.contracts import prime
 
-    link = open_link(settings)
+    link = open_link(of_no_pool(settings))
     try:
         now = link.client.block("latest").time
         view = flows.stake_view(link.contracts, owner_account(settings), now)
@@ -199,10 +199,7 @@ def stake_show(settings: Settings, as_json: Json = False) -> None:
         return
     rows: list[tuple[str, object]] = [("provider", view.provider), ("payout", view.payout)]
     rows += [(name, prime(getattr(view, name))) for name in amounts]
-    rows += [
-        (f"unbonding until {local_time(one.mature_at)}", prime(one.amount))
-        for one in view.unbonding
-    ]
+    rows += [(f"unbonding until {utc(one.mature_at)}", prime(one.amount)) for one in view.unbonding]
     print_fields("stake", rows)
 
 
@@ -226,7 +223,7 @@ def stake_add(
             )
         return flows.register_and_stake(c, account, account, c.vault.active(account) + wei)
 
-    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
 
 @stake_app.command("unbond")
@@ -256,7 +253,7 @@ def stake_rebond(
 
     wei = parse_amount(amount)
     send_calls(
-        settings,
+        of_no_pool(settings),
         lambda context: [context.link.contracts.vault.rebond(wei)],
         dry_run=dry_run,
         as_json=as_json,
@@ -290,7 +287,7 @@ def rewards_show(settings: Settings, node: NodeFlag = None, as_json: Json = Fals
         print_json(found.as_json())
         return
     info = found.info
-    when = local_time(info.claimable_at) if info.claimable_at else "not yet settled"
+    when = utc(info.claimable_at) if info.claimable_at else "not yet settled"
     print_rows(
         f"rewards of {info.node}",
         ("", "amount"),

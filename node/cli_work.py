@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli_common import DryRun, Json, configured, local_time, print_json
+from node.cli_common import DryRun, Json, configured, print_json
 from node.cli_owner import OwnerContext, open_link, send_calls
 from node.config import Settings
+from protocol.times import utc
 
 if TYPE_CHECKING:
     from protocol.chain.client import Call
@@ -35,7 +36,7 @@ def work_list(settings: Settings, as_json: Json = False) -> None:
     for one in found:
         line = f"{one.entry.submission_digest}  {one.state}"
         if one.state in ("forgotten", "waiting", "unknown"):
-            since, until = local_time(one.post_from), local_time(one.post_until)
+            since, until = utc(one.post_from), utc(one.post_until)
             line += f"  may be posted from {since} to {until}"
         typer.echo(line)
     if not found:

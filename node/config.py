@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from node.state import remembered
 from protocol.core.errors import UserError
 from protocol.settings import Urls, UserPath, load_settings, needed, settings_file
+from protocol.waiting import FIRST_ANSWER_SECONDS
 
 RuntimeName = Literal["docker", "process"]
 ENV_PREFIX = "PRIME_NODE_"
@@ -61,6 +62,10 @@ class Settings(BaseSettings):
     """CPU threads of the worker; 0 = as many as the task's CPU limit."""
     generation_batch: int = Field(default=0, ge=0, le=4096)
     """Rows generated at once; 0 = the engine's own choice."""
+    shadow: bool = False
+    """Work for verdicts alone: no seat, no stake, no pay (docs/protocol.md)."""
+    first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
+    """How long the first start in a data folder waits for orchestrator and RPC to answer."""
     throttle: float = Field(default=1.0, ge=1.0, le=1000.0)
     """DEVELOPMENT ONLY: behave like a machine N times slower."""
     worker_command: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)] = ()

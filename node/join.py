@@ -6,6 +6,7 @@
     hardware challenge ──► speed class, invite ──► the orchestrator carries the invite to the chain
 
 Membership itself is seen by the heartbeat's answer; there is no second loop that watches for it.
+A shadow node (--shadow) has no owner's part: challenge, speed class, and it may work.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from node.link import Link
 from node.owner import Owner, describe, missing_calls, read_standing, stake_needed
 from node.state import DataFolder
 from protocol.chain.client import Call
-from protocol.chain.contracts import prime
-from protocol.core.errors import PolicyError, UnavailableError
+from protocol.chain.contracts import Pool, prime
+from protocol.core.errors import PolicyError
 from protocol.core.ids import Address
+from protocol.core.messages import AdmissionAnswer
 from protocol.core.node import Hardware
 from protocol.core.run import RunDefinition
 from protocol.core.signing import LocalSigner
@@ -71,18 +73,24 @@ class Join:
         Returns early when stopped. Raises UserError (what the owner must mend), PolicyError (the
         pool refuses this machine), UnavailableError (try again).
         """
+        if self._settings.shadow:
+            self.speed_class = self._admitted().speed_class
+            return
         classes = len(self._run.speed.thresholds) + 1
         if not self._owner_ready(self.speed_class or (classes if self._acts_itself else 1)):
             return
-        answer = admit(
+        self.speed_class = self._admitted().speed_class
+        self._owner_ready(self.speed_class)
+
+    def _admitted(self) -> AdmissionAnswer:
+        return admit(
             self._api,
             self._hardware,
             self._settings.runtime,
             device=self.device,
             throttle=self._settings.throttle,
+            shadow=self._settings.shadow,
         )
-        self.speed_class = answer.speed_class
-        self._owner_ready(answer.speed_class)
 
     @property
     def _acts_itself(self) -> bool:
@@ -165,20 +173,17 @@ class Join:
         )
 
 
-def check_pool(link: Link, api: NodeApi) -> None:
-    """Compares what the orchestrator says of the pool with the chain.
+def check_pool(link: Link, api: NodeApi) -> Pool:
+    """Compares what the orchestrator says of the pool with the chain's word, which it returns.
 
-    Raises PolicyError if they differ; an RPC that does not answer is only reported.
+    Raises PolicyError if they differ, UnavailableError if no RPC answers.
     """
     info = api.client.pool()
-    try:
-        on_chain = link.contracts.pools.pool_of(link.pool)
-    except UnavailableError as error:
-        log.warning("the pool is not checked against the chain: %s", error)
-        return
+    on_chain = link.contracts.pools.pool_of(link.pool)
     told = (info.manager, info.trainer, info.run_digest)
     if told != (on_chain.manager, on_chain.trainer, on_chain.run_digest):
         raise PolicyError(
             f"the orchestrator describes pool {link.pool} otherwise than the chain does: "
             "wrong --pool, wrong --deployment, or an impostor"
         )
+    return on_chain

@@ -124,11 +124,8 @@ class Owner:
         Raises UserError without ETH for gas, ChainRevertedError with the contract's reason,
         UnavailableError if the chain does not take one (it stays journalled).
         """
-        if calls and self._link.client.balance(self.address) == 0:
-            raise UserError(
-                f"the account {self.address} has no ETH to pay for transactions",
-                hint=f"send it some on {self._link.client.network.name}, then run this again",
-            )
+        if calls:
+            self._link.client.require_funds(self.address)
         act, hashes = secrets.token_hex(8), []
         for number, call in enumerate(calls):
             intent = self._sender.send_and_wait(f"{act}:{number}", call)

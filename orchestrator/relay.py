@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -35,18 +35,25 @@ from protocol.chain.contracts import Pools
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core import ids
-from protocol.core.errors import MalformedError, PrimeError, UserError
+from protocol.core.errors import MalformedError, PrimeError, UnavailableError, UserError
 from protocol.core.ids import Address
 from protocol.core.messages import NodeInfo, PolicyList, RelayInfo
 from protocol.folders import make_folder
 from protocol.stopping import until_stopped
 from protocol.transport.client import Empty, OrchestratorClient
+from protocol.waiting import (
+    FIRST_ANSWER_HELP,
+    FIRST_ANSWER_SECONDS,
+    StoppedError,
+    until_answered,
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 ANNOUNCE_SECONDS = 30.0
 MEMBERS_SECONDS = 10.0
 LOOK_FOR_SOURCES_SECONDS = 5.0
+_Answer = TypeVar("_Answer")
 _RELAYS = TypeAdapter(list[RelayInfo])
 _NODES = TypeAdapter(list[NodeInfo])
 
@@ -115,6 +122,9 @@ def relay(
     requests_per_second: Annotated[
         float, typer.Option(help="Of one reader, on average; 0: unlimited.", min=0)
     ] = 0.0,
+    first_answer_seconds: Annotated[
+        float, typer.Option(help=FIRST_ANSWER_HELP, min=0)
+    ] = FIRST_ANSWER_SECONDS,
 ) -> None:
     """Serve policies to nodes, from an origin or another relay, until SIGTERM."""
     stop = until_stopped()
@@ -131,7 +141,12 @@ def relay(
     )
     make_folder(data)
     with OrchestratorClient(orchestrator, signer, "relay") as client:
-        trust = _trust(client, stop, tuple(rpc or ()), deployment, trainer)
+        known = data / "relay.json"
+        give_up = None if known.exists() else first_answer_seconds
+        try:
+            trust = _trust(client, stop, tuple(rpc or ()), deployment, trainer, give_up)
+        except StoppedError:
+            return
         registry = client.domain("registry")
         members = Members(client, [ids.address(one) for one in allow or ()])
         rules = None if access is Access.ANYONE else Rules(registry)
@@ -152,7 +167,7 @@ def relay(
         )
         with server:
             state = json.dumps({"url": server.url, "trainer": trust.trainer}).encode()
-            write_whole(data / "relay.json", state)
+            write_whole(known, state)
             _log("serving", url=server.url, pool=trust.pool, trainer=trust.trainer)
             listing = members.refresh_now_and_then if access is Access.MEMBERS else lambda: None
             loop = Loop(client, server, upstreams, listing, announces=signer is not None)
@@ -270,10 +285,12 @@ def _trust(
     rpc: tuple[str, ...],
     deployment: Path | None,
     trainer: str | None,
+    give_up: float | None,
 ) -> Trust:
     """Whose signature to take: read from the chain if there is an RPC, else as told, else as the
-    orchestrator says (said aloud)."""
-    pool = _patiently(client, stop)
+    orchestrator says (said aloud). Waits for both; raises UnavailableError after `give_up` seconds
+    (None: never), StoppedError when told to stop."""
+    pool = _patiently(lambda: client.pool().pool, stop, give_up)
     domain = client.domain("pools")
     if rpc:
         if deployment is None:
@@ -287,7 +304,7 @@ def _trust(
             )
         chain = ChainClient(rpc, known.chain_id)
         try:
-            address = Pools(chain, known).pool_of(pool).trainer
+            address = _patiently(lambda: Pools(chain, known).pool_of(pool).trainer, stop, give_up)
         finally:
             chain.close()
         if trainer is not None and ids.address(trainer) != address:
@@ -299,18 +316,16 @@ def _trust(
     return Trust(client.pool().trainer, domain, pool)
 
 
-def _patiently(client: OrchestratorClient, stop: threading.Event) -> int:
-    """The pool's number, waiting for an orchestrator that is not up yet."""
-    told = False
-    while True:
-        try:
-            return client.pool().pool
-        except PrimeError as error:
-            if not told:
-                _log("waiting", detail=str(error))
-                told = True
-            if stop.wait(1.0):
-                raise
+def _patiently(ask: Callable[[], _Answer], stop: threading.Event, give_up: float | None) -> _Answer:
+    """What `ask` answers; that it does not yet is said once."""
+    told: list[str] = []
+
+    def tell(error: UnavailableError, wait: float) -> None:
+        if not told:
+            _log("waiting", detail=str(error))
+        told.append(str(error))
+
+    return until_answered(ask, stop, tell, give_up=give_up, longest=1.0)
 
 
 def _source(url: str) -> str:

@@ -18,6 +18,7 @@ from protocol.core import ids
 from protocol.core.errors import NotFoundError
 from protocol.core.run import RunDefinition
 from protocol.run_file import parse_run
+from protocol.times import utc
 from protocol.transport.client import OrchestratorClient
 from protocol.verification.explain import explain
 from protocol.verification.rewards import Rebuilder
@@ -59,7 +60,10 @@ def list_roots(
         return
     for row in rows:
         total = prime(int(str(row["cumulative_total"])))
-        typer.echo(f"epoch {row['epoch']}: {total} in all, root {row['root']}")
+        since = utc(int(str(row["claimable_at"])))
+        typer.echo(
+            f"epoch {row['epoch']}: {total} in all, root {row['root']}, payable from {since}"
+        )
     if not rows:
         typer.echo("no reward root stands yet")
 

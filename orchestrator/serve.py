@@ -22,7 +22,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +51,7 @@ from protocol.core.errors import ConflictError, MalformedError, UnavailableError
 from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
 from protocol.folders import make_folder
+from protocol.logs import log_to_stderr
 from protocol.run_file import read_run
 from protocol.storage.directory import DirectoryStore
 from protocol.storage.signing import load_secret
@@ -128,11 +128,7 @@ def run(settings: Settings) -> None:
 
 def set_up_logging(level: str) -> None:
     """One line an event on stderr, for every long-running program here."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-    )
+    log_to_stderr(level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
     for name in ("alembic", "httpx", "uvicorn"):  # their everyday business is not ours
         logging.getLogger(name).setLevel(logging.WARNING)
 

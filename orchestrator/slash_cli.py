@@ -19,6 +19,7 @@ from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployment import Deployment
 from protocol.core.verdict import Reason
+from protocol.times import utc
 
 app = typer.Typer(
     help="Slash proposals: list, carry out, and the guardian's cancel and disable.",
@@ -109,4 +110,4 @@ def guardian(rpc: Rpc, deployment: File, json_output: Json = False) -> None:
     elif now >= ends:
         typer.echo(f"the power of guardian {account} has ended")
     else:
-        typer.echo(f"guardian {account}: may cancel and disable for {ends - now} s more")
+        typer.echo(f"guardian {account}: may cancel and disable until {utc(ends)}")

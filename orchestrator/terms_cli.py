@@ -17,6 +17,7 @@ from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployment import Deployment
 from protocol.core import ids
+from protocol.times import utc
 
 app = typer.Typer(
     help="The dispute deposit, the validators' bond, and who may move them.",
@@ -46,7 +47,7 @@ def show(rpc: Rpc, deployment: File, json_output: Json = False) -> None:
     if announced := found["announced"]:
         deposit, bond = prime(int(announced["dispute_deposit"])), prime(int(announced["bond"]))
         typer.echo(
-            f"announced        deposit {deposit}, bond {bond}, from {announced['act_at']} on"
+            f"announced        deposit {deposit}, bond {bond}, from {utc(announced['act_at'])} on"
         )
 
 

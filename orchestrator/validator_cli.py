@@ -48,6 +48,12 @@ from protocol.stopping import until_stopped
 from protocol.storage.base import ObjectStore
 from protocol.storage.directory import DirectoryStore
 from protocol.verification.engines import FolderEngines, load_engine
+from protocol.waiting import (
+    FIRST_ANSWER_HELP,
+    FIRST_ANSWER_SECONDS,
+    StoppedError,
+    until_answered,
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 log = logging.getLogger(__name__)
@@ -114,6 +120,9 @@ def validate(
     claim_seconds: Annotated[
         float, typer.Option(help="How long a claim outlives us if we are killed.", min=3)
     ] = 30.0,
+    first_answer_seconds: Annotated[
+        float, typer.Option(help=FIRST_ANSWER_HELP, min=0)
+    ] = FIRST_ANSWER_SECONDS,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Judge submitted files (may use a GPU) until SIGTERM."""
@@ -168,9 +177,13 @@ def validate(
             patience=Patience(claim_seconds=claim_seconds),
         )
         # a slash takes stake: where the network asks for it, endpoints must agree on its dry run
-        sender = Sender(client, signer, data / "validator.journal.sqlite", agree=True)
-        stack.callback(sender.close)
+        journal = data / "validator.journal.sqlite"
         contracts = Contracts(client, place)
+        appointment = Appointment(contracts, pool, signer.address)
+        if not journal.exists() and not _first_answer(appointment, stop, first_answer_seconds):
+            return
+        sender = Sender(client, signer, journal, agree=True)
+        stack.callback(sender.close)
         loops = Loops(on_crash=stop.set)
         stack.callback(loops.stop)
         loops.start(
@@ -178,7 +191,6 @@ def validate(
             lambda: run_validator_chain_tick(store, context, contracts, sender, time.time),
             CHAIN_SECONDS,
         )
-        appointment = Appointment(contracts, pool, signer.address)
         loops.start("appointment", appointment.look, APPOINTMENT_SECONDS)
         loops.start("draws", draws.prepare, PREPARE_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
@@ -186,6 +198,20 @@ def validate(
         loops.stop()
         loops.raise_crash()
     log.info("ended")
+
+
+def _first_answer(appointment: Appointment, stop: threading.Event, seconds: float) -> bool:
+    """Asks the chain for the first time; False if told to stop before it answered. Raises
+    UnavailableError if no RPC answers within `seconds`."""
+
+    def tell(error: UnavailableError, wait: float) -> None:
+        log.warning("%s; trying again in %.0f s", error, wait)
+
+    try:
+        until_answered(appointment.look, stop, tell, give_up=seconds)
+    except StoppedError:
+        return False
+    return True
 
 
 def _judge_until(stop: threading.Event, validator: Validator) -> None:

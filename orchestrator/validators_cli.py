@@ -19,6 +19,7 @@ from protocol.chain.client import ChainClient
 from protocol.chain.contracts import Contracts
 from protocol.chain.deployment import Deployment
 from protocol.core import ids
+from protocol.times import utc
 
 app = typer.Typer(
     help="A validator's bond, role, and word in disputes.",
@@ -123,7 +124,7 @@ def status(
     typer.echo(f"  bond       {prime(active)}, {prime(needed)} needed")
     typer.echo(f"  held       {prime(int(found['pending']))} by open slashes")
     for one in found["unbonding"]:
-        typer.echo(f"  unbonding  {prime(int(one['amount']))} until {one['mature_at']}")
+        typer.echo(f"  unbonding  {prime(int(one['amount']))} until {utc(one['mature_at'])}")
     for slash in found["disputes"]:
         typer.echo(f"  disputed   proposal {slash['id']} over node {slash['node']}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -16,21 +17,35 @@ from protocol.core.errors import UserError
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-MISSING = ("needs ", "no Docker engine", "no busybox", "PostgreSQL")
-"""How a skip begins whose cause is a missing engine, and not who runs the tests or on what."""
+ALLOWED = ("CUDA", "NVIDIA", "only root")
+"""What the reason of a skip may name even there: GPUs, and who runs the tests."""
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """With PRIME_TESTS_SKIP_NOTHING set (`make test-all`), a missing engine is a failure."""
-    report = yield
-    if report.skipped and os.environ.get("PRIME_TESTS_SKIP_NOTHING") and call.excinfo is not None:
-        reason = str(call.excinfo.value)
-        if reason.startswith(MISSING) and "CUDA" not in reason:
-            report.outcome = "failed"
-            report.longrepr = f"nothing may be skipped here, but: {reason}"
+    """With PRIME_TESTS_SKIP_NOTHING set (`make test-all`), a skipped test is a failure."""
+    return _no_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """So is a skipped module."""
+    return _no_skip((yield))
+
+
+def _no_skip(report: Report) -> Report:
+    wanted = os.environ.get("PRIME_TESTS_SKIP_NOTHING")
+    if not wanted or not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not any(word in reason for word in ALLOWED):
+        report.outcome = "failed"
+        report.longrepr = f"nothing may be skipped here, but: {reason}"
     return report
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from protocol.core.errors import PrimeError, UserError
+from protocol.waiting import FIRST_ANSWER_HELP
 
 if TYPE_CHECKING:
     from trainer.config import Settings
@@ -90,6 +91,9 @@ def run(
     row_tokens: Annotated[int | None, typer.Option(help="Tokens of a packed row.")] = None,
     micro_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch.")] = None,
     delta_from: Annotated[int | None, typer.Option(help="Versions deltas start from.")] = None,
+    first_answer_seconds: Annotated[
+        float | None, typer.Option(help=FIRST_ANSWER_HELP, min=0)
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved plan and its cost; do nothing.")
@@ -181,7 +185,10 @@ def filter_(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        print(f"{found.file}: {found.kept} of {found.asked} tasks, digest {found.digest}")
+        print(
+            f"{found.file}: {found.kept} of {found.asked} tasks; a run pins them as environment "
+            f"{found.environment} with sha256 {found.digest}"
+        )
 
 
 @app.command()

@@ -14,6 +14,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from protocol.settings import Urls, UserPath, load_settings, needed, settings_file
+from protocol.waiting import FIRST_ANSWER_SECONDS
 
 ENV_PREFIX = "PRIME_TRAINER_"
 
@@ -94,6 +95,8 @@ class Settings(BaseSettings):
     """Peak of one device in 10^12 operations a second, for MFU; 0 takes the known device's own."""
     progress: bool = True
     """A bar with what it waits for, where there is a terminal."""
+    first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
+    """How long the very first start waits for the orchestrator and the RPC to answer."""
     log_level: str = "info"
 
     def need(self, name: str) -> Any:

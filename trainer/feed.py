@@ -30,6 +30,7 @@ from protocol.core.run import RunDefinition
 from protocol.core.signing import Domain
 from protocol.run_file import parse_run, read_run
 from protocol.transport.client import OrchestratorClient
+from protocol.waiting import StoppedError, until_answered
 from trainer.data import Fetch
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,6 @@ POLL_SECONDS = 0.5
 """Between two questions for a batch that is not sealed yet."""
 LONGEST_PAUSE = 15.0
 FETCH_TRIES = 6
-
-
-class StoppedError(Exception):
-    """The trainer was told to stop while it waited. No error: the loop ends cleanly on it."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +55,20 @@ class PoolFacts:
 
 
 def insist(
-    action: Callable[[], Answer], stop: threading.Event, what: str, *, pause: float = 0.5
+    action: Callable[[], Answer],
+    stop: threading.Event,
+    what: str,
+    *,
+    pause: float = 0.5,
+    give_up: float | None = None,
 ) -> Answer:
-    """`action` until it is not UnavailableError any more. Raises StoppedError when told to stop."""
-    while True:
-        try:
-            return action()
-        except UnavailableError as error:
-            log.warning("%s: %s; trying again in %.1f s", what, error, pause)
-            if stop.wait(pause):
-                raise StoppedError from error
-            pause = min(LONGEST_PAUSE, pause * 2)
+    """`action` until it is not UnavailableError any more, or for `give_up` seconds. Raises
+    StoppedError when told to stop."""
+
+    def tell(error: UnavailableError, wait: float) -> None:
+        log.warning("%s: %s; trying again in %.1f s", what, error, wait)
+
+    return until_answered(action, stop, tell, pause=pause, longest=LONGEST_PAUSE, give_up=give_up)
 
 
 def pool_facts(client: OrchestratorClient, run_file: Path | None) -> PoolFacts:

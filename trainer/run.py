@@ -15,16 +15,11 @@ from protocol.chain.keystore import load_keystore, read_password
 from protocol.core.errors import PrimeError, UserError
 from protocol.core.signing import LocalSigner
 from protocol.folders import make_folder
+from protocol.logs import log_to_stderr
 from protocol.transport.client import OrchestratorClient
+from protocol.waiting import StoppedError
 from trainer.config import Settings
-from trainer.feed import (
-    PoolFacts,
-    StoppedError,
-    check_on_chain,
-    insist,
-    pool_facts,
-    require_trainer,
-)
+from trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, require_trainer
 
 if TYPE_CHECKING:
     from protocol.core.run import RunDefinition
@@ -32,6 +27,8 @@ if TYPE_CHECKING:
     from trainer.publish import Publisher
 
 log = logging.getLogger(__name__)
+KNOWN_RUN = "run.json"
+"""In the data folder, once the orchestrator (and the chain) has answered for the first time."""
 
 
 def unlock(settings: Settings) -> LocalSigner:
@@ -41,9 +38,18 @@ def unlock(settings: Settings) -> LocalSigner:
     return load_keystore(wallet, password)
 
 
-def known_facts(settings: Settings, client: OrchestratorClient, stop: threading.Event) -> PoolFacts:
-    """The pool's facts, waiting for the orchestrator, checked on chain where that is set."""
-    facts = insist(lambda: pool_facts(client, settings.run), stop, "asking for the pool")
+def known_facts(
+    settings: Settings,
+    client: OrchestratorClient,
+    stop: threading.Event,
+    give_up: float | None = None,
+) -> PoolFacts:
+    """The pool's facts, waiting for the orchestrator, checked on chain where that is set.
+
+    Raises UnavailableError if one of them does not answer for `give_up` seconds (None: waits)."""
+    facts = insist(
+        lambda: pool_facts(client, settings.run), stop, "asking for the pool", give_up=give_up
+    )
     if settings.pool is not None and settings.pool != facts.info.pool:
         raise UserError(
             f"the orchestrator serves pool {facts.info.pool}, not {settings.pool}",
@@ -51,7 +57,12 @@ def known_facts(settings: Settings, client: OrchestratorClient, stop: threading.
         )
     if settings.rpc:
         deployment = Deployment.load(settings.need("deployment"))
-        insist(lambda: check_on_chain(facts, settings.rpc, deployment), stop, "asking the chain")
+        insist(
+            lambda: check_on_chain(facts, settings.rpc, deployment),
+            stop,
+            "asking the chain",
+            give_up=give_up,
+        )
     return facts
 
 
@@ -77,24 +88,24 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
 
     What a person can have got wrong is found before torch is loaded.
     """
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    log_to_stderr(settings.log_level)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     url = settings.need("orchestrator")
     settings.need("model")
     leads = os.environ.get("RANK", "0") == "0"
     signer = unlock(settings) if leads else None
     make_folder(settings.data)
+    known = settings.data / KNOWN_RUN
+    give_up = settings.first_answer_seconds if leads and not known.exists() else None
     with ExitStack() as stack:
         client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
         try:
-            facts = known_facts(settings, client, stop)
+            facts = known_facts(settings, client, stop, give_up)
         except StoppedError:
             return
         if signer is not None:
             require_trainer(facts, signer.address)
-            write_whole(settings.data / "run.json", facts.run.canonical())
+            write_whole(known, facts.run.canonical())
 
         from trainer.learner import make_learner
         from trainer.observe import Observers

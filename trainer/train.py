@@ -36,11 +36,12 @@ from torch import Tensor
 
 from protocol.core.errors import FatalError, MalformedError, PolicyError, UntrustedError
 from protocol.transport.client import OrchestratorClient
+from protocol.waiting import StoppedError
 from trainer import checkpoint
 from trainer.alarms import alarms_of
 from trainer.checkpoint import Saving, TrainerState
 from trainer.data import BatchRules, GroupKey, TrainingBatch, assemble
-from trainer.feed import PoolFacts, StoppedError, fetcher, insist, wait_for_batch
+from trainer.feed import PoolFacts, fetcher, insist, wait_for_batch
 from trainer.learner import Learner, train_step
 from trainer.metrics import MetricsFile, Stopwatch
 from trainer.observe import Observers

@@ -16,6 +16,7 @@ from protocol.core.errors import PrimeError
 from protocol.core.run import RunDefinition
 from protocol.environments.sources import BESIDE_POLICIES
 from protocol.environments.sources import VARIABLE as DATASETS
+from protocol.logs import log_to_stderr
 from protocol.verification.engines import ENGINES
 
 
@@ -42,9 +43,7 @@ def main(
 ) -> int:
     """Runs a worker until SIGTERM; the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    log_to_stderr(logging.INFO)
     os.environ.setdefault(DATASETS, str(options.policies / BESIDE_POLICIES))
     stop = StopFlag()
     stop.install()

@@ -254,6 +254,11 @@ def test_a_relay_that_knows_the_trainer_refuses_what_another_signed(
         (["--rpc", "http://127.0.0.1:1"], "--rpc needs --deployment", 64),
         (["--wallet", "/nowhere/keystore", "--password-file", "/nowhere/pw"], "/nowhere", 64),
         (["--port", "TAKEN"], "cannot listen on", 64),
+        (
+            ["--orchestrator", "http://127.0.0.1:9", "--first-answer-seconds", "0"],
+            "nothing was heard for 0 s at this first start: check the address",
+            69,
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_and_an_exit_code(

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from devnet.chain import free_port
 from node import config
 from node.cli import app, main, stake_out
+from node.cli_common import tree_lines
 from node.overview import overview
 from node.state import AgentStatus, DataFolder
 from node.wallet import open_provider
@@ -25,6 +27,7 @@ from protocol.chain.amounts import ETHER, parse_amount
 from protocol.chain.keystore import create_keystore, load_keystore
 from protocol.core.errors import PolicyError, UserError
 from protocol.core.node import Gpu, Hardware, Requirements
+from protocol.core.verdict import Reason
 
 PASSWORD = "a password"
 NOWHERE = ("--orchestrator", "http://127.0.0.1:9", "--rpc", "http://127.0.0.1:9")
@@ -167,6 +170,49 @@ def test_rpc_that_does_not_answer(world: NodeWorld) -> None:
     assert said.count("\n") <= 2
 
 
+def test_orchestrator_that_never_answered_ends_the_first_start(wallet: tuple[str, ...]) -> None:
+    said = fails(
+        69, "does not answer", "join", *wallet, *NOWHERE, "--first-answer-seconds", "0",
+        "--runtime", "process",
+    )  # fmt: skip
+    assert said.splitlines()[-1].startswith("prime-node: 127.0.0.1:9 does not answer")
+    assert "check the address (--orchestrator, --rpc)" in said
+
+
+def test_rpc_that_never_answered_ends_the_first_start(world: NodeWorld) -> None:
+    rpc = f"http://127.0.0.1:{closed_port()}"
+    done = run(
+        "join", "--orchestrator", world.url, "--wallet", str(world.keystore),
+        "--password-file", str(world.password_file), "--data", str(world.folder / "d"),
+        "--rpc", rpc, "--runtime", "process", "--first-answer-seconds", "0",
+    )  # fmt: skip
+    assert done.returncode == 69, done.stderr
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith(f"prime-node: no RPC endpoint answers: {rpc}")
+    assert "check the address (--orchestrator, --rpc)" in said
+    assert not (world.folder / "d" / "settings.json").exists(), "the next start is the first again"
+
+
+def test_who_has_joined_before_waits_for_an_orchestrator_that_is_away(
+    wallet: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    before = {"orchestrator": NOWHERE[1], "rpc": [NOWHERE[3]]}
+    (tmp_path / "data" / "settings.json").write_text(json.dumps(before))
+    clean = {name: value for name, value in os.environ.items() if "PRIME_NODE" not in name}
+    words = ("join", *wallet, "--runtime", "process", "--first-answer-seconds", "0")
+    with subprocess.Popen(
+        [sys.executable, "-m", "node.cli", *words], stderr=subprocess.PIPE, text=True, env=clean
+    ) as child:
+        try:
+            assert child.stderr is not None
+            assert any("trying again in 2 s" in line for line in child.stderr)
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(30) == 0
+        finally:
+            child.kill()
+
+
 def test_deployment_file_that_is_none(wallet: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text("[]")
     flags = ("--rpc", "http://127.0.0.1:9", "--pool", "1")
@@ -278,6 +324,32 @@ def test_who_left_is_told_where_the_stake_is_taken_out(wallet: tuple[str, ...]) 
     owned = config.load({"wallet": wallet[1], "provider": "0x" + "11" * 20})
     assert "at the owner's machine" in stake_out(owned)
     assert "--wallet OWNER_KEYSTORE" in stake_out(owned)
+
+
+def test_what_is_published_is_shown_a_line_a_fact() -> None:
+    found = {
+        "slash": {"id": 3, "amount": str(5 * ETHER), "reason": 1, "proposed_at": 1_763_688_425},
+        "evidence": {
+            "submission": {"node": NODE.address, "valid_until": 0},
+            "rows_drawn": [4, 7],
+            "detail": "",
+            "tables": [{"row": 1}, {"row": 2}],
+        },
+        "verdict": None,
+    }
+    lines = tree_lines(found)
+    text = "\n".join(lines)
+    assert not set("{}[]'") & set(text), text
+    assert lines[0] == "slash"
+    assert "  amount       5 PRIME" in lines
+    assert "  proposed at  2025-11-21 01:27:05Z" in lines
+    assert f"  reason       {Reason(1).name} (1)" in lines
+    assert f"    node         {NODE.address}" in lines
+    assert "    valid until  not yet" in lines
+    assert "  rows drawn  4, 7" in lines
+    assert "  detail      –" in lines
+    assert lines[-5:-1] == ["  tables 0", "    row  1", "  tables 1", "    row  2"]
+    assert lines[-1] == "verdict   –"
 
 
 def test_amounts_are_exact() -> None:

@@ -184,7 +184,7 @@ def test_wallet_without_tokens_or_ether_is_one_sentence(chain: Chain) -> None:
     assert "prime-node faucet" in said
     chain.deployed.anvil.rpc("anvil_setBalance", NODE.address, "0x0")
     said = chain.cli("faucet", status=64).stderr
-    assert "has no ETH to pay for transactions" in said
+    assert f"holds no ETH on {chain.deployed.client.network.name}" in said
 
 
 def test_rewards_of_a_node_that_earned_nothing(chain: Chain) -> None:
@@ -219,6 +219,10 @@ def test_dead_rpc_does_not_stop_a_member(chain: Chain) -> None:
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(30) == 0
     handed_in = len(chain.world.submissions())
+    digest = chain.world.submissions()[0]["digest"]
+    shown = chain.cli("audit", "show", digest).stdout.splitlines()
+    assert shown[:2] == [digest, "  submission"]
+    assert not [line for line in shown if "{" in line or "'" in line]
     dead = ("--rpc", "http://127.0.0.1:9", "--deployment", str(chain.deployed.path))
     chain.world.join(*dead)
     until(lambda: len(chain.world.submissions()) > handed_in, "it works without the chain")

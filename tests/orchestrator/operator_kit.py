@@ -38,7 +38,9 @@ from protocol.core.messages import (
 )
 from protocol.core.node import Hardware, NodeConsent
 from protocol.core.rollout import SignedSubmission, Submission
+from protocol.core.run import LengthBudgets
 from protocol.core.signing import LocalSigner
+from protocol.environments.registry import environment_ref
 from protocol.proofs import hardware
 from protocol.storage.directory import DirectoryStore
 from protocol.transport.client import OrchestratorClient
@@ -46,7 +48,10 @@ from protocol.transport.client import OrchestratorClient
 PASSWORD = "a password"
 NODE = LocalSigner(b"\x42" * 32)
 STAKE = 10**18
+BUDGETS = LengthBudgets(by_class={"1": (2,)}, penalty_micro=0)
 RUN = run_definition(
+    budgets=BUDGETS,
+    environment=environment_ref("reverse", {}, BUDGETS, train_size=100, heldout_size=10),
     epoch_seconds=TEST_PERIODS.epoch_length,
     validity_seconds=TEST_PERIODS.validity,
     stake_per_class=STAKE,

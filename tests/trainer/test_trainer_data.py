@@ -23,9 +23,10 @@ from protocol.core.errors import (
 from protocol.core.ids import Digest
 from protocol.core.rollout import Rollout
 from protocol.transport.client import OrchestratorClient
+from protocol.waiting import StoppedError
 from trainer import feed
 from trainer.data import TrainingBatch, assemble
-from trainer.feed import StoppedError, fetcher, insist
+from trainer.feed import fetcher, insist
 
 RUN = kit.run_definition(groups=3)
 STEP = 4

@@ -142,6 +142,24 @@ def test_an_orchestrator_that_comes_late_is_waited_for(pool: Pool, tmp_path: Pat
         assert child.wait(timeout=30) == 0
 
 
+def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_one(
+    pool: Pool, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    silent = ["--orchestrator", "http://127.0.0.1:9", "--first-answer-seconds", "0"]
+    ended = finished([*pool.command(data), *silent])
+    assert ended.returncode == 69, ended.stdout
+    [said] = [line for line in ended.stdout.splitlines() if line.startswith("trainer: ")]
+    assert "127.0.0.1:9 does not answer" in said
+    assert "check the address" in said
+    (data / "run.json").write_bytes(pool.run.canonical())  # as an earlier start leaves it
+    with started([*pool.command(data), *silent]) as child:
+        assert child.stdout is not None
+        assert any("trying again" in line for line in child.stdout)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,7 @@ def test_an_unknown_engine_is_unavailable() -> None:
         load_engine(TRAINED, engine="other")
 
 
-def test_vllm_where_it_is_missing_says_what_to_install() -> None:
-    if find_spec("vllm") is not None:
-        pytest.skip("vLLM is installed in this environment")
+def test_vllm_where_it_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it fails, as where it is not
     with pytest.raises(UnavailableError, match=r"setup_vllm\.sh"):
         load_engine(TRAINED, engine="vllm")

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The package verifiers (some hundred others with it) in a virtual environment of its own, for tests and
+# runs that use its tasksets: var/bench/verifiers, or $PRIME_VERIFIERS_HOME. Afterwards:
+# export PRIME_VERIFIERS_PYTHON=<that folder>/bin/python
+set -euo pipefail
+cd "$(dirname "$0")/.."
+home=${PRIME_VERIFIERS_HOME:-var/bench/verifiers}
+python=$home/bin/python
+if [ -x "$python" ] && "$python" -c "import verifiers.v1" 2>/dev/null; then
+	echo "$home is ready"
+	exit 0
+fi
+"${PYTHON:-python3.11}" -m venv --clear "$home"
+"$python" -m pip install -q verifiers==0.4.0
+"$python" -c "import verifiers.v1"
+echo "$home is ready"
