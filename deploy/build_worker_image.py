@@ -34,10 +34,12 @@ OPTIONAL = ("pycosat",)
 PREFIX = PurePosixPath("opt/python")
 SOURCE = PurePosixPath("opt/prime")
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+PACKAGES = PREFIX / "lib" / VERSION / "site-packages"
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "turtledemo"}
 ENVIRONMENT = {
     "PATH": f"/{PREFIX}/bin",
-    "PYTHONPATH": f"/{SOURCE}",
+    # The packages by name too: Debian's own Python looks for `dist-packages`.
+    "PYTHONPATH": f"/{SOURCE}:/{PACKAGES}",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
@@ -74,12 +76,11 @@ def distributions() -> list[metadata.Distribution]:
 
 def package_files() -> Iterator[tuple[PurePosixPath, Path]]:
     """(place in the image, file here) of every installed file that the worker needs."""
-    site = PREFIX / "lib" / VERSION / "site-packages"
     for distribution in distributions():
         for file in distribution.files or []:
             here = Path(str(distribution.locate_file(file)))
             if file.parts[0] != ".." and here.is_file():
-                yield site / PurePosixPath(*file.parts), here
+                yield PACKAGES / PurePosixPath(*file.parts), here
 
 
 def interpreter_files() -> Iterator[tuple[PurePosixPath, Path]]:
