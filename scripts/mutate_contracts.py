@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "a slashed node is not banned", "Pools.sol",
-        "_setFlag(seat, BANNED, true);\n", "",
+        "seat.flags = flags | BANNED;", "",
     ),
     Mutant("class zero is admitted", "Pools.sol",
         "if (invite.speedClass == 0) revert Errors.ZeroClass();", ""),
@@ -171,8 +171,16 @@ MUTANTS = (
     ),
     Mutant(
         "a slashed seat sits on under a new key", "Pools.sol",
-        "_setFlag(_seats[pool][node], BANNED, true);\n        }",
-        "return treasury;\n        }", money=True,
+        "if (_expel(pool, node, provider) & MOVED != 0) {",
+        "_expel(pool, node, provider);\n        if (false) {", money=True,
+    ),
+    Mutant(
+        "a key seated again hides the seat that moved on", "Pools.sol",
+        "flags: _seats[pool][node].flags & MOVED,", "flags: 0,", money=True,
+    ),
+    Mutant(
+        "a slash expels the seat of the key's next provider", "Pools.sol",
+        "if (seat.provider != provider) return flags;", "",
     ),
     Mutant(
         "anyone moves seats", "Pools.sol",

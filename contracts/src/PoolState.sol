@@ -86,7 +86,7 @@ abstract contract PoolState is EIP712 {
         uint40 inviteDeadline;
     }
 
-    /// @dev A seat as stored: one slot. `flags`: BANNED, EJECTED.
+    /// @dev A seat as stored: one slot. `flags`: BANNED, EJECTED, MOVED.
     struct Stay {
         address provider;
         uint8 speedClass;
@@ -105,6 +105,8 @@ abstract contract PoolState is EIP712 {
     uint8 internal constant BANNED = 1;
     /// @dev The seat was taken away, not given up: the provider's consent to its class stands.
     uint8 internal constant EJECTED = 2;
+    /// @dev A seat of this node went to another key (`_moves`); kept for good.
+    uint8 internal constant MOVED = 4;
 
     /// @notice Holds the stake that seats need.
     StakeVault public immutable vault;

@@ -135,21 +135,22 @@ contract Pools is PoolState {
 
     // ----------------------------------------------------------------------------- the slasher's
 
-    /// @notice Takes the seat away if there is one, and bars the node from coming back. So it goes for
-    /// the key to which the seat was moved since: the work of a seat that can still be slashed lies
-    /// at most one move back (see `moveSeat`).
+    /// @notice Takes the provider's seat away if the node has one, and bars the node from coming back.
+    /// So it goes for the key to which the seat was moved (see `moveSeat`), also where the node sits
+    /// again beside it. A seat of another provider, which took the key over since, stays.
+    /// @param pool The pool.
+    /// @param node Whose work it was.
+    /// @param provider Who answers for that work.
     /// @return treasury Where the slashed stake goes, zero if it is burned.
-    function expel(uint256 pool, address node) external returns (address treasury) {
+    function expel(uint256 pool, address node, address provider)
+        external
+        returns (address treasury)
+    {
         if (msg.sender != slasher) revert Errors.NotAllowed(msg.sender);
         treasury = _pools[pool].treasury;
-        Stay storage seat = _seats[pool][node];
-        _setFlag(seat, BANNED, true);
-        if (seat.leftAt != 0) {
-            node = _moves[pool][node].to;
-            if (node == address(0)) return treasury;
-            _setFlag(_seats[pool][node], BANNED, true);
+        if (_expel(pool, node, provider) & MOVED != 0) {
+            _expel(pool, _moves[pool][node].to, provider);
         }
-        if (_vacate(pool, node, EJECTED)) emit NodeEjected(pool, node);
     }
 
     // ----------------------------------------------------------------------------- the registry's
@@ -170,10 +171,14 @@ contract Pools is PoolState {
         // A key that sat here before has a record of its own, which must not be overwritten.
         if (_seats[pool][to].provider != address(0)) revert Errors.AlreadyMember(pool, to);
         if (_seats[pool][to].flags & BANNED != 0) revert Errors.Banned(pool, to);
-        uint256 until = uint256(_moves[pool][from].cameAt) + _unbonding;
+        // An old key that sits again must not forget where its first seat went.
+        address went = _moves[pool][from].to;
+        uint256 until = Math.max(_moves[pool][from].cameAt, _moves[pool][went].cameAt) + _unbonding;
         if (block.timestamp < until) revert Errors.MovedRecently(from, until);
 
         old.leftAt = uint40(block.timestamp);
+        old.flags |= MOVED;
+        seat.flags &= ~MOVED;
         _moves[pool][from].to = to;
         _moves[pool][to].cameAt = uint64(block.timestamp);
         _seats[pool][to] = seat;
@@ -230,7 +235,7 @@ contract Pools is PoolState {
         _seats[pool][node] = Stay({
             provider: provider,
             speedClass: invite.speedClass,
-            flags: 0,
+            flags: _seats[pool][node].flags & MOVED,
             leftAt: 0,
             inviteDeadline: _deadline(invite)
         });
@@ -309,6 +314,15 @@ contract Pools is PoolState {
 
     function _setFlag(Stay storage seat, uint8 flag, bool on) private {
         seat.flags = on ? seat.flags | flag : seat.flags & ~flag;
+    }
+
+    /// @dev Bars the node and frees its seat, if `provider` answers for it. Returns the seat's flags.
+    function _expel(uint256 pool, address node, address provider) private returns (uint8 flags) {
+        Stay storage seat = _seats[pool][node];
+        flags = seat.flags;
+        if (seat.provider != provider) return flags;
+        seat.flags = flags | BANNED;
+        if (_vacate(pool, node, EJECTED)) emit NodeEjected(pool, node);
     }
 
     /// @dev Frees the seat and the stake that it needs. False if the node has none.

@@ -349,7 +349,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     function _execute(uint256 id, Entry memory p) private {
         _entries[id].state = State.Executed;
         emit SlashExecuted(id, p.pool, p.node, p.provider, p.amount);
-        address treasury = pools.expel(p.pool, p.node);
+        address treasury = pools.expel(p.pool, p.node, p.provider);
         vault.settleSlash(p.provider, p.amount, treasury);
     }
 

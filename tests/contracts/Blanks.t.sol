@@ -67,7 +67,7 @@ contract BlanksTest is Network {
     function test_Expel_BySlasherOnly() public {
         expectNotAllowed(manager);
         vm.prank(manager);
-        pools.expel(pool, node);
+        pools.expel(pool, node, provider);
     }
 
     function test_Join_RefusesANodeOfNobody() public {

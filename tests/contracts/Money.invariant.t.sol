@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](27);
+        bytes4[] memory s = new bytes4[](28);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -75,6 +75,7 @@ contract MoneyInvariant {
         s[24] = handler.overreach.selector;
         s[25] = handler.runAway.selector;
         s[26] = handler.cashIn.selector;
+        s[27] = handler.bringBack.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }
@@ -101,7 +102,7 @@ contract MoneyInvariant {
     function test_ActsTakePlace() public {
         FuzzSelector memory acts = targetSelectors()[0];
         for (uint256 i; i < 2000; ++i) {
-            bytes32 seed = keccak256(abi.encode(i));
+            bytes32 seed = keccak256(abi.encode("act", i));
             bytes4 act = acts.selectors[uint256(seed) % acts.selectors.length];
             bytes memory seeds =
                 abi.encode(keccak256(abi.encode(seed, 1)), keccak256(abi.encode(seed, 2)));
@@ -123,7 +124,7 @@ contract MoneyInvariant {
         }
         invariant_Money();
         handler.drain();
-        bytes32[27] memory names = [
+        bytes32[28] memory names = [
             bytes32("addStake"),
             "unbond",
             "rebond",
@@ -150,7 +151,8 @@ contract MoneyInvariant {
             "liftBan",
             "runAway",
             "cashIn",
-            "heldBack"
+            "heldBack",
+            "bringBack"
         ];
         for (uint256 i; i < names.length; ++i) {
             emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));

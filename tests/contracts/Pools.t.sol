@@ -99,7 +99,7 @@ contract PoolsTest is Network {
         expectNotAllowed(stranger);
         pools.end(pool);
         expectNotAllowed(stranger);
-        pools.expel(pool, node);
+        pools.expel(pool, node, provider);
         expectNotAllowed(stranger);
         pools.wire(stranger);
         vm.stopPrank();
@@ -308,7 +308,7 @@ contract PoolsTest is Network {
         vm.prank(node);
         pools.leave(pool, node);
         vm.prank(address(slasher));
-        pools.expel(pool, node);
+        pools.expel(pool, node, provider);
         vm.assertTrue(pools.seatOf(pool, node).banned);
     }
 

@@ -253,6 +253,60 @@ contract SeatsTest is Network {
         vm.assertEq(vault.committed(provider), 0);
     }
 
+    /// @dev The old key bound and seated again, beside the seat that moved on.
+    function comeBack() private {
+        addNode(provider, NODE_KEY);
+        seat(node, 1);
+    }
+
+    function test_MoveNode_AnOldKeySeatedAgainDoesNotHideTheSeatThatMovedOn() public {
+        seat(node, 1);
+        uint256 id = propose(1, STAKE);
+        move(NODE2_KEY);
+        comeBack();
+        vm.warp(START + WINDOW);
+        slasher.execute(id);
+        vm.assertEq(pools.classOf(pool, node), 0);
+        vm.assertEq(pools.classOf(pool, node2), 0);
+        vm.assertTrue(pools.seatOf(pool, node).banned);
+        vm.assertTrue(pools.seatOf(pool, node2).banned);
+        vm.assertEq(vault.committed(provider), 0);
+    }
+
+    function test_MoveNode_AnOldKeySeatedAgainMovesOnAfterAnUnbondingPeriodOnly() public {
+        seat(node, 1);
+        move(NODE2_KEY);
+        comeBack();
+        moveRefused(
+            node,
+            NODE3_KEY,
+            abi.encodeWithSelector(Errors.MovedRecently.selector, node, START + UNBONDING)
+        );
+        vm.warp(START + UNBONDING);
+        move(NODE3_KEY);
+        vm.assertEq(pools.classOf(pool, node2), 1);
+        vm.assertEq(pools.classOf(pool, node3), 1);
+    }
+
+    function test_Expel_LeavesTheSeatOfTheProviderThatTookTheKeyOver() public {
+        seat(node, 1);
+        uint256 id = propose(1, STAKE);
+        vm.startPrank(provider);
+        pools.leave(pool, node);
+        registry.removeNode(node);
+        vm.stopPrank();
+        register(stranger, stranger);
+        stake(stranger, STAKE);
+        addNode(stranger, NODE_KEY);
+        vm.warp(START + UNBONDING);
+        join(node, 1);
+        slasher.execute(id);
+        vm.assertEq(token.balanceOf(treasury), STAKE);
+        vm.assertEq(pools.liableFor(pool, node), stranger);
+        vm.assertEq(pools.classOf(pool, node), 1);
+        vm.assertFalse(pools.seatOf(pool, node).banned);
+    }
+
     function test_MoveNode_OnceAnUnbondingPeriod_AtTheEdge() public {
         seat(node, 1);
         move(NODE2_KEY);

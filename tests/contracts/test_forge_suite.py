@@ -38,11 +38,6 @@ def test_sources_are_formatted() -> None:
     assert done.returncode == 0, f"run `scripts/forge fmt`\n{done.stdout[-3000:]}"
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="run 282 of 1,024 finds a seat that outlives its slash, after a move of its node: "
-    "docs/contracts.md, known limits; docs/log.md, next",
-)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_money_invariants_hold_in_long_runs() -> None:

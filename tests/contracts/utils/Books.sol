@@ -49,6 +49,9 @@ abstract contract Books is Network {
     uint256[NODES] internal at;
     uint256[KEYS] internal providerOf;
     mapping(uint256 => uint256) internal movedAt;
+    /// @dev When a key was moved away last, and where its seat in a pool went, one more than the key.
+    mapping(uint256 => uint256) internal leftAt;
+    mapping(uint256 => mapping(address => uint256)) internal seatWent;
     uint256 internal keys = NODES;
     Work_[] internal works;
     Table[] internal tables;

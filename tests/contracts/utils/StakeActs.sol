@@ -99,11 +99,14 @@ abstract contract StakeActs is Books {
         n %= NODES;
         uint256 k = at[n];
         if (keys == KEYS || movedAt[k] + UNBONDING > block.timestamp) return;
+        if (leftAt[k] + UNBONDING > block.timestamp) return;
         if (seed % 3 == 0) takeSeat(n, seed >> 64, uint8(seed >> 128));
         uint256[] memory seats = new uint256[](2);
         uint256 count;
         for (uint256 i; i < 2; ++i) {
-            if (pools.classOf(poolIds[i], nodes[k]) != 0) seats[count++] = poolIds[i];
+            if (pools.classOf(poolIds[i], nodes[k]) == 0) continue;
+            seats[count++] = poolIds[i];
+            seatWent[poolIds[i]][nodes[k]] = 1 + keys;
         }
         assembly ("memory-safe") {
             mstore(seats, count)
@@ -116,8 +119,24 @@ abstract contract StakeActs is Books {
         registry.moveNode(nodes[k], c, signature, seats);
         providerOf[to] = providerOf[k];
         movedAt[to] = block.timestamp;
+        leftAt[k] = block.timestamp;
         at[n] = to;
         did("moveNode");
+    }
+
+    /// @dev A key that its provider moved away from is bound again and sits again, beside the new one.
+    function bringBack(uint256 n, uint256 where) external {
+        n %= NODES;
+        for (uint256 k; k < keys; ++k) {
+            if (providerOf[k] != providerOf[at[n]] || registry.providerOf(nodes[k]) != address(0)) {
+                continue;
+            }
+            addNode(providers[providerOf[k]], keyOf(k));
+            at[n] = k;
+            takeSeat(n, where, uint8(where >> 8));
+            did("bringBack");
+            return;
+        }
     }
 
     // --------------------------------------------------------------------------------------- work
@@ -280,8 +299,10 @@ abstract contract StakeActs is Books {
         Work_ storage w = works[workOf[id]];
         ++executions[work.submissionDigest(submissionOf(w.pool, w.number))];
         vm.assertTrue(pools.classOf(p.pool, p.node) == 0);
-        // Nor does it sit on under the key that it was moved to.
-        vm.assertTrue(pools.classOf(p.pool, registry.movedTo(p.node)) == 0);
+        // Nor does that seat go on under the key that it was moved to. (A key that its provider seats
+        // anew, by an invite of its own, is a new seat.)
+        uint256 went = seatWent[p.pool][p.node];
+        if (went != 0) vm.assertTrue(pools.classOf(p.pool, nodes[went - 1]) == 0);
     }
 
     function calledOff(Slasher.Proposal memory p) internal {
