@@ -46,11 +46,13 @@ _table = schema.draw_secrets
 
 @dataclass(frozen=True)
 class Draw:
-    """The secret under which one file is judged, and the commitment it can be checked against."""
+    """The secret under which one file is judged, and the commitment it can be checked against.
+    `validators`: how many the file's lease names."""
 
     secret: Digest
     epoch: int
     commitment: Digest
+    validators: int = 1
 
 
 class DrawSecrets:
@@ -125,7 +127,12 @@ class DrawSecrets:
             mine.commitment.commitment
         ):
             raise UntrustedError(f"the secret behind the lease's commitment of {epoch} is not here")
-        return Draw(file_secret(Digest(secret), submission), epoch, mine.commitment.commitment)
+        return Draw(
+            file_secret(Digest(secret), submission),
+            epoch,
+            mine.commitment.commitment,
+            len(listed.commitments),
+        )
 
     def _reveal(self, epoch: int, secret: Digest) -> DrawReveal:
         return DrawReveal(

@@ -3,6 +3,7 @@
     accepted  submission, lease, credit, groups for batches, job done
     rejected  submission, lease, node quarantined, slash and its `propose` intent, job done
     void      submission, lease, job done
+    (where another validator is to be heard first: its opinion, and the job goes on to that one)
     (of a shadow lease, whatever the verdict: submission, lease, job done, and nothing else)
     abstained the job goes back; nothing is decided about the file or its node
 
@@ -23,10 +24,21 @@ from orchestrator import slashing
 from orchestrator.context import PoolContext
 from orchestrator.intents import queue_intent
 from orchestrator.members import apply_node_event
+from orchestrator.opinions import agreed
 from orchestrator.settlement import refresh_credits
-from orchestrator.store import drift, groups, jobs, leases, nodes, schema, submissions
+from orchestrator.store import (
+    drift,
+    groups,
+    jobs,
+    leases,
+    nodes,
+    opinions,
+    schema,
+    submissions,
+)
 from orchestrator.store.engine import Store
 from orchestrator.store.groups import GroupRow
+from orchestrator.store.opinions import OpinionRow
 from orchestrator.store.rows import insert_new
 from orchestrator.store.submissions import SubmissionRow
 from protocol.core import encoding
@@ -53,6 +65,8 @@ class Judgement:
     setup: str = ""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Of an accepted file: what made it, and its statistics as shares of their limits."""
+    compute_share: float | None = None
+    """What the replay computed, as a share of what making the file did."""
 
     def __post_init__(self) -> None:
         outcome = self.reason.outcome
@@ -117,8 +131,10 @@ def record_verdict(
     *,
     worker: str,
     now: float,
+    needed: int = 1,
 ) -> bool:
-    """Writes a verdict and all that follows from it in one transaction.
+    """Writes an opinion and, if `needed` validators agree by now, the verdict and all that follows
+    from it, in one transaction. Otherwise the job waits for another validator.
 
     False, and nothing written, if `worker` lost its claim or the submission was judged already.
     """
@@ -126,8 +142,15 @@ def record_verdict(
     outcome = judgement.reason.outcome
     status: LeaseStatus = _STATUS[outcome]
     with store.begin() as connection:
+        earlier = opinions.of(connection, submission)
+        if not agreed(outcome, [opinion.outcome for opinion in earlier], needed):
+            if not jobs.hand_on(connection, submission, worker):
+                return False
+            log.info("submission %s: a second opinion is asked for", submission)
+            return _opine(connection, submission, published, now)
         if not jobs.finish(connection, submission, worker):
             return False
+        _opine(connection, submission, published, now)
         row = submissions.get(connection, submission)
         if row is None:
             raise FatalError(f"a job names submission {submission}, which the store does not hold")
@@ -141,6 +164,7 @@ def record_verdict(
             verdict_table=None if verdict.table == ZERO_DIGEST else verdict.table,
             evidence=None if verdict.evidence == ZERO_DIGEST else verdict.evidence,
             validator=published.signed.validator,
+            compute_share=judgement.compute_share,
             judged_at=float(verdict.judged_at),
         )
         if not fresh:
@@ -163,6 +187,23 @@ def record_verdict(
         judgement.units,
     )
     return True
+
+
+def _opine(
+    connection: Connection, submission: Digest, published: PublishedVerdict, now: float
+) -> bool:
+    evidence = published.signed.verdict.evidence
+    return opinions.add(
+        connection,
+        OpinionRow(
+            submission,
+            published.signed.validator,
+            int(published.judgement.reason),
+            published.object,
+            None if evidence == ZERO_DIGEST else evidence,
+            now,
+        ),
+    )
 
 
 _STATUS: dict[Outcome, LeaseStatus] = {

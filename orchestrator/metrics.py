@@ -9,8 +9,19 @@ from collections.abc import Mapping, Sequence
 from orchestrator import reach
 from orchestrator.backend import Backend
 from orchestrator.history import excess, others_of
-from orchestrator.store import batches, drift, intents, jobs, meta, nodes, policies, submissions
+from orchestrator.store import (
+    batches,
+    drift,
+    intents,
+    jobs,
+    meta,
+    nodes,
+    opinions,
+    policies,
+    submissions,
+)
 from orchestrator.store.drift import DriftRow
+from orchestrator.store.opinions import Record
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,6 +62,10 @@ def render(backend: Backend, requests: RequestCounts) -> str:
             *_single("prime_next_step", batches.next_step(connection)),
         ]
         lines += _drift(drift.every(connection))
+        lines += _validators(opinions.track_records(connection))
+        share = submissions.mean_compute_share(connection)
+        if share is not None:
+            lines += _single("prime_verification_compute_share", share)
         latest = policies.latest_version(connection)
         if latest is not None:
             lines += _single("prime_policy_version", latest)
@@ -79,6 +94,25 @@ def _drift(sums: Sequence[DriftRow]) -> list[str]:
         beyond = excess(row, others_of(row, sums))
         if beyond is not None:
             lines.append(f"prime_node_drift_excess{{{labels}}} {beyond:.6g}")
+    return lines
+
+
+def _validators(records: Sequence[Record]) -> list[str]:
+    """Per validator: opinions and how many were overruled; and of planted files of each kind how
+    many it judged, and how many of them wrongly."""
+    names = ("prime_validator_opinions", "prime_validator_overruled")
+    planted = ("prime_validator_planted", "prime_validator_planted_wrong")
+    lines = [f"# TYPE {name} gauge" for name in (*names, *planted)] if records else []
+    for row in records:
+        who = f'validator="{row.validator}"'
+        lines.append(f"{names[0]}{{{who}}} {row.opinions}")
+        lines.append(f"{names[1]}{{{who}}} {row.overruled}")
+        for kind, judged, wrong in (
+            ("honest", row.honest, row.accused),
+            ("lying", row.lying, row.missed),
+        ):
+            lines.append(f'{planted[0]}{{{who},kind="{kind}"}} {judged}')
+            lines.append(f'{planted[1]}{{{who},kind="{kind}"}} {wrong}')
     return lines
 
 

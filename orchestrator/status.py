@@ -14,6 +14,7 @@ from orchestrator.store import (
     leases,
     meta,
     nodes,
+    opinions,
     policies,
     schema,
     submissions,
@@ -28,6 +29,7 @@ from protocol.core.messages import (
     RewardInfo,
     Status,
     SubmissionInfo,
+    ValidatorInfo,
 )
 from protocol.core.verdict import Reason
 
@@ -75,6 +77,10 @@ def status(backend: Backend) -> Status:
             transactions=tuple(_transactions(connection)),
             slashes=tuple(_slashes(connection)),
             reach=tuple(reach.picture(connection)),
+            validators=tuple(
+                ValidatorInfo(**vars(record)) for record in opinions.track_records(connection)
+            ),
+            compute_share=submissions.mean_compute_share(connection),
             chain_reachable=seen is not None and now - float(seen) < CHAIN_SILENT_SECONDS,
         )
 
@@ -203,6 +209,7 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
         root=None if root is None else Digest(root),
         verdict=row.verdict,
         evidence=row.evidence,
+        compute_share=row.compute_share,
         detail="" if row.status in ("open", "submitted") else Reason(row.reason).sentence,
     )
 

@@ -1,6 +1,6 @@
 """The validator: claims submitted files, judges them, and sees its slashes through.
 
-    judge_next   claim a job → policy → file → verify → verdict            (abstain on our trouble)
+    judge_next   claim a job → policy → file → verify → opinion, verdict   (abstain on our trouble)
     chain_tick   its own lane: `propose` once the root is confirmed, `execute` after the window
     prepare      secrets of the epoch to come are committed to, those over are revealed
 
@@ -15,31 +15,33 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator import judging
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import Draw, DrawSecrets
 from orchestrator.history import draw_count
 from orchestrator.judging import Judgement
+from orchestrator.opinions import needed
 from orchestrator.outbox import run_outbox_tick
 from orchestrator.policy_store import PolicyStore
 from orchestrator.slashing import queue_executions, requeue_proposals
-from orchestrator.store import jobs, leases, submissions
+from orchestrator.store import jobs, leases, opinions, submissions
 from orchestrator.store.engine import Store
 from orchestrator.store.leases import LeaseRow
+from orchestrator.store.opinions import OpinionRow
 from orchestrator.store.submissions import SubmissionRow
 from protocol.chain.contracts import Contracts
 from protocol.chain.sender import Sender
 from protocol.core import encoding
 from protocol.core.errors import FatalError, NotFoundError, UnavailableError, UntrustedError
-from protocol.core.ids import Digest
+from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission
 from protocol.core.signing import Signer
 from protocol.core.task import SignedLease
 from protocol.core.verdict import Evidence, Outcome, Reason
 from protocol.environments.base import Environment
-from protocol.proofs.thresholds import Calibration
+from protocol.proofs.thresholds import Calibration, shipped
 from protocol.storage.base import ObjectStore
 from protocol.verification.engines import EngineProvider
 from protocol.verification.verify import Finding, verify_file
@@ -66,6 +68,12 @@ class _Job:
     signed_lease: SignedLease
     accepted_before: int
     """Accepted files of the same node so far."""
+    opinions: tuple[OpinionRow, ...] = ()
+    """What other validators said of it."""
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [opinion.outcome for opinion in self.opinions]
 
 
 class _AbstainError(Exception):
@@ -122,7 +130,11 @@ class Validator:
             return None
         with self._store.begin() as connection:
             job = jobs.claim(
-                connection, self._worker, now=self._now(), seconds=self._patience.claim_seconds
+                connection,
+                self._worker,
+                now=self._now(),
+                seconds=self._patience.claim_seconds,
+                validator=self._signer.address,
             )
         if job is None:
             return None
@@ -155,21 +167,31 @@ class Validator:
 
     def _judge(self, digest: Digest) -> None:
         job = self._load(digest)
-        draw = self._draw(job)
-        finding = self._verify(job, draw)
+        own = draw = self._draw(job)
+        accusation = self._accusation(job)
+        if accusation is not None:  # does what another found hold here, in the very same rows?
+            draw = replace(own, secret=accusation.draw_secret)
+        finding = self._verify(job, draw, len(accusation.rows_drawn) if accusation else 0)
         if finding.outcome is Outcome.ABSTAINED:
             raise _AbstainError(finding.reason, finding.detail)
         evidence = None
+        reason = finding.reason
         if finding.outcome is Outcome.REJECTED:
-            evidence = encoding.canonical_json(
-                self._evidence(job, finding, draw).model_dump(mode="json")
-            )
+            stated = accusation or self._evidence(job, finding, draw)
+            reason = Reason(stated.reason)
+            evidence = encoding.canonical_json(stated.model_dump(mode="json"))
         table = None
         if finding.outcome is Outcome.ACCEPTED:
             row = job.row
             table = finding.verdict_table(digest, row.sha256, row.policy_version, row.step)
         judgement = Judgement(
-            finding.reason, int(finding.units), table, evidence, finding.setup, finding.shares()
+            reason,
+            int(finding.units),
+            table,
+            evidence,
+            finding.setup,
+            finding.shares(),
+            finding.statistics.get("compute_share"),
         )
         published = judging.publish_verdict(
             self._objects,
@@ -181,7 +203,13 @@ class Validator:
         )
         log.info("submission %s: %s: %s", digest, finding.reason.name, finding.detail)
         written = judging.record_verdict(
-            self._store, self._context, digest, published, worker=self._worker, now=self._now()
+            self._store,
+            self._context,
+            digest,
+            published,
+            worker=self._worker,
+            now=self._now(),
+            needed=needed(finding.outcome, job.outcomes, own.validators, own.secret),
         )
         if not written:
             log.warning("the claim on %s was lost; its verdict is dropped", digest)
@@ -192,6 +220,7 @@ class Validator:
             row = submissions.get(connection, digest)
             lease = leases.get(connection, row.lease_digest) if row is not None else None
             before = submissions.accepted_of(connection, row.node) if row is not None else 0
+            said = tuple(opinions.of(connection, digest))
         if row is None or lease is None:
             raise FatalError(f"a job names submission {digest}, which the store does not hold")
         signed, signed_lease = row.signed(), lease.signed()
@@ -211,7 +240,24 @@ class Validator:
             raise _AbstainError(
                 Reason.VALIDATOR_CRASHED, "lease and submission in the store do not belong together"
             )
-        return _Job(row, signed, lease, signed_lease, before)
+        return _Job(row, signed, lease, signed_lease, before, said)
+
+    def _accusation(self, job: _Job) -> Evidence | None:
+        """The evidence of another validator who rejected the file, to be tried here; or None."""
+        named = next((o.evidence for o in job.opinions if o.evidence is not None), None)
+        if named is None:
+            return None
+        try:
+            evidence = Evidence.model_validate_json(read_object(self._objects, named))
+        except (NotFoundError, UntrustedError, ValueError) as error:
+            raise _AbstainError(
+                Reason.OUT_OF_RESOURCES, f"the first opinion's evidence is not here: {error}"
+            ) from error
+        if evidence.submission != job.signed:
+            raise _AbstainError(
+                Reason.VALIDATOR_CRASHED, "the first opinion's evidence is of another file"
+            )
+        return evidence
 
     def _draw(self, job: _Job) -> Draw:
         """The secret that the lease names; a file whose lease names none of ours is another's."""
@@ -220,7 +266,8 @@ class Validator:
         except (UntrustedError, NotFoundError) as error:
             raise _AbstainError(Reason.VALIDATOR_CRASHED, str(error)) from error
 
-    def _verify(self, job: _Job, draw: Draw) -> Finding:
+    def _verify(self, job: _Job, draw: Draw, rows: int = 0) -> Finding:
+        """Judges the file; `rows` is how many to replay where evidence says so."""
         claim, promise = job.signed.submission, job.signed_lease.lease
         received_at = job.row.receipt_answer().receipt.received_at
         if received_at > min(promise.deadline, claim.valid_until):
@@ -245,7 +292,7 @@ class Validator:
                 submission_digest=job.row.digest,
                 submission=claim,
                 calibration=self._calibration,
-                draw_count=draw_count(self._context.run, job.accepted_before, draw.secret),
+                draw_count=rows or draw_count(self._context.run, job.accepted_before, draw.secret),
             )
         except MemoryError as error:
             raise _AbstainError(Reason.OUT_OF_RESOURCES, f"out of memory: {error}") from error
@@ -275,6 +322,9 @@ class Validator:
             rows_drawn=finding.rows_drawn,
             statistics=statistics,
             thresholds=finding.decimal_thresholds(),
+            calibration=(
+                (self._calibration or shipped()).digest() if finding.thresholds else ZERO_DIGEST
+            ),
         )
 
     def _abstain(self, digest: Digest, reason: Reason, detail: str) -> None:
@@ -292,7 +342,9 @@ class Validator:
     def _work_waits(self) -> bool:
         """A look without the write lock, so that an idle validator disturbs nobody."""
         with self._store.read() as connection:
-            return jobs.waiting(connection, self._worker, now=self._now())
+            return jobs.waiting(
+                connection, self._worker, now=self._now(), validator=self._signer.address
+            )
 
     @contextmanager
     def _keep_claim(self, digest: Digest) -> Iterator[None]:

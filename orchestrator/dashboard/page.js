@@ -81,6 +81,24 @@ function drawNodes(status) {
   }));
 }
 
+function drawValidators(validators) {
+  const share = (wrong, all) => (all ? `${wrong} of ${all}` : "–");
+  at("validators").replaceChildren(...validators.map((one) => {
+    const row = document.createElement("tr");
+    const address = document.createElement("td");
+    address.append(element("code", short(one.validator)));
+    address.title = one.validator;
+    row.append(
+      address,
+      element("td", one.opinions),
+      element("td", one.overruled, one.overruled ? "warn" : ""),
+      element("td", share(one.accused, one.honest), one.accused ? "bad" : ""),
+      element("td", share(one.missed, one.lying), one.missed ? "warn" : ""),
+    );
+    return row;
+  }));
+}
+
 function drawList(id, items, words) {
   at(id).replaceChildren(...(items.length
     ? items.slice().reverse().map((item) => {
@@ -107,6 +125,8 @@ function draw(status) {
   drawCurve(status.batches);
   drawReach(status.reach);
   drawNodes(status);
+  drawValidators(status.validators);
+  at("share").textContent = status.compute_share === null ? "–" : status.compute_share.toFixed(2);
   drawList("slashes", status.slashes, (item) => `${short(item.node)} for ${item.reason}`);
   drawList("transactions", status.transactions, (item) => item.kind);
 }

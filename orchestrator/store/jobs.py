@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from orchestrator.store import schema
 from orchestrator.store.rows import insert_new, record
-from protocol.core.ids import Digest
+from protocol.core.ids import Address, Digest
 
 _jobs = schema.jobs.c
 
@@ -55,9 +55,17 @@ def get(connection: Connection, submission: Digest) -> JobRow | None:
 
 
 def claim(
-    connection: Connection, worker: str, *, now: float, seconds: float, max_deaths: int = 3
+    connection: Connection,
+    worker: str,
+    *,
+    now: float,
+    seconds: float,
+    max_deaths: int = 3,
+    validator: Address | None = None,
 ) -> JobRow | None:
     """Takes the oldest job that is ready, or whose claim has run out, for `seconds`.
+
+    Files of which `validator` has given an opinion are left to others.
 
     A job from which `worker` itself abstained last waits for its `not_before`; others may take it
     at once. One whose claims ran out `max_deaths` times (its holders died) is quarantined.
@@ -70,7 +78,7 @@ def claim(
         .where(ran_out, _jobs.attempts >= max_deaths)
         .values(status="quarantined", claimed_by=None, claimed_until=None)
     )
-    free = _free(worker, now)
+    free = _free(worker, now, validator)
     oldest = (
         sa.select(_jobs.submission_digest)
         .where(free)
@@ -147,13 +155,35 @@ def counts(connection: Connection) -> dict[str, int]:
     return {status: int(n) for status, n in connection.execute(query)}
 
 
-def waiting(connection: Connection, worker: str, *, now: float) -> bool:
+def waiting(
+    connection: Connection, worker: str, *, now: float, validator: Address | None = None
+) -> bool:
     """Whether `claim` would find a job: a look that takes no lock."""
-    query = sa.select(_jobs.submission_digest).where(_free(worker, now)).limit(1)
+    query = sa.select(_jobs.submission_digest).where(_free(worker, now, validator)).limit(1)
     return connection.execute(query).first() is not None
 
 
-def _free(worker: str, now: float) -> sa.ColumnElement[bool]:
+def hand_on(connection: Connection, submission: Digest, worker: str) -> bool:
+    """Leaves a claimed job to another validator, after an opinion on it; nothing is counted. False
+    if `worker` holds it no longer."""
+    done = connection.execute(
+        sa.update(schema.jobs)
+        .where(_held(submission, worker))
+        .values(status="ready", claimed_until=None, attempts=_jobs.attempts - 1, not_before=0.0)
+    )
+    return done.rowcount == 1
+
+
+def _free(worker: str, now: float, validator: Address | None) -> sa.ColumnElement[bool]:
+    opinions = schema.opinions.c
+    given = sa.exists().where(
+        opinions.submission_digest == _jobs.submission_digest, opinions.validator == validator
+    )
+    ready = _ready(worker, now)
+    return ready if validator is None else sa.and_(ready, sa.not_(given))
+
+
+def _ready(worker: str, now: float) -> sa.ColumnElement[bool]:
     return sa.or_(
         sa.and_(
             _jobs.status == "ready",

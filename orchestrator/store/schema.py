@@ -122,6 +122,7 @@ submissions = Table(
     Column("root_id", Integer),  # roots.id once taken into a root
     Column("leaf_index", Integer),
     Column("shadow", Boolean, nullable=False, default=False),  # of a shadow lease: only judged
+    Column("compute_share", Float),  # what the replay computed, as a share of making the file
     Index("submissions_status", "status"),
     Index("submissions_root", "root_id"),
     Index("submissions_node", "node", "received_at"),
@@ -355,6 +356,26 @@ drift = Table(
     Column("total", Float, nullable=False),  # sum of the files' shares of their limits
     Column("squares", Float, nullable=False),
     PrimaryKeyConstraint("node", "setup", "statistic"),
+)
+
+opinions = Table(  # what each validator said of a file; two that agree make its verdict
+    "opinions",
+    metadata,
+    Column("submission_digest", Text, nullable=False),
+    Column("validator", Text, nullable=False),
+    Column("reason", Integer, nullable=False),
+    Column("verdict", Text, nullable=False),  # SHA-256 of the SignedVerdict object
+    Column("evidence", Text),
+    Column("at", Float, nullable=False),
+    PrimaryKeyConstraint("submission_digest", "validator"),
+)
+
+planted = Table(  # files of the manager's own, whose truth is known; a row once they are judged
+    "planted",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("kind", Text, nullable=False),  # honest, or the name of the lie
+    Column("at", Float, nullable=False),
 )
 
 draw_secrets = Table(

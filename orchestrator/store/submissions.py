@@ -42,6 +42,7 @@ class SubmissionRow:
     root_id: int | None
     leaf_index: int | None
     shadow: bool
+    compute_share: float | None
 
     def signed(self) -> SignedSubmission:
         """The submission as the node signed it."""
@@ -105,6 +106,7 @@ def judge(
     verdict_table: Digest | None = None,
     evidence: Digest | None = None,
     validator: Address | None = None,
+    compute_share: float | None = None,
     judged_at: float,
 ) -> bool:
     """Writes a verdict on a submission that has none. False if it was already judged."""
@@ -119,6 +121,7 @@ def judge(
             verdict_table=verdict_table,
             evidence=evidence,
             validator=validator,
+            compute_share=compute_share,
             judged_at=judged_at,
         )
     )
@@ -184,3 +187,9 @@ def counts_by_node(
         if status == "accepted":
             entry["units"] += int(units)
     return found
+
+
+def mean_compute_share(connection: Connection) -> float | None:
+    """Mean of the judged files' `compute_share`; None before the first."""
+    found = connection.execute(sa.select(sa.func.avg(_submissions.compute_share))).scalar()
+    return None if found is None else float(found)

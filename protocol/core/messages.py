@@ -210,6 +210,8 @@ class SubmissionInfo(Strict):
     verdict: DigestField | None
     evidence: DigestField | None
     detail: str = ""
+    compute_share: float | None = None
+    """What verifying it computed, as a share of what making it did; None: nothing was replayed."""
 
 
 class DrawInfo(Strict):
@@ -219,10 +221,14 @@ class DrawInfo(Strict):
     revealed: bool
 
 
-class PolicyList(Strict):
-    """Newest first; the origin keeps all that are still liable."""
+MAX_LISTED = 64
+"""Manifests that a list may name: each costs its reader a signature check, about a millisecond."""
 
-    policies: tuple[SignedManifest, ...]
+
+class PolicyList(Strict):
+    """Newest first, the newest alone; the origin keeps all that are still liable."""
+
+    policies: tuple[SignedManifest, ...] = Field(max_length=MAX_LISTED)
 
 
 class RelayInfo(Strict):
@@ -276,6 +282,20 @@ class RewardInfo(Strict):
     forfeited: str
 
 
+class ValidatorInfo(Strict):
+    """How often a validator was right, as far as that is known: of planted files, whose truth the
+    manager knows, `accused` honest ones rejected and `missed` lies accepted; `overruled` opinions
+    that two others contradicted."""
+
+    validator: AddressField
+    opinions: int
+    overruled: int
+    honest: int
+    accused: int
+    lying: int
+    missed: int
+
+
 class PolicyReach(Strict):
     """How a policy spread: of `nodes` that work now, when each was first heard to have it."""
 
@@ -308,3 +328,6 @@ class Status(Strict):
     reach: tuple[PolicyReach, ...] = ()
     """The newest policies, oldest first, at most 8."""
     chain_reachable: bool
+    validators: tuple[ValidatorInfo, ...] = ()
+    compute_share: float | None = None
+    """What verifying files cost, as a share of making them: the mean over judged files."""

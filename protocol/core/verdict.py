@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from protocol.core.ids import ZERO_DIGEST
 from protocol.core.rollout import SignedSubmission
 from protocol.core.signing import (
     U8,
@@ -177,3 +178,6 @@ class Evidence(Strict):
     rows_drawn: tuple[int, ...]
     statistics: dict[str, str]
     thresholds: dict[str, str]
+    calibration: DigestField = ZERO_DIGEST
+    """Object whose limits these are (protocol.proofs.thresholds.Calibration); zero: none was used.
+    """

@@ -36,7 +36,7 @@ from protocol.core.run import RunDefinition
 from protocol.core.task import SignedLease, shadow_pool
 from protocol.core.verdict import Evidence, Outcome, Reason, SignedVerdict, VerdictTable
 from protocol.environments.base import Environment
-from protocol.proofs.thresholds import Calibration
+from protocol.proofs.thresholds import Calibration, shipped
 from protocol.verification.draw_audit import check_draw
 from protocol.verification.engines import EngineProvider
 from protocol.verification.verify import EXPLAINED_BY_WEIGHTS, Finding, verify_file
@@ -135,6 +135,7 @@ def audit_slash(slash: Slash, setting: Setting, library: Library) -> Audit:
             now=setting.now,
         )
         data = library.object(evidence.submission.submission.sha256, MAX_FILE_BYTES)
+        _check_calibration(evidence, setting)
     except (NotFoundError, UnavailableError) as error:
         return Audit("cannot tell", str(error), expected)
     except (UntrustedError, MalformedError) as error:
@@ -226,6 +227,22 @@ def _check_evidence(evidence: Evidence, slash: Slash, setting: Setting) -> None:
             raise UntrustedError(f"the evidence's {name} is {said}, the slash's is {due}")
     if evidence.validator not in setting.validators:
         raise UntrustedError(f"{evidence.validator} was never a validator of pool {setting.pool}")
+
+
+def _check_calibration(evidence: Evidence, setting: Setting) -> None:
+    """Raises UntrustedError if the run names another calibration than the evidence,
+    UnavailableError if the run names none and this version ships another."""
+    mine = (setting.calibration or shipped()).digest()
+    if evidence.calibration in (ZERO_DIGEST, mine):
+        return
+    if setting.calibration is not None:
+        raise UntrustedError(
+            f"the evidence rests on calibration {evidence.calibration}, not {mine}"
+        )
+    raise UnavailableError(
+        f"the evidence rests on calibration {evidence.calibration}; this version "
+        f"({evidence.validator_version} made it) ships {mine}"
+    )
 
 
 def _check_pair(

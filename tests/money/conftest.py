@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from chain_kit import World, make_world
+from court_kit import court as court
+from court_kit import policy_folder as policy_folder
 from walk_kit import HONEST, LIAR, OTHER, OWNER
 
 

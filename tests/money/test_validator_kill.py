@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 import sqlalchemy as sa
+from court_kit import MODEL, small_run
 from money_kit import MANAGER, TRAINER, key, open_shop
-from test_validator import MODEL, small_run
 
 from orchestrator.store import meta, schema
 from protocol.broadcast.manifest import build_manifest, signed_bytes

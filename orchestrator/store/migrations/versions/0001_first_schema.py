@@ -129,6 +129,23 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("node", "setup", "statistic"),
     )
     op.create_table(
+        "opinions",
+        sa.Column("submission_digest", sa.Text(), nullable=False),
+        sa.Column("validator", sa.Text(), nullable=False),
+        sa.Column("reason", sa.Integer(), nullable=False),
+        sa.Column("verdict", sa.Text(), nullable=False),
+        sa.Column("evidence", sa.Text(), nullable=True),
+        sa.Column("at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("submission_digest", "validator"),
+    )
+    op.create_table(
+        "planted",
+        sa.Column("submission_digest", sa.Text(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("submission_digest"),
+    )
+    op.create_table(
         "draw_secrets",
         sa.Column("validator", sa.Text(), nullable=False),
         sa.Column("epoch", sa.BigInteger(), nullable=False),
@@ -332,6 +349,7 @@ def upgrade() -> None:
         sa.Column("root_id", sa.Integer(), nullable=True),
         sa.Column("leaf_index", sa.Integer(), nullable=True),
         sa.Column("shadow", sa.Boolean(), nullable=False),
+        sa.Column("compute_share", sa.Float(), nullable=True),
         sa.PrimaryKeyConstraint("digest"),
         sa.UniqueConstraint("lease_digest"),
     )

@@ -1,0 +1,228 @@
+"""A pool with validators that judge for real: the demo's model and environment, real files."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
+
+from orchestrator.draws import DrawSecrets
+from orchestrator.policy_store import PolicyStore
+from orchestrator.store import leases
+from orchestrator.store.submissions import SubmissionRow
+from orchestrator.validator import Patience, Validator
+from protocol.broadcast.manifest import Trust, build_manifest, signed_bytes
+from protocol.chain.history import Slash
+from protocol.core.checkpoint import PolicyStatement, SignedManifest
+from protocol.core.errors import NotFoundError
+from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.messages import SubmissionInfo
+from protocol.core.run import LengthBudgets, RunDefinition
+from protocol.core.signing import LocalSigner
+from protocol.core.task import SignedLease
+from protocol.core.verdict import Evidence
+from protocol.environments.base import Environment
+from protocol.environments.registry import environment_for, environment_ref
+from protocol.storage.base import digest_key
+from protocol.verification import build
+from protocol.verification.audit import Audit, Setting, audit_slash
+from protocol.verification.engines import FolderEngines, load_engine
+from protocol.verification.rollout_file import write_rollout_file
+
+MODEL = Path(__file__).parents[2] / "devnet" / "model"
+HONEST, LIAR = key(10), key(11)
+Make = Callable[[SignedLease, Digest], bytes]
+
+
+def small_run() -> RunDefinition:
+    """The demo's task in a file of eight rows."""
+    from money_kit import RUN
+
+    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000)
+    return RUN.model_copy(
+        update={
+            "environment": environment_ref("reverse", {}, budgets, train_size=100, heldout_size=10),
+            "budgets": budgets,
+            "max_output_tokens": 24,
+            "samples_per_group": 4,
+            "groups_per_lease": 2,
+            "replay_rows_micro": 500_000,
+        }
+    )
+
+
+@dataclass
+class Court:
+    """A shop with a validator that judges for real."""
+
+    shop: Shop
+    environment: Environment
+    engines: FolderEngines
+    validator: Validator
+    draws: DrawSecrets
+    policies: Path
+
+    def another(self, signer: LocalSigner) -> Validator:
+        """One more validator, with a key and draws of its own: from now on, leases name both."""
+        shop = self.shop
+        draws = DrawSecrets(
+            shop.store,
+            shop.objects,
+            shop.context,
+            signer,
+            random=random.Random(signer.address).randbytes,
+            now=shop.now,
+        )
+        draws.prepare()
+        return validator_of(shop, self.policies, self.engines, signer, draws)
+
+    def honest(self, signed: SignedLease, lease_digest: Digest) -> bytes:
+        engine = self.engines.engine(0, signed.lease.policy_digest)
+        return build.build_rollout_file(
+            signed, lease_digest, self.shop.context.run, engine, self.environment
+        )
+
+    def tampered(self, signed: SignedLease, lease_digest: Digest) -> bytes:
+        """Every reward raised to one."""
+        run, engine = self.shop.context.run, self.engines.engine(0, signed.lease.policy_digest)
+        plan = build.plan_rows(signed.lease, lease_digest, run, self.environment, engine.tokenizer)
+        rows = build.generate_rows(plan, run, engine)
+        proofs = build.prove_rows(lease_digest, plan, rows)
+        made = build.assemble_rows(signed, plan, rows, [1.0] * len(plan), proofs)
+        return write_rollout_file(made, build.metadata_of(lease_digest, engine))
+
+    def forged(self, signed: SignedLease, lease_digest: Digest) -> bytes:
+        """Honest text with another policy's arithmetic: log-probabilities moved by a tenth."""
+        run, engine = self.shop.context.run, self.engines.engine(0, signed.lease.policy_digest)
+        plan = build.plan_rows(signed.lease, lease_digest, run, self.environment, engine.tokenizer)
+        rows = [
+            dataclasses.replace(row, logprobs=row.logprobs - 0.3)
+            for row in build.generate_rows(plan, run, engine)
+        ]
+        rewards = build.grade_rows(plan, rows, self.environment, engine.tokenizer)
+        proofs = build.prove_rows(lease_digest, plan, rows)
+        made = build.assemble_rows(signed, plan, rows, rewards, proofs)
+        return write_rollout_file(made, build.metadata_of(lease_digest, engine))
+
+    def judged(self, make: Make, node: object = HONEST) -> SubmissionRow:
+        row = self.shop.submit(node, make=make)  # type: ignore[arg-type]
+        assert self.validator.judge_next() == row.digest
+        return self.shop.row(row.digest)
+
+    def evidence(self, row: SubmissionRow) -> Evidence:
+        assert row.evidence is not None
+        raw = self.shop.objects.get(digest_key(row.evidence), 1 << 20)
+        return Evidence.model_validate_json(raw)
+
+    def slash(self, row: SubmissionRow, evidence: Digest | None = None) -> Slash:
+        """The proposal as it would stand on chain."""
+        return Slash(
+            id=1,
+            pool=1,
+            node=row.node,
+            provider=row.node,
+            leaf=row.digest,
+            evidence=evidence or row.evidence or ZERO_DIGEST,
+            reason=row.reason,
+            amount=1,
+            executable_at=0,
+            status="executed",
+            proposed_at=0,
+            proposed_tx=ZERO_DIGEST,
+        )
+
+    def audit(self, slash: Slash) -> Audit:
+        return audit_slash(slash, self.setting(), Shelf(self.shop))
+
+    def setting(self) -> Setting:
+        context = self.shop.context
+        return Setting(
+            deployment=context.deployment,
+            pool=1,
+            manager=MANAGER.address,
+            validators=frozenset({VALIDATOR.address}),
+            run=context.run,
+            environment=self.environment,
+            engines=self.engines,
+            now=self.shop.now(),
+        )
+
+
+def validator_of(
+    shop: Shop, policies: Path, engines: FolderEngines, signer: LocalSigner, draws: DrawSecrets
+) -> Validator:
+    """A validator on the shop's store."""
+    context = shop.context
+    trust = Trust(TRAINER.address, context.domain(PolicyStatement), 1)
+    return Validator(
+        shop.store,
+        shop.objects,
+        context,
+        signer,
+        engines,
+        environment_for(context.run),
+        PolicyStore(policies, shop.store, trust, now=shop.now),
+        draws,
+        worker=f"worker of {signer.address}",
+        version="test",
+        now=shop.now,
+        patience=Patience(retry_seconds=10, max_abstentions=3),
+    )
+
+
+class Shelf:
+    """What the orchestrator publishes, read from its store."""
+
+    def __init__(self, shop: Shop) -> None:
+        self._shop = shop
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        return self._shop.objects.get(digest_key(digest), limit)
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        raise NotFoundError("not asked here")
+
+    def lease(self, digest: Digest) -> SignedLease:
+        with self._shop.store.read() as connection:
+            row = leases.get(connection, digest)
+        assert row is not None
+        return row.signed()
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model as policy 0 of pool 1, signed."""
+    from money_kit import FAKE_DEPLOYMENT
+
+    folder = tmp_path_factory.mktemp("policies") / "0"
+    shutil.copytree(MODEL, folder)
+    manifest = build_manifest(folder, pool=1, version=0, step=0)
+    statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
+    signature = TRAINER.sign(statement, FAKE_DEPLOYMENT.domain_of(statement))
+    signed = SignedManifest(manifest=manifest, signature=signature)
+    (folder / "manifest.json").write_bytes(signed_bytes(signed))
+    return folder.parent
+
+
+@pytest.fixture
+def court(tmp_path: Path, policy_folder: Path) -> Iterator[Court]:
+    import torch
+
+    torch.set_num_threads(1)
+    shop = open_shop(tmp_path, run=small_run())
+    signed = SignedManifest.model_validate_json((policy_folder / "0/manifest.json").read_bytes())
+    shop.add_policy(signed)
+    shop.admit(HONEST)
+    shop.admit(LIAR)
+    environment = environment_for(shop.context.run)
+    draws = shop.draws
+    engines = FolderEngines(policy_folder, load_engine)
+    validator = validator_of(shop, policy_folder, engines, VALIDATOR, draws)
+    yield Court(shop, environment, engines, validator, draws, policy_folder)
+    shop.store.close()

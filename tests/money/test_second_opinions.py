@@ -1,0 +1,180 @@
+"""Who must agree before a verdict counts: two validators on a rejection, never one key twice."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+import sqlalchemy as sa
+from court_kit import HONEST, LIAR, Court
+from money_kit import VALIDATOR, key
+
+from orchestrator import judging
+from orchestrator import opinions as rules
+from orchestrator.store import jobs, leases, opinions, schema
+from orchestrator.store.opinions import OpinionRow
+from protocol.core.encoding import sha256
+from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.verdict import Evidence, Outcome, Reason
+from protocol.proofs.thresholds import shipped
+from protocol.storage.base import digest_key
+
+SECOND, THIRD = key(70), key(71)
+A, R, V = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.VOID
+
+
+def count(court: Court, table: sa.Table) -> int:
+    with court.shop.store.read() as connection:
+        return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
+
+
+def said(court: Court, digest: Digest) -> list[tuple[str, int]]:
+    with court.shop.store.read() as connection:
+        return [(row.validator, row.reason) for row in opinions.of(connection, digest)]
+
+
+def test_a_slash_takes_two_validators_and_the_second_replays_the_firsts_rows(court: Court) -> None:
+    second = court.another(SECOND)
+    row = court.shop.submit(LIAR, make=court.forged)
+    assert court.validator.judge_next() == row.digest
+    first = court.shop.row(row.digest)
+    assert first.status == "submitted", "one opinion is no verdict"
+    assert count(court, schema.slashes) == 0
+    assert court.shop.node_status(LIAR.address) == "active"
+    assert court.validator.judge_next() is None, "the same key is not asked twice"
+
+    assert second.judge_next() == row.digest
+    judged = court.shop.row(row.digest)
+    assert (judged.status, judged.reason) == ("rejected", Reason.TAMPERED_LOGPROBS)
+    assert count(court, schema.slashes) == 1
+    assert set(said(court, row.digest)) == {
+        (VALIDATOR.address, Reason.TAMPERED_LOGPROBS),
+        (SECOND.address, Reason.TAMPERED_LOGPROBS),
+    }
+    evidence = court.evidence(judged)
+    assert evidence.validator == VALIDATOR.address, "the first's evidence is what both rest on"
+    assert evidence.calibration == shipped().digest(), "and it names its calibration"
+    audit = court.audit(court.slash(judged))
+    assert audit.result == "match", audit.detail
+
+
+def test_an_accusation_that_does_not_hold_elsewhere_slashes_nobody(court: Court) -> None:
+    """The first makes its evidence up; the second finds the file honest, a third agrees."""
+    second, third = court.another(SECOND), court.another(THIRD)
+    liar_row = court.shop.submit(LIAR, make=court.forged)
+    assert court.validator.judge_next() == liar_row.digest
+    with court.shop.store.read() as connection:
+        (opinion,) = opinions.of(connection, liar_row.digest)
+    assert opinion.evidence is not None
+    true_evidence = Evidence.model_validate_json(_object(court, opinion.evidence))
+    row = court.shop.submit(HONEST, make=court.honest)
+    with court.shop.store.begin() as connection:
+        job = jobs.claim(
+            connection, "crook", now=court.shop.now(), seconds=60, validator=VALIDATOR.address
+        )
+    assert job is not None
+    assert job.submission_digest == row.digest
+    forged = true_evidence.model_copy(
+        update={"submission": row.signed(), "lease": _lease(court, row.lease_digest)}
+    )
+    judgement = judging.Judgement(Reason.WRONG_SAMPLING, 0, None, forged.model_dump_json().encode())
+    published = judging.publish_verdict(
+        court.shop.objects, court.shop.context, VALIDATOR, row.digest, judgement,
+        judged_at=int(court.shop.now()),
+    )  # fmt: skip
+    assert judging.record_verdict(
+        court.shop.store, court.shop.context, row.digest, published,
+        worker="crook", now=court.shop.now(), needed=2,
+    )  # fmt: skip
+    for other in (second, third):
+        while (judged := other.judge_next()) is not None and judged != row.digest:
+            pass
+    assert court.shop.row(row.digest).status == "accepted"
+    assert court.shop.node_status(HONEST.address) == "active"
+    with court.shop.store.read() as connection:
+        records = {r.validator: r for r in opinions.track_records(connection)}
+    assert (records[VALIDATOR.address].opinions, records[VALIDATOR.address].overruled) == (2, 1)
+    assert records[SECOND.address].overruled == 0
+
+
+def _object(court: Court, digest: Digest) -> bytes:
+    return court.shop.objects.get(digest_key(digest), 1 << 20)
+
+
+def _lease(court: Court, digest: Digest) -> object:
+    with court.shop.store.read() as connection:
+        row = leases.get(connection, digest)
+    assert row is not None
+    return row.signed()
+
+
+def test_one_validator_alone_decides_alone(court: Court) -> None:
+    row = court.judged(court.tampered, LIAR)
+    assert row.status == "rejected"
+    assert row.compute_share is None, "nothing was replayed: the rewards gave it away"
+    honest = court.judged(court.honest)
+    assert honest.compute_share is not None
+    assert 0 < honest.compute_share <= 1.0 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("outcome", "earlier", "validators", "expected"),
+    [
+        (R, [], 1, 1),
+        (R, [], 2, 2),
+        (V, [], 2, 1),
+        (A, [R], 2, 2),
+        (R, [A], 3, 2),
+        (A, [R], 1, 2),
+    ],
+)
+def test_how_many_must_agree(
+    outcome: Outcome, earlier: list[Outcome], validators: int, expected: int
+) -> None:
+    secret = sha256(b"any")
+    assert rules.needed(outcome, earlier, validators, secret) == expected
+
+
+def test_a_share_of_accepted_files_is_looked_at_twice_by_their_own_secrets() -> None:
+    secrets = [sha256(str(number).encode()) for number in range(3200)]
+    twice = sum(rules.needed(A, [], 2, secret) == 2 for secret in secrets)
+    assert 150 < twice < 250, "one in 16"
+    assert {rules.needed(A, [], 1, secret) for secret in secrets} == {1}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "earlier", "wanted", "expected"),
+    [
+        (R, [], 1, True),
+        (R, [], 2, False),
+        (R, [R], 2, True),
+        (A, [R], 2, False),
+        (A, [R, A], 2, True),
+    ],
+)
+def test_two_that_agree_make_the_verdict(
+    outcome: Outcome, earlier: list[Outcome], wanted: int, expected: bool
+) -> None:
+    assert rules.agreed(outcome, earlier, wanted) is expected
+
+
+def test_a_validators_record_counts_planted_files_by_what_they_were(court: Court) -> None:
+    with court.shop.store.begin() as connection:
+        for number, (kind, reason) in enumerate(
+            [
+                (opinions.HONEST, Reason.NONE),
+                (opinions.HONEST, Reason.WRONG_SAMPLING),
+                ("int4", Reason.WRONG_ACTIVATIONS),
+                ("int8", Reason.NONE),
+                ("truncated", Reason.MALFORMED),
+            ]
+        ):
+            digest = sha256(str(number).encode())
+            opinions.plant(connection, digest, kind, now=1.0)
+            opinions.add(
+                connection,
+                OpinionRow(digest, VALIDATOR.address, int(reason), ZERO_DIGEST, None, 1.0),
+            )
+        (record,) = opinions.track_records(connection)
+    assert (record.honest, record.accused, record.lying, record.missed) == (2, 1, 3, 1)
