@@ -187,9 +187,11 @@ def load(
     if world.leads:
         for leftover in _folder(data).glob(".staging-*"):
             shutil.rmtree(leftover)
-    folder = world.broadcast((latest(data),))[0]
-    if folder is None:
+    newest = latest(data) if world.leads else None
+    name = world.broadcast(newest.name.encode() if newest else b"").decode()
+    if not name:
         return None
+    folder = _folder(data) / name
     state = TrainerState.from_json((folder / STATE_NAME).read_text())
     if state.run_digest != run_digest:
         raise UserError(

@@ -139,9 +139,13 @@ def fetcher(client: OrchestratorClient, urls: dict[str, str], stop: threading.Ev
         for attempt in range(FETCH_TRIES):
             try:
                 return client.download(url, limit=limit, sha256=sha256)
+            except NotFoundError as error:
+                raise UntrustedError(f"the batch names {sha256}, which is nowhere") from error
+            except MalformedError as error:
+                raise MalformedError(f"{sha256}: {error}") from error
             except UnavailableError as error:
                 if attempt == FETCH_TRIES - 1:
-                    raise
+                    raise UnavailableError(f"{sha256} cannot be fetched: {error}") from error
                 log.warning("%s is not there yet: %s", sha256, error)
                 if stop.wait(0.25 * 2**attempt):
                     raise StoppedError from error

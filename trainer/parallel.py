@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from trainer.lora import is_adapted, merged
 from trainer.model import Policy
 
-Value = TypeVar("Value")
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 """Ranks may wait this long for rank 0, which waits for the next batch."""
 
@@ -40,14 +38,22 @@ class World:
         """Rank 0: speaks to the orchestrator, writes metrics, publishes."""
         return self.rank == 0
 
-    def broadcast(self, value: Value | None) -> Value:
-        """Rank 0's value on every rank."""
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank; the others give None. Bytes and nothing else: torch's own
+        broadcast of objects unpickles what comes."""
         if self.size == 1:
-            assert value is not None
-            return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]  # type: ignore[no-any-return]
+            assert data is not None
+            return data
+        size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, src=0)
+        if not int(size):
+            return b""
+        box = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        if self.leads:
+            assert data is not None
+            box.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(box, src=0)
+        return box.cpu().numpy().tobytes()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""

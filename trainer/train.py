@@ -48,11 +48,11 @@ from trainer.observe import Observers
 from trainer.parallel import published_state
 from trainer.prefetch import Prefetcher
 from trainer.publish import Origin, Publisher, publish_state
+from trainer.wire import BadBatch, decode, encode
 
 log = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 3
-BadBatch = MalformedError | UntrustedError | PolicyError
 
 
 class Trainer:
@@ -159,7 +159,9 @@ class Trainer:
                         raise
                     found = error
         with watch.timed("share"):
-            found = self.world.broadcast((found,))[0]
+            if self.world.size > 1:
+                told = self.world.broadcast(encode(found) if self.world.leads else None)
+                found = found if self.world.leads else decode(told)
         if found is None:
             raise StoppedError
         return found
@@ -234,7 +236,7 @@ class Trainer:
                 self.observers.background(pending.result().seconds)
             except StoppedError:
                 done = False
-            done = self.world.broadcast((done,))[0]
+            done = self.world.broadcast(b"done" if done else b"stopped") == b"done"
         if not done:
             raise StoppedError
 

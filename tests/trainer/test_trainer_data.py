@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import trainer_kit as kit
@@ -129,6 +133,12 @@ def _table_of_another_file(objects: kit.Objects) -> SignedBatch:
     return kit.seal([one.model_copy(update={"table": two.table})], STEP, RUN)
 
 
+def _schema_of_another_version(objects: kit.Objects) -> SignedBatch:
+    with mock.patch("protocol.verification.rollout_file.SCHEMA_VERSION", "2"):
+        file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    return kit.seal([file], STEP, RUN)
+
+
 def _row_missing(objects: kit.Objects) -> SignedBatch:
     return kit.seal([kit.seal_file(objects, rollouts(1)[:-1], [0, 1], STEP)], STEP, RUN)
 
@@ -184,6 +194,7 @@ def _output_beyond_the_runs_limit(objects: kit.Objects) -> SignedBatch:
         (_file_spoiled_in_store, UntrustedError),
         (_table_spoiled_in_store, UntrustedError),
         (_table_of_another_file, UntrustedError),
+        (_schema_of_another_version, MalformedError),
         (_row_missing, UntrustedError),
         (_mixed_prompts, UntrustedError),
         (_equal_rewards, UntrustedError),
@@ -197,7 +208,7 @@ def _output_beyond_the_runs_limit(objects: kit.Objects) -> SignedBatch:
 )
 def test_a_batch_with_one_broken_line_is_refused(spoil: Spoil, error: type[PrimeError]) -> None:
     objects = kit.Objects()
-    with pytest.raises(error):
+    with pytest.raises(error, match=rf"batch {STEP}\b|(file|row|group) .*0x[0-9a-f]{{64}}|table"):
         assemble(spoil(objects), STEP, kit.rules(RUN), objects.fetch)
 
 
@@ -258,10 +269,30 @@ def test_a_failed_download_is_an_error_and_never_an_empty_file(
     name = Digest("0x" + "ab" * 32)
     with OrchestratorClient("http://127.0.0.1:9", timeout=0.5) as client:
         fetch = fetcher(client, {name: "http://127.0.0.1:9/none"}, threading.Event())
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match=f"{name} cannot be fetched"):
             fetch(name, 10)
         with pytest.raises(MalformedError, match="no URL"):
             fetch(Digest("0x" + "cd" * 32), 10)
+
+
+def test_a_file_that_is_nowhere_is_named(served_folder: str) -> None:
+    name = Digest("0x" + "ab" * 32)
+    with OrchestratorClient(served_folder, timeout=5.0) as client:
+        fetch = fetcher(client, {name: f"{served_folder}/none"}, threading.Event())
+        with pytest.raises(UntrustedError, match=f"{name}, which is nowhere"):
+            fetch(name, 10)
+
+
+@pytest.fixture
+def served_folder(tmp_path: Path) -> Iterator[str]:
+    """The address of an empty folder."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def test_waiting_insists_until_it_answers_or_is_told_to_stop() -> None:
