@@ -25,12 +25,16 @@ NAMES = {
     "unfiltered": "online filter off",
     "clip_0.1": "gradient clip 0.1",
     "clip_off": "gradient clip off",
-    "demo_sync": "synchronous, the demo's rate and batch",
-    "demo_stale4": "4 stale, the demo's rate and batch",
+    "half_sync": "synchronous, twice the step",
+    "half_stale2": "2 stale, twice the step",
+    "half_stale4": "4 stale, twice the step",
+    "demo_sync": "synchronous, the demo's step",
+    "demo_stale2": "2 stale, the demo's step",
+    "demo_stale4": "4 stale, the demo's step",
 }
 CLIPPING = ("inject_two_sided", "inject_one_sided")
 OTHERS = ("stale2", "unfiltered", "clip_0.1", "clip_off")
-RATES = ("stale4", "demo_stale4", "demo_sync")
+RATES = ("half_sync", "half_stale4", "demo_sync", "demo_stale4")
 
 
 def pictures(records: Sequence[Record]) -> dict[str, str]:
@@ -41,7 +45,9 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
             records, CLIPPING, "Held-out reward where 2 % of the tokens have ratios near 150"
         ),
         "rates.svg": rewards(
-            records, RATES, "Held-out reward: half the rate and batch beside the demo's"
+            records,
+            RATES,
+            "Held-out reward by step size: rate and batch doubled, and the demo's own",
         ),
         "norms.svg": norms(records, CLIPPING),
         "ablations.svg": rewards(records, OTHERS, "Held-out reward, one thing changed"),

@@ -60,17 +60,18 @@ class Mode:
     tokens whose behaviour log-probability is lowered by 5 (ratios near 150).
 
     The demo takes 32 groups a batch at a rate of 3e-4 and is there in some 12 steps, most of them
-    warm-up: four stale policies are a third of such a run, which swings to and fro (`demo_stale4`).
-    Half of both makes twice as many steps of half the size."""
+    warm-up; a delay of four is a third of such a run, which then swings to and fro. Staleness costs
+    about as many steps however large they are (`demo_…`, `half_…`), so it is measured where a run
+    has some tens of them: a quarter of the batch at a quarter of the rate."""
 
-    groups: int = 16
+    groups: int = 8
     delay: int = 0
     liars: float = 0.0
     objective: str = "grpo"
     inject: float = 0.0
     filtered: bool = True
     gradient_clip: float = 1.0
-    learning_rate: float = 1.5e-4
+    learning_rate: float = 7.5e-5
 
 
 MODES: dict[str, Mode] = {
@@ -83,7 +84,11 @@ MODES: dict[str, Mode] = {
     "unfiltered": Mode(delay=2, filtered=False),
     "clip_0.1": Mode(delay=2, gradient_clip=0.1),
     "clip_off": Mode(delay=2, gradient_clip=1e9),
+    "half_sync": Mode(groups=16, learning_rate=1.5e-4),
+    "half_stale2": Mode(groups=16, delay=2, learning_rate=1.5e-4),
+    "half_stale4": Mode(groups=16, delay=4, learning_rate=1.5e-4),
     "demo_sync": Mode(groups=32, learning_rate=3e-4),
+    "demo_stale2": Mode(groups=32, delay=2, learning_rate=3e-4),
     "demo_stale4": Mode(groups=32, delay=4, learning_rate=3e-4),
 }
 
