@@ -4,7 +4,10 @@ saying so, for what does not."""
 from __future__ import annotations
 
 import errno
+import functools
+import http.server
 import itertools
+import json
 import logging
 import random
 import sqlite3
@@ -18,8 +21,9 @@ from typing import Any
 import docker
 import pytest
 from bridge_kit import Kit, bridge_kit, hand_in
-from node_world import NODE, POOL, TRAINER, NodeWorld, until
+from node_world import NODE, POOL, TRAINER, NodeWorld, node_world, run_definition, until
 
+from devnet.chain import free_port
 from node.api import NodeApi
 from node.courier import Courier
 from node.heartbeat import Pulse
@@ -33,6 +37,8 @@ from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.manifest import Trust
 from protocol.core.errors import FatalError, UnavailableError
 from protocol.core.task import Task
+from protocol.environments.registry import environment_ref
+from protocol.environments.sources import BESIDE_POLICIES, file_digest
 
 
 @pytest.fixture
@@ -167,3 +173,32 @@ def test_full_disk_leaves_no_half_file_of_the_worker(
     with pytest.raises(UnavailableError, match="No space left on device"):
         put_file(tmp_path, "f.parquet", b"rows")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_agent_asks_again_for_a_dataset_whose_server_is_away(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    file = site / "tasks.jsonl"
+    row = {"problem_id": "1", "task_type": "verifiable_math", "prompt": "1 + 1?",
+           "verification_info": {"ground_truth": "2"}}  # fmt: skip
+    file.write_text(json.dumps(row) + "\n")
+    port = free_port()
+    digest = file_digest(file)
+    budgets = run_definition().budgets
+    here = {"sha256": digest, "path": str(file)}
+    reference = environment_ref("tasks", here, budgets, train_size=1, heldout_size=0)
+    away = {"sha256": digest, "url": f"http://127.0.0.1:{port}/tasks.jsonl"}
+    environment = reference.model_copy(update={"arguments": away})
+    with node_world(tmp_path, environment=environment, groups_per_lease=1) as world:
+        agent = world.join()
+        until(lambda: "cannot be fetched" in world.log(), "it says what it waits for")
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+        with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            kept = world.folder / "node" / "policies" / BESIDE_POLICIES / f"{digest[2:]}.jsonl"
+            until(kept.exists, "the dataset is brought once the server is there")
+            until(lambda: world.node_status() == "admitted", "the agent goes on to join")
+            server.shutdown()
+            thread.join()
+        assert agent.poll() is None
