@@ -13,6 +13,7 @@ only the deltas and manifests, from which anybody makes the files again.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -156,13 +157,19 @@ def index_bytes(newest: Sequence[SignedManifest]) -> bytes:
 
 
 def parse_index(raw: bytes) -> list[SignedManifest]:
-    """An index from outside, strictly. Signatures are not checked here. Raises MalformedError."""
+    """An index from outside, strictly, newest first. It names few versions, each once, so that
+    what follows costs little whatever it holds. Signatures are not checked here. Raises
+    MalformedError."""
     if len(raw) > MAX_INDEX_BYTES:
         raise MalformedError(f"an index of {len(raw)} bytes exceeds the limit")
     try:
-        return list(PolicyList.model_validate_json(raw).policies)
+        listed = newest_first(PolicyList.model_validate_json(raw).policies)
     except ValidationError as error:
         raise MalformedError(f"not an index of policies: {error.errors()[0]['msg']}") from error
+    for newer, older in itertools.pairwise(listed):
+        if newer.manifest.version == older.manifest.version:
+            raise MalformedError(f"the index names version {older.manifest.version} twice")
+    return listed
 
 
 def read_index(root: Path) -> list[SignedManifest]:

@@ -22,6 +22,7 @@ def of_server(counters: Counters, connected: int) -> str:
         + family("prime_broadcast_connections", "gauge", {(): connected})
         + family("prime_broadcast_connections_total", "counter", {(): counters.connections})
         + family("prime_broadcast_connections_refused_total", "counter", {(): counters.refused})
+        + family("prime_broadcast_connections_evicted_total", "counter", {(): counters.evicted})
         + family(
             "prime_broadcast_answers_total",
             "counter",

@@ -2,7 +2,7 @@
 
 One event loop serves all connections; the kernel moves the bytes. Only GET and HEAD without a body
 are understood. A connection that is silent, slow to ask or slow to read costs a few kilobytes and
-is closed at its deadline; when all places are taken, the one that has been idle longest goes.
+is closed at its deadline; when all places are taken, an idle, slow or greedy one goes (peers.py).
 
     GET /healthz                → {"role": …, "versions": […]}
     GET /metrics                → Prometheus text
@@ -20,7 +20,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
@@ -39,6 +38,7 @@ from protocol.broadcast.http1 import (
     parse_head,
     resource_headers,
 )
+from protocol.broadcast.peers import Peer, place_of, who_goes
 from protocol.broadcast.sending import Counters, Sender
 from protocol.core.errors import (
     MalformedError,
@@ -48,13 +48,6 @@ from protocol.core.errors import (
 )
 
 __all__ = ["Counters", "Limits", "Origin", "Server"]
-
-
-@dataclass(eq=False)
-class _Connection:
-    writer: asyncio.StreamWriter
-    address: str
-    idle_since: float | None
 
 
 class Server:
@@ -85,7 +78,7 @@ class Server:
         self._thread: threading.Thread | None = None
         self._stopping: asyncio.Event | None = None
         self._failure: OSError | None = None
-        self._connections: set[_Connection] = set()
+        self._peers: set[Peer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._buckets: dict[str, Bucket] = {}
         self.counters = Counters()
@@ -102,6 +95,11 @@ class Server:
     @property
     def port(self) -> int:
         return self._port
+
+    @property
+    def connected(self) -> int:
+        """Connections that are open now."""
+        return len(self._peers)
 
     def start(self) -> None:
         """Binds and begins to serve. Raises UserError if the address cannot be had."""
@@ -151,8 +149,8 @@ class Server:
         async with server:
             await self._stopping.wait()
             server.close()
-            for connection in list(self._connections):
-                connection.writer.transport.abort()
+            for peer in list(self._peers):
+                peer.abort()
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -160,78 +158,84 @@ class Server:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        peer = writer.get_extra_info("peername")
-        connection = _Connection(writer, str(peer[0]) if peer else "", self._clock())
+        name = writer.get_extra_info("peername")
+        peer = Peer(writer, place_of(str(name[0])) if name else "", self._clock())
+        writer.transport.set_write_buffer_limits(high=0)  # drained means: the kernel has it all
         self.counters.connections += 1
-        if self._crowded(connection.address) or (
-            len(self._connections) >= self._limits.connections and not self._make_room()
+        if self._crowded(peer.address) or (
+            len(self._peers) >= self._limits.connections and not self._make_room(peer.address)
         ):
             self.counters.refused += 1
-            writer.transport.abort()
+            peer.abort()
             return
-        self._connections.add(connection)
+        self._peers.add(peer)
         self._tasks.add(task)
         try:
-            await self._converse(reader, connection)
-        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError, PrimeError):
+            await self._converse(reader, peer)
+        except (ConnectionError, TimeoutError, PrimeError):
             pass  # the peer went away, stalled, or the file vanished under it: only it is affected
         except asyncio.CancelledError:
             # Only stop() cancels; asyncio's streams would log a cancelled handler as an error.
             if self._stopping is None or not self._stopping.is_set():
                 raise
         finally:
-            self._connections.discard(connection)
+            self._peers.discard(peer)
             self._tasks.discard(task)
-            writer.transport.abort() if writer.transport.is_closing() else writer.close()
+            peer.close()
 
     def _crowded(self, address: str) -> bool:
         """Whether one address has as many connections as it may."""
         most = self._limits.connections_per_address
-        return bool(most) and sum(c.address == address for c in self._connections) >= most
+        return bool(most) and sum(peer.address == address for peer in self._peers) >= most
 
-    def _make_room(self) -> bool:
-        idle = [c for c in self._connections if c.idle_since is not None]
-        if not idle:
+    def _make_room(self, newcomer: str) -> bool:
+        peer = who_goes(self._peers, newcomer, self._clock())
+        if peer is None:
             return False
-        oldest = min(idle, key=lambda c: c.idle_since or 0.0)
-        self._connections.discard(oldest)
-        oldest.writer.transport.abort()
+        self._peers.discard(peer)
+        self.counters.evicted += 1
+        peer.abort()
         return True
 
-    async def _converse(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
-        writer = connection.writer
+    async def _converse(self, reader: asyncio.StreamReader, peer: Peer) -> None:
         while True:
-            connection.idle_since = self._clock()
+            peer.idle_since = self._clock()
             try:
-                request = await self._read_request(reader)
+                request = await self._read_request(reader, peer)
                 if request is None:
                     return
-                connection.idle_since = None
+                peer.idle_since = None
                 self.counters.requests += 1
-                self._admit(request, connection.address)
-                await self._answer(request, writer)
+                self._admit(request, peer.address)
+                await self._answer(request, peer)
                 if not request.keep_alive:
                     return
             except RequestError as refused:
-                await self._sender.send_head(writer, refused.status, 0, refused.headers, close=True)
+                await self._sender.send_head(peer, refused.status, 0, refused.headers, close=True)
                 return
 
-    async def _read_request(self, reader: asyncio.StreamReader) -> Request | None:
-        try:
-            first = await asyncio.wait_for(reader.read(1), self._limits.idle_timeout)
-        except TimeoutError:
-            return None
-        if not first:
-            return None
-        try:
-            rest = await asyncio.wait_for(
-                reader.readuntil(b"\r\n\r\n"), self._limits.request_timeout
-            )
-        except TimeoutError:
-            raise RequestError(HTTPStatus.REQUEST_TIMEOUT) from None
-        except asyncio.LimitOverrunError:
-            raise RequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE) from None
-        return parse_head(first + rest)
+    async def _read_request(self, reader: asyncio.StreamReader, peer: Peer) -> Request | None:
+        """The next request; None if the peer is silent for too long, or gone."""
+        head = peer.pending
+        until = self._clock() + self._limits.request_timeout
+        while (end := head.find(b"\r\n\r\n")) < 0 and len(head) < MAX_HEAD:
+            left = until - self._clock() if head else self._limits.idle_timeout
+            try:
+                async with asyncio.timeout(left):
+                    more = await reader.read(MAX_HEAD)
+            except TimeoutError:
+                if not head:
+                    return None
+                raise RequestError(HTTPStatus.REQUEST_TIMEOUT) from None
+            if not more:
+                return None
+            if not head:
+                until = self._clock() + self._limits.request_timeout
+            head += more
+        if not 0 <= end <= MAX_HEAD - 4:
+            raise RequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        peer.pending = head[end + 4 :]
+        return parse_head(head[: end + 4])
 
     def _admit(self, request: Request, address: str) -> None:
         """Raises RequestError for a reader without a pass that holds, or one that asks too often
@@ -260,46 +264,46 @@ class Server:
             after = {"Retry-After": str(max(1, round(wait)))}
             raise RequestError(HTTPStatus.TOO_MANY_REQUESTS, after)
 
-    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: Request, peer: Peer) -> None:
         close = not request.keep_alive
         if request.path in ("/healthz", "/metrics"):
             body, kind = self._about(request.path)
             headers = {"Content-Type": kind, "Cache-Control": "no-store"}
-            await self._sender.send_head(writer, HTTPStatus.OK, len(body), headers, close=close)
+            await self._sender.send_head(peer, HTTPStatus.OK, len(body), headers, close=close)
             if request.method == "GET":
-                await self._sender.send_bytes(writer, body)
+                await self._sender.send_bytes(peer, body)
             return
         resource = self._content.find(request.path)
         if resource is None:
             status = HTTPStatus.GONE if self._content.gone(request.path) else HTTPStatus.NOT_FOUND
-            await self._sender.send_head(writer, status, 0, {}, close=close)
+            await self._sender.send_head(peer, status, 0, {}, close=close)
             return
         headers = resource_headers(resource)
         if not_modified(request.headers.get("if-none-match"), resource.etag):
-            await self._sender.send_head(writer, HTTPStatus.NOT_MODIFIED, 0, headers, close=close)
+            await self._sender.send_head(peer, HTTPStatus.NOT_MODIFIED, 0, headers, close=close)
             return
         status, start, end = byte_range(asked_range(request.headers, resource.etag), resource.size)
         if status is HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             headers = {"Content-Range": f"bytes */{resource.size}"}
-            await self._sender.send_head(writer, status, 0, headers, close=close)
+            await self._sender.send_head(peer, status, 0, headers, close=close)
             return
         if status is HTTPStatus.PARTIAL_CONTENT:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{resource.size}"
         if request.method == "HEAD":
-            await self._sender.send_head(writer, status, end - start, headers, close=close)
+            await self._sender.send_head(peer, status, end - start, headers, close=close)
         elif resource.data is not None:
-            await self._sender.send_head(writer, status, end - start, headers, close=close)
-            await self._sender.send_bytes(writer, resource.data[start:end])
+            await self._sender.send_head(peer, status, end - start, headers, close=close)
+            await self._sender.send_bytes(peer, resource.data[start:end])
         else:
             span = (status, start, end)
-            await self._sender.send_file(writer, request.path, resource, span, headers, close)
+            await self._sender.send_file(peer, request.path, resource, span, headers, close)
 
     def _about(self, path: str) -> tuple[bytes, str]:
         """Body and type of the server's words about itself."""
         if path == "/healthz":
             health = {"role": self._content.role, "versions": self._content.versions()}
             return json.dumps(health).encode(), "application/json"
-        text = metrics.of_server(self.counters, len(self._connections)) + self._more_metrics()
+        text = metrics.of_server(self.counters, self.connected) + self._more_metrics()
         return text.encode(), metrics.CONTENT_TYPE
 
 

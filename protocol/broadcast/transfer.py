@@ -28,7 +28,7 @@ HEAD_TIMEOUT = 10.0
 """From asking to the end of the answer's head, interim answers included."""
 SMALL_TIMEOUT = 30.0
 """For the whole of a small object, once its head is there."""
-READ_SLICE = 256 << 10
+READ_SLICE = 4 << 20
 SLOWEST = 32 << 10
 """Bytes per second below which a chunk is fetched elsewhere, after GRACE seconds."""
 GRACE = 20.0

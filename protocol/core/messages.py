@@ -36,7 +36,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,6 +47,10 @@ from protocol.core.node import Hardware, Invite, NodeStatus, SessionGrant, Sessi
 from protocol.core.rollout import Receipt
 from protocol.core.signing import AddressField, DigestField, SignatureField, Strict
 from protocol.core.task import LeaseStatus, SignedLease
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""A number that fits every database and every reader of JSON."""
 
 
 class ContractAddresses(Strict):
@@ -125,12 +129,12 @@ class Heartbeat(Strict):
     """`policy_version` the newest verified on disk; `leases` the open ones being worked on;
     `heard_at` the `server_time` of the last answer that was taken in (0: none)."""
 
-    policy_version: int | None
+    policy_version: Count | None
     leases: tuple[DigestField, ...] = Field(default=(), max_length=64)
-    tokens_per_second: int = Field(default=0, ge=0)
+    tokens_per_second: Count = 0
     runtime: Literal["docker", "process"] = "process"
     version: str = Field(default="", max_length=64)
-    heard_at: int = Field(default=0, ge=0)
+    heard_at: Count = 0
 
 
 class FileEnding(Strict):
@@ -154,9 +158,9 @@ class HeartbeatAnswer(Strict):
     directive: Directive
     reason: str
     status: NodeStatus
-    latest_version: int | None
+    latest_version: Count | None
     relays: tuple[str, ...]
-    server_time: int
+    server_time: Count
     endings: tuple[FileEnding, ...] = Field(default=(), max_length=16)
     """The node's files that ended rejected or void since `heard_at`, the newest; may repeat."""
 
@@ -164,7 +168,7 @@ class HeartbeatAnswer(Strict):
 class LeaseRequest(Strict):
     """`policy_version` is the newest the worker can load."""
 
-    policy_version: int = Field(ge=0)
+    policy_version: Count
 
 
 class LeaseAnswer(Strict):

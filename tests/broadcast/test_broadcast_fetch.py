@@ -419,7 +419,7 @@ def test_a_client_killed_at_half_resumes_with_at_most_one_chunk_again(
         finally:
             child.send_signal(signal.SIGKILL)
             child.wait()
-        until(lambda: not origin._connections, "the end of the dead client's connection")
+        until(lambda: not origin.connected, "the end of the dead client's connection")
         first = origin.counters.bytes_sent
     assert not (dest / "0").exists()
     with Origin(run.root) as origin:

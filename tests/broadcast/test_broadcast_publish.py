@@ -160,3 +160,22 @@ def test_an_index_from_outside_is_parsed_strictly(run: Run) -> None:
     for bad in ({**body, "more": 1}, {"policies": {}}, [], {"policies": [body["policies"][0], 1]}):
         with pytest.raises(MalformedError):
             layout.parse_index(json.dumps(bad).encode())
+
+
+def test_an_index_that_replays_thousands_of_manifests_is_refused_unread(run: Run) -> None:
+    run.publish()
+    body = json.loads((run.root / "policies" / "index.json").read_bytes())
+    (only,) = body["policies"]
+    with pytest.raises(MalformedError, match="not an index"):
+        layout.parse_index(json.dumps({"policies": [only] * 6000}).encode())
+    with pytest.raises(MalformedError, match="version 0 twice"):
+        layout.parse_index(json.dumps({"policies": [only, only]}).encode())
+
+
+def test_an_index_is_read_newest_first_however_it_is_written(run: Run) -> None:
+    for _ in range(3):
+        run.publish()
+    body = json.loads((run.root / "policies" / "index.json").read_bytes())
+    body["policies"].reverse()
+    listed = layout.parse_index(json.dumps(body).encode())
+    assert [signed.manifest.version for signed in listed] == [2, 1, 0]

@@ -209,7 +209,7 @@ def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock,
     ):
         sock.sendall(f"GET {FILE} HTTP/1.1\r\n\r\n".encode())
-        until(lambda: not server._connections, "the connection's end")
+        until(lambda: not server.connected, "the connection's end")
         assert server.counters.bytes_sent < 40_000_000
 
 

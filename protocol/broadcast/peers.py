@@ -1,0 +1,96 @@
+"""Connections as the server sees them, and which one goes when all places are taken.
+
+In this order: whoever has been idle longest; whoever has kept the same bytes waiting longest, if
+that is long enough to be slow; one of the address that holds the most places, if the newcomer's
+holds fewer. So neither idle nor slow readers, nor many from one address, keep others out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+PLODDING = 8.0
+"""A reader that leaves bytes lying for so many seconds (128 KiB/s, as they are handed over in
+pieces of 1 MiB) gives way to a newcomer when all places are taken."""
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER, on and 0 seconds: the kernel forgets what the peer has not taken."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection. `idle_since`: when its last answer ended; None while one is under way.
+    `waiting_since`: when it was handed bytes that it has not taken yet. `pending`: what it sent
+    beyond its last request. Times by the server's clock."""
+
+    writer: asyncio.StreamWriter
+    address: str
+    idle_since: float | None
+    waiting_since: float | None = None
+    pending: bytes = b""
+    _descriptor: int = field(default=-1, repr=False)
+
+    def descriptor(self) -> int:
+        """The socket under a number of its own: the event loop keeps the first for itself."""
+        if self._descriptor < 0:
+            self._descriptor = os.dup(self.writer.get_extra_info("socket").fileno())
+        return self._descriptor
+
+    def close(self) -> None:
+        """Ends it once; what was handed over is still sent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self.writer.transport.is_closing():
+            self.writer.transport.abort()
+        else:
+            self.writer.close()
+
+    def abort(self) -> None:
+        """Cuts it off, now, whatever is under way: its task finds the socket closed."""
+        sock = self.writer.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # it may be gone already
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            sock.shutdown(socket.SHUT_RDWR)
+        self.writer.transport.abort()
+
+
+def place_of(address: str) -> str:
+    """Whom an address's places count against: itself, or its /64 network (RFC 6177: the least that
+    one site gets) under IPv6."""
+    try:
+        parsed = ipaddress.ip_address(address.split("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
+    return str(parsed)
+
+
+def who_goes(peers: Collection[Peer], newcomer: str, now: float) -> Peer | None:
+    """Who gives way to a connection from the place `newcomer`; None if nobody has to."""
+    idle = [peer for peer in peers if peer.idle_since is not None]
+    if idle:
+        return min(idle, key=lambda peer: peer.idle_since or 0.0)
+    slow = [
+        peer
+        for peer in peers
+        if peer.waiting_since is not None and now - peer.waiting_since > PLODDING
+    ]
+    if slow:
+        return min(slow, key=lambda peer: peer.waiting_since or 0.0)
+    held = Counter(peer.address for peer in peers)
+    greediest, most = max(held.items(), key=lambda entry: entry[1], default=("", 0))
+    if most <= held[newcomer] + 1:
+        return None
+    theirs = [peer for peer in peers if peer.address == greediest]
+    return min(theirs, key=lambda peer: peer.waiting_since or now)
