@@ -49,25 +49,15 @@ def published_lengths(samples: int, seed: int, scale: float = 1.0) -> list[tuple
 
 def bench_model(folder: Path, *, hidden: int, layers: int, vocabulary: int, positions: int) -> Path:
     """A Qwen3-shaped folder of random weights from a fixed seed."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    from protocol.engine.tiny import character_tokenizer
+    from protocol.engine.tiny import character_tokenizer, qwen3_shape
 
     tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=hidden // 8,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = qwen3_shape(
+        tokenizer, hidden=hidden, layers=layers, positions=positions, vocab_size=vocabulary,
+        intermediate_size=3 * hidden, num_attention_heads=8, tie_word_embeddings=True,
+    )  # fmt: skip
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -75,24 +65,32 @@ def bench_model(folder: Path, *, hidden: int, layers: int, vocabulary: int, posi
     return folder
 
 
-def bench_run(objective: Objective | None = None, *, groups: int, samples: int) -> RunDefinition:
-    """A run definition around made-up rows."""
-    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=0, form="clip")
-    return RunDefinition(
-        name="bench",
-        base_model=ZERO_DIGEST,
-        environment=environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=64),
-        objective=objective or Objective(),
-        max_output_tokens=16_384,
-        samples_per_group=samples,
-        groups_per_lease=1,
-        groups_per_batch=groups,
-        budgets=budgets,
-        task=Task(image="process"),
-        price_per_unit=1,
-        stake_per_class=1,
-        slash_amount=1,
-    )
+def bench_run(
+    objective: Objective | None = None,
+    *,
+    groups: int,
+    samples: int,
+    penalty_micro: int = 0,
+    **changes: Any,
+) -> RunDefinition:
+    """A run definition of the reverse task around made-up rows; `changes` are further fields."""
+    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=penalty_micro, form="clip")
+    values: dict[str, Any] = {
+        "name": "bench",
+        "base_model": ZERO_DIGEST,
+        "environment": environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=64),
+        "objective": objective or Objective(),
+        "max_output_tokens": 16_384,
+        "samples_per_group": samples,
+        "groups_per_lease": 1,
+        "groups_per_batch": groups,
+        "budgets": budgets,
+        "task": Task(image="process"),
+        "price_per_unit": 1,
+        "stake_per_class": 1,
+        "slash_amount": 1,
+    }
+    return RunDefinition(**(values | changes))
 
 
 def random_rows(

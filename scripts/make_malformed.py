@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from protocol.core.ids import ZERO_DIGEST
 from protocol.core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
 from protocol.core.verdict import Reason
+from protocol.verification.made_up import made_up_row
 from protocol.verification.rollout_file import (
     FileMetadata,
     FileRow,
@@ -37,30 +38,17 @@ PAIRS = {"schema_version": "1", **vars(METADATA)}
 MALFORMED, SCHEMA, OVERSIZED = Reason.MALFORMED, Reason.WRONG_SCHEMA, Reason.OVERSIZED
 
 
-def row(number: int, tokens: int = 5) -> FileRow:
-    return FileRow(
-        problem_id=f"problem-{number}",
-        group=number // 4,
-        sample=number % 4,
-        prompt_tokens=(1, 2, 3),
-        output_tokens=tuple(range(tokens)),
-        logprobs=np.linspace(-3, -0.1, tokens, dtype=np.float32),
-        target_length=6,
-        finish_reason="end",
-        policy_version=3,
-        reward=0.25,
-        proofs=b"\x01\x02" * 130,
-        sketch=bytes(128),
-    )
+def honest_row(number: int, tokens: int = 5) -> FileRow:
+    return replace(made_up_row(number, tokens), sketch=bytes(128))
 
 
-ROWS = [row(i, 3 + i) for i in range(4)]
+ROWS = [honest_row(i, 3 + i) for i in range(4)]
 HONEST = write_rollout_file(ROWS, METADATA)
 
 
 def one(**change: Any) -> bytes:
     """A file of one row with these values."""
-    return write_rollout_file([replace(row(0, 3), **change)], METADATA)
+    return write_rollout_file([replace(honest_row(0, 3), **change)], METADATA)
 
 
 def rows_of(rows: list[FileRow]) -> bytes:
@@ -136,7 +124,7 @@ def files() -> dict[str, tuple[Reason, bytes]]:
         "bomb_one_page": (OVERSIZED, one(proofs=bytes(120 << 20))),
         "bomb_many_pages": (
             OVERSIZED,
-            rows_of([replace(row(i), proofs=bytes(16 << 20)) for i in range(6)]),
+            rows_of([replace(honest_row(i), proofs=bytes(16 << 20)) for i in range(6)]),
         ),
         "bomb_beyond_budget": (MALFORMED, one(sketch=bytes(140 << 20))),
         "proofs_of_more_windows": (OVERSIZED, one(proofs=bytes(261))),
@@ -151,7 +139,7 @@ def files() -> dict[str, tuple[Reason, bytes]]:
             ),
         ),
         "too_many_values": (OVERSIZED, one(prompt_tokens=np.zeros(9 << 20, dtype=np.int32))),
-        "too_many_rows": (OVERSIZED, rows_of([row(i, 1) for i in range(5000)])),
+        "too_many_rows": (OVERSIZED, rows_of([honest_row(i, 1) for i in range(5000)])),
         "too_many_tokens": (OVERSIZED, one(output_tokens=tuple(range(len(many))), logprobs=many)),
         "long_metadata": (OVERSIZED, write(table(), {**PAIRS, "engine": "x" * 5000})),
         # another schema

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# vLLM for CPUs in a virtual environment of its own (var/engines/vllm, 4 GB, some minutes): a worker
-# starts with its interpreter. On GPUs: pip install '.[rollout]' into an environment of your own.
+# vLLM for CPUs in a virtual environment of its own (var/engines/vllm or $PRIME_VLLM_HOME, 4 GB, some
+# minutes): a worker starts with its interpreter. On GPUs: pip install '.[rollout]' into an environment of your own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-home=var/engines/vllm
+home=${PRIME_VLLM_HOME:-var/engines/vllm}
 python=$home/bin/python
 if [ -x "$python" ] && "$python" -c "import vllm, protocol.core.run, pyarrow" 2>/dev/null; then
 	echo "$home is ready"

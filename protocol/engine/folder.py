@@ -21,3 +21,34 @@ def end_tokens(folder: Path, config: Any) -> frozenset[int]:
     if value is None:
         return frozenset()
     return frozenset(value if isinstance(value, list) else [value])
+
+
+class PolicyFacts:
+    """What an engine tells of the policy it has loaded (protocol.engine.base.Engine); the engine
+    fills the fields in."""
+
+    _dtype: str
+    _vocabulary: int
+    _hidden: int
+    _end_tokens: frozenset[int]
+    _tokenizer: Any
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self._end_tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer

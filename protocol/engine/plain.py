@@ -30,13 +30,13 @@ from protocol.engine.base import (
     Replay,
     ReplayRequest,
 )
-from protocol.engine.folder import ARCHITECTURES, end_tokens
+from protocol.engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 
 NAME = "plain/1"
 _LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
-class PlainEngine:
+class PlainEngine(PolicyFacts):
     """A causal language model loaded from a policy folder. See protocol.engine.base.Engine.
 
     `batch_rows` rows are generated together; `replay_tokens` bounds rows × length of one prefill;
@@ -104,30 +104,10 @@ class PlainEngine:
         return NAME
 
     @property
-    def dtype(self) -> str:
-        return self._dtype
-
-    @property
     def device(self) -> str:
         if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
             return torch.cuda.get_device_name(self._torch_device)
         return self._torch_device.type
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
-    def hidden_size(self) -> int:
-        return self._hidden
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        return self._end_tokens
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
 
     def twin(self, dtype: str) -> PlainEngine:
         """See Engine.twin. Loaded from the same folder once, then kept."""

@@ -26,6 +26,25 @@ def character_tokenizer(characters: str = CHARACTERS, end: str = END) -> PreTrai
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 
 
+def qwen3_shape(
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, positions: int, **changes: Any
+) -> Qwen3Config:
+    """A Qwen3 configuration for `tokenizer` with two key-value heads. `changes` are further fields
+    of Qwen3Config; `num_attention_heads` is one that has to be there."""
+    values = {
+        "vocab_size": len(CHARACTERS),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // changes["num_attention_heads"],
+        "max_position_embeddings": positions,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return Qwen3Config(**(values | changes))
+
+
 def write_tiny_model(
     folder: Path,
     *,
@@ -37,20 +56,10 @@ def write_tiny_model(
 ) -> Path:
     """Writes config, tokenizer and bf16 weights drawn from `seed`; returns `folder`."""
     tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(CHARACTERS),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = qwen3_shape(
+        tokenizer, hidden=hidden, layers=layers, positions=positions, intermediate_size=2 * hidden,
+        num_attention_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     model: Any = Qwen3ForCausalLM(config)
     with torch.no_grad():

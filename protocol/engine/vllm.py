@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoTokenizer
 from protocol.core.errors import MalformedError, UnavailableError
 from protocol.core.rollout import FinishReason
 from protocol.engine.base import Generation, GenerationRequest, Noise, Replay, ReplayRequest
-from protocol.engine.folder import ARCHITECTURES, end_tokens
+from protocol.engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from protocol.engine.policy_weights import require_policy
 from protocol.engine.recorder import Recorder, Row
 
@@ -57,7 +57,7 @@ def _prepare_environment() -> None:
             )
 
 
-class VllmEngine:
+class VllmEngine(PolicyFacts):
     """A policy folder loaded into vLLM. See protocol.engine.base.Engine.
 
     `batch_rows` rows are generated together; `cache_gib` (CPU) and `memory_share` (GPU) bound its
@@ -151,28 +151,8 @@ class VllmEngine:
         return NAME
 
     @property
-    def dtype(self) -> str:
-        return self._dtype
-
-    @property
     def device(self) -> str:
         return "cpu" if self._cpu else torch.cuda.get_device_name()
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
-    def hidden_size(self) -> int:
-        return self._hidden
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        return self._end_tokens
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
 
     def twin(self, dtype: str) -> VllmEngine:
         """See Engine.twin: itself, or UnavailableError."""

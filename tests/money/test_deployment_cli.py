@@ -13,8 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from anvil_kit import needs_anvil
 
-from devnet.chain import Anvil, dev_signer, find_anvil
+from devnet.chain import Anvil, dev_signer
 from orchestrator.cli import main
 from orchestrator.deployment_cli import commit_of, default_file
 from protocol.chain.amounts import ETHER
@@ -24,7 +25,6 @@ from protocol.chain.costs import GAS_PRICE_ORACLE
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import save_keystore
 from protocol.core.encoding import sha256
-from protocol.core.errors import UserError
 from protocol.core.ids import address
 
 DEPLOYER = dev_signer(0)
@@ -34,15 +34,7 @@ A_FEE = 10**9
 ORACLE = "0x36633b9aca00025f5260205ff3"
 
 
-def _anvil_is_here() -> bool:
-    try:
-        find_anvil()
-    except UserError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+pytestmark = needs_anvil
 
 
 class Deployer:

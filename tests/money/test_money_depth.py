@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
+from anvil_kit import needs_anvil
 from chain_kit import STAKE, World
 from money_kit import RUN, TOKEN
-from walk_kit import (
-    HONEST,
-    LIAR,
-    OWNER,
-    needs_anvil,
-    one,
-    rebuild_root,
-    settled,
-)
+from walk_kit import HONEST, LIAR, OWNER, one, rebuild_root, settled
 
 from orchestrator.depth import Depths, Staked
 from orchestrator.outbox import run_outbox_tick

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+from anvil_kit import needs_anvil
 from chain_kit import GUARDIAN, World
 from money_kit import RUN, TOKEN
-from walk_kit import (
-    HONEST,
-    LIAR,
-    OWNER,
-    needs_anvil,
-    one,
-    rebuild_root,
-    settled,
-)
+from walk_kit import HONEST, LIAR, OWNER, one, rebuild_root, settled
 
 from orchestrator.indexer import derive_root, run_indexer_tick
 from orchestrator.settlement import settle_epochs

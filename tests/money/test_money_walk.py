@@ -6,20 +6,10 @@ import dataclasses
 
 import pytest
 import sqlalchemy as sa
+from anvil_kit import needs_anvil
 from chain_kit import DEPLOYER, FUNDS, GUARDIAN, STAKE, TREASURY, World
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, key
-from walk_kit import (
-    HONEST,
-    LIAR,
-    OTHER,
-    OWNER,
-    amounts,
-    needs_anvil,
-    one,
-    rebuild_root,
-    settled,
-    until,
-)
+from walk_kit import HONEST, LIAR, OTHER, OWNER, amounts, one, rebuild_root, settled, until
 
 from orchestrator.indexer import run_indexer_tick
 from orchestrator.settlement import newest_settlement, settle_epochs

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anvil_kit import needs_anvil
 from chain_kit import DEPLOYER, FUNDS, GUARDIAN
 from money_kit import RUN, TOKEN, TRAINER, VALIDATOR, key
 from typer.testing import CliRunner
 
-from devnet.chain import Anvil, find_anvil
+from devnet.chain import Anvil
 from orchestrator.deployment_cli import app as deployment_app
 from orchestrator.pool_cli import app
 from protocol.chain.amounts import parse_amount
@@ -26,15 +27,7 @@ from protocol.core.errors import UserError
 MANAGER = key(40)
 
 
-def _anvil_is_here() -> bool:
-    try:
-        find_anvil()
-    except UserError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+pytestmark = needs_anvil
 
 
 class Desk:

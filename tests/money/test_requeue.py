@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from anvil_kit import needs_anvil
 from chain_kit import World
 from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
-from walk_kit import needs_anvil
 
 from orchestrator.intents import IntentKind, queue_intent
 from orchestrator.requeue import REST_SECONDS, requeue_wanted

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from anvil_kit import needs_anvil
 from chain_kit import World, make_world
 from money_kit import RUN, TOKEN, key
 
-from devnet.chain import find_anvil
 from protocol.chain.history import read_events
-from protocol.core.errors import NotFoundError, UserError
+from protocol.core.errors import NotFoundError
 from protocol.core.ids import Digest
 from protocol.core.verdict import Reason
 from protocol.storage.base import digest_key
@@ -24,15 +24,7 @@ EARNED = 20 * TOKEN // 1000
 """What a judged file of money_kit earns."""
 
 
-def _anvil_is_here() -> bool:
-    try:
-        find_anvil()
-    except UserError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+pytestmark = needs_anvil
 
 
 @pytest.fixture

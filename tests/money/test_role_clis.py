@@ -13,9 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from anvil_kit import needs_anvil
 from money_kit import RUN
 
-from devnet.chain import Anvil, dev_signer, find_anvil
+from devnet.chain import Anvil, dev_signer
 from devnet.deployed import Deployed
 from orchestrator.appointment import Appointment
 from orchestrator.cli import main
@@ -26,7 +27,6 @@ from protocol.chain.deployer import Options, deploy
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import save_keystore
 from protocol.core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
-from protocol.core.errors import UserError
 from protocol.core.ids import ZERO_ADDRESS, Digest
 from protocol.core.node import NodeConsent
 from protocol.core.rollout import Submission
@@ -37,15 +37,7 @@ ADMIN, MANAGER, TRAINER, VALIDATOR, SECOND, OWNER, NODE, STRANGER = (
 )
 
 
-def _anvil_is_here() -> bool:
-    try:
-        find_anvil()
-    except UserError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
+pytestmark = needs_anvil
 
 
 @dataclass

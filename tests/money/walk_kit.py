@@ -6,16 +6,14 @@ import contextlib
 import time
 from collections.abc import Callable
 
-import pytest
 import sqlalchemy as sa
 from chain_kit import World
 from money_kit import key
 
-from devnet.chain import find_anvil
 from orchestrator.settlement import newest_settlement
 from orchestrator.store import schema
 from protocol.chain.history import read_events
-from protocol.core.errors import UnavailableError, UserError
+from protocol.core.errors import UnavailableError
 from protocol.core.ids import Digest
 from protocol.core.settlement import Settlement
 from protocol.storage.base import digest_key
@@ -23,17 +21,6 @@ from protocol.verification.rewards import Rebuilt, rebuild
 
 HONEST, LIAR = key(10), key(11)
 OWNER, OTHER = key(12), key(13)
-
-
-def _anvil_is_here() -> bool:
-    try:
-        find_anvil()
-    except UserError:
-        return False
-    return True
-
-
-needs_anvil = pytest.mark.skipif(not _anvil_is_here(), reason="needs anvil: make setup")
 
 
 def one(world: World, table: sa.Table) -> sa.RowMapping:

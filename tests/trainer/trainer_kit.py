@@ -11,17 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bench.trainer_parts import bench_run
 from protocol.core import encoding
 from protocol.core.batch import BatchFile, BatchManifest, SignedBatch
 from protocol.core.errors import UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Address, Digest
 from protocol.core.rollout import Rollout
-from protocol.core.run import LengthBudgets, Objective, RunDefinition
+from protocol.core.run import Objective, RunDefinition
 from protocol.core.signing import Domain, LocalSigner
-from protocol.core.task import Task
 from protocol.core.verdict import VerdictRow, VerdictTable
 from protocol.engine.tiny import write_tiny_model
-from protocol.environments.registry import environment_ref
 from protocol.verification.rollout_file import FileMetadata, FileRow, write_rollout_file
 from trainer.config import Settings
 from trainer.data import BatchRules
@@ -35,7 +34,6 @@ STRANGER = LocalSigner(b"\x33" * 32)
 CONTRACT = Address("0x" + "00" * 19 + "01")
 DOMAIN = Domain(chain_id=31337, contract=CONTRACT)
 POOL = 7
-BUDGETS = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000, form="clip")
 
 
 def tiny_model(folder: Path, seed: int = 0) -> Path:
@@ -51,21 +49,10 @@ def run_definition(
     base_model: Digest = ZERO_DIGEST,
 ) -> RunDefinition:
     """A run of the reverse task with small batches."""
-    return RunDefinition(
-        name="test",
-        base_model=base_model,
-        environment=environment_ref("reverse", {}, BUDGETS, train_size=1000, heldout_size=64),
-        objective=objective or Objective(),
-        max_output_tokens=40,
-        samples_per_group=samples,
-        groups_per_lease=2,
-        groups_per_batch=groups,
-        budgets=BUDGETS,
-        task=Task(image="process"),
-        price_per_unit=1,
-        stake_per_class=1,
-        slash_amount=1,
-    )
+    return bench_run(
+        objective, groups=groups, samples=samples, penalty_micro=150_000, name="test",
+        base_model=base_model, max_output_tokens=40, groups_per_lease=2,
+    )  # fmt: skip
 
 
 def settings(model: Path, data: Path, **changes: object) -> Settings:

@@ -20,6 +20,7 @@ from protocol.core.ids import ZERO_DIGEST
 from protocol.core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
 from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.verification import pages, rollout_file
+from protocol.verification.made_up import made_up_row
 from protocol.verification.rollout_file import (
     FileError,
     FileMetadata,
@@ -34,24 +35,7 @@ METADATA = FileMetadata(ZERO_DIGEST, "plain/1", "float32", "cpu")
 PAIRS = {"schema_version": "1", **vars(METADATA)}
 
 
-def _row(number: int, tokens: int = 5) -> FileRow:
-    return FileRow(
-        problem_id=f"problem-{number}",
-        group=number // 4,
-        sample=number % 4,
-        prompt_tokens=(1, 2, 3),
-        output_tokens=tuple(range(tokens)),
-        logprobs=np.linspace(-3, -0.1, tokens, dtype=np.float32),
-        target_length=6,
-        finish_reason="end",
-        policy_version=3,
-        reward=0.25,
-        proofs=b"\x01\x02" * 130,
-        sketch=bytes(range(128)),
-    )
-
-
-ROWS = [_row(i, 3 + i) for i in range(12)]
+ROWS = [made_up_row(i, 3 + i) for i in range(12)]
 FILE = write_rollout_file(ROWS, METADATA)
 
 
@@ -185,7 +169,7 @@ def test_pages_of_another_form_are_malformed(options: dict[str, Any]) -> None:
     ],
 )
 def test_values_out_of_bounds_end_in_one_reason(change: dict[str, Any], reason: Reason) -> None:
-    assert _reason(write_rollout_file([replace(_row(0, 3), **change)], METADATA)) is reason
+    assert _reason(write_rollout_file([replace(made_up_row(0, 3), **change)], METADATA)) is reason
 
 
 @pytest.mark.parametrize("name", ["problem_id", "reward", "output_tokens", "proofs"])
@@ -214,7 +198,7 @@ def test_text_that_is_not_utf8_is_malformed() -> None:
 
 
 def test_too_many_rows_tokens_or_values_are_oversized(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = write_rollout_file([_row(0, MAX_OUTPUT_TOKENS + 1)], METADATA)
+    long = write_rollout_file([made_up_row(0, MAX_OUTPUT_TOKENS + 1)], METADATA)
     assert _reason(long) is Reason.OVERSIZED
     with monkeypatch.context() as patch:
         patch.setattr(rollout_file, "MAX_ROWS", 11)
@@ -224,7 +208,7 @@ def test_too_many_rows_tokens_or_values_are_oversized(monkeypatch: pytest.Monkey
 
 
 def test_a_compression_bomb_is_refused_before_it_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    bomb = write_rollout_file([replace(_row(0), proofs=bytes(40 << 20))], METADATA)
+    bomb = write_rollout_file([replace(made_up_row(0), proofs=bytes(40 << 20))], METADATA)
     assert len(bomb) < 1 << 16
     monkeypatch.setattr(rollout_file, "MAX_FILE_BYTES", 1 << 20)
 
