@@ -47,12 +47,16 @@ class BatchRules:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Verified: groups in manifest order, each of `samples_per_group` rollouts by sample number."""
+    """Verified: groups in manifest order, each of `samples_per_group` rollouts by sample number.
+
+    Of the files that it takes groups from: `seen` groups, `alike` of which have equal rewards."""
 
     step: Step
     digest: Digest
     groups: tuple[tuple[Rollout, ...], ...]
     keys: tuple[GroupKey, ...]
+    seen: int = 0
+    alike: int = 0
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -110,8 +114,15 @@ def assemble(
     manifest = verify_statement(signed, step, rules)
     groups: list[tuple[Rollout, ...]] = []
     keys: list[GroupKey] = []
+    seen = alike = 0
     for file in manifest.files:
-        for number, rows in _groups_of(file, step, rules, fetch):
+        all_rows = _rows_of(file, step, rules, fetch)
+        rewards: dict[int, set[float]] = {}
+        for row in all_rows:
+            rewards.setdefault(row.group, set()).add(row.reward)
+        seen += len(rewards)
+        alike += sum(len(values) == 1 for values in rewards.values())
+        for number, rows in _groups_of(all_rows, file, rules):
             groups.append(rows)
             keys.append((file.sha256, number))
     total = sum(len(rows) for rows in groups)
@@ -122,15 +133,13 @@ def assemble(
         raise UntrustedError(
             f"batch {step} has rows of policies {sorted(versions)}, not as it says"
         )
-    batch = TrainingBatch(Step(step), manifest.digest(), tuple(groups), tuple(keys))
+    batch = TrainingBatch(Step(step), manifest.digest(), tuple(groups), tuple(keys), seen, alike)
     batch.require_new(trained)
     return batch
 
 
-def _groups_of(
-    file: BatchFile, step: int, rules: BatchRules, fetch: Fetch
-) -> list[tuple[int, tuple[Rollout, ...]]]:
-    """The groups taken of one file, by number; every check that concerns one file."""
+def _rows_of(file: BatchFile, step: int, rules: BatchRules, fetch: Fetch) -> list[Rollout]:
+    """All rows of one file, rewards from its verdict table; every check of file and table."""
     run = rules.run
     age = step - file.policy_version
     if not 0 <= age <= run.max_staleness:
@@ -145,15 +154,21 @@ def _groups_of(
         raise UntrustedError(f"what came is not the file {file.sha256}")
     table = _table_of(file, fetch(file.table, MAX_TABLE_BYTES))
     try:
-        rows = load_rollouts(data, table)
+        return load_rollouts(data, table)
     except MalformedError as error:
         raise MalformedError(f"file {file.sha256}: {error}") from error
+
+
+def _groups_of(
+    rows: Sequence[Rollout], file: BatchFile, rules: BatchRules
+) -> list[tuple[int, tuple[Rollout, ...]]]:
+    """The groups taken of one file, by number; every check of their rows."""
     result = []
     for number in file.groups:
         members = sorted((row for row in rows if row.group == number), key=lambda row: row.sample)
         for row in members:
             _require_row(row, file, rules)
-        _require_whole(members, number, file, run)
+        _require_whole(members, number, file, rules.run)
         result.append((number, tuple(members)))
     return result
 

@@ -285,6 +285,7 @@ def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict
         "version": batch.step + 1,
         "batch": batch.digest,
         "groups": len(batch.groups),
+        "groups_alike": batch.alike / batch.seen if batch.seen else 0.0,
         "optimizer_steps": len(shares),
         **describe_rows(rollouts, batch.step),
         **lines[0],

@@ -41,6 +41,8 @@ def encode(told: Told) -> bytes:
         "digest": told.digest,
         "groups": [len(group) for group in told.groups],
         "keys": told.keys,
+        "seen": told.seen,
+        "alike": told.alike,
         "rows": [
             [row.problem_id, row.group, row.sample, row.target_length, row.finish_reason,
              row.policy_version, row.reward, len(row.prompt_tokens), len(row.output_tokens)]
@@ -108,4 +110,7 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
     each = iter(rows)
     groups = tuple(tuple(next(each) for _ in range(size)) for size in header["groups"])
     keys = tuple((Digest(sha256), int(number)) for sha256, number in header["keys"])
-    return TrainingBatch(Step(header["step"]), Digest(header["digest"]), groups, keys)
+    return TrainingBatch(
+        Step(header["step"]), Digest(header["digest"]), groups, keys,
+        int(header["seen"]), int(header["alike"]),
+    )  # fmt: skip

@@ -70,6 +70,14 @@ def test_only_the_groups_that_the_manifest_takes_are_trained() -> None:
     assert {row.group for row in batch.rollouts} == {1}
 
 
+def test_how_many_groups_of_its_files_teach_nothing_is_counted() -> None:
+    objects = kit.Objects()
+    part = [replace(r, reward=0.5) if r.group == 0 else r for r in rollouts(1, groups=3)]
+    signed = kit.seal([kit.seal_file(objects, part, [1], STEP)], STEP, RUN)
+    found = assemble(signed, STEP, kit.rules(RUN), objects.fetch)
+    assert (len(found.groups), found.seen, found.alike) == (1, 3, 1)
+
+
 def test_the_batch_is_the_same_whatever_the_order_of_downloads() -> None:
     # An ancestor's ranks listed a live directory, unsorted.
     objects = kit.Objects()

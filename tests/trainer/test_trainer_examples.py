@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from orchestrator.run_cli import define
 from trainer.config import load
 from trainer.learner import objective_settings
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS / "examples"
 DEFINITIONS = sorted(p for p in EXAMPLES.glob("run*.toml") if ".trainer." not in p.name)
 SETTINGS = sorted(EXAMPLES.glob("run*.trainer.toml"))
 
@@ -32,3 +34,10 @@ def test_a_run_definition_is_read_and_its_objective_known(path: Path, model: Pat
 def test_the_trainers_settings_beside_it_are_read(path: Path) -> None:
     assert load({}, path).learning_rate > 0
     assert (EXAMPLES / path.name.replace(".trainer", "")).is_file()
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "learning.md").read_text()))
+    tests = "".join(path.read_text() for path in (DOCS.parent / "tests").rglob("test_*.py"))
+    assert named
+    assert not {name for name in named if f"def {name}(" not in tests}

@@ -20,7 +20,7 @@ def batch(groups: int, samples: int, seed: int) -> TrainingBatch:
     rows = kit.rows(groups, samples, seed=seed)
     keys = tuple((Digest(f"0x{seed:064x}"), number) for number in range(groups))
     cut = tuple(tuple(rows[i : i + samples]) for i in range(0, len(rows), samples))
-    return TrainingBatch(Step(seed), Digest(f"0x{seed + 1:064x}"), cut, keys)
+    return TrainingBatch(Step(seed), Digest(f"0x{seed + 1:064x}"), cut, keys, groups + 3, 3)
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 1000))
