@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.context import PoolContext
 from orchestrator.draws import DrawBoard
+from orchestrator.planting import Planted
 from orchestrator.store import Store
 from protocol.core import ids
 from protocol.core.ids import Address, Digest, Signature
@@ -35,6 +36,7 @@ class Backend:
     now: Callable[[], float] = time.time
     random: Callable[[int], bytes] = secrets.token_bytes
     draws: DrawBoard = field(default_factory=DrawBoard)
+    planted: Planted = field(default_factory=Planted)
 
     def sign(self, statement: Statement) -> Signature:
         """The manager's signature."""

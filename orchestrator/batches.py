@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -30,7 +30,7 @@ from orchestrator.store.schema import groups, submissions
 from protocol.core import encoding
 from protocol.core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
 from protocol.core.errors import FatalError
-from protocol.core.ids import Digest, to_bytes
+from protocol.core.ids import Address, Digest, to_bytes
 from protocol.core.run import MICRO
 from protocol.core.signing import Signer
 from protocol.storage.base import ObjectStore, put_object
@@ -143,8 +143,10 @@ def seal_ready_batches(
     signer: Signer,
     context: PoolContext,
     now: Callable[[], float],
+    without: Collection[Address] = (),
 ) -> list[int]:
-    """Seals every batch that is full and may be sealed; returns their steps, oldest first.
+    """Seals every batch that is full and may be sealed; returns their steps, oldest first. Groups
+    of the nodes `without` stay out (planted ones: orchestrator/planting.py).
 
     For each: the manifest's object is written (it is named by its digest, so a crash leaves at most
     an object that nothing names), then one transaction writes the batch and marks its groups. The
@@ -152,13 +154,18 @@ def seal_ready_batches(
     nothing twice.
     """
     sealed: list[int] = []
-    while (step := _seal_next(store, objects, signer, context, now())) is not None:
+    while (step := _seal_next(store, objects, signer, context, now(), without)) is not None:
         sealed.append(step)
     return sealed
 
 
 def _seal_next(
-    store: Store, objects: ObjectStore, signer: Signer, context: PoolContext, now: float
+    store: Store,
+    objects: ObjectStore,
+    signer: Signer,
+    context: PoolContext,
+    now: float,
+    without: Collection[Address],
 ) -> int | None:
     run = context.run
     with store.read() as connection:
@@ -166,7 +173,7 @@ def _seal_next(
         latest = store_policies.latest_version(connection)
         if not may_seal(step, latest, run.max_staleness):
             return None
-        free = free_groups(connection, step=step, max_staleness=run.max_staleness)
+        free = free_groups(connection, step=step, max_staleness=run.max_staleness, without=without)
     chosen = choose(
         free,
         step=step,
@@ -193,8 +200,11 @@ def _seal_next(
     return step
 
 
-def free_groups(connection: Connection, *, step: int, max_staleness: int) -> list[FreeGroup]:
-    """Informative groups of accepted files that no batch has taken and that are fresh at `step`."""
+def free_groups(
+    connection: Connection, *, step: int, max_staleness: int, without: Collection[Address] = ()
+) -> list[FreeGroup]:
+    """Informative groups of accepted files that no batch has taken and that are fresh at `step`,
+    but for those of the nodes `without`."""
     rows = connection.execute(
         select(groups, submissions.c.sha256, submissions.c.size, submissions.c.verdict_table)
         .join(submissions, submissions.c.digest == groups.c.submission_digest)
@@ -206,6 +216,7 @@ def free_groups(connection: Connection, *, step: int, max_staleness: int) -> lis
                 groups.c.policy_version <= step,
                 submissions.c.status == "accepted",
                 submissions.c.shadow.is_(False),
+                submissions.c.node.not_in(without),
             )
         )
     ).mappings()

@@ -88,6 +88,16 @@ def serve(
         list[str] | None,
         typer.Option(help="Account that may announce a relay without a seat; repeat for more."),
     ] = None,
+    planted: Annotated[
+        list[str] | None,
+        typer.Option(help="Node of the manager's own whose files are planted; repeat for more."),
+    ] = None,
+    planted_secret: Annotated[
+        Path | None, typer.Option(help="File with the secret that planted nodes share with us.")
+    ] = None,
+    planted_one_in: Annotated[
+        int | None, typer.Option(help="One lease in so many goes to them (default 50).")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Serve the API and run its loops (chain, batches, settlement) until SIGTERM."""
@@ -96,7 +106,11 @@ def serve(
     from orchestrator.serve import run as run_server
 
     del flags["config"]
-    lists = {"rpc": tuple(rpc or ()), "allow_relay": tuple(allow_relay or ())}
+    lists = {
+        "rpc": tuple(rpc or ()),
+        "allow_relay": tuple(allow_relay or ()),
+        "planted": tuple(planted or ()),
+    }
     run_server(load(flags | lists, config))
 
 

@@ -14,9 +14,11 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from orchestrator.planting import Planted
 from protocol.core import ids
 from protocol.core.errors import MalformedError, UserError
 from protocol.settings import Urls, UserPath, load_settings, needed, settings_file
+from protocol.verification.planting import read_secret
 
 ENV_PREFIX = "PRIME_ORCHESTRATOR_"
 
@@ -50,10 +52,16 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     allow_relay: Urls = ()
     """Accounts that may announce a relay without a seat in the pool."""
+    planted: Urls = ()
+    """Nodes of the manager's own whose files are planted (docs/verification.md)."""
+    planted_secret: UserPath | None = None
+    """File with the secret that these nodes share with this process."""
+    planted_one_in: int = Field(default=50, ge=2)
+    """One lease in so many goes to them."""
     requests_per_second: int = Field(default=200, ge=0)
     """Bound on what one client address may ask on average; 0 lifts it."""
 
-    @field_validator("allow_relay")
+    @field_validator("allow_relay", "planted")
     @classmethod
     def _accounts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         try:
@@ -79,6 +87,14 @@ class Settings(BaseSettings):
     def objects_folder(self) -> Path:
         """Where objects lie."""
         return self.objects or self.data / "objects"
+
+    def planted_nodes(self) -> Planted:
+        """The planted nodes. Raises UserError if they have no secret, or one that others read."""
+        if not self.planted:
+            return Planted()
+        secret = read_secret(needed(self, "planted_secret"))
+        accounts = frozenset(ids.address(one) for one in self.planted)
+        return Planted(accounts, secret, self.planted_one_in)
 
     def need(self, name: Literal["deployment", "run", "wallet", "pool"]) -> Any:
         """A setting without default. Raises UserError if it was not given."""

@@ -76,6 +76,8 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
             )
         if held := _held(connection, account, now, shadow=False):
             return held
+        if not backend.planted.may_lease(connection, account, now):
+            return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
         asker = Asker(node.status, request.policy_version)
         choice = scheduler.decide(asker, supply_of(connection, backend), rules_of(backend))
         return _answer(connection, backend, node, choice, backend.context.pool, now)

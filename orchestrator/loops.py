@@ -11,12 +11,13 @@ UnavailableError from `chain_tick` after the outbox had its turn; the other two 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orchestrator.batches import seal_ready_batches
 from orchestrator.context import PoolContext
 from orchestrator.indexer import run_indexer_tick
 from orchestrator.outbox import run_outbox_tick
+from orchestrator.planting import Planted, reveal
 from orchestrator.roots import post_roots
 from orchestrator.settlement import settle_epochs, void_unjudged
 from orchestrator.slashing import drop_expired
@@ -41,6 +42,7 @@ class ManagerLoops:
     sender: Sender
     signer: Signer
     now: Callable[[], float]
+    planted: Planted = field(default_factory=Planted)
 
     def chain_tick(self) -> list[Event]:
         """Sends what is queued, then takes in what the chain shows; returns new events."""
@@ -49,11 +51,15 @@ class ManagerLoops:
 
     def batch_tick(self) -> list[int]:
         """Seals every batch that is full and may be sealed; returns the steps."""
-        return seal_ready_batches(self.store, self.objects, self.signer, self.context, self.now)
+        return seal_ready_batches(
+            self.store, self.objects, self.signer, self.context, self.now, self.planted.accounts
+        )
 
     def money_tick(self) -> None:
-        """Work roots, reward roots, unjudged files voided, slashes that came too late dropped."""
-        post_roots(self.store, self.objects, self.context, self.now)
+        """Work roots, reward roots, unjudged files voided, slashes that came too late dropped, what
+        planted files were."""
+        reveal(self.store, self.context, self.planted, self.now)
+        post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
         settle_epochs(self.store, self.objects, self.context, self.now)
         void_unjudged(self.store, self.context, self.now)
         drop_expired(self.store, self.context, self.now)

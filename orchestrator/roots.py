@@ -7,7 +7,7 @@ submissions and queues the intent. The chain's answer comes back through the ind
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from sqlalchemy import and_, func, insert, select, update
 from sqlalchemy.engine import Connection
@@ -19,7 +19,7 @@ from orchestrator.store.engine import Store, lock
 from orchestrator.store.schema import roots, submissions
 from protocol.core import encoding
 from protocol.core.errors import FatalError
-from protocol.core.ids import Digest
+from protocol.core.ids import Address, Digest
 from protocol.core.rollout import SignedSubmission, encode_leaves
 from protocol.storage.base import ObjectStore, put_object
 
@@ -40,22 +40,32 @@ def post_roots(
     objects: ObjectStore,
     context: PoolContext,
     now: Callable[[], float],
+    without: Collection[Address] = (),
 ) -> list[Digest]:
-    """Takes waiting submissions into roots and queues `postRoot` for each; returns the roots."""
+    """Takes waiting submissions into roots and queues `postRoot` for each; returns the roots.
+    Files of the nodes `without` stay out (planted ones: orchestrator/planting.py)."""
     posted: list[Digest] = []
-    while (root := _post_next(store, objects, context, now())) is not None:
+    while (root := _post_next(store, objects, context, now(), without)) is not None:
         posted.append(root)
     return posted
 
 
 def _post_next(
-    store: Store, objects: ObjectStore, context: PoolContext, now: float
+    store: Store,
+    objects: ObjectStore,
+    context: PoolContext,
+    now: float,
+    without: Collection[Address],
 ) -> Digest | None:
     run = context.run
     with store.begin() as connection:
         waiting = connection.execute(
             select(submissions.c.digest, submissions.c.body, submissions.c.received_at)
-            .where(submissions.c.root_id.is_(None), submissions.c.shadow.is_(False))
+            .where(
+                submissions.c.root_id.is_(None),
+                submissions.c.shadow.is_(False),
+                submissions.c.node.not_in(without),
+            )
             .order_by(submissions.c.received_at, submissions.c.digest)
             .limit(run.root_submissions)
         ).all()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from protocol.core.node import NodeStatus
 
+ENOUGH = "enough work is under way; the trainer has to catch up"
 PRIOR_SHARE = 0.7
 PRIOR_WEIGHT = 64
 """The informative share is first taken to be 70 %, with the weight of 64 observed groups."""
@@ -92,7 +93,7 @@ def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
         return Wait(f"policy {asker.policy_version} is too old; load {supply.latest_version}")
     step = first_lacking(supply, rules)
     if step is None:
-        return Wait("enough work is under way; the trainer has to catch up")
+        return Wait(ENOUGH)
     version = min(asker.policy_version, supply.latest_version)
     if step > version + rules.max_staleness:
         return Wait(f"policy {version} is too old for batch {step}; load {supply.latest_version}")

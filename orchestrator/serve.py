@@ -108,6 +108,7 @@ def run(settings: Settings) -> None:
             trainer=trainer,
             audience=settings.audience or url,
             relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
+            planted=settings.planted_nodes(),
         )
         journal = StoreJournal(store, signer.address, deployment.chain_id)
         sender = Sender(client, signer, journal)
@@ -121,6 +122,7 @@ def run(settings: Settings) -> None:
             sender=sender,
             signer=signer,
             now=backend.now,
+            planted=backend.planted,
         )
         lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)
         asyncio.run(_serve(settings, backend, manager, lease, listener, serve_file, url))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -173,3 +174,9 @@ def given_since(connection: Connection, since: float) -> tuple[int, int]:
     )
     found = {bool(shadow): int(n) for shadow, n in connection.execute(query)}
     return found.get(True, 0), found.get(False, 0)
+
+
+def given_to(connection: Connection, nodes: Collection[Address], since: float) -> int:
+    """How many leases `nodes` together were given at `since` or later."""
+    query = sa.select(sa.func.count()).where(_leases.node.in_(nodes), _leases.created_at >= since)
+    return int(connection.execute(query).scalar_one())

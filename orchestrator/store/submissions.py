@@ -146,11 +146,13 @@ def ended_badly(
 
 
 def accepted_of(connection: Connection, node: Address) -> int:
-    """Number of accepted submissions of `node`, shadow ones left out."""
+    """Number of accepted submissions of `node`, shadow ones left out (but not planted ones: these
+    are treated like any other)."""
+    was_planted = _submissions.digest.in_(sa.select(schema.planted.c.submission_digest))
     query = sa.select(sa.func.count()).where(
         _submissions.node == node,
         _submissions.status == "accepted",
-        _submissions.shadow.is_(False),
+        sa.or_(_submissions.shadow.is_(False), was_planted),
     )
     return int(connection.execute(query).scalar_one())
 

@@ -1,0 +1,95 @@
+"""`python -m node.planting SECRET_FILE …`: the worker of a planted node, the manager's own, started
+by an ordinary agent: prime-node join … --runtime process --worker-command "python -m node.planting
+FILE". Takes the worker's arguments after the file.
+
+Every second file is honest; the others lie, each in a way that its lease and the secret decide
+(protocol/verification/planting.py). Such a node has a seat and its stake is never at risk: the
+orchestrator that shares the secret keeps its files from the chain. At any other pool it is a liar.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from node.worker.__main__ import main as worker_main
+from node.worker.workshop import Job, Options, Workshop
+from protocol.core.errors import UserError
+from protocol.core.run import RunDefinition
+from protocol.engine.base import Engine
+from protocol.verification.engines import FolderEngines, load_engine
+from protocol.verification.lies import LIES, Make
+from protocol.verification.planting import HONEST, kind, read_secret
+from protocol.verification.scene import Scene
+
+
+class LyingWorkshop(Workshop):
+    """The honest workshop, but that `choose` may give a lie for a file (see lies.py)."""
+
+    def __init__(
+        self, choose: Callable[[Job], Make | None], run: RunDefinition, options: Options
+    ) -> None:
+        super().__init__(run, options)
+        self._choose = choose
+        self._variants: dict[str, FolderEngines] = {}
+        self.engines = self._loaded(None, keep=2)  # an older policy beside the leased one
+
+    def make(self, job: Job) -> bytes:
+        lie = self._choose(job)
+        if lie is None:
+            return super().make(job)
+        version, policy = job.signed.policy_version, job.signed.lease.policy_digest
+
+        def older() -> Engine | None:
+            return next((engine for _, engine in self.engines.earlier(version)), None)
+
+        scene = Scene(
+            job.signed,
+            job.lease_digest,
+            self.run,
+            self.environment,
+            self.engines.engine(version, policy),
+            variant=lambda name: self._variant(name).engine(version, policy),
+            older=older,
+        )
+        return lie(scene)
+
+    def _variant(self, name: str) -> FolderEngines:
+        """The node's policies, each with its weights changed once it is loaded."""
+        from protocol.engine.variants import VARIANTS
+
+        if name not in self._variants:
+            self._variants[name] = self._loaded(VARIANTS[name], keep=1)
+        return self._variants[name]
+
+    def _loaded(self, prepare: Callable[[Any], None] | None, *, keep: int) -> FolderEngines:
+        options = self.options
+        load = partial(
+            load_engine,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+            prepare=prepare,
+        )
+        return FolderEngines(options.policies, load, keep=keep)
+
+
+def planted(secret: bytes, job: Job) -> Make | None:
+    """The lie that a job's lease asks for, or None for an honest file."""
+    name = kind(secret, job.lease_digest)
+    return None if name == HONEST else LIES[name].make
+
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        raise UserError("no secret is named", hint="python -m node.planting SECRET_FILE …")
+    path, *arguments = sys.argv[1:]
+    choose = partial(planted, read_secret(Path(path)))
+    return worker_main(arguments, partial(LyingWorkshop, choose))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
