@@ -42,8 +42,8 @@ class HandIn(Strict):
 
     lease_digest: DigestField
     file: str = Field(max_length=255)
-    tokens: int = Field(default=0, ge=0)
-    milliseconds: int = Field(default=0, ge=0)
+    tokens: int = Field(default=0, ge=0, lt=2**40)
+    milliseconds: int = Field(default=0, ge=0, lt=2**40)
 
 
 class HandInAnswer(Strict):

@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 
 from orchestrator.backend import Backend
 from orchestrator.intents import queue_intent
-from orchestrator.members import derive_node, membership
+from orchestrator.members import derive_node, has_open_slash, membership
 from orchestrator.scheduler import speed_class
 from orchestrator.store import challenges, nodes
 from orchestrator.store.challenges import ChallengeRow
@@ -69,6 +69,8 @@ def _check_admissible(
     """Raises PolicyError if the account may not be admitted in this way."""
     if node is not None and node.status in ("ejected", "quarantined"):
         raise PolicyError(f"the node is {node.status} and cannot be admitted")
+    if has_open_slash(connection, account):  # it left, and would come back unquarantined
+        raise PolicyError("a slash of the node is under way; until it ends it cannot be admitted")
     if not shadow:
         return
     seated = membership(connection, backend.context.pool, account)[0] == "member"

@@ -125,9 +125,8 @@ def requeue_proposals(store: Store, lane: Address, now: Callable[[], float]) -> 
                 _slashes.status == "queued", _slashes.validator == lane
             )
         ).scalars()
-        names = [f"propose:{name}" for name in wanted]
-        failed = [row.id for row in store_intents.pending(connection, lane, ("failed",))]
-    again = sorted(set(names) & set(failed))
+        found = [store_intents.get(connection, f"propose:{name}") for name in wanted]
+    again = sorted(row.id for row in found if row is not None and row.status == "failed")
     if not again:
         return 0
     moment = now()

@@ -7,6 +7,7 @@ sent there.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -22,11 +23,15 @@ from protocol.storage.directory import DirectoryStore
 
 GET_SECONDS = 600
 """How long the URL behind an object's redirect holds."""
+UPLOADS_AT_ONCE = 2
+"""Of one object: a client whose first connection died need not wait for it, and no signed URL
+fills the disk with many copies of its one file."""
 
 
 def router(backend: Backend) -> APIRouter:
     """The routes, bound to one object store."""
     routes = APIRouter()
+    under_way: Counter[str] = Counter()  # uploads by key; used in the event loop's thread alone
 
     def directory() -> DirectoryStore:
         if not isinstance(backend.objects, DirectoryStore):
@@ -43,7 +48,16 @@ def router(backend: Backend) -> APIRouter:
         declared = request.headers.get("content-length")
         if declared is not None and declared != str(grant.size):
             raise MalformedError(f"the signed URL is for exactly {grant.size} bytes")
-        await _receive(store, key, grant.size, grant.sha256, request)
+        if under_way[key] >= UPLOADS_AT_ONCE:
+            raise UnavailableError("this file is being uploaded already; try again in a moment")
+        under_way[key] += 1
+        try:
+            until = grant.expires_at - backend.now() + BODY_SECONDS
+            await _receive(store, key, grant.size, grant.sha256, request, seconds=until)
+        finally:
+            under_way[key] -= 1
+            if not under_way[key]:
+                del under_way[key]
         return Response(status_code=204)
 
     @routes.get("/v1/store/{key:path}")
@@ -71,16 +85,25 @@ def router(backend: Backend) -> APIRouter:
 
 
 async def _receive(
-    store: DirectoryStore, key: str, size: int, sha256: ids.Digest, request: Request
+    store: DirectoryStore,
+    key: str,
+    size: int,
+    sha256: ids.Digest,
+    request: Request,
+    *,
+    seconds: float,
 ) -> None:
-    """Streams a body into the store, a bounded piece at a time, off the event loop."""
+    """Streams a body into the store, a bounded piece at a time, off the event loop; each piece
+    within BODY_SECONDS and the whole within `seconds`."""
+    end = asyncio.get_running_loop().time() + seconds
     block = store.receive(key, size=size, sha256=sha256)
     sink = await run_in_threadpool(block.__enter__)
     try:
         pending = bytearray()
         stream = request.stream().__aiter__()
         while True:
-            async with asyncio.timeout(BODY_SECONDS):  # for each piece, not for the whole
+            left = end - asyncio.get_running_loop().time()
+            async with asyncio.timeout(min(BODY_SECONDS, left)):
                 piece = await anext(stream, None)
             if piece is None:
                 break

@@ -18,6 +18,8 @@ from orchestrator.store import schema
 from orchestrator.store.rows import insert_new, record, records
 
 _intents = schema.intents.c
+MAX_JOINS = 16
+"""Joins looked at in one round: each costs a question to the chain."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,17 @@ def get(connection: Connection, intent_id: str) -> IntentRow | None:
 def pending(
     connection: Connection, lane: str, statuses: Iterable[str] = ("queued",), limit: int = 100
 ) -> list[IntentRow]:
-    """Intents of a lane in the given states, oldest first."""
-    query = (
-        sa.select(schema.intents)
-        .where(_intents.lane == lane, _intents.status.in_(tuple(statuses)))
-        .order_by(_intents.created_at, _intents.id)
-        .limit(limit)
+    """Intents of a lane in the given states, oldest first; after them joins, the longest untouched
+    first, MAX_JOINS at most: anyone may ask for an invite, and stands in nobody's way."""
+    mine = sa.select(schema.intents).where(
+        _intents.lane == lane, _intents.status.in_(tuple(statuses))
     )
-    return records(IntentRow, connection.execute(query).mappings().all())
+    others = mine.where(_intents.kind != "join").order_by(_intents.created_at, _intents.id)
+    joins = mine.where(_intents.kind == "join").order_by(_intents.updated_at, _intents.id)
+    found: list[IntentRow] = []
+    for query in (others.limit(limit), joins.limit(min(MAX_JOINS, limit))):
+        found += records(IntentRow, connection.execute(query).mappings().all())
+    return found
 
 
 def update(

@@ -48,7 +48,6 @@ from protocol.core.rollout import Receipt
 from protocol.core.signing import AddressField, DigestField, SignatureField, Strict
 from protocol.core.task import LeaseStatus, SignedLease
 
-
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """A number that fits every database and every reader of JSON."""
 

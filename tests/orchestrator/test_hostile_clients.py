@@ -1,0 +1,176 @@
+"""What strangers and bad members try against the API: the pool goes on as if they had not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from orchestrator_world import World, signer
+
+from orchestrator.intents import queue_intent
+from orchestrator.routes import objects
+from orchestrator.slashing import RETRY_SECONDS, requeue_proposals
+from orchestrator.store import intents, nodes, schema
+from protocol.core.encoding import sha256
+from protocol.core.messages import AdmissionRequest
+from protocol.core.node import Hardware
+
+MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
+
+
+@pytest.mark.parametrize("field", ["policy_version", "tokens_per_second", "heard_at"])
+def test_numbers_beyond_the_databases_are_malformed_and_no_defect(world: World, field: str) -> None:
+    session = world.member(1)
+    beat = {"policy_version": 0, field: 2**70}
+    assert world.post("/v1/heartbeat", json.dumps(beat).encode(), session).status_code == 400
+
+
+class Stalled:
+    """An upload that sends all but its last byte, then nothing until it is let go."""
+
+    def __init__(self, target: str, body: bytes) -> None:
+        parts = urlsplit(target)
+        self.body, self.statuses, self.go_on = body, list[int](), asyncio.Event()
+        self.stalls = asyncio.Event()
+        self.scope = {
+            "type": "http", "http_version": "1.1", "method": "PUT", "path": parts.path,
+            "raw_path": parts.path.encode(), "query_string": parts.query.encode(),
+            "root_path": "", "scheme": "http", "client": ("127.0.0.1", 1),
+            "server": ("testserver", 80), "headers": [(b"host", b"testserver")],
+        }  # fmt: skip
+
+    async def receive(self) -> dict[str, Any]:
+        if self.body:
+            body, self.body = self.body, b""
+            return {"type": "http.request", "body": body, "more_body": True}
+        self.stalls.set()
+        await self.go_on.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.statuses.append(message["status"])
+            self.stalls.set()
+
+
+def target_of(world: World, data: bytes) -> str:
+    session = world.member(1)
+    lease = world.lease(session)
+    body = b'{"sha256":"%s","size":%d}' % (sha256(data).encode(), len(data))
+    path = f"/v1/leases/{world.lease_digest(lease)}/upload"
+    return str(world.post(path, body, session).json()["url"])
+
+
+def test_one_signed_url_fills_no_disk_by_many_uploads_at_once(world: World) -> None:
+    data = b"x" * (1 << 20)
+    url = target_of(world, data)
+    root = world.backend.objects.root  # type: ignore[attr-defined]
+
+    async def attack() -> tuple[int, list[int]]:
+        uploads = [Stalled(url, data[:-1]) for _ in range(8)]
+        tasks = [
+            asyncio.create_task(world.http.app(one.scope, one.receive, one.send))  # type: ignore[arg-type]
+            for one in uploads
+        ]
+        for one in uploads:
+            await one.stalls.wait()
+        lying = sum(path.stat().st_size for path in root.rglob(".tmp-*"))
+        for one in uploads:
+            one.go_on.set()
+        await asyncio.gather(*tasks)
+        return lying, [status for one in uploads for status in one.statuses]
+
+    lying, statuses = asyncio.run(attack())
+    assert lying <= objects.UPLOADS_AT_ONCE * len(data)
+    assert statuses == [503] * 8
+    assert not list(root.rglob(".tmp-*"))
+    assert world.http.put(url, content=data).status_code == 204, "the honest one gets through"
+
+
+def test_an_upload_that_drips_ends_with_its_url(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece comes in time, but the whole never does."""
+    url = target_of(world, b"x" * 1000)
+    monkeypatch.setattr(objects, "BODY_SECONDS", 0.2)
+    world.clock.advance(60)  # the lease's deadline, and the URL's
+
+    async def drip() -> int:
+        one = Stalled(url, b"")
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            return {"type": "http.request", "body": b"x", "more_body": True}
+
+        await world.http.app(one.scope, receive, one.send)  # type: ignore[arg-type]
+        return one.statuses[0]
+
+    assert asyncio.run(drip()) == 503
+
+
+def test_a_node_with_an_open_slash_does_not_leave_and_come_back_as_a_new_one(world: World) -> None:
+    session = world.member(1)
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            schema.slashes.insert().values(
+                submission_digest="0x" + "11" * 32, node=session.account.address,
+                validator=signer(202).address, evidence="0x" + "22" * 32, reason=1, amount="1",
+                status="proposed", created_at=world.clock(),
+            )
+        )  # fmt: skip
+        nodes.set_status(connection, session.account.address, "left", last_heartbeat=0)
+    wish = AdmissionRequest(hardware=MACHINE, task_runtime="process")
+    answer = world.post("/v1/admission/challenge", wish, session)
+    assert (answer.status_code, "slash" in answer.text) == (403, True)
+
+
+def queue(world: World, kind: Any, name: str, status: str = "queued") -> str:
+    with world.backend.store.begin() as connection:
+        now, lane = world.clock(), world.manager.address
+        found = queue_intent(connection, lane=lane, kind=kind, key=name, payload={}, now=now)
+        if status != "queued":
+            intents.update(connection, found, status, now=now)
+    return found
+
+
+def test_a_flood_of_invites_holds_up_no_work_root(world: World) -> None:
+    """A stranger gets invites for small challenges; their joins fail and are tried for an hour."""
+    flood = [queue(world, "join", f"{n:04d}") for n in range(300)]
+    world.clock.advance(1)
+    root, honest = queue(world, "root", "r"), queue(world, "join", "honest")
+    rounds = 0
+    while True:
+        with world.backend.store.begin() as connection:
+            found = [row.id for row in intents.pending(connection, world.manager.address)]
+            assert found[0] == root
+            assert len(found) == 1 + intents.MAX_JOINS
+            world.clock.advance(1)
+            for name in found[1:]:  # each fails, rests and is wanted again
+                intents.update(connection, name, "queued", now=world.clock())
+        rounds += 1
+        if honest in found:
+            break
+    assert rounds <= len(flood) // intents.MAX_JOINS + 1
+
+
+def test_old_failures_do_not_keep_a_slash_from_being_proposed_again(world: World) -> None:
+    """A hundred files whose proposals ended as failed for good, then one that is wanted still."""
+    for n in range(120):
+        queue(world, "propose", f"0x{n:064x}", "failed")
+    world.clock.advance(1)
+    wanted = "0x" + "ff" * 32
+    queue(world, "propose", wanted, "failed")
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            schema.slashes.insert().values(
+                submission_digest=wanted, node=signer(1).address,
+                validator=world.manager.address, evidence="0x" + "22" * 32, reason=1, amount="1",
+                status="queued", created_at=world.clock(),
+            )
+        )  # fmt: skip
+    world.clock.advance(RETRY_SECONDS + 1)
+    lane = world.manager.address
+    assert requeue_proposals(world.backend.store, lane, world.clock) == 1
