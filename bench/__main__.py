@@ -1,10 +1,17 @@
-"""`python -m bench NAME [--json] [--quick]`, `python -m bench list`."""
+"""`python -m bench NAME [--json] [--quick]`, `python -m bench list`.
+
+`detection` also takes `--minutes M` (goes on where it stopped) and `--model DIR`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from bench.form import result, show
 from protocol.core.errors import PrimeError
@@ -12,7 +19,9 @@ from protocol.core.errors import PrimeError
 BENCHES = {
     "learning": "Samples to a reward: synchronous, stale, with liars; and ablations (CPU hours)",
     "trainer": "Packing, overhead, tokens a second beside TRL, one gradient on any ranks",
+    "gpu": "Tokens a second and MFU of the trainer on one GPU, beside prime-rl's published figure",
     "environments": "Programs a second in the sandbox, graders, file times by speed class",
+    "file_times": "Files' times on a live devnet, one of its nodes slowed fourfold",
     "gas": "Gas of each act in a pool of 400 nodes, beside the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
     "proofs": "Cost and soundness of activation proofs",
@@ -20,8 +29,23 @@ BENCHES = {
 }
 
 
+def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Words without the options of the detection bench, and these. An option without its value, or
+    with one that is no number, stays where it is and is refused as an unknown flag."""
+    kinds: dict[str, Callable[[str], Any]] = {"--minutes": float, "--model": Path}
+    rest, options = list(words), {}
+    for option, kind in kinds.items():
+        at = rest.index(option) if option in rest else -1
+        if "detection" in words and 0 <= at < len(rest) - 1:
+            with suppress(ValueError):
+                options[option[2:]] = kind(rest[at + 1])
+                del rest[at : at + 2]
+    return rest, options
+
+
 def main(words: list[str]) -> int:
     """Exit code 0 only if every row with a bar is within it."""
+    words, options = _options(words)
     names = [word for word in words if not word.startswith("--")]
     flags = {word for word in words if word.startswith("--")}
     if names == ["list"]:
@@ -37,7 +61,7 @@ def main(words: list[str]) -> int:
     module = importlib.import_module(f"bench.{names[0]}")
     quick = "--quick" in flags
     try:
-        found = result(names[0], module.run(quick), module.PACKAGES, quick)
+        found = result(names[0], module.run(quick, **options), module.PACKAGES, quick)
     except PrimeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import file_times, gpu
 from bench.chart import ticks
+from bench.gpu import Size, rates
 from bench.learning import MAIN, SEEDS, mean_interval, rows, wanted
 from bench.learning_page import NAMES, length_table, pictures, table, write
 from bench.learning_run import MODES, Record, crossing
 from bench.learning_run import TARGETS as TARGET_LENGTHS
 from bench.trainer import packing
-from bench.trainer_parts import TARGETS, published_lengths
+from bench.trainer_parts import TARGETS, bench_model, published_lengths
+from protocol.core.errors import UnavailableError
+from protocol.environments.lengths import balanced_targets
+from trainer.parallel import World
 
 
 def test_the_goal_is_crossed_where_the_line_through_the_rewards_meets_it() -> None:
@@ -123,3 +130,23 @@ def test_ticks_are_few_round_and_around_what_is_drawn(low: float, span: float) -
     assert found[0] <= low + 1e-6 * span
     assert found[-1] >= low + span - 1e-6 * span
     assert 2 <= len(found) <= 9
+
+
+def test_the_gpu_bench_runs_its_steps_on_any_device_and_says_where_there_is_none(
+    tmp_path: Path, world: World
+) -> None:
+    model = bench_model(tmp_path / "m", hidden=64, layers=2, vocabulary=128, positions=1024)
+    found = rates(model, Size("tiny", 256, 1 / 200, 2), world, rounds=2, bf16=False, peer=1.0)
+    assert found[0].name == "tokens_s_tiny"
+    assert found[0].value > 0
+    if not torch.cuda.is_available():
+        with pytest.raises(UnavailableError, match="needs a CUDA device"):
+            gpu.run(quick=True)
+
+
+def test_the_live_devnets_budgets_part_a_fourfold_difference() -> None:
+    chosen = balanced_targets(
+        file_times.MENU, {1: Fraction(1), 2: Fraction(4)}, answer_tokens=file_times.ANSWER_TOKENS
+    )
+    assert max(chosen["1"]) < min(chosen["2"])
+    assert max(file_times.MENU) < 100  # the demo's prompts hold two digits
