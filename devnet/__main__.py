@@ -54,6 +54,12 @@ def up(
     shadows: Annotated[
         int, typer.Option(min=0, help="Nodes without a seat, beside the others.")
     ] = 0,
+    planted: Annotated[
+        int, typer.Option(min=0, help="Nodes of the manager's own, honest and lying by turns.")
+    ] = 0,
+    validators: Annotated[
+        int, typer.Option(min=1, help="How many judge; from two on, two must reject a file.")
+    ] = 1,
     port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
     runtime: Annotated[str, typer.Option(help="process (isolates nothing) or docker.")] = "process",
     image: Annotated[str, typer.Option(help="Worker image by digest, for docker.")] = "",
@@ -81,7 +87,8 @@ def up(
         root=root,
         steps=steps or 80,
         fixed_steps=steps is not None,
-        nodes=node_plans(nodes, lying, kinds, shadows),
+        nodes=node_plans(nodes, lying, kinds, shadows, planted),
+        validators=validators,
         periods=QUICK_PERIODS if quick else DEMO_PERIODS,
         port=port,
         runtime=chosen,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ class Network:
     def start_chain(self) -> None:
         """A local chain with blocks of one second, its contracts, and ether for every party."""
         self.anvil.start()
-        names = (*PARTIES, *(node.name for node in self.plan.nodes))
+        names = (*PARTIES, *self.plan.judges[1:], *(node.name for node in self.plan.nodes))
         self.accounts = {name: make(self.root / "keys", name) for name in names}
         for account in self.accounts.values():
             self.anvil.fund(account.address)
@@ -120,7 +121,7 @@ class Network:
                 *self._orchestrator("pool", "create", *chain, *manager, "--json"),
                 *("--run", str(self.run_file)),
                 *("--trainer", self.accounts["trainer"].address),
-                *("--validator", self.accounts["validator"].address),
+                *self._named("--validator", self.plan.judges),
                 *("--capacity", "1000", "--faucet"),
             ],
         )
@@ -146,6 +147,7 @@ class Network:
                 *self._orchestrator("serve", "--host", "127.0.0.1", "--port", str(port)),
                 *("--data", str(self.root / "orchestrator"), "--run", str(self.run_file)),
                 *("--allow-relay", self.accounts["relay"].address),
+                *self._planted(),
                 *self._chain_flags(),
                 *self.accounts["manager"].flags(),
             ],
@@ -153,19 +155,20 @@ class Network:
         self.supervisor.wait_for("the orchestrator", serve_file.exists, 60)
         self.supervisor.wait_for("the orchestrator", self._answers, 60)
 
-    def start_validator(self) -> None:
-        """A validator, its own process with its own key, on the orchestrator's store."""
-        self.supervisor.start(
-            "validator",
-            [
-                *self._orchestrator("validate"),
-                *("--orchestrator-data", str(self.root / "orchestrator")),
-                *("--data", str(self.root / "validator"), "--run", str(self.run_file)),
-                *("--threads", "1"),
-                *self._chain_flags(),
-                *self.accounts["validator"].flags(),
-            ],
-        )
+    def start_validators(self) -> None:
+        """Validators, each a process with a key of its own, on the orchestrator's store."""
+        for name in self.plan.judges:
+            self.supervisor.start(
+                name,
+                [
+                    *self._orchestrator("validate"),
+                    *("--orchestrator-data", str(self.root / "orchestrator")),
+                    *("--data", str(self.root / name), "--run", str(self.run_file)),
+                    *("--threads", "1"),
+                    *self._chain_flags(),
+                    *self.accounts[name].flags(),
+                ],
+            )
 
     def start_relay(self) -> None:
         """A relay between the trainer's origin and the nodes."""
@@ -211,6 +214,9 @@ class Network:
             command.append("--shadow")
         if node.throttle != 1.0:
             command += ["--throttle", str(node.throttle)]
+        if node.planted:
+            secret = self._planting_secret()
+            command += ["--worker-command", f"python -m node.planting {secret}"]
         if node.liar:
             command += ["--worker-command", f"python -m devnet.liars {node.liar}"]
         return self.supervisor.start(node.name, command, required=node.liar is None)
@@ -261,6 +267,24 @@ class Network:
         return {account.address: name for name, account in self.accounts.items()}
 
     # -- below ---------------------------------------------------------------------------------
+
+    def _named(self, flag: str, names: Sequence[str]) -> list[str]:
+        return [word for name in names for word in (flag, self.accounts[name].address)]
+
+    def _planted(self) -> list[str]:
+        """What the orchestrator alone is told of planted nodes."""
+        names = [node.name for node in self.plan.nodes if node.planted]
+        if not names:
+            return []
+        told = ["--planted-secret", str(self._planting_secret()), "--planted-one-in", "8"]
+        return [*self._named("--planted", names), *told]
+
+    def _planting_secret(self) -> Path:
+        path = self.root / "planting.secret"
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_hex(32))
+        return path
 
     def _answers(self) -> bool:
         try:

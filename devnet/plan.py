@@ -32,12 +32,13 @@ LIARS = ("int4", "best_of_4", "copied_proof", "made_up_proof")
 @dataclass(frozen=True)
 class NodePlan:
     """One node: its name, whether and how it lies (a name of protocol.verification.lies), how many
-    times slower than this machine it is, whether it has no seat."""
+    times slower than this machine it is, whether it has no seat, whether its files are planted."""
 
     name: str
     liar: str | None = None
     throttle: float = 1.0
     shadow: bool = False
+    planted: bool = False
 
     @property
     def ends(self) -> Ending | None:
@@ -47,7 +48,7 @@ class NodePlan:
     @property
     def paid(self) -> bool:
         """Whether it works honestly for pay."""
-        return self.liar is None and not self.shadow
+        return self.liar is None and not self.shadow and not self.planted
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,16 @@ class Plan:
     port: int = 0
     runtime: Literal["process", "docker"] = "process"
     image: str = ""
+    validators: int = 1
     groups_per_batch: int = 32
     samples_per_group: int = 16
     groups_per_lease: int = 4
     evaluate_every: int = 8
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """The validators' names."""
+        return ("validator", *(f"validator-{i + 2}" for i in range(self.validators - 1)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the folder is left out, since a run may be moved."""
@@ -87,11 +94,11 @@ class Plan:
 
 
 def node_plans(
-    nodes: int, liars: int, kinds: Sequence[str] = (), shadows: int = 0
+    nodes: int, liars: int, kinds: Sequence[str] = (), shadows: int = 0, planted: int = 0
 ) -> tuple[NodePlan, ...]:
     """`nodes` in all, `liars` of them lying, each in one of `kinds` (by default 4-bit first, then
     best-of-4, …); the second honest one is slow, so that two speed classes are seen. `shadows`
-    come beside them."""
+    without a seat and `planted` ones come beside them."""
     kinds = kinds or LIARS
     honest = nodes - liars
     plans = [
@@ -103,6 +110,7 @@ def node_plans(
         for i in range(liars)
     ]
     plans += [NodePlan(f"shadow-{i + 1}", shadow=True) for i in range(shadows)]
+    plans += [NodePlan(f"planted-{i + 1}", planted=True) for i in range(planted)]
     return tuple(plans)
 
 

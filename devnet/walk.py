@@ -56,7 +56,7 @@ class Walk:
         network.create_pool()
         self.note("starting orchestrator, validator, trainer and relay")
         network.start_orchestrator()
-        network.start_validator()
+        network.start_validators()
         network.start_trainer()
         network.start_relay()
         for node in network.plan.nodes:
