@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
@@ -225,6 +226,29 @@ def test_a_truncated_oversized_or_other_upload_leaves_nothing(
     assert (with_its_length.status_code, pretending.status_code) == (400, 400)
     assert not world.backend.objects.exists(digest_key(sha256(b"file")))
     assert list(world.backend.objects.keys()) == before
+
+
+def full(_descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_refuses_an_upload_with_a_problem_and_loses_nothing_accepted(
+    world: World, node: Session, lease: SignedLease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.upload(node, lease, b"file")
+    signed = world.claim(node.account, lease, b"file")
+    receipt = world.post("/v1/submissions", signed).content
+    other = world.lease(world.member(2))
+    where = target(world, world.login(signer(2)), other, b"more")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        answer = world.http.put(where["url"], content=b"more", headers=where["headers"])
+    assert answer.status_code == 503
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert "disk is full; free some space" in answer.json()["detail"]
+    assert world.post("/v1/submissions", signed).content == receipt
+    assert status_of(world, world.lease_digest(other)) == "open"
+    assert world.http.put(where["url"], content=b"more", headers=where["headers"]).is_success
 
 
 def test_an_upload_url_ends_with_its_lease_and_serves_its_own_file(
