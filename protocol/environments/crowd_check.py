@@ -27,6 +27,9 @@ MAX_TRICKED = 8
 MAX_SECONDS = 20.0
 """Wall seconds for one grade. Far above the graders' own limits of processor time: what this
 bounds is a grader that waits."""
+SECOND_LOOKS = 3
+"""Grades of one check that a limit decided and that are taken anew: a machine that was busy for
+some seconds makes nobody's grader unfit; one that is at its limits again and again is found out."""
 NAMES = ("answered", "refuses", "unhackable", "deterministic", "bounded", "steady")
 
 
@@ -66,6 +69,7 @@ class _Checker:
         clock: Callable[[], float],
     ) -> None:
         self._first, self._second, self._report, self._clock = first, second, report, clock
+        self._looks = SECOND_LOOKS
 
     def run(self) -> Report:
         if self._first.digest() != self._second.digest():
@@ -113,12 +117,12 @@ class _Checker:
 
     def _grade(self, task: Task, text: str, *, trick: bool = False) -> TaskScore:
         start = self._clock()
-        one = self._first.grader(task.task_type).grade(task, text)
+        one = self._settled(self._first, task, text)
         spent = self._clock() - start
         self._report.graded += 1
         if spent > MAX_SECONDS:
             self._fault("bounded", f"{task.where}: a grade took {spent:.0f} s")
-        two = self._second.grader(task.task_type).grade(task, text)
+        two = self._settled(self._second, task, text)
         if one.uncertain or two.uncertain:
             # A program among the tricks may well vary from run to run; a contributed grader may
             # fail on no answer at all.
@@ -132,6 +136,14 @@ class _Checker:
                 f"{two.task_micro / MICRO:g} ({two.reason})",
             )
         return one
+
+    def _settled(self, environment: CrowdEnvironment, task: Task, text: str) -> TaskScore:
+        """A grade; once more if a limit decided it, as often as the check has looks left."""
+        score = environment.grader(task.task_type).grade(task, text)
+        while score.uncertain and self._looks:
+            self._looks -= 1
+            score = environment.grader(task.task_type).grade(task, text)
+        return score
 
     def _fault(self, finding: str, sentence: str) -> None:
         faults = self._report.faults[finding]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import pytest
 
 from protocol.core.errors import MalformedError, UserError
 from protocol.core.run import MICRO, LengthBudgets
+from protocol.environments.base import TaskScore
 from protocol.environments.crowd import open_packed, pack
 from protocol.environments.crowd_check import NAMES, Report, check
 from protocol.environments.crowd_template import write_template
+from protocol.environments.graders.custom import CustomGrader
 from protocol.environments.registry import environment_ref, load_environment
 from protocol.environments.sandbox import kernel
 from protocol.environments.sources import file_digest
+from protocol.environments.tasks import Task
 
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"
@@ -96,6 +100,24 @@ def test_an_unfit_grader_is_found_out(tmp_path: Path, grader: str, found: set[st
     assert not report.ok
     assert found <= faults(report), report.faults
     assert all("row" in sentence for name in found for sentence in report.faults[name])
+
+
+def test_a_machine_that_was_busy_for_a_moment_makes_no_grader_unfit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, times = CustomGrader.grade, itertools.count()
+
+    def grade(self: CustomGrader, task: Task, output_text: str) -> TaskScore:
+        if next(times) in (3, 10):
+            return TaskScore(0, "the grader failed: idle", uncertain=True)
+        return real(self, task, output_text)
+
+    monkeypatch.setattr(CustomGrader, "grade", grade)
+    path = packed(template(tmp_path))
+    assert check(path).ok
+    always = TaskScore(0, "the grader failed: idle", uncertain=True)
+    monkeypatch.setattr(CustomGrader, "grade", lambda *_: always)
+    assert "bounded" in faults(check(path))
 
 
 def rows(*changes: dict[str, Any]) -> str:
