@@ -1,4 +1,4 @@
-"""`python -m bench NAME [--json] [--quick]`, `python -m bench list`.
+"""`python -m bench NAME [--json] [--quick]`, `python -m bench list|report`.
 
 `detection` also takes `--minutes M` (goes on where it stopped) and `--model DIR`.
 """
@@ -52,8 +52,13 @@ def main(words: list[str]) -> int:
         for name, what in BENCHES.items():
             print(f"{name:12} {what}")
         return 0
+    if names == ["report"]:
+        from bench.report import PAGE, write
+
+        print(f"{PAGE}: {write()} benches")
+        return 0
     if len(names) != 1 or names[0] not in BENCHES or flags - {"--json", "--quick"}:
-        known = "|".join((*BENCHES, "list"))
+        known = "|".join((*BENCHES, "list", "report"))
         print(f"usage: python -m bench {known} [--json] [--quick]", file=sys.stderr)
         return 64
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -13,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import file_times, gpu
+from bench import file_times, gpu, report
 from bench.chart import ticks
+from bench.form import Row, result
 from bench.gpu import Size, rates
 from bench.learning import MAIN, SEEDS, mean_interval, rows, wanted
 from bench.learning_page import NAMES, length_table, pictures, table, write
@@ -22,7 +24,7 @@ from bench.learning_run import MODES, Record, crossing
 from bench.learning_run import TARGETS as TARGET_LENGTHS
 from bench.trainer import packing
 from bench.trainer_parts import TARGETS, bench_model, published_lengths
-from protocol.core.errors import UnavailableError
+from protocol.core.errors import MalformedError, UnavailableError
 from protocol.environments.lengths import balanced_targets
 from trainer.parallel import World
 
@@ -150,3 +152,17 @@ def test_the_live_devnets_budgets_part_a_fourfold_difference() -> None:
     )
     assert max(chosen["1"]) < min(chosen["2"])
     assert max(file_times.MENU) < 100  # the demo's prompts hold two digits
+
+
+def test_the_page_of_figures_holds_every_row_and_names_what_is_missed(tmp_path: Path) -> None:
+    rows_ = [Row("fast", 1234.5, "1/s", 2000, "higher", 600.0, "a peer"), Row("plain", 0.5, "s")]
+    found = result("some", rows_, (), quick=False)
+    (tmp_path / "some.json").write_text(json.dumps({"date": "2026-01-02", **found}))
+    (tmp_path / "other.json").write_text("{}")
+    page = tmp_path / "page.md"
+    assert report.write(tmp_path, page) == 1
+    assert "| `fast` | 1,234 1/s **not met** | ≥ 2,000 | 600 (a peer) |" in page.read_text()
+    assert "| `plain` | 0.5 s |  |  |" in page.read_text()
+    (tmp_path / "some.json").write_text('{"bench": 1, "rows": 2}')
+    with pytest.raises(MalformedError, match=r"some\.json is no result"):
+        report.write(tmp_path, page)
