@@ -7,6 +7,7 @@ Who may sit in the pool and who judges: orchestrator/pool_members_cli.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from protocol.chain.events import PoolCreated
 from protocol.chain.journal import Intent
 from protocol.core import ids
 from protocol.core.errors import FatalError
-from protocol.core.ids import ZERO_ADDRESS
+from protocol.core.ids import ZERO_ADDRESS, Address
 from protocol.run_file import read_run
 
 app = typer.Typer(
@@ -85,7 +86,22 @@ def create(
         "run_digest": definition.digest(),
         "transaction": done.tx_hash,
     }
-    return Done(facts, f"pool {pool} is created for run {definition.digest()}")
+    said = f"pool {pool} is created for run {definition.digest()}"
+    if doubt := lone_judge(judges):
+        facts["warning"] = doubt
+        said += f"\nwarning: {doubt}"
+    return Done(facts, said)
+
+
+def lone_judge(validators: Sequence[Address]) -> str:
+    """What is wrong with so few validators; empty if nothing is."""
+    if len(set(validators)) >= 2:
+        return ""
+    harm = "every slash can be disputed away" if validators else "nobody can slash"
+    return (
+        f"{harm}: a dispute is judged by another validator than the proposer; "
+        "appoint two: orchestrator pool set-validator"
+    )
 
 
 @app.command()
@@ -120,6 +136,8 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
         "reserved": str(funds.reserved),
         "validators": validators,
     }
+    if doubt := lone_judge(validators):
+        facts["warning"] = doubt
     if json_output:
         typer.echo(json.dumps(facts))
         return
@@ -128,6 +146,8 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
     typer.echo(f"  manager   {found.manager}")
     typer.echo(f"  trainer   {found.trainer}")
     typer.echo(f"  judged by {', '.join(validators) or 'nobody: appoint one by set-validator'}")
+    if doubt:
+        typer.echo(f"            {doubt}")
     burned = int(found.treasury, 16) == 0
     typer.echo(f"  treasury  {'none: slashed stake is burned' if burned else found.treasury}")
     typer.echo(f"  run       {found.run_digest}")

@@ -95,6 +95,8 @@ def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
     assert (on_chain.trainer, on_chain.run_digest) == (TRAINER.address, RUN.digest())
     assert desk.contracts.pools.is_validator(pool, VALIDATOR.address)
 
+    assert "disputed away" in created["warning"], "nobody could confirm"
+
     again = desk.create()
     assert again["pool"] == pool, "typed again it repeats its answer"
 
@@ -104,6 +106,9 @@ def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
 
     shown = desk("show", "--pool", str(pool), key=False)
     assert (shown["free"], shown["members"], shown["ended"]) == (str(25 * TOKEN), 0, False)
+    assert "disputed away" in shown["warning"]
+    desk("set-validator", GUARDIAN.address, "--pool", str(pool))
+    assert "warning" not in desk("show", "--pool", str(pool), key=False)
     desk("end", "--pool", str(pool), "--refund")
     assert desk("show", "--pool", str(pool), key=False)["ended"]
     assert desk.contracts.rewards.funds(pool).free == 0
