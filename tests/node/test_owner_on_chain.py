@@ -211,12 +211,24 @@ def test_a_node_s_key_is_told_that_the_stake_is_its_owner_s(owner: Owner) -> Non
     assert owner.deployed.client.nonce(NODE.address) == nonce
 
 
-def test_a_faucet_needs_no_pool(owner: Owner) -> None:
+def test_stake_nodes_and_faucet_need_no_pool(owner: Owner) -> None:
     flags = ["--rpc", owner.deployed.url, "--deployment", str(owner.deployed.path)]
     flags += ["--data", str(owner.folder / "data"), "--wallet", str(owner.keystore(OTHER))]
-    said = CliRunner().invoke(app, ["faucet", *flags, "--dry-run"], env={"HOME": "/nonexistent"})
-    assert said.exit_code == 0, said.output
-    assert "gas, no L1 data fee on this chain" in said.output
+
+    def typed(*words: str) -> str:
+        said = CliRunner().invoke(app, [*words, *flags], env={"HOME": "/nonexistent"})
+        assert said.exit_code == 0, said.output
+        return said.output
+
+    assert "gas, no L1 data fee on this chain" in typed("faucet", "--dry-run")
+    assert f"provider      {OTHER.address}" in typed("stake", "show")
+    owner("faucet", wallet=OTHER)
+    assert "gas" in typed("stake", "add", "5", "--dry-run")
+    assert f"{OTHER.address} has no node" in typed("node", "list")
+    assert "seats" in typed("node", "show")
+    owner("stake", "add", "5", wallet=OTHER)
+    assert "gas" in typed("payout", OWNER.address, "--dry-run")
+    assert "gas" in typed("stake", "unbond", "5", "--dry-run")
 
 
 def _propose(owner: Owner) -> int:
