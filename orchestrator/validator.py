@@ -1,6 +1,6 @@
 """The validator: claims submitted files, judges them, and sees its slashes through.
 
-    judge_next   claim a job → policy → file → verify → opinion, verdict   (abstain on our trouble)
+    judge_some   claim jobs → policy → file → verify → opinion, verdict    (abstain on our trouble)
     chain_tick   its own lane: `propose` once the root is confirmed, `execute` after the window
     prepare      secrets of the epoch to come are committed to, those over are revealed
 
@@ -12,12 +12,12 @@ judging lasts; if the process dies, it runs out, and a job that did so three tim
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from orchestrator import judging
+from orchestrator.claims import Claims, Patience
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import Draw, DrawSecrets
 from orchestrator.history import draw_count
@@ -44,20 +44,10 @@ from protocol.environments.base import Environment
 from protocol.proofs.thresholds import Calibration, shipped
 from protocol.storage.base import ObjectStore
 from protocol.verification.engines import EngineProvider
+from protocol.verification.packing import Packing
 from protocol.verification.verify import Finding, verify_file
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Patience:
-    """`claim_seconds`: how long a claim outlives a dead validator; `judge_seconds`: how long one
-    file may take before its claim is no longer kept; `retry_seconds` after an abstention."""
-
-    claim_seconds: float = 30.0
-    judge_seconds: float = 900.0
-    retry_seconds: float = 15.0
-    max_abstentions: int = 20
 
 
 @dataclass(frozen=True)
@@ -117,6 +107,10 @@ class Validator:
         self._now = now
         self._calibration = calibration
         self._patience = patience or Patience()
+        self._claims = Claims(
+            store, worker, signer.address, seconds=self._patience.claim_seconds,
+            judge_seconds=self._patience.judge_seconds, now=now,
+        )  # fmt: skip
         self._owed: list[Digest] = []
 
     def judge_next(self) -> Digest | None:
@@ -125,29 +119,51 @@ class Validator:
         Raises UnavailableError if the database or the object store cannot be used now. A job that
         was being judged is given back, which counts neither as a death nor as an abstention.
         """
+        judged = self.judge_some(1)
+        return judged[0] if judged else None
+
+    def judge_some(self, most: int) -> list[Digest]:
+        """The same for up to `most` files of one policy, whose rows share prefills.
+
+        A file during whose judging somebody died is judged alone: it must not take others along.
+        """
         self._return_owed()
-        if not self._work_waits():
-            return None
-        with self._store.begin() as connection:
-            job = jobs.claim(
-                connection,
-                self._worker,
-                now=self._now(),
-                seconds=self._patience.claim_seconds,
-                validator=self._signer.address,
-            )
-        if job is None:
-            return None
-        with self._keep_claim(job.submission_digest):
+        if not self._claims.waiting():
+            return []
+        claimed = self._claims.take(most)
+        try:
+            self._judge_together(claimed)
+        except UnavailableError:
+            self._return_owed()
+            raise
+        return claimed
+
+    def _judge_together(self, claimed: Sequence[Digest]) -> None:
+        if len(claimed) == 1:
+            self._judge_claimed(claimed[0], self._engines)
+            return
+        packing = Packing(self._engines, len(claimed))
+
+        def judge(digest: Digest) -> None:
             try:
-                self._judge(job.submission_digest)
+                self._judge_claimed(digest, packing.engines())
+            finally:
+                packing.ended()
+
+        with ThreadPoolExecutor(max(1, len(claimed)), "judging") as pool:
+            ended = [pool.submit(judge, digest) for digest in claimed]
+        for one in ended:
+            one.result()
+
+    def _judge_claimed(self, digest: Digest, engines: EngineProvider) -> None:
+        with self._claims.keep(digest):
+            try:
+                self._judge(digest, engines)
             except _AbstainError as error:
-                self._abstain(job.submission_digest, error.reason, str(error))
+                self._abstain(digest, error.reason, str(error))
             except UnavailableError:
-                self._owed.append(job.submission_digest)
-                self._return_owed()
+                self._owed.append(digest)  # given back once nobody else is judging
                 raise
-        return job.submission_digest
 
     def _return_owed(self) -> None:
         """Gives back the jobs that an outage took from us: at once, or when the database is back.
@@ -165,13 +181,14 @@ class Validator:
                 )
             self._owed.pop(0)
 
-    def _judge(self, digest: Digest) -> None:
+    def _judge(self, digest: Digest, engines: EngineProvider) -> None:
         job = self._load(digest)
         own = draw = self._draw(job)
         accusation = self._accusation(job)
         if accusation is not None:  # does what another found hold here, in the very same rows?
             draw = replace(own, secret=accusation.draw_secret)
-        finding = self._verify(job, draw, len(accusation.rows_drawn) if accusation else 0)
+        rows = len(accusation.rows_drawn) if accusation else 0
+        finding = self._verify(job, draw, engines, rows)
         if finding.outcome is Outcome.ABSTAINED:
             raise _AbstainError(finding.reason, finding.detail)
         evidence = None
@@ -266,7 +283,7 @@ class Validator:
         except (UntrustedError, NotFoundError) as error:
             raise _AbstainError(Reason.VALIDATOR_CRASHED, str(error)) from error
 
-    def _verify(self, job: _Job, draw: Draw, rows: int = 0) -> Finding:
+    def _verify(self, job: _Job, draw: Draw, engines: EngineProvider, rows: int) -> Finding:
         """Judges the file; `rows` is how many to replay where evidence says so."""
         claim, promise = job.signed.submission, job.signed_lease.lease
         received_at = job.row.receipt_answer().receipt.received_at
@@ -287,7 +304,7 @@ class Validator:
                 job.row.lease_digest,
                 self._context.run,
                 self._environment,
-                self._engines,
+                engines,
                 draw_secret=draw.secret,
                 submission_digest=job.row.digest,
                 submission=claim,
@@ -338,41 +355,6 @@ class Validator:
             retry_seconds=self._patience.retry_seconds,
             max_abstentions=self._patience.max_abstentions,
         )
-
-    def _work_waits(self) -> bool:
-        """A look without the write lock, so that an idle validator disturbs nobody."""
-        with self._store.read() as connection:
-            return jobs.waiting(
-                connection, self._worker, now=self._now(), validator=self._signer.address
-            )
-
-    @contextmanager
-    def _keep_claim(self, digest: Digest) -> Iterator[None]:
-        """Extends the claim while the block runs, at most `judge_seconds`."""
-        stop = threading.Event()
-        keeper = threading.Thread(target=self._extend, args=(digest, stop), daemon=True)
-        keeper.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            keeper.join()
-
-    def _extend(self, digest: Digest, stop: threading.Event) -> None:
-        patience = self._patience
-        ends = self._now() + patience.judge_seconds
-        while not stop.wait(patience.claim_seconds / 3) and self._now() < ends:
-            try:
-                with self._store.begin() as connection:
-                    jobs.extend(
-                        connection,
-                        digest,
-                        self._worker,
-                        now=self._now(),
-                        seconds=patience.claim_seconds,
-                    )
-            except UnavailableError as error:
-                log.warning("the claim on %s was not renewed: %s", digest, error)
 
 
 def run_validator_chain_tick(

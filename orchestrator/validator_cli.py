@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.appointment import Appointment
+from orchestrator.claims import Patience
 from orchestrator.config import refuse_password
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import DrawSecrets
@@ -27,7 +28,7 @@ from orchestrator.policy_store import PolicyStore
 from orchestrator.serve import Loops, set_up_logging
 from orchestrator.store import meta, open_store, sqlite_url
 from orchestrator.store.engine import Store
-from orchestrator.validator import Patience, Validator, run_validator_chain_tick
+from orchestrator.validator import Validator, run_validator_chain_tick
 from protocol.broadcast.access import Passes
 from protocol.broadcast.manifest import Trust
 from protocol.chain.client import ChainClient
@@ -116,7 +117,17 @@ def validate(
     device: Annotated[str, typer.Option(help="Where to replay: cpu, cuda, …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
-    engines: Annotated[int, typer.Option(help="Policies to keep loaded.", min=1)] = 3,
+    policies: Annotated[int, typer.Option(help="Policies to keep loaded.", min=1)] = 3,
+    policy_memory_mb: Annotated[
+        int,
+        typer.Option(
+            help="What loaded policies may take together, by the size of their files; 0: no bound.",
+            min=0,
+        ),
+    ] = 0,
+    pack: Annotated[
+        int, typer.Option(help="Files of one policy whose rows share a prefill.", min=1, max=64)
+    ] = 4,
     claim_seconds: Annotated[
         float, typer.Option(help="How long a claim outlives us if we are killed.", min=3)
     ] = 30.0,
@@ -152,7 +163,7 @@ def validate(
             store, files, context, signer, random=secrets.token_bytes, now=time.time
         )
         trust = Trust(trainer, place.domain_of(PolicyStatement), pool)
-        policies = PolicyStore(
+        fetched = PolicyStore(
             data / "policies",
             store,
             trust,
@@ -161,14 +172,16 @@ def validate(
             now=time.time,
         )
         loader = partial(load_engine, dtype=dtype, device=device, threads=threads)
+        limit = policy_memory_mb << 20 if policy_memory_mb else None
+        engines = FolderEngines(fetched.root, loader, keep=policies, max_bytes=limit)
         validator = Validator(
             store,
             files,
             context,
             signer,
-            FolderEngines(policies.root, loader, keep=engines),
+            engines,
             environment,
-            policies,
+            fetched,
             draws,
             worker=f"{signer.address}:{os.getpid()}:{secrets.token_hex(4)}",
             version=f"prime-open {importlib.metadata.version('prime-open')}",
@@ -194,7 +207,7 @@ def validate(
         loops.start("appointment", appointment.look, APPOINTMENT_SECONDS)
         loops.start("draws", draws.prepare, PREPARE_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
-        _judge_until(stop, validator)
+        _judge_until(stop, validator, pack)
         loops.stop()
         loops.raise_crash()
     log.info("ended")
@@ -214,18 +227,19 @@ def _first_answer(appointment: Appointment, stop: threading.Event, seconds: floa
     return True
 
 
-def _judge_until(stop: threading.Event, validator: Validator) -> None:
-    """Judges what there is; looks again every IDLE_SECONDS when there is nothing."""
+def _judge_until(stop: threading.Event, validator: Validator, pack: int) -> None:
+    """Judges what there is, up to `pack` files together; looks again every IDLE_SECONDS when there
+    is nothing."""
     pause = IDLE_SECONDS
     while not stop.is_set():
         try:
-            judged = validator.judge_next()
+            judged = validator.judge_some(pack)
             pause = IDLE_SECONDS
         except UnavailableError as error:
             pause = min(2 * pause, 30.0)
             log.warning("judging pauses for %.1f s: %s", pause, error)
-            judged = None
-        if judged is None:
+            judged = []
+        if not judged:
             stop.wait(pause)
 
 

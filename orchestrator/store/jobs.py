@@ -62,10 +62,12 @@ def claim(
     seconds: float,
     max_deaths: int = 3,
     validator: Address | None = None,
+    beside: Digest | None = None,
 ) -> JobRow | None:
     """Takes the oldest job that is ready, or whose claim has run out, for `seconds`.
 
-    Files of which `validator` has given an opinion are left to others.
+    Files of which `validator` has given an opinion are left to others. With `beside`: only one of
+    the same policy as that submission, that nobody has claimed in vain.
 
     A job from which `worker` itself abstained last waits for its `not_before`; others may take it
     at once. One whose claims ran out `max_deaths` times (its holders died) is quarantined.
@@ -79,6 +81,8 @@ def claim(
         .values(status="quarantined", claimed_by=None, claimed_until=None)
     )
     free = _free(worker, now, validator)
+    if beside is not None:
+        free = sa.and_(free, _jobs.attempts == 0, _of_same_policy(beside))
     oldest = (
         sa.select(_jobs.submission_digest)
         .where(free)
@@ -181,6 +185,12 @@ def _free(worker: str, now: float, validator: Address | None) -> sa.ColumnElemen
     )
     ready = _ready(worker, now)
     return ready if validator is None else sa.and_(ready, sa.not_(given))
+
+
+def _of_same_policy(submission: Digest) -> sa.ColumnElement[bool]:
+    this, other = schema.submissions.alias().c, schema.submissions.alias().c
+    version = sa.select(other.policy_version).where(other.digest == submission).scalar_subquery()
+    return sa.exists().where(this.digest == _jobs.submission_digest, this.policy_version == version)
 
 
 def _ready(worker: str, now: float) -> sa.ColumnElement[bool]:

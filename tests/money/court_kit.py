@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
 
+from orchestrator.claims import Patience
 from orchestrator.draws import DrawSecrets
 from orchestrator.policy_store import PolicyStore
 from orchestrator.store import leases
 from orchestrator.store.submissions import SubmissionRow
-from orchestrator.validator import Patience, Validator
+from orchestrator.validator import Validator
 from protocol.broadcast.manifest import Trust, build_manifest, signed_bytes
 from protocol.chain.history import Slash
 from protocol.core.checkpoint import PolicyStatement, SignedManifest
