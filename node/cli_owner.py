@@ -200,6 +200,7 @@ def stake_show(settings: Settings, as_json: Json = False) -> None:
     rows: list[tuple[str, object]] = [("provider", view.provider), ("payout", view.payout)]
     rows += [(name, prime(getattr(view, name))) for name in amounts]
     rows += [(f"unbonding until {utc(one.mature_at)}", prime(one.amount)) for one in view.unbonding]
+    rows.append(("answers to", view.bound.words() or "nobody"))
     print_fields("stake", rows)
 
 

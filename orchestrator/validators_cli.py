@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.desk import Desk, Done, File, Json, PoolNumber, Rpc, at_desk
+from orchestrator.desk import Desk, Done, File, Json, PoolNumber, Rpc, at_desk, pool_of
 from protocol.chain import flows, history
 from protocol.chain.amounts import parse_amount, prime
 from protocol.chain.client import ChainClient
-from protocol.chain.contracts import Contracts
+from protocol.chain.contracts import Binding, Contracts
 from protocol.chain.deployment import Deployment
 from protocol.core import ids
 from protocol.times import utc
@@ -123,6 +123,7 @@ def status(
     typer.echo(f"  appointed  {'yes' if found['appointed'] else ask}")
     typer.echo(f"  bond       {prime(active)}, {prime(needed)} needed")
     typer.echo(f"  held       {prime(int(found['pending']))} by open slashes")
+    typer.echo(f"  answers to {Binding(**found['bound']).words() or 'nobody'}")
     for one in found["unbonding"]:
         typer.echo(f"  unbonding  {prime(int(one['amount']))} until {utc(one['mature_at'])}")
     for slash in found["disputes"]:
@@ -134,12 +135,15 @@ def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, 
     view = flows.stake_view(contracts, account, client.block("latest").time)
     needed = contracts.slasher.validator_bond()
     appointed = contracts.pools.is_validator(pool, account)
+    manager = pool_of(contracts, pool).manager
+    bound_elsewhere = needed > 0 and view.bound.manager not in (None, manager)
     slashes = history.read_slashes(client, contracts.deployment)
     return {
         "validator": account,
         "pool": pool,
         "appointed": appointed,
-        "may_propose": appointed and view.active >= needed,
+        "may_propose": appointed and view.unbondable >= needed and not bound_elsewhere,
+        "bound": asdict(view.bound),
         "active": str(view.active),
         "bond_needed": str(needed),
         "pending": str(view.pending),

@@ -51,16 +51,16 @@ abstract contract PoolState is EIP712 {
     /// @param validators Number of accounts ever appointed.
     struct Pool {
         address manager;
+        uint96 stakePerClass;
+        address trainer;
+        uint64 nextVersion;
+        uint8 validators;
+        address treasury;
         uint32 capacity;
         uint32 members;
         bool ended;
         bool paused;
         bool listOnly;
-        address trainer;
-        uint96 stakePerClass;
-        address treasury;
-        uint64 nextVersion;
-        uint8 validators;
         bytes32 runDigest;
     }
 
@@ -224,16 +224,18 @@ abstract contract PoolState is EIP712 {
         return _seats[pool][node].provider;
     }
 
-    /// @notice Who answers for a node's work in a pool, and with how much for each submission.
+    /// @notice Who answers for a node's work in a pool, with how much for each submission, and to whom.
     /// @return provider Zero if the node never joined.
     /// @return stake Stake that its seat needs, or needed.
+    /// @return manager The pool's.
     function liabilityOf(uint256 pool, address node)
         external
         view
-        returns (address provider, uint256 stake)
+        returns (address provider, uint256 stake, address manager)
     {
         Stay storage seat = _seats[pool][node];
-        return (seat.provider, uint256(_pools[pool].stakePerClass) * seat.speedClass);
+        Pool storage p = _pools[pool];
+        return (seat.provider, uint256(p.stakePerClass) * seat.speedClass, p.manager);
     }
 
     /// @notice EIP-712 digest of an invite under this contract's domain.

@@ -158,7 +158,7 @@ contract Pools is PoolState {
     /// @notice Gives a seat to another key of the same provider: class, ban and stake go with it, who
     /// answers for the work done under the old key does not change. The old key's earned money stays
     /// claimable under the old key. Once per unbonding period, so that a seat cannot run away from a
-    /// slash by moving on and on.
+    /// slash by moving on and on; nor while a slash holds stake of the provider.
     /// @param pool The pool.
     /// @param from The node that has the seat.
     /// @param to The provider's other node, which has none.
@@ -175,6 +175,7 @@ contract Pools is PoolState {
         address went = _moves[pool][from].to;
         uint256 until = Math.max(_moves[pool][from].cameAt, _moves[pool][went].cameAt) + _unbonding;
         if (block.timestamp < until) revert Errors.MovedRecently(from, until);
+        if (vault.pendingSlash(seat.provider) != 0) revert Errors.SlashOpen(seat.provider);
 
         old.leftAt = uint40(block.timestamp);
         old.flags |= MOVED;
@@ -214,7 +215,8 @@ contract Pools is PoolState {
 
     /// @notice Seats a node. Its provider's active stake must cover all of the provider's seats, and
     /// the provider must have agreed: it is the caller (also through `Registry.enroll`), or allowed
-    /// the class, or the node was ejected from a seat of that class or a higher one.
+    /// the class, or the node was ejected from a seat of that class or a higher one. Its stake must
+    /// answer to no other manager (see the vault).
     /// @param invite The manager's invite; anyone may carry it.
     /// @param managerSignature The manager's signature over it (ERC-1271 works).
     function join(Invite calldata invite, bytes calldata managerSignature) external {
@@ -240,7 +242,7 @@ contract Pools is PoolState {
             inviteDeadline: _deadline(invite)
         });
         emit NodeJoined(pool, node, provider, invite.speedClass);
-        vault.commit(provider, uint256(p.stakePerClass) * invite.speedClass);
+        vault.commit(provider, uint256(p.stakePerClass) * invite.speedClass, p.manager);
     }
 
     /// @notice Gives up a seat. By the node or the provider that answers for it.

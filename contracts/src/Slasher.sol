@@ -194,7 +194,8 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         if (evidence == 0) revert Errors.ZeroDigest();
         if (reason == 0 || reason > LAST_SLASHABLE_REASON) revert Errors.BadReason(reason);
         if (amount == 0) revert Errors.ZeroAmount();
-        uint8 number = _checkProposer(submission.pool);
+        uint8 number = pools.validatorNumber(submission.pool, msg.sender);
+        if (number == 0) revert Errors.NotAllowed(msg.sender);
         bytes32 leaf = work.checkSubmission(submission, node, nodeSignature, rootSeq, proof);
         if (proposalOf[leaf] != 0) revert Errors.AlreadyProposed(leaf, proposalOf[leaf]);
 
@@ -255,7 +256,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         address proposer = pools.validatorAt(p.pool, p.number);
         uint256 bond = _terms.bond;
         uint256 deposit = _close(id);
-        uint256 penalty = bond == 0 ? 0 : vault.openSlash(proposer, bond);
+        uint256 penalty = bond == 0 ? 0 : vault.openSlash(proposer, bond, pools.managerOf(p.pool));
         emit SlashOverturned(id, msg.sender, penalty);
         _letGo(id, p, deposit);
         if (bond > 0) vault.settleSlash(proposer, penalty, pools.treasuryOf(p.pool));
@@ -316,24 +317,17 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         if (block.timestamp >= p.deadline) revert Errors.WindowClosed(id, p.deadline);
     }
 
-    /// @dev The caller is a validator of the pool and has a bond to lose.
-    function _checkProposer(uint256 pool) private view returns (uint8 number) {
-        number = pools.validatorNumber(pool, msg.sender);
-        if (number == 0) revert Errors.NotAllowed(msg.sender);
-        uint256 bond = _terms.bond;
-        if (bond == 0) return number;
-        uint256 active = vault.active(msg.sender);
-        if (active < bond) revert Errors.InsufficientStake(msg.sender, active, bond);
-    }
-
-    /// @dev Holds the stake of whoever answers for the node: at most what its seat needs.
+    /// @dev The caller stands for it with its bond; holds the stake of whoever answers for the node, at
+    /// most what its seat needs.
     function _open(uint256 pool, address node, uint8 reason, uint256 amount)
         private
         returns (Entry memory)
     {
-        (address provider, uint256 most) = pools.liabilityOf(pool, node);
+        (address provider, uint256 most, address manager) = pools.liabilityOf(pool, node);
         if (provider == address(0)) revert Errors.NotMember(pool, node);
-        uint256 held = vault.openSlash(provider, Math.min(amount, most));
+        uint256 bond = _terms.bond;
+        if (bond != 0) vault.pledge(msg.sender, bond, manager);
+        uint256 held = vault.openSlash(provider, Math.min(amount, most), manager);
         return Entry({
             node: node,
             deadline: uint40(block.timestamp + _slashWindow),

@@ -23,8 +23,12 @@ import { MAX_UNBONDINGS, Queue, Unbonding } from "./libraries/Queue.sol";
 /// is called off leaves everything where it was.
 ///
 /// Tokens held = Σ active + Σ unbonding + Σ pendingSlash, over all accounts.
-/// All slashes of an account that are open together take at most what was slashable when the first
-/// of them was opened, and what was added since (`room`).
+/// A hold is at most what no other hold has, so all slashes of an account that are open together take at
+/// most what was slashable when the first of them was opened, and what was added since.
+///
+/// An account answers to one manager at a time: to the one in whose pools its seats commit stake, or it
+/// proposes as a validator, and for an unbonding period after the last seat or proposal. Else whoever
+/// made a pool of its own could take its stake there ahead of the pool that it lied to.
 contract StakeVault is ReentrancyGuardTransient {
     using Queue for Unbonding[MAX_UNBONDINGS];
     using SafeCast for uint256;
@@ -45,22 +49,21 @@ contract StakeVault is ReentrancyGuardTransient {
     /// @notice Stake was taken by a slash; `to` zero means burned.
     event Slashed(address indexed provider, uint256 amount, address to);
 
-    /// @dev A slash of a seated provider writes no slot for the first time: `committed` lies beside
-    /// `room`.
+    /// @dev A slash of a seated provider writes one slot, and none for the first time.
     /// @param bonded Stake that is not unbonding, the part held for slashes included.
     /// @param pending Sum held for open slashes.
-    /// @param openSlashes Number of open slashes.
+    /// @param leftAt When it last gave up all seats, or proposed; zero if it never did.
     /// @param queueLength Number of entries in the queue.
+    /// @param manager To whom it answers, or did last.
     /// @param committed What seats in pools need.
-    /// @param room What further slashes may take until all open ones are settled.
     /// @param queued Sum of the queue, the part held for slashes included; zero if it is empty.
     struct Account {
         uint96 bonded;
         uint96 pending;
-        uint32 openSlashes;
+        uint40 leftAt;
         uint8 queueLength;
+        address manager;
         uint96 committed;
-        uint96 room;
         uint96 queued;
     }
 
@@ -193,47 +196,61 @@ contract StakeVault is ReentrancyGuardTransient {
 
     // -------------------------------------------------------------------------------- the pools'
 
-    /// @notice A seat needs `amount` more of the provider's active stake.
-    function commit(address provider, uint256 amount) external only(pools) {
+    /// @notice A seat needs `amount` more of the provider's active stake, which answers to `manager`
+    /// alone from now on. A seat that needs none binds nobody.
+    function commit(address provider, uint256 amount, address manager) external only(pools) {
         Account storage account = _accounts[provider];
+        if (amount != 0) _bind(provider, account, manager);
         (uint256 active_,) = _split(account);
         uint256 needed = account.committed + amount;
         if (active_ < needed) revert Errors.InsufficientStake(provider, active_, needed);
         account.committed = needed.toUint96();
     }
 
-    /// @notice A seat was given up.
+    /// @notice A seat was given up. After the last one the time runs in which it is answered for.
     function release(address provider, uint256 amount) external only(pools) {
-        _accounts[provider].committed -= amount.toUint96();
+        Account storage account = _accounts[provider];
+        uint96 needed = account.committed - amount.toUint96();
+        account.committed = needed;
+        if (amount != 0 && needed == 0) account.leftAt = uint40(block.timestamp);
     }
 
     // ------------------------------------------------------------------------------ the slasher's
 
+    /// @notice A validator stands for a proposal with its stake, which answers to the pool's manager
+    /// alone for an unbonding period: longer than any dispute.
+    /// @param validator Who proposes.
+    /// @param bond What it must have that no seat needs and no slash holds.
+    /// @param manager Of the pool.
+    function pledge(address validator, uint256 bond, address manager) external only(slasher) {
+        Account storage account = _accounts[validator];
+        uint256 free = _unbondable(account);
+        if (free < bond) revert Errors.InsufficientStake(validator, free, bond);
+        _bind(validator, account, manager);
+        account.leftAt = uint40(block.timestamp);
+    }
+
     /// @notice Holds stake for a proposed slash.
+    /// @param provider Whose.
     /// @param amount What is asked.
-    /// @return held What is held: no more than is there, nor than `room`.
-    function openSlash(address provider, uint256 amount)
+    /// @param manager Of the pool that asks.
+    /// @return held What is held: no more than is there; nothing if the stake answers to another manager.
+    function openSlash(address provider, uint256 amount, address manager)
         external
         only(slasher)
         returns (uint256 held)
     {
         Account storage account = _accounts[provider];
-        uint256 slashable_ = uint256(account.bonded) + _queued(account) - account.pending;
-        uint256 room = account.openSlashes == 0 ? slashable_ : account.room;
-        held = Math.min(amount, Math.min(room, slashable_));
-
-        account.room = (room - held).toUint96();
-        account.pending += held.toUint96();
-        ++account.openSlashes;
+        if (account.manager == manager) {
+            held = Math.min(amount, uint256(account.bonded) + _queued(account) - account.pending);
+            account.pending += held.toUint96();
+        }
         emit SlashHeld(provider, held);
     }
 
     /// @notice Lets go what was held for a slash that was called off.
     function releaseSlash(address provider, uint256 held) external only(slasher) {
-        Account storage account = _accounts[provider];
-        account.pending -= held.toUint96();
-        account.room += held.toUint96();
-        --account.openSlashes;
+        _accounts[provider].pending -= held.toUint96();
         emit SlashReleased(provider, held);
     }
 
@@ -247,7 +264,6 @@ contract StakeVault is ReentrancyGuardTransient {
         Account storage account = _accounts[provider];
         uint256 fromBonded = Math.min(held, account.bonded);
         account.pending -= held.toUint96();
-        --account.openSlashes;
         account.bonded -= fromBonded.toUint96();
         if (held > fromBonded) _takeNewest(provider, account, held - fromBonded);
         emit Slashed(provider, held, to);
@@ -282,6 +298,17 @@ contract StakeVault is ReentrancyGuardTransient {
     /// @notice What the provider's seats in pools need.
     function committed(address provider) external view returns (uint256) {
         return _accounts[provider].committed;
+    }
+
+    /// @notice The manager in whose pools the account's stake is at risk.
+    /// @return manager Zero: nobody's.
+    /// @return until Unix time from which on another manager's pool can be joined; zero as long as seats
+    /// need stake.
+    function boundTo(address provider) external view returns (address manager, uint256 until) {
+        Account storage account = _accounts[provider];
+        until = _boundUntil(account);
+        if (until != 0 && block.timestamp >= until) return (address(0), 0);
+        return (account.manager, until);
     }
 
     /// @notice What can be unbonded now.
@@ -336,14 +363,30 @@ contract StakeVault is ReentrancyGuardTransient {
         if (amount == 0) revert Errors.ZeroAmount();
         Account storage account = _accounts[owner];
         account.bonded += amount.toUint96();
-        // Else one open slash of an empty account would put all later stake out of reach.
-        if (account.openSlashes != 0) account.room += amount.toUint96();
         emit Deposited(owner, amount);
 
         uint256 before = token.balanceOf(address(this));
         token.safeTransferFrom(owner, address(this), amount);
         uint256 received = token.balanceOf(address(this)) - before;
         if (received != amount) revert Errors.TokenNotPlain(amount, received);
+    }
+
+    /// @dev From now on the account answers to `manager`, if it answers to nobody else.
+    function _bind(address owner, Account storage account, address manager) private {
+        address bound = account.manager;
+        if (bound == manager) return;
+        if (bound != address(0)) {
+            uint256 until = _boundUntil(account);
+            if (until == 0 || block.timestamp < until) {
+                revert Errors.StakeBound(owner, bound, until);
+            }
+        }
+        account.manager = manager;
+    }
+
+    /// @dev When another manager's turn can come; zero as long as seats need stake.
+    function _boundUntil(Account storage account) private view returns (uint256) {
+        return account.committed != 0 ? 0 : uint256(account.leftAt) + _unbonding;
     }
 
     /// @dev Bonded and queued stake less what is held, which sits on bonded stake first.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.chain.client import BlockId, Call, TxReceipt
-from protocol.chain.contracts import Contracts, Unbonding
+from protocol.chain.contracts import Binding, Contracts, Unbonding
 from protocol.chain.contracts.base import Contract
 from protocol.chain.events import PoolCreated, of_receipt
 from protocol.core.errors import FatalError
@@ -88,7 +88,8 @@ def created_pool(contracts: Contracts, receipt: TxReceipt) -> int:
 @dataclass(frozen=True)
 class StakeView:
     """A provider's money at one block, in wei. `committed`: needed by its seats in pools;
-    `pending`: held by open slashes; `withdrawable`: matured, held by nothing."""
+    `pending`: held by open slashes; `withdrawable`: matured, held by nothing; `bound`: the one
+    manager to whom it answers."""
 
     provider: Address
     payout: Address | None
@@ -99,6 +100,7 @@ class StakeView:
     pending: int
     withdrawable: int
     wallet: int
+    bound: Binding
 
 
 def stake_view(
@@ -118,6 +120,7 @@ def stake_view(
         pending=vault.pending_slash(provider, block),
         withdrawable=min(matured, vault.unbonding(provider, block)),
         wallet=contracts.token.balance_of(provider, block),
+        bound=vault.bound_to(provider, block),
     )
 
 

@@ -64,6 +64,9 @@ SENTENCES: dict[str, str] = {
     "PoolNotEnded": "pool {pool} has not ended",
     "RevocationNotLater": "a revocation moves forward only: it stands at {current}",
     "RootedLate": "the root came too late to make anybody answer for the submission",
+    "SlashOpen": "a slash holds stake of {provider}: no seat moves before its end",
+    "StakeBound": "the stake of {provider} answers to the pools of {manager}: leave them and wait "
+    "an unbonding period (prime-node stake show), or use another provider account",
     "StakeNotFree": "only {available} is free: seats need or slashes hold the rest",
     "StillLiable": "{provider} still answers for the work of node {node}",
     "TooEarly": "the delay is not over",

@@ -2,41 +2,14 @@
 pragma solidity 0.8.37;
 
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
-import { Invite, NodeConsent, Submission } from "../../contracts/src/libraries/Statements.sol";
-import { Network } from "./utils/Network.sol";
+import { Invite, NodeConsent } from "../../contracts/src/libraries/Statements.sol";
+import { Crook } from "./utils/Crook.sol";
 import { vm } from "./utils/Vm.sol";
 
 /// @notice Ways round consent and slashes that an attacker with a pool of its own tries.
-contract EscapesTest is Network {
-    uint256 private constant CROOK_KEY = 0xE711;
-    uint256 private constant CROOK_NODE_KEY = 0xE712;
-    address private crook = vm.addr(CROOK_KEY);
-    address private accomplice = address(0xE7A1);
-    uint256 private crooksPool;
-
+contract EscapesTest is Crook {
     function setUp() public {
         deployNetwork();
-    }
-
-    /// @dev A pool whose manager is the crook and whose one validator is its accomplice.
-    function openCrooksPool(uint256 stakePerClass) private {
-        vm.prank(crook);
-        crooksPool = pools.create(trainer, RUN, stakePerClass, 10, address(0xE7EA));
-        vm.prank(crook);
-        pools.setValidator(crooksPool, accomplice, true);
-        stake(accomplice, BOND);
-    }
-
-    function invitedByCrook(address to) private returns (Invite memory i, bytes memory signature) {
-        i = invite(to, 1);
-        i.pool = crooksPool;
-        signature = sign(CROOK_KEY, pools.inviteDigest(i));
-    }
-
-    function joinCrooksPool(address owner, address to) private {
-        (Invite memory i, bytes memory signature) = invitedByCrook(to);
-        vm.prank(owner);
-        pools.join(i, signature);
     }
 
     /// @dev The crook enrolls with its own node's consent and an invite that names another's node.
@@ -46,21 +19,6 @@ contract EscapesTest is Network {
         expect(refused);
         vm.prank(crook);
         registry.enroll(crook, 0, 0, 0, 0, 0, c, nodeSignature, i, signature);
-    }
-
-    /// @dev The accomplice proposes to slash `key`'s node in the crook's pool.
-    function proposeInCrooksPool(uint256 number, uint256 key, uint256 amount)
-        private
-        returns (uint256 id)
-    {
-        Submission memory s = submission(number);
-        s.pool = crooksPool;
-        bytes32 leaf = work.submissionDigest(s);
-        vm.prank(crook);
-        uint64 seq = work.postRoot(crooksPool, leaf, 1, keccak256("object"));
-        bytes memory signature = sign(key, leaf);
-        vm.prank(accomplice);
-        id = slasher.propose(s, vm.addr(key), signature, seq, none(), EVIDENCE, 3, amount);
     }
 
     // ------------------------------------------------------------------------------------ enroll
@@ -150,6 +108,25 @@ contract EscapesTest is Network {
         vm.assertEq(vault.withdraw(), 2 * STAKE);
         vm.assertEq(slasher.proposal(propose(2, STAKE)).amount, STAKE / 2);
         vm.assertEq(vault.slashable(provider), 0);
+    }
+
+    // --------------------------------------------------------------------------------- moved seats
+
+    function test_MoveNode_NoSeatMovesWhileASlashHoldsStake() public {
+        seatNode(3 * STAKE);
+        uint256 id = propose(1, STAKE);
+        NodeConsent memory c = consent(provider, node2);
+        bytes memory signature = signed(c, NODE2_KEY);
+        uint256[] memory seats = new uint256[](1);
+        seats[0] = pool;
+        expect(abi.encodeWithSelector(Errors.SlashOpen.selector, provider));
+        vm.prank(provider);
+        registry.moveNode(node, c, signature, seats);
+        vm.prank(guardian);
+        slasher.cancel(id);
+        vm.prank(provider);
+        registry.moveNode(node, c, signature, seats);
+        vm.assertEq(pools.classOf(pool, node2), 1);
     }
 
     // -------------------------------------------------------------------------------- judgements

@@ -100,6 +100,18 @@ contract GasTest is Network {
         bar("leave at 400 nodes", 60_000);
     }
 
+    /// @dev The provider's last one: from then on its binding to the manager ends.
+    function test_Leave_TheLastSeatOfAProvider() public {
+        address other = vm.addr(NEW_KEY);
+        register(other, other);
+        stake(other, STAKE);
+        addNode(other, NODE2_KEY);
+        join(node2, 1);
+        vm.prank(node2);
+        pools.leave(pool, node2);
+        bar("leave of the last seat", 60_000);
+    }
+
     function test_Eject() public {
         vm.prank(manager);
         pools.eject(pool, node);
@@ -107,9 +119,9 @@ contract GasTest is Network {
     }
 
     /// @dev All that a pool keeps about its size is one counter, so a counter of 40,000 is a pool of
-    /// 40,000. Slot 9 and byte 24 are those of contracts/storage-layout.json.
+    /// 40,000. Slot 9 + 2 and byte 24 are those of contracts/storage-layout.json.
     function grow() private {
-        bytes32 slot = keccak256(abi.encode(pool, uint256(9)));
+        bytes32 slot = bytes32(uint256(keccak256(abi.encode(pool, uint256(9)))) + 2);
         uint256 word = uint256(vm.load(address(pools), slot));
         uint256 mask = uint256(type(uint32).max) << 192;
         vm.store(address(pools), slot, bytes32((word & ~mask) | (uint256(40_000) << 192)));
@@ -205,8 +217,16 @@ contract GasTest is Network {
         Submission memory s = submission(9);
         vm.prank(validator);
         slasher.propose(s, node2, signature, seq, none(), EVIDENCE, 3, STAKE);
+        vm.warp(START + 1);
         uint256 gas = proposeAndExecute(", first of a provider");
         vm.assertLe(gas, 260_000, "propose and execute");
+    }
+
+    /// @dev Once in a validator's life its account is bound to the pool's manager.
+    function test_Propose_FirstOfAValidator() public {
+        propose(100, 1);
+        validator = validator2;
+        proposeAndExecute(", first of a validator");
     }
 
     function proposeAndExecute(string memory which) private returns (uint256 gas) {

@@ -203,7 +203,6 @@ contract MoneyInvariant {
             address a = accounts[i];
             if (handler.openCount(a) == 0) vm.assertEq(vault.pendingSlash(a), 0, "stuck");
             vm.assertLe(handler.taken(a), handler.snapshot(a), "snapshot");
-            vm.assertEq(vault.accountOf(a).openSlashes, handler.openCount(a), "open");
         }
     }
 

@@ -143,7 +143,7 @@ contract PoolsTest is Network {
         vm.assertEq(vault.committed(provider), 2 * STAKE);
         (,,,,, uint32 members,,) = pools.poolOf(pool);
         vm.assertEq(members, 1);
-        (address liable, uint256 most) = pools.liabilityOf(pool, node);
+        (address liable, uint256 most,) = pools.liabilityOf(pool, node);
         vm.assertEq(liable, provider);
         vm.assertEq(most, 2 * STAKE);
     }

@@ -242,8 +242,8 @@ contract SeatsTest is Network {
 
     function test_MoveNode_TheOldKeysWorkIsStillSlashed_AndTheNewKeyExpelled() public {
         seat(node, 1);
-        uint256 id = propose(1, STAKE);
         move(NODE2_KEY);
+        uint256 id = propose(1, STAKE);
         vm.warp(START + WINDOW);
         slasher.execute(id);
         vm.assertEq(token.balanceOf(treasury), STAKE);
@@ -261,9 +261,9 @@ contract SeatsTest is Network {
 
     function test_MoveNode_AnOldKeySeatedAgainDoesNotHideTheSeatThatMovedOn() public {
         seat(node, 1);
-        uint256 id = propose(1, STAKE);
         move(NODE2_KEY);
         comeBack();
+        uint256 id = propose(1, STAKE);
         vm.warp(START + WINDOW);
         slasher.execute(id);
         vm.assertEq(pools.classOf(pool, node), 0);

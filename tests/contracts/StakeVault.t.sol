@@ -29,12 +29,17 @@ contract StakeVaultTest is Network {
     function setUp() public {
         deployNetwork();
         stake(provider, 10 * STAKE);
+        // It answers to the manager.
+        vm.startPrank(address(pools));
+        vault.commit(provider, 1, manager);
+        vault.release(provider, 1);
+        vm.stopPrank();
     }
 
     /// @dev Acts as the slasher.
     function open(uint256 amount) private returns (uint256) {
         vm.prank(address(slasher));
-        return vault.openSlash(provider, amount);
+        return vault.openSlash(provider, amount, manager);
     }
 
     function settle(uint256 amount) private {
@@ -106,11 +111,13 @@ contract StakeVaultTest is Network {
     function test_RestrictedCalls_RefuseStrangers() public {
         vm.startPrank(stranger);
         expectNotAllowed(stranger);
-        vault.commit(provider, 1);
+        vault.commit(provider, 1, manager);
         expectNotAllowed(stranger);
         vault.release(provider, 1);
         expectNotAllowed(stranger);
-        vault.openSlash(provider, 1);
+        vault.openSlash(provider, 1, manager);
+        expectNotAllowed(stranger);
+        vault.pledge(stranger, 0, stranger);
         expectNotAllowed(stranger);
         vault.releaseSlash(provider, 1);
         expectNotAllowed(stranger);
@@ -198,7 +205,7 @@ contract StakeVaultTest is Network {
 
     function test_Unbond_RefusesWhatSeatsNeed() public {
         vm.prank(address(pools));
-        vault.commit(provider, 4 * STAKE);
+        vault.commit(provider, 4 * STAKE, manager);
         vm.assertEq(vault.unbondable(provider), 6 * STAKE);
         expect(abi.encodeWithSelector(Errors.StakeNotFree.selector, 6 * STAKE, 6 * STAKE + 1));
         unbond(6 * STAKE + 1);
@@ -259,8 +266,8 @@ contract StakeVaultTest is Network {
                 Errors.InsufficientStake.selector, provider, 5 * STAKE, 6 * STAKE
             )
         );
-        vault.commit(provider, 6 * STAKE);
-        vault.commit(provider, 5 * STAKE);
+        vault.commit(provider, 6 * STAKE, manager);
+        vault.commit(provider, 5 * STAKE, manager);
         vm.stopPrank();
         vm.assertEq(vault.committed(provider), 5 * STAKE);
     }

@@ -88,7 +88,11 @@ def test_every_function_that_changes_state_has_a_tree() -> None:
 @pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.stem))
 def test_every_leaf_has_its_test_and_the_test_names_its_error(path: Path) -> None:
     known = texts()
-    helpers = {"NotAllowed": ("expectNotAllowed",), "NotAgreed": ("notAgreed(",)}
+    helpers = {
+        "NotAllowed": ("expectNotAllowed",),
+        "NotAgreed": ("notAgreed(",),
+        "StakeBound": ("joinRefused(", "crooksRefused("),
+    }
     for leaf in leaves(path):
         text = known.get(leaf.contract, {}).get(leaf.test)
         assert text is not None, f"{path.name}: there is no {leaf.contract}.{leaf.test}"

@@ -50,6 +50,8 @@ library Errors {
     error ZeroPeriod();
     /// @notice `provider` has `active` stake and needs `needed`.
     error InsufficientStake(address provider, uint256 active, uint256 needed);
+    /// @notice `provider`'s stake answers to `manager`'s pools until `until`; zero: as long as it sits there.
+    error StakeBound(address provider, address manager, uint256 until);
     /// @notice Only `available` can be taken: the rest is needed by seats in pools or held by slashes.
     error StakeNotFree(uint256 available, uint256 asked);
     /// @notice At most `limit` unbondings run at a time; withdraw the mature ones first.
@@ -89,6 +91,8 @@ library Errors {
     error PoolIsPaused(uint256 pool);
     /// @notice The seat came from another key a short time ago; it can be moved again from `until`.
     error MovedRecently(address node, uint256 until);
+    /// @notice A slash holds stake of `provider`: no seat moves until it has come to its end.
+    error SlashOpen(address provider);
     /// @notice Policies are published in order; `expected` is next.
     error WrongVersion(uint64 expected, uint64 given);
     /// @notice A pool appoints at most `limit` accounts over its life.

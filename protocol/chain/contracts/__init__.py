@@ -15,14 +15,14 @@ from protocol.chain.contracts.registry import Registry
 from protocol.chain.contracts.rewards import Claim, PoolFunds, RewardRoot, Rewards
 from protocol.chain.contracts.slasher import AnnouncedTerms, Proposal, ProposalState, Slasher
 from protocol.chain.contracts.token import Token
-from protocol.chain.contracts.vault import Unbonding, Vault
+from protocol.chain.contracts.vault import Binding, Unbonding, Vault
 from protocol.chain.contracts.work import Work, WorkRoot
 from protocol.chain.deployment import Deployment
 
 __all__ = [
-    "ETHER", "AnnouncedTerms", "Claim", "Contract", "Contracts", "Pool", "PoolFunds", "Pools",
-    "Proposal", "ProposalState", "Registry", "RewardRoot", "Rewards", "Rules", "Seat", "Slasher",
-    "Token", "Unbonding", "Vault", "Work", "WorkRoot", "prime",
+    "ETHER", "AnnouncedTerms", "Binding", "Claim", "Contract", "Contracts", "Pool", "PoolFunds",
+    "Pools", "Proposal", "ProposalState", "Registry", "RewardRoot", "Rewards", "Rules", "Seat",
+    "Slasher", "Token", "Unbonding", "Vault", "Work", "WorkRoot", "prime",
 ]  # fmt: skip
 
 

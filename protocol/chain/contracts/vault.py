@@ -7,9 +7,10 @@ from typing import cast
 
 from protocol.chain.amounts import prime
 from protocol.chain.client import BlockId, Call
-from protocol.chain.contracts.base import Contract
+from protocol.chain.contracts.base import Contract, or_none
 from protocol.chain.contracts.token import Permit
 from protocol.core.ids import Address
+from protocol.times import utc
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,22 @@ class Unbonding:
 
     amount: int
     mature_at: int
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The one manager in whose pools an account's stake is at risk, None: nobody's; Unix time from
+    which on another's pool can be joined, 0 as long as seats need stake (or if there is none)."""
+
+    manager: Address | None
+    until: int
+
+    def words(self) -> str:
+        """For a person: "manager 0x… until …"; empty if nobody is meant."""
+        if self.manager is None:
+            return ""
+        end = utc(self.until) if self.until else "an unbonding period after its last seat there"
+        return f"manager {self.manager} until {end}"
 
 
 class Vault(Contract):
@@ -44,6 +61,11 @@ class Vault(Contract):
     def committed(self, provider: Address, block: BlockId = "latest") -> int:
         """Active stake that the provider's seats in pools need."""
         return cast(int, self._one("committed", provider, block=block))
+
+    def bound_to(self, provider: Address, block: BlockId = "latest") -> Binding:
+        """To whom the stake answers."""
+        manager, until = self.read("boundTo", provider, block=block)
+        return Binding(or_none(manager), int(until))
 
     def unbondable(self, provider: Address, block: BlockId = "latest") -> int:
         """What can be unbonded now."""

@@ -153,7 +153,7 @@ contract Handler is StakeActs {
         else if (what < 17) target = address(registry);
         else target = address(slasher);
 
-        if (what == 0) data = abi.encodeCall(vault.openSlash, (victim, amount));
+        if (what == 0) data = abi.encodeCall(vault.openSlash, (victim, amount, manager));
         if (what == 1) data = abi.encodeCall(vault.settleSlash, (victim, amount, stranger));
         if (what == 2) data = abi.encodeCall(vault.releaseSlash, (victim, amount));
         if (what == 3) data = abi.encodeCall(vault.release, (victim, amount));

@@ -100,6 +100,7 @@ abstract contract StakeActs is Books {
         uint256 k = at[n];
         if (keys == KEYS || movedAt[k] + UNBONDING > block.timestamp) return;
         if (leftAt[k] + UNBONDING > block.timestamp) return;
+        if (vault.pendingSlash(providers[providerOf[k]]) != 0) return;
         if (seed % 3 == 0) takeSeat(n, seed >> 64, uint8(seed >> 128));
         uint256[] memory seats = new uint256[](2);
         uint256 count;

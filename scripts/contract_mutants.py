@@ -1,0 +1,307 @@
+"""The guards of the contracts, each with what stands in its place once it is removed.
+
+The material of scripts/mutate_contracts.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `file` under contracts/src, `old` (found once) becomes `new`. `money`: the invariant suite
+    alone must notice as well."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    money: bool = False
+
+
+MUTANTS = (
+    Mutant(
+        "stake can be unbonded while seats need it", "StakeVault.sol",
+        "return Math.saturatingSub(active_, account.committed);", "return active_;",
+    ),
+    Mutant(
+        "an entry in the queue matures early", "libraries/Queue.sol",
+        " && queue[done].matureAt <= block.timestamp", "", money=True,
+    ),
+    Mutant(
+        "unbonding matures at once", "StakeVault.sol",
+        "uint64(block.timestamp) + _unbonding;", "uint64(block.timestamp);", money=True,
+    ),
+    Mutant(
+        "withdrawal ignores open slashes", "libraries/Queue.sol",
+        "Math.min(queue[done].amount, most - amount);", "queue[done].amount;", money=True,
+    ),
+    Mutant("slashes hold more than is there", "StakeVault.sol",
+        "Math.min(amount, uint256(account.bonded) + _queued(account) - account.pending);",
+        "amount;", money=True),
+    Mutant("stake answers to two managers at a time", "StakeVault.sol",
+        "if (amount != 0) _bind(provider, account, manager);", "account.manager = manager;"),
+    Mutant("a seat's end frees the stake for another manager at once", "StakeVault.sol",
+        "if (amount != 0 && needed == 0) account.leftAt = uint40(block.timestamp);", ""),
+    Mutant("another manager's pool holds the stake", "StakeVault.sol",
+        "if (account.manager == manager) {", "if (true) {"),
+    Mutant("a proposer saves its bond in a pool of its own", "StakeVault.sol",
+        "_bind(validator, account, manager);", ""),
+    Mutant("stake that seats need is a bond", "StakeVault.sol",
+        "uint256 free = _unbondable(account);", "(uint256 free,) = _split(account);"),
+    Mutant("enroll carries another node's invite", "Registry.sol",
+        "if (invite.node != consent.node) revert Errors.UnknownNode(invite.node);", "", money=True),
+    Mutant("the accused judges its own dispute", "Slasher.sol",
+        "if (msg.sender == p.provider) revert Errors.OwnProposal(id, msg.sender);", ""),
+    Mutant(
+        "a slash forgets the queue", "StakeVault.sol",
+        "if (held > fromBonded) _takeNewest(provider, account, held - fromBonded);", "", money=True,
+    ),
+    Mutant(
+        "anyone settles slashes", "StakeVault.sol",
+        "if (msg.sender != who) revert Errors.NotAllowed(msg.sender);", "", money=True,
+    ),
+    Mutant(
+        "a fee on transfer is not noticed", "StakeVault.sol",
+        "if (received != amount) revert Errors.TokenNotPlain(amount, received);", "",
+    ),
+    Mutant(
+        "an invite admits twice", "Pools.sol",
+        "if (_deadline(invite) <= last.inviteDeadline) {", "if (false) {",
+    ),
+    Mutant(
+        "a node escapes its old provider's liability", "Pools.sol",
+        "if (last.provider != provider && block.timestamp < until) {", "if (false) {",
+    ),
+    Mutant(
+        "leaving keeps the stake committed", "Pools.sol",
+        "vault.release(seat.provider, uint256(p.stakePerClass) * seat.speedClass);", "", money=True,
+    ),
+    Mutant(
+        "a slashed node is not banned", "Pools.sol",
+        "seat.flags = flags | BANNED;", "",
+    ),
+    Mutant("class zero is admitted", "Pools.sol",
+        "if (invite.speedClass == 0) revert Errors.ZeroClass();", ""),
+    Mutant(
+        "leaves are liable for ever", "Work.sol",
+        "if (block.timestamp > until) revert Errors.ValidityOver(until, block.timestamp);", "",
+    ),
+    Mutant(
+        "proofs are not checked", "Work.sol",
+        "if (!MerkleProof.verifyCalldata(proof, r.root, leaf)) {", "if (false) {",
+    ),
+    Mutant(
+        "anyone signs for a node", "Work.sol",
+        "Statements.checkKey(node, leaf, nodeSignature);", "",
+    ),
+    Mutant(
+        "reward roots come before validity ends", "Rewards.sol",
+        "(uint256(epoch) + 1) * _epochLength + _validity;", "uint256(epoch) * _epochLength;",
+    ),
+    Mutant(
+        "rewards are claimable at once", "Rewards.sol",
+        "uint64 claimableAt = uint64(block.timestamp) + _rewardDelay;",
+        "uint64 claimableAt = uint64(block.timestamp);",
+    ),
+    Mutant(
+        "a claim is paid twice", "Rewards.sol",
+        "claimed[pool][node] = cumulative;", "", money=True,
+    ),
+    Mutant(
+        "a claim takes another pool's money", "Rewards.sol",
+        "if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);",
+        "if (amount > reserved) reserved = amount;",
+    ),
+    Mutant(
+        "a disabled root keeps its reserve", "Rewards.sol",
+        "f.reserved -= taken;", "", money=True,
+    ),
+    Mutant(
+        "a voided root comes to life again", "Rewards.sol",
+        "_roots[pool][voided].index = type(uint64).max;", "",
+    ),
+    Mutant(
+        "a refund takes what is owed", "Rewards.sol",
+        "uint256 amount = f.free;", "uint256 amount = uint256(f.free) + f.reserved;", money=True,
+    ),
+    Mutant(
+        "a submission is slashed twice", "Slasher.sol",
+        "if (proposalOf[leaf] != 0) revert Errors.AlreadyProposed(leaf, proposalOf[leaf]);", "",
+    ),
+    Mutant(
+        "no window before execution", "Slasher.sol",
+        "Entry memory p = _in(id, State.Proposed);\n"
+        "        if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);",
+        "Entry memory p = _in(id, State.Proposed);",
+    ),
+    Mutant(
+        "a proposal is executed twice", "Slasher.sol",
+        "_entries[id].state = State.Executed;", "", money=True,
+    ),
+    Mutant(
+        "a proposer judges itself", "Slasher.sol",
+        "if (number == p.number) revert Errors.OwnProposal(id, msg.sender);", "",
+    ),
+    Mutant(
+        "a cancelled dispute keeps the deposit", "Slasher.sol",
+        "if (deposit > 0) token.safeTransfer(p.provider, deposit);", "", money=True,
+    ),
+    Mutant(
+        "downtime can be slashed", "Slasher.sol",
+        "if (reason == 0 || reason > LAST_SLASHABLE_REASON) revert Errors.BadReason(reason);", "",
+    ),
+    Mutant(
+        "the guardian never retires", "Slasher.sol",
+        "if (block.timestamp >= guardianEnds) revert Errors.GuardianEnded(guardianEnds);", "",
+    ),
+    Mutant(
+        "a stranger's stake is committed without its consent", "Pools.sol",
+        "if (!ejected && invite.speedClass > allowedClass[provider][pool]) {", "if (false) {",
+        money=True,
+    ),
+    Mutant(
+        "a slashed seat sits on under a new key", "Pools.sol",
+        "if (_expel(pool, node, provider) & MOVED != 0) {",
+        "_expel(pool, node, provider);\n        if (false) {", money=True,
+    ),
+    Mutant(
+        "a key seated again hides the seat that moved on", "Pools.sol",
+        "flags: _seats[pool][node].flags & MOVED,", "flags: 0,", money=True,
+    ),
+    Mutant(
+        "a slash expels the seat of the key's next provider", "Pools.sol",
+        "if (seat.provider != provider) return flags;", "",
+    ),
+    Mutant(
+        "anyone moves seats", "Pools.sol",
+        "if (msg.sender != address(registry)) revert Errors.NotAllowed(msg.sender);", "",
+    ),
+    Mutant(
+        "a seat moves on and on", "Pools.sol",
+        "if (block.timestamp < until) revert Errors.MovedRecently(from, until);", "",
+    ),
+    Mutant(
+        "a seat moves while a slash is open", "Pools.sol",
+        "if (vault.pendingSlash(seat.provider) != 0) revert Errors.SlashOpen(seat.provider);", "",
+    ),
+    Mutant(
+        "moving leaves the old seat taken", "Pools.sol",
+        "old.leftAt = uint40(block.timestamp);", "", money=True,
+    ),
+    Mutant(
+        "a paused pool admits", "Pools.sol",
+        "if (p.paused) revert Errors.PoolIsPaused(pool);", "",
+    ),
+    Mutant(
+        "the allow list admits all", "Pools.sol",
+        "if (p.listOnly && !isListed[pool][provider]) revert Errors.NotListed(pool, provider);", "",
+    ),
+    Mutant(
+        "a full pool admits", "Pools.sol",
+        "if (p.members == p.capacity) revert Errors.PoolFull(pool, p.capacity);", "",
+    ),
+    Mutant(
+        "anyone invites", "Pools.sol",
+        "Statements.check(p.manager, inviteDigest(invite), managerSignature);", "",
+    ),
+    Mutant(
+        "anyone moves a node to a key of its own", "Registry.sol",
+        "if (providerOf[from] != msg.sender) {", "if (false) {",
+        money=True,
+    ),
+    Mutant(
+        "a consent works twice", "Registry.sol",
+        "if (consentUsed[node][consent.salt]) revert Errors.ConsentUsed(node, consent.salt);", "",
+    ),
+    Mutant(
+        "nodes are bound without their signature", "Registry.sol",
+        "Statements.checkKey(node, consentDigest(consent), nodeSignature);", "",
+    ),
+    Mutant(
+        "malleated signatures of a contract's kind are taken", "libraries/Statements.sol",
+        "return problem == ECDSA.RecoverError.NoError && recovered == signer;",
+        "return problem == ECDSA.RecoverError.NoError;",
+    ),
+    Mutant(
+        "a batch pays twice", "Rewards.sol",
+        "(last, owed) = (payout, 0);", "last = payout;", money=True,
+    ),
+    Mutant(
+        "unclaimed rewards are taken back at once", "Rewards.sol",
+        "if (block.timestamp >= endedAt + CLAIM_PERIOD) {", "if (true) {", money=True,
+    ),
+    Mutant(
+        "a pool that runs is refunded", "Rewards.sol",
+        "if (endedAt == 0) revert Errors.PoolNotEnded(pool);", "",
+    ),
+    Mutant(
+        "a drawn reserve blocks the guardian", "Rewards.sol",
+        "uint128(Math.min(f.total - r.previousTotal, f.reserved));",
+        "uint128(f.total - r.previousTotal);",
+    ),
+    Mutant(
+        "anyone disables rewards", "Rewards.sol",
+        "if (msg.sender != guardian) revert Errors.NotAllowed(msg.sender);", "",
+    ),
+    Mutant(
+        "terms act at once", "Terms.sol",
+        "if (block.timestamp < _actAt) revert Errors.TooEarly(_actAt, block.timestamp);", "",
+    ),
+    Mutant(
+        "anyone announces terms", "Terms.sol",
+        "if (msg.sender != governor) revert Errors.NotAllowed(msg.sender);", "", money=True,
+    ),
+    Mutant(
+        "anyone takes the governor's role", "Terms.sol",
+        "if (msg.sender != pendingGovernor) revert Errors.NotAllowed(msg.sender);", "", money=True,
+    ),
+    Mutant(
+        "new terms change an open dispute", "Slasher.sol",
+        "deposit = depositOf[id];", "deposit = depositOf[id] == 0 ? 0 : _terms.deposit;",
+        money=True,
+    ),
+    Mutant(
+        "a deposit is paid out twice", "Slasher.sol",
+        "delete depositOf[id];", "",
+    ),
+    Mutant(
+        "anyone disputes", "Slasher.sol",
+        "if (msg.sender != p.provider) revert Errors.NotAllowed(msg.sender);", "", money=True,
+    ),
+    Mutant(
+        "a stranger judges", "Slasher.sol",
+        "if (number == 0) revert Errors.NotAllowed(msg.sender);\n        // slither", "// slither",
+        money=True,
+    ),
+    Mutant(
+        "anyone cancels", "Slasher.sol",
+        "if (msg.sender != guardian) revert Errors.NotAllowed(msg.sender);", "", money=True,
+    ),
+    Mutant(
+        "anyone expels", "Pools.sol",
+        "if (msg.sender != slasher) revert Errors.NotAllowed(msg.sender);", "",
+    ),
+    Mutant(
+        "a released slash stays held", "StakeVault.sol",
+        "_accounts[provider].pending -= held.toUint96();", "", money=True,
+    ),
+    Mutant(
+        "unbonding need not outlast liability", "StakeVault.sol",
+        "if (p.unbonding <= liability) revert Errors.UnbondingTooShort(p.unbonding, liability);",
+        "",
+    ),
+    Mutant(
+        "a root's leaves are liable without end", "Work.sol",
+        "if (postedAt > until) revert Errors.RootedLate(postedAt, until);", "",
+    ),
+    Mutant(
+        "a leaf is posted twice by its node", "Work.sol",
+        "if (isPosted[leaf]) revert Errors.AlreadyPosted(leaf);", "",
+    ),
+    Mutant(
+        "a node posts its leaf before the manager's time is up", "Work.sol",
+        "if (block.timestamp < from || block.timestamp > from + _validity) {", "if (false) {",
+    ),
+)  # fmt: skip

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+pragma solidity 0.8.37;
+
+import { Errors } from "../../contracts/src/libraries/Errors.sol";
+import { Invite } from "../../contracts/src/libraries/Statements.sol";
+import { Crook } from "./utils/Crook.sol";
+import { vm } from "./utils/Vm.sol";
+
+/// @notice An account's stake answers to one manager at a time: who has a pool of its own cannot take its
+/// stake there, ahead of the pool that it lied to.
+contract BindingTest is Crook {
+    function setUp() public {
+        deployNetwork();
+        register(provider, payout);
+        stake(provider, STAKE);
+        addNode(provider, NODE_KEY);
+        openCrooksPool(STAKE);
+    }
+
+    /// @dev The honest pool's invite for `to`, refused because `owner` answers to `bound`.
+    function joinRefused(address to, address owner, address bound, uint256 until) private {
+        Invite memory i = invite(to, 1);
+        bytes memory signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.StakeBound.selector, owner, bound, until));
+        pools.join(i, signature);
+    }
+
+    /// @dev The crook's invite for `to`, refused because `owner` answers to `bound`.
+    function crooksRefused(address to, address owner, address bound, uint256 until) private {
+        (Invite memory i, bytes memory signature) = invitedByCrook(to);
+        expect(abi.encodeWithSelector(Errors.StakeBound.selector, owner, bound, until));
+        vm.prank(owner);
+        pools.join(i, signature);
+    }
+
+    function assertBound(address who, address to, uint256 until) private view {
+        (address bound, uint256 end) = vault.boundTo(who);
+        vm.assertEq(bound, to);
+        vm.assertEq(end, until);
+    }
+
+    // ------------------------------------------------------------------------------------- providers
+
+    function test_Join_ALiarsOwnPoolFirst_HoldsNothingOnceTheHonestPoolIsJoined() public {
+        joinCrooksPool(provider, node);
+        assertBound(provider, crook, 0);
+        joinRefused(node, provider, crook, 0);
+        vm.prank(node);
+        pools.leave(crooksPool, node);
+        uint256 until = START + UNBONDING;
+        assertBound(provider, crook, until);
+        vm.warp(until - 1);
+        joinRefused(node, provider, crook, until);
+        vm.warp(until);
+        assertBound(provider, address(0), 0);
+        join(node, 1);
+        assertBound(provider, manager, 0);
+        // It lies, and its own validator is first.
+        uint256 own = proposeInCrooksPool(1, NODE_KEY, STAKE);
+        vm.assertEq(slasher.proposal(own).amount, 0);
+        uint256 honest = propose(2, STAKE);
+        vm.assertEq(slasher.proposal(honest).amount, STAKE);
+        vm.warp(until + WINDOW);
+        slasher.execute(own);
+        slasher.execute(honest);
+        vm.assertEq(token.balanceOf(loot), 0);
+        vm.assertEq(token.balanceOf(treasury), STAKE);
+    }
+
+    function test_Join_ALiarsOwnPoolAfterTheLie_IsRefusedWhileTheHonestOneCanSlash() public {
+        join(node, 1);
+        addNode(provider, CROOK_NODE_KEY);
+        stake(provider, STAKE);
+        address second = vm.addr(CROOK_NODE_KEY);
+        crooksRefused(second, provider, manager, 0);
+        vm.warp(START + 7);
+        vm.prank(node);
+        pools.leave(pool, node);
+        crooksRefused(second, provider, manager, START + 7 + UNBONDING);
+        vm.assertEq(slasher.proposal(propose(1, STAKE)).amount, STAKE);
+        vm.warp(START + 7 + UNBONDING);
+        joinCrooksPool(provider, second);
+        assertBound(provider, crook, 0);
+    }
+
+    function test_Join_TheTimeRunsFromTheLastSeat_HoweverItWasLost() public {
+        stake(provider, STAKE);
+        addNode(provider, CROOK_NODE_KEY);
+        address second = vm.addr(CROOK_NODE_KEY);
+        join(node, 1);
+        join(second, 1);
+        vm.prank(node);
+        pools.leave(pool, node);
+        assertBound(provider, manager, 0);
+        vm.warp(START + 9);
+        vm.prank(manager);
+        pools.eject(pool, second);
+        assertBound(provider, manager, START + 9 + UNBONDING);
+        crooksRefused(node, provider, manager, START + 9 + UNBONDING);
+    }
+
+    function test_Join_SeveralPoolsOfOneManagerAtATime() public {
+        uint256 first = pool;
+        join(node, 1);
+        pool = createPool(treasury);
+        stake(provider, STAKE);
+        join(node, 1);
+        vm.assertEq(vault.committed(provider), 2 * STAKE);
+        vm.prank(node);
+        pools.leave(first, node);
+        assertBound(provider, manager, 0);
+    }
+
+    function test_Join_ASeatThatNeedsNoStakeBindsNobody() public {
+        openCrooksPool(0);
+        joinCrooksPool(provider, node);
+        assertBound(provider, address(0), 0);
+        join(node, 1);
+        assertBound(provider, manager, 0);
+        vm.assertEq(slasher.proposal(proposeInCrooksPool(1, NODE_KEY, STAKE)).amount, 0);
+        vm.assertEq(vault.slashable(provider), STAKE);
+    }
+
+    function test_Join_WhatAnotherManagerHoldsBacksNoSeat() public {
+        joinCrooksPool(provider, node);
+        vm.prank(node);
+        pools.leave(crooksPool, node);
+        vm.warp(START + UNBONDING - 1);
+        proposeInCrooksPool(1, NODE_KEY, STAKE);
+        vm.warp(START + UNBONDING);
+        Invite memory i = invite(node, 1);
+        bytes memory signature = signed(i);
+        expect(abi.encodeWithSelector(Errors.InsufficientStake.selector, provider, 0, STAKE));
+        pools.join(i, signature);
+        stake(provider, STAKE);
+        pools.join(i, signature);
+        vm.assertEq(slasher.proposal(propose(2, STAKE)).amount, STAKE);
+    }
+
+    // ------------------------------------------------------------------------------------ validators
+
+    function test_Propose_ByAnAccountThatSitsElsewhereIsRefused_SoNoBondPathEmptiesIt() public {
+        join(node, 1);
+        // The liar has itself appointed in its own pool, to lose bond after bond to its own treasury.
+        stake(provider, BOND);
+        vm.prank(crook);
+        pools.setValidator(crooksPool, provider, true);
+        accomplice = provider;
+        register(stranger, stranger);
+        stake(stranger, STAKE);
+        addNode(stranger, CROOK_NODE_KEY);
+        joinCrooksPool(stranger, vm.addr(CROOK_NODE_KEY));
+        vm.expectPartialRevert(Errors.StakeBound.selector);
+        this.proposes();
+        vm.assertEq(vault.slashable(provider), STAKE + BOND);
+        vm.assertEq(slasher.proposal(propose(1, STAKE)).amount, STAKE);
+    }
+
+    /// @dev A call of its own, so that the refusal is the proposal's.
+    function proposes() external {
+        proposeInCrooksPool(9, CROOK_NODE_KEY, 1);
+    }
+
+    function test_Propose_StakeThatSeatsNeedIsNoBond() public {
+        joinCrooksPool(provider, node);
+        vm.prank(crook);
+        pools.setValidator(crooksPool, provider, true);
+        stake(provider, BOND - 1);
+        accomplice = provider;
+        vm.expectPartialRevert(Errors.InsufficientStake.selector);
+        this.proposesAgainstItself();
+        stake(provider, 1);
+        this.proposesAgainstItself();
+        vm.assertEq(slasher.count(), 1);
+    }
+
+    function proposesAgainstItself() external {
+        proposeInCrooksPool(9, NODE_KEY, 1);
+    }
+
+    function test_Overturn_AFalseProposerCannotSaveItsBondInAPoolOfItsOwn() public {
+        join(node, 1);
+        register(validator, validator);
+        addNode(validator, CROOK_NODE_KEY);
+        address own = vm.addr(CROOK_NODE_KEY);
+        stake(validator, STAKE);
+        uint256 id = propose(1, STAKE);
+        assertBound(validator, manager, START + UNBONDING);
+        crooksRefused(own, validator, manager, START + UNBONDING);
+        vm.warp(START + WINDOW - 1);
+        dispute(id);
+        vm.warp(START + WINDOW + DISPUTE - 2);
+        vm.prank(validator2);
+        slasher.overturn(id);
+        vm.assertEq(token.balanceOf(treasury), BOND);
+        vm.warp(START + UNBONDING);
+        joinCrooksPool(validator, own);
+    }
+}
