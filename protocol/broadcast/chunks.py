@@ -1,15 +1,16 @@
 """The engine under every fetch: named chunks from several sources into sized files, in place.
 
-A worker takes the next chunk and the best free source, reads the chunk into its buffer, verifies
-it, and only then writes it, once, where it belongs. What fails goes back to the queue:
+A worker takes the next chunk and the best free source, reads the chunk into its buffer, writes it
+as it comes, once, where it belongs (landing.py), and verifies it before anybody is told. Failures:
 
 - bytes that do not hash: the sender is banned and named, the chunk is fetched elsewhere;
 - a dead, slow or refusing source rests, each time longer, and the others go on;
 - when the queue is empty, the slowest chunks still under way are asked of a second source too;
 - a server that knows no ranges is read from the beginning, and gives what passes by.
 
-The folder holds nothing but verified chunks and holes, so a killed fetch resumes by looking: there
-is no journal to disagree with the data. At most one chunk a connection is fetched again.
+The folder holds verified chunks, beginnings of chunks, and holes, so a killed fetch resumes by
+looking: there is no journal to disagree with the data. What had arrived is not fetched again, but
+for the last few pages of each chunk under way.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from protocol.broadcast.files import create_sized, write_at
+from protocol.broadcast.files import create_sized
+from protocol.broadcast.landing import Landing, beginning
 from protocol.broadcast.layout import Item
 from protocol.broadcast.running import RunningHash, verified_chunks
 from protocol.broadcast.sources import Fault, Source, SourceBook
@@ -84,10 +86,8 @@ class ChunkFetcher:
         self._error: BaseException | None = None
         self._links: list[Link] = []
         self._total = sum(item.size for item in items)
-        self._done = 0
-        self._begun = clock()
-        self._last_success = self._begun
-        self._usual = 0.0
+        self._done, self._usual = 0, 0.0
+        self._begun = self._last_success = clock()
         self._hashes = {
             item.name: RunningHash(item, folder / item.name) for item in items if whole_digests
         }
@@ -140,8 +140,7 @@ class ChunkFetcher:
             path = self._folder / item.name
             fresh = not path.exists()
             os.close(create_sized(path, item.size))
-            present = iter(()) if fresh else verified_chunks(path, item)
-            have = set(present)
+            have = set(() if fresh else verified_chunks(path, item))
             for index in range(len(item.chunks)):
                 if index in have:
                     self.stats.kept += 1
@@ -150,7 +149,8 @@ class ChunkFetcher:
                     self._done += item.span(index)[1]
                     self._on_chunk(item, index)
                 else:
-                    task = Task(item, index)
+                    left = 0 if fresh else beginning(path, *item.span(index))
+                    task = Task(item, index, left)
                     self._missing[item.name, index] = task
                     self._queue.append(task)
                     self._open.add(task)
@@ -219,12 +219,10 @@ class ChunkFetcher:
         )
 
     def _hedge(self) -> tuple[Task, Source] | None:
-        now = self._clock()
-        limit = max(HEDGE_AFTER, 3 * self._usual)
+        now, limit = self._clock(), max(HEDGE_AFTER, 3 * self._usual)
         for task in self._open:
             if len(task.running) == 1 and now - min(task.running.values()) > limit:
-                avoid = task.excluded | set(task.running)
-                source = self._pick(task, avoid)
+                source = self._pick(task, task.excluded | set(task.running))
                 if source is not None:
                     return task, source
         return None
@@ -244,6 +242,8 @@ class ChunkFetcher:
         offset, length = task.item.span(task.index)
         view = memoryview(buffer)[:length]
         begun = self._clock()
+        alone = len(task.running) == 1  # else the one before is writing, until it is verified
+        have = task.beginning if alone else 0
         try:
             if source.role == "unknown":
                 source.role = link.role()
@@ -253,29 +253,29 @@ class ChunkFetcher:
                     return
             if source.whole_only:
                 raise WholeOnlyError
-            link.read_range(
-                task.item.address,
-                offset,
-                task.item.size,
-                view,
-                cancelled=lambda: self._unneeded(task, source, begun),
-            )
-        except WholeOnlyError:
-            source.whole_only = True
-            self._stream(task, source, link, buffer)
-            return
-        except SupersededError:
-            self._put_back(task, source)
-            self._book.release(source)
-            return
+            with task.landing(self._folder, view, have, early=alone) as landing:
+                link.read_range(
+                    task.item.address,
+                    offset + have,
+                    task.item.size,
+                    view[have:],
+                    cancelled=lambda: self._unneeded(task, source, begun),
+                    arrived=lambda count: landing.arrived(have + count),
+                )
+                if blake3(view).digest() == to_bytes(task.item.chunks[task.index]):
+                    self._book.good(source, length - have, self._clock() - begun)
+                    self._store(task, source, landing, length - have, self._clock() - begun)
+                else:
+                    self._note_lie(task, source, have)
+        except (WholeOnlyError, SupersededError) as error:
+            source.whole_only |= isinstance(error, WholeOnlyError)
+            if isinstance(error, WholeOnlyError) and source.in_use == 1:
+                self._stream(task, source, link, buffer)
+            else:  # a server without ranges sends the whole over one connection
+                self._put_back(task, source)
+                self._book.release(source)
         except TransferError as error:
             self._note_failure(task, source, error)
-            return
-        if blake3(view).digest() != to_bytes(task.item.chunks[task.index]):
-            self._note_lie(task, source)
-            return
-        self._book.good(source, length, self._clock() - begun)
-        self._store(task, source, view, offset, self._clock() - begun)
 
     def _stream(self, asked: Task, source: Source, link: Link, buffer: bytearray) -> None:
         """Reads the whole file that `asked` is of, and keeps every chunk that is still missing."""
@@ -283,7 +283,7 @@ class ChunkFetcher:
         try:
             with link.reading(item.address, item.size) as fill:
                 for index, digest in enumerate(item.chunks):
-                    offset, length = item.span(index)
+                    length = item.span(index)[1]
                     view = memoryview(buffer)[:length]
                     since = self._clock()
                     fill(view, lambda: self._error is not None)
@@ -295,7 +295,8 @@ class ChunkFetcher:
                     if task is not None and not task.claimed:
                         with self._change, contextlib.suppress(ValueError):
                             self._queue.remove(task)
-                        self._store(task, source, view, offset, self._clock() - since)
+                        with task.landing(self._folder, view, 0, early=False) as landing:
+                            self._store(task, source, landing, length, self._clock() - since)
                     if not any(task.item is item for task in self._open):
                         break
         except TransferError as error:
@@ -309,40 +310,35 @@ class ChunkFetcher:
     def _unneeded(self, task: Task, source: Source, begun: float) -> bool:
         """True once another source was faster. Raises TransferError for one that crawls while
         others deliver."""
-        spent = self._clock() - begun
-        usual = self._usual
+        spent, usual = self._clock() - begun, self._usual
         if usual and spent > max(TOO_SLOW, 10 * usual) and len(self._urls) > 1:
             raise TransferError(f"it is slow: {spent:.1f} s where {usual:.1f} s are usual", 10.0)
         return task.done or self._error is not None
 
     def _store(
-        self, task: Task, source: Source, view: memoryview, offset: int, seconds: float
+        self, task: Task, source: Source, landing: Landing, received: int, seconds: float
     ) -> None:
+        """A chunk is verified: the rest of it is written, if nobody was first."""
         with self._change:
             task.running.pop(source.url, None)
-            self.stats.bytes_received += len(view)
+            self.stats.bytes_received += received
             got = self.stats.by_source.get(source.url, 0)
-            self.stats.by_source[source.url] = got + len(view)
+            self.stats.by_source[source.url] = got + received
             self._usual = seconds if not self._usual else 0.7 * self._usual + 0.3 * seconds
-            if task.claimed or self._error is not None:
+            if self._error is not None or not task.claim.take():
                 self.stats.refetched += 1
                 return
-            task.claimed = True
-        fd = os.open(self._folder / task.item.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            write_at(fd, view, offset)
-        finally:
-            os.close(fd)
+        landing.finish()
         self._on_chunk(task.item, task.index)
         if whole := self._hashes.get(task.item.name):
-            whole.feed(task.index, view)
+            whole.feed(task.index, landing.view)
         with self._change:
             now = self._clock()
             task.done = True
             self._open.discard(task)
-            self._done += len(view)
+            self._done += len(landing.view)
             self._last_success = now
-            self.stats.bytes_written += len(view)
+            self.stats.bytes_written += received
             self.stats.chunks += 1
             if self.stats.first_chunk_seconds is None:
                 self.stats.first_chunk_seconds = now - self._begun
@@ -355,7 +351,7 @@ class ChunkFetcher:
             self._put_back(task, source)
             self._book.release(source)
             return
-        if error.gone:
+        if error.gone or (error.missing and source.role == "mirror"):  # nobody feeds a mirror now
             self._exclude(task.item, source)
             self._put_back(task, source)
             self._book.release(source)
@@ -364,25 +360,29 @@ class ChunkFetcher:
             self._book.wait(source, error.pause)
         else:
             self._book.bad(source, str(error), pause=error.pause)
-            with self._change:
-                self.stats.faults.append(Fault(source.url, "failed", str(error)))
+            self.stats.faults.append(Fault(source.url, "failed", str(error)))
         self._put_back(task, source)
 
     def _exclude(self, item: Item, source: Source) -> None:
-        """The source will never have this item again, which is no fault."""
+        """The source will not have this item, which is no fault."""
         with self._change:
             for task in self._open:
                 if task.item is item:
                     task.excluded.add(source.url)
                     task.gone = True
 
-    def _note_lie(self, task: Task, source: Source) -> None:
+    def _note_lie(self, task: Task, source: Source, had: int = 0) -> None:
         reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
-        self._book.lied(source, reason)
         with self._change:
-            self.stats.faults.append(Fault(source.url, "lie", reason))
             self.stats.refetched += 1
-            task.excluded.add(source.url)
+            task.beginning = 0
+            if not had:
+                self.stats.faults.append(Fault(source.url, "lie", reason))
+                task.excluded.add(source.url)
+        if had:  # what an earlier fetch left was not the chunk's beginning: nobody is to blame
+            self._book.release(source)
+        else:
+            self._book.lied(source, reason)
         self._put_back(task, source)
 
     def _put_back(self, task: Task, source: Source) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from protocol.broadcast.landing import Claim, Landing
 from protocol.broadcast.layout import Item
 from protocol.broadcast.sources import Fault, SourceBook
 from protocol.core.errors import UnavailableError
@@ -35,16 +37,27 @@ class ChunkStats:
 
 @dataclass(eq=False)
 class Task:
-    """One chunk that is still missing. `running`: URL → when it was asked; `claimed` once its bytes
-    are being written, `done` once they are."""
+    """One chunk that is still missing. `beginning`: bytes of it that an earlier fetch left, not yet
+    verified; `running`: URL → when it was asked; `claimed` once it is verified, `done` once it is
+    written."""
 
     item: Item
     index: int
+    beginning: int = 0
     excluded: set[str] = field(default_factory=set)
     running: dict[str, float] = field(default_factory=dict)
     gone: bool = False
-    claimed: bool = False
+    claim: Claim = field(default_factory=Claim)
     done: bool = False
+
+    @property
+    def claimed(self) -> bool:
+        return self.claim.taken
+
+    def landing(self, folder: Path, view: memoryview, begun: int, *, early: bool) -> Landing:
+        """Its way into its file under `folder`."""
+        offset = self.item.span(self.index)[0]
+        return Landing(folder / self.item.name, offset, view, self.claim, begun, early=early)
 
 
 def sorry(missing: Collection[Task], urls: Sequence[str], book: SourceBook) -> UnavailableError:

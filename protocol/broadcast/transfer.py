@@ -38,7 +38,7 @@ MAX_HEALTH = 1 << 20
 class TransferError(UnavailableError):
     """The source did not deliver. `pause`: seconds to leave it alone; `waiting`: it asked for
     patience itself (503 or 429 with Retry-After), which is no fault; `gone`: it will never have
-    the object again (410)."""
+    the object again (410); `missing`: it does not have it now (404; 403 from a bucket)."""
 
     def __init__(
         self,
@@ -47,11 +47,13 @@ class TransferError(UnavailableError):
         *,
         waiting: bool = False,
         gone: bool = False,
+        missing: bool = False,
     ) -> None:
         super().__init__(reason)
         self.pause = pause
         self.waiting = waiting
         self.gone = gone
+        self.missing = missing
 
 
 class SupersededError(TransferError):
@@ -103,8 +105,10 @@ class Link:
         buffer: memoryview,
         *,
         cancelled: Callable[[], bool] = lambda: False,
+        arrived: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Fills `buffer` with the bytes of `path` (whose full size is `size`) from `offset`.
+        """Fills `buffer` with the bytes of `path` (whose full size is `size`) from `offset`;
+        `arrived` is told how far it is filled.
 
         Raises TransferError if the source is away, refuses, answers with another shape, stops
         early or crawls; SupersededError once `cancelled()` is true.
@@ -125,7 +129,7 @@ class Link:
                 raise TransferError("it answered with another range")
             if answer.length != len(buffer):
                 raise TransferError(f"it offered {answer.length} bytes instead of {len(buffer)}")
-            self._fill(answer, buffer, cancelled)
+            self._fill(answer, buffer, cancelled, arrived)
             self._end(answer)
         except TransferError:
             self.close()
@@ -245,6 +249,7 @@ class Link:
         answer: http.client.HTTPResponse,
         buffer: memoryview,
         cancelled: Callable[[], bool],
+        arrived: Callable[[int], None] = lambda count: None,
     ) -> None:
         begun = time.monotonic()
         filled = 0
@@ -254,6 +259,7 @@ class Link:
             if count == 0:
                 raise TransferError(f"it ended after {filled} of {len(buffer)} bytes")
             filled += count
+            arrived(filled)
             if cancelled():
                 raise SupersededError("fetched elsewhere meanwhile")
             spent = time.monotonic() - begun
@@ -271,7 +277,13 @@ class Link:
             pause = min(30.0, max(0.1, float(after)))
         told = plain(answer.getheader("Prime-Reason") or answer.reason)
         reason = f"it answered {answer.status} {told}"[:160]
-        raise TransferError(reason, pause, waiting=pause is not None, gone=answer.status == 410)
+        raise TransferError(
+            reason,
+            pause,
+            waiting=pause is not None,
+            gone=answer.status == 410,
+            missing=answer.status in (403, 404),
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from broadcast_world import CHUNK, TRAINER, Run, same_files
 
+from protocol.broadcast.chunks import PER_SOURCE
 from protocol.broadcast.cli import main
 from protocol.broadcast.client import Base, fetch
 from protocol.broadcast.sources import SourceBook
@@ -132,8 +133,11 @@ def test_what_a_bucket_lacks_comes_from_the_whole_it_has(
     fetch(zero, [bucket.url], tmp_path / "0", patience=10.0)
     (run.root / "policies" / "1" / "delta-0").unlink()
     base = Base(tmp_path / "0", zero.manifest)
-    stats = fetch(one, [bucket.url], tmp_path / "1", bases=[base], patience=1.0)
+    stats = fetch(one, [bucket.url], tmp_path / "1", bases=[base], patience=10.0)
     assert stats.route == "whole"
+    assert bucket.asked.count("/bucket/policies/1/delta-0") <= PER_SOURCE, (
+        "not for all of its patience"
+    )
     assert same_files(tmp_path / "1", run, 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from broadcast_world import TRUST, Run, same_files
+from broadcast_world import TRUST, Run, same_files, until
 
 from protocol.broadcast import layout
 from protocol.broadcast.durable import NOTE, appear, boot_id, settle
@@ -19,6 +19,7 @@ def arrived(run: Run, tmp_path: Path) -> Path:
     signed = run.publish()
     with Origin(run.root) as origin:
         PolicyFolder(tmp_path / "node", TRUST).ensure(0, signed, [origin.url])
+    until(lambda: not (tmp_path / "node" / f"{NOTE}0").exists(), "the bytes on the platter")
     return tmp_path / "node"
 
 

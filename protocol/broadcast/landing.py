@@ -1,0 +1,91 @@
+"""One chunk's bytes on their way to their place: written as they come, so that a kill costs none.
+
+The first to fetch a chunk writes what has arrived, in steps of STEP, before the chunk is verified:
+whoever starts again after a kill finds its beginning there and asks only for the rest. Until it is
+verified nobody reads it (a relay passes on only what is marked), and nothing that came later may
+be overwritten: whoever verified the chunk first claims it, and the other stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from protocol.broadcast.files import read_into, write_at
+
+STEP = 256 << 10
+MARGIN = 64 << 10
+"""The last bytes before a hole are fetched again: their block may have been half written."""
+
+
+class Claim:
+    """Who may write a chunk: the first fetch of it as it arrives, whoever verified it the rest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.taken = False
+
+    def write(self, fd: int, data: memoryview, offset: int) -> bool:
+        """Writes bytes that are not verified yet; False, and nothing written, if the chunk is
+        taken."""
+        with self._lock:
+            if not self.taken:
+                write_at(fd, data, offset)
+            return not self.taken
+
+    def take(self) -> bool:
+        """True for the one that verified the chunk first."""
+        with self._lock:
+            first = not self.taken
+            self.taken = True
+            return first
+
+
+class Landing:
+    """Writes a chunk into the file `path` at `offset` while its buffer `view` fills from `begun`
+    on (what is before lies there already). `early` False: nothing before it is verified."""
+
+    def __init__(
+        self, path: Path, offset: int, view: memoryview, claim: Claim, begun: int, *, early: bool
+    ) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._offset = offset
+        self.view = view
+        self._claim = claim
+        self._landed = begun
+        self._early = early
+        if begun:
+            read_into(self._fd, view[:begun], offset)
+
+    def __enter__(self) -> Landing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def arrived(self, end: int) -> None:
+        """The buffer is filled up to `end`; whole pages of that are written once it pays."""
+        end -= end % MARGIN
+        if self._early and end - self._landed >= STEP:
+            if self._claim.write(
+                self._fd, self.view[self._landed : end], self._offset + self._landed
+            ):
+                self._landed = end
+            else:
+                self._early = False
+
+    def finish(self) -> None:
+        """The chunk is verified, and this fetch took it: the rest is written."""
+        write_at(self._fd, self.view[self._landed :], self._offset + self._landed)
+
+
+def beginning(path: Path, offset: int, length: int) -> int:
+    """How many bytes of a chunk that does not verify an earlier fetch left at its beginning; they
+    are as good as who sent them."""
+    with path.open("rb") as file, contextlib.suppress(OSError):  # ENXIO: nothing; or no such seek
+        if os.lseek(file.fileno(), offset, os.SEEK_DATA) == offset:
+            hole = os.lseek(file.fileno(), offset, os.SEEK_HOLE)
+            return max(0, min(hole - offset, length) - MARGIN)
+    return 0
