@@ -24,14 +24,16 @@ from bench.honest import Bench
 from bench.variants import VARIANTS
 from protocol.core import seeds
 from protocol.engine.base import Engine, Generation, GenerationRequest, ReplayRequest
+from protocol.engine.vllm import NAME as VLLM
 from protocol.proofs import activations, sampling_torch, sketch
 from protocol.verification import build
 from protocol.verification.build import PlannedRow
 from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import FileRow
+from protocol.verification.rollout_file import FileRow, read_rollout_file, write_rollout_file
 from protocol.verification.setups import HonestFile
 
 DTYPE = "bfloat16"
+AS_VLLM = "_as_vllm"
 Plan = Sequence[PlannedRow]
 
 
@@ -321,6 +323,19 @@ def _by_a_copy(
     return changed
 
 
+def _as_vllm(attack: Attack) -> Attack:
+    """The same, declared as vLLM's work, whose limits may be wider."""
+
+    def relabelled(job: Job) -> HonestFile:
+        made = attack(job)
+        file = read_rollout_file(made.data)
+        return replace(
+            made, data=write_rollout_file(file.rows, replace(file.metadata, engine=VLLM))
+        )
+
+    return relabelled
+
+
 ATTACKS: dict[str, Attack] = {
     "t09": _temperature(0.9),
     "t095": _temperature(0.95),
@@ -349,6 +364,10 @@ ATTACKS: dict[str, Attack] = {
     "forged_outlier": _forged("outlier"),
     "sign_flip": _forged("sign_flip"),
     "forged_by_copy": _changed(_by_a_copy),
+}
+ATTACKS |= {
+    name + AS_VLLM: _as_vllm(ATTACKS[name])
+    for name in ("t095", "topp95", "best_of_2", "int8", "int4", "kv8", "old10_1e4", "foreign5")
 }
 """Every attack by the name that its rows have."""
 MUST_CATCH = frozenset(

@@ -1,14 +1,17 @@
-"""What each lie costs to find: `python -m bench detection [--json] [--quick]`.
+"""What each lie costs to find: `python -m bench detection [--json] [--quick] [--minutes M]
+[--model DIR]`.
 
 A model of 3.4 M parameters with outlier dimensions (textmodel.py; its text is neither one-hot nor
-flat) generates in bfloat16, as nodes do, files of 8 rows of 256 tokens; a validator replays every
-row in float32. For each attack of attacks.py:
+flat), or the Hugging Face folder given, generates files of 8 rows of 256 tokens; a validator
+replays every row in float32. For each attack of attacks.py, made in bfloat16 as nodes do:
 
     caught_X   share of such 2,048-token files rejected at the shipped thresholds, by every check
     tokens_X   tokens needed until some single statistic of the replay parts lying from honest text
                with AUC > 0.999, in powers of two up to 2,048; −1 if that does not suffice
 
-how many honest files of other set-ups are rejected, and what validating costs beside generating.
+how many honest files of every set-up are rejected, and what validating costs beside generating.
+Results are kept under var/bench/detection, so a run of M minutes goes on where the last one
+stopped, and the rows say how far it came.
 """
 
 from __future__ import annotations
@@ -16,46 +19,41 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.attacks import ATTACKS, DTYPE, MUST_CATCH, Job
+from bench.attacks import MUST_CATCH
+from bench.detection_units import (
+    OUTPUT_TOKENS,
+    Line,
+    Record,
+    Units,
+    attack_lines,
+    bench_of,
+    honest_lines,
+    limits_key,
+    numbered,
+)
 from bench.form import Row
-from bench.honest import SETUPS, Bench
-from protocol.core.errors import MalformedError
+from bench.honest import Bench
+from protocol.core.errors import UnavailableError
 from protocol.core.rollout import PROOF_WINDOW
-from protocol.core.verdict import Outcome
+from protocol.core.run import MICRO, RunDefinition
 from protocol.engine.base import Generation
-from protocol.verification import build, replay
-from protocol.verification.rollout_file import read_rollout_file
-from protocol.verification.setups import HonestFile
+from protocol.verification import build
 
 PACKAGES = ("numpy", "torch", "transformers")
-OUTPUT_TOKENS = 256
 AUC = 0.999
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+HONEST_SEQUENCES, ATTACK_FILES = 20_000, 25
+QUICK_SEQUENCES, QUICK_FILES = 600, 1
+REFERENCE_SETUP = "plain-bfloat16-"
+"""Honest set-ups against whose windows attacks are measured: the attackers' own."""
 Series = dict[str, NDArray[np.float64]]
 """Statistic → value of each window of a file, in order: [windows]."""
-
-
-def _bench() -> Bench:
-    return Bench(max_output_tokens=OUTPUT_TOKENS, groups=2, samples=4)
-
-
-def _series(bench: Bench, file: HonestFile) -> Series | None:
-    """Statistics of all windows; None if the file's proofs do not even decode."""
-    rows = read_rollout_file(file.data).rows
-    _, plan = bench.lease(file.signed.lease.index)
-    try:
-        replayed = replay.Replayed(
-            bench.engine(), bench.run, file.lease_digest, range(len(rows)), plan, rows
-        )
-        parts = [replayed.by_window(i) for i in range(len(rows))]
-    except MalformedError:
-        return None
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def auc(honest: NDArray[np.float64], lying: NDArray[np.float64]) -> float:
@@ -88,83 +86,138 @@ def tokens_needed(honest: Sequence[Series], lying: Sequence[Series]) -> tuple[in
     return -1, ""
 
 
-def attack_rows(
-    bench: Bench, honest: Sequence[Series], name: str, files: int, first: int
-) -> Iterator[Row]:
-    """Both rows of one attack, over `files` files of leases from `first`."""
-    caught, reasons, series = 0, Counter[str](), []
-    for number in range(first, first + files):
-        file = ATTACKS[name](Job(bench, number))
-        finding = bench.judge(file, number)
-        caught += finding.outcome is Outcome.REJECTED
-        reasons[finding.reason.name] += 1
-        found = _series(bench, file)
-        if found is not None:
-            series.append(found)
-    needed, by = tokens_needed(honest, series) if series else (0, "strict decoding")
+def _series(records: Sequence[Record]) -> list[Series]:
+    return [
+        {name: np.array(values) for name, values in record["series"].items()}
+        for record in records
+        if record["series"]
+    ]
+
+
+def attack_rows(name: str, records: Sequence[Record], honest: Sequence[Series]) -> list[Row]:
+    """Both rows of one attack, from the files made so far."""
+    caught = sum(record["outcome"] == "REJECTED" for record in records)
+    reasons = Counter(record["reason"] for record in records)
     said = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
     bar = 0.99 if name in MUST_CATCH else None
-    yield Row(f"caught_{name}", caught / files, f"of {files} files: {said}", bar, "higher")
-    yield Row(f"tokens_{name}", needed, f"tokens ({by or 'none within 2048'})")
-
-
-def honest_rows(bench: Bench, files: int) -> tuple[list[Row], list[Series]]:
-    """Rejections of honest files over all set-ups of the plain engine, and the statistics of those
-    in bfloat16 batches, against which attacks are measured."""
-    rejected = sequences = 0
-    series = []
-    for number in range(files):
-        dtype, batch_rows = SETUPS[1] if number % 8 else SETUPS[number // 8 % len(SETUPS)]
-        file = bench.honest(number, bench.engine(dtype, batch_rows))
-        finding = bench.judge(file, number)
-        rejected += finding.outcome is not Outcome.ACCEPTED
-        sequences += len(finding.rows_drawn)
-        if dtype == DTYPE:
-            found = _series(bench, file)
-            assert found is not None
-            series.append(found)
-    bound = 3 / max(1, files)  # the rule of three
     rows = [
-        Row("honest_rejected", rejected, f"of {files} files (rate below {bound:.2g} at 95 %)", 0),
-        Row("honest_sequences", sequences, "of 256 tokens, plain engine", 20_000, "higher"),
+        Row(
+            f"caught_{name}",
+            caught / len(records),
+            f"of {len(records)} files: {said}",
+            bar,
+            "higher",
+        )
     ]
-    return rows, series
+    lying = _series(records)
+    if lying and honest:
+        needed, by = tokens_needed(honest, lying)
+    else:
+        needed, by = 0, "strict decoding"
+    return [*rows, Row(f"tokens_{name}", needed, f"tokens ({by or 'none within 2048'})")]
 
 
-def cost_rows(bench: Bench) -> list[Row]:
-    """Rows a CPU second of validating (every check, all rows) beside generating, float32."""
+def honest_rows(found: dict[str, list[Record]], aim: int) -> list[Row]:
+    """Honest files that were not accepted, over all set-ups, and how far each came."""
+    records = [record for of_setup in found.values() for record in of_setup]
+    wrong = [record for record in records if record["outcome"] != "ACCEPTED"]
+    for record in wrong:
+        print(f"honest file {record['number']}: {record['detail']}", file=sys.stderr)
+    rows = [
+        Row(
+            "honest_rejected", len(wrong),
+            f"of {len(records)} files (rate below {3 / max(1, len(records)):.2g} at 95 %)", 0,
+        ),
+        Row(
+            "honest_sequences", sum(record["rows"] for record in records),
+            f"of {OUTPUT_TOKENS} tokens, all set-ups", aim, "higher",
+        ),
+    ]  # fmt: skip
+    for setup, of_setup in found.items():
+        largest: dict[str, float] = {}
+        for record in of_setup:
+            for name, share in record["shares"].items():
+                largest[name] = max(largest.get(name, 0.0), share)
+        name = max(largest, key=lambda one: largest[one], default="")
+        said = f"sequences; largest share of a file's limit {largest.get(name, 0):.2f} ({name})"
+        rows.append(Row(f"honest_{setup}", sum(record["rows"] for record in of_setup), said))
+    return rows
+
+
+def cost_rows(bench: Bench) -> list[tuple[str, float, str, float | None]]:
+    """Validating a file of 64 rows (every check, all rows replayed) beside generating it by the
+    same engine, wall time, float32; and the replay's computation as a share of generation's for the
+    rows that a run draws."""
     engine, one = bench.engine("float32", 64), bench.engine("float32", 1)
-    wide = Bench(max_output_tokens=OUTPUT_TOKENS, groups=4, samples=16)
+    wide = Bench(max_output_tokens=OUTPUT_TOKENS, folder=bench.folder)
     lease, plan = wide.lease(0)
 
-    def cpu(act: Callable[[], object]) -> float:
-        start = time.process_time()
+    def seconds(act: Callable[[], object]) -> float:
+        start = time.perf_counter()
         act()
-        return time.process_time() - start
+        return time.perf_counter() - start
 
     build.generate_rows(plan[:4], wide.run, engine)  # warms up
     made: list[Generation] = []
-    together = cpu(lambda: made.extend(build.generate_rows(plan, wide.run, engine)))
-    alone = cpu(lambda: build.generate_rows(plan[:2], wide.run, one)) * len(plan) / 2
+    together = seconds(lambda: made.extend(build.generate_rows(plan, wide.run, engine)))
+    alone = seconds(lambda: build.generate_rows(plan[:2], wide.run, one)) * len(plan) / 2
     file = wide.assemble(lease, plan, made, engine)
-    judged = cpu(lambda: wide.judge(file))
-    share = wide.run.replay_rows_micro / 1e6
+    wide.judge(file)
+    judged = min(seconds(lambda: wide.judge(file)) for _ in range(3))
+    share = RunDefinition.model_fields["replay_rows_micro"].default / MICRO
+    drawn = Bench(max_output_tokens=OUTPUT_TOKENS, folder=bench.folder, share=share)
+    shares = {
+        dtype: drawn.judge(
+            drawn.honest(0, bench.engine(dtype, 64))
+        ).statistics["compute_share"]
+        for dtype in ("float32", "bfloat16")
+    }  # fmt: skip
     return [
-        Row("validate_ratio_b64", together / judged, "× generating 64 together", 5, "higher"),
-        Row("validate_ratio_b1", alone / judged, "× generating one by one", 20, "higher"),
-        Row("validate_rows_s", len(plan) / judged, f"rows/s, {share:.0%} replayed"),
+        ("validate_ratio_b64", together / judged, "× generating 64 together, wall time", 5),
+        ("validate_ratio_b1", alone / judged, "× generating one by one, wall time", 20),
+        ("validate_rows_s", len(plan) / judged, "rows/s, all replayed, every check", None),
+        *(
+            (f"drawn_flops_{dtype}", found, f"of generation's, {share:.0%} of the rows", None)
+            for dtype, found in shares.items()
+        ),
     ]
 
 
-def run(quick: bool) -> list[Row]:
-    """All rows; `quick` takes one file an attack and few honest ones."""
-    bench = _bench()
-    files, honest_files = (1, 10) if quick else (25, 2500)
-    rows, honest = honest_rows(bench, honest_files)
-    if quick:
-        rows = [row for row in rows if row.name != "honest_sequences"]
-    for name in ATTACKS:
+def run(quick: bool, minutes: float | None = None, model: Path | None = None) -> list[Row]:
+    """All rows; `quick` takes one file an attack and few honest ones; `minutes` stops the work
+    after so many and reports what is there."""
+    units = Units(bench_of(model))
+    sequences, files = (QUICK_SEQUENCES, QUICK_FILES) if quick else (HONEST_SEQUENCES, ATTACK_FILES)
+    honest, attacks = honest_lines(sequences), attack_lines(files)
+    bases = dict(numbered(honest))
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    lines: list[Line] = [line for line in (*honest, *attacks) if limits_key(line) != "none"]
+    while (end is None or time.monotonic() < end) and (line := units.behind(lines)):
         started = time.monotonic()
-        rows += attack_rows(bench, honest, name, files, 100_000)
-        print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    return [*rows, *cost_rows(bench)]
+        try:
+            units.work(line, bases.get(line, 0))
+        except UnavailableError as error:
+            print(f"bench: {error}", file=sys.stderr, flush=True)
+            lines.remove(line)
+            continue
+        spent = time.monotonic() - started
+        print(
+            f"{line.name} {units.done(line)}/{line.aim}: {spent:.1f} s", file=sys.stderr, flush=True
+        )
+    found = {line.name: units.records(line) for line in (*honest, *attacks)}
+    reference = [
+        record
+        for line in honest
+        if line.name.startswith(REFERENCE_SETUP)
+        for record in found[line.name]
+    ]
+    rows = honest_rows({line.name: found[line.name] for line in honest}, sequences)
+    series = _series(reference)
+    for line in attacks:
+        if found[line.name]:
+            rows += attack_rows(line.name, found[line.name], series)
+        else:
+            bar = 0.99 if line.name in MUST_CATCH else None
+            rows.append(Row(f"caught_{line.name}", 0.0, "of 0 files: not reached", bar, "higher"))
+    costs = units.once("cost", lambda: cost_rows(units.bench))
+    return [*rows, *(Row(name, value, unit, bar, "higher") for name, value, unit, bar in costs)]

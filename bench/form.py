@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +40,7 @@ def result(name: str, rows: Sequence[Row], packages: Sequence[str], quick: bool)
     """The JSON object of one bench; `packages` are those whose versions matter."""
     return {
         "bench": name,
-        "commit": _commit(),
+        "commit": commit(),
         "quick": quick,
         "machine": {
             "cpu": _cpu(),
@@ -64,7 +65,9 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         print(f"{row['name']:26} {row['value']:14.4g} {row['unit']}{bar}{peer}{failed}")
 
 
-def _commit() -> str:
+@cache
+def commit() -> str:
+    """What git calls the state of the sources."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT, capture_output=True, text=True, check=False,

@@ -7,27 +7,21 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from bench.form import Row
 from bench.textmodel import text_model
 from protocol.core import encoding
-from protocol.core.errors import UnavailableError
 from protocol.core.ids import Digest
 from protocol.core.run import MICRO, RunDefinition
-from protocol.core.verdict import Outcome
 from protocol.engine.base import Engine, Generation
 from protocol.environments.base import Environment
 from protocol.environments.registry import environment_for
-from protocol.proofs import activations
 from protocol.verification import build
 from protocol.verification.build import PlannedRow
 from protocol.verification.calibrate import HonestFile, synthetic_lease, synthetic_run
 from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import FileRow, read_rollout_file, write_rollout_file
+from protocol.verification.rollout_file import FileRow, write_rollout_file
 from protocol.verification.verify import Finding, verify_file
 
 Change = Callable[[list[FileRow], Sequence[PlannedRow]], list[FileRow]]
-SETUPS = (("float32", 64), ("bfloat16", 64), ("float32", 1), ("bfloat16", 1))
-"""(dtype, batch size) of the plain engine."""
 
 
 @dataclass(frozen=True)
@@ -118,33 +112,3 @@ class Bench:
             draw_secret=encoding.sha256(b"bench" + secret.to_bytes(8, "big")),
             submission_digest=file.lease_digest,
         )
-
-
-def windows_in(file: HonestFile) -> int:
-    """Proof windows of a file."""
-    rows = read_rollout_file(file.data).rows
-    return sum(activations.windows_of(len(row.output_tokens)) for row in rows)
-
-
-def honest_windows(count: int) -> list[Row]:
-    """At least `count` windows made by other set-ups than the replaying one (another dtype, or the
-    same but one row at a time): how many lie in files that were rejected, and in how many files the
-    validator could not tell. All rows are replayed."""
-    bench = Bench(max_output_tokens=128)
-    made = rejected = number = 0
-    while made < count:
-        # Batches of one are slow: a file of them for every twenty of the others.
-        dtype, batch_rows = SETUPS[number % 2 if number % 21 else 2 + number // 21 % 2]
-        file = bench.honest(number, bench.engine(dtype, batch_rows))
-        finding = bench.judge(file)
-        windows = windows_in(file)
-        made += windows
-        number += 1
-        if finding.outcome is Outcome.REJECTED:
-            rejected += windows
-        elif finding.outcome is not Outcome.ACCEPTED:
-            raise UnavailableError(f"an honest file could not be judged: {finding.detail}")
-    setups = "plain float32 and bfloat16, batches of 64 and 1"
-    return [
-        Row("honest_windows_rejected", rejected, f"of {made}: {setups}; replayed in float32", 0)
-    ]

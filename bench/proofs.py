@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from bench.forgers import FORGERIES, accepted_on_model, passes
 from bench.form import ROOT, Row
-from bench.honest import honest_windows
+from bench.honest_files import honest_windows
 from bench.peers import peer_python
 from protocol.core.errors import MalformedError, UnavailableError
 from protocol.core.rollout import PROOF_WINDOW

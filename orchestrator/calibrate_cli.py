@@ -38,6 +38,13 @@ def calibrate(
         typer.Option(help="ENGINE=INTERPRETER of an engine installed elsewhere (vllm=PATH)."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    plain: Annotated[
+        bool, typer.Option(help="Measure the plain engine, or only those of --python.")
+    ] = True,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Earlier calibration whose other set-ups stay (of other machines, say)."),
+    ] = None,
     scale: Annotated[float, typer.Option(help="More or fewer files.", min=0.001)] = 1.0,
     objects: Annotated[
         Path | None, typer.Option(help="Folder of the pool's object store, to put it there too.")
@@ -51,6 +58,7 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
 ) -> None:
     """Measure honest drift of every set-up here; write (and sign) the limits that follow."""
+    from protocol.proofs.thresholds import load
     from protocol.verification.calibrate import calibrate as measure
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
@@ -64,7 +72,11 @@ def calibrate(
         prompt = f"Password of {wallet}: "
         signer = load_keystore(wallet, read_password(password_file, password_fd, prompt=prompt))
     found, left_out = measure(
-        model or [], python_of=_interpreters(python or []), device=device, scale=scale
+        model or [],
+        python_of=_interpreters(python or [], plain),
+        device=device,
+        scale=scale,
+        keep=load(keep) if keep is not None else None,
     )
     out.write_bytes(found.canonical())  # its SHA-256 is its name
     if objects is not None:
@@ -93,9 +105,9 @@ def calibrate(
     typer.echo(f"digest {found.digest()} → {out} (for the run definition: calibration = …)")
 
 
-def _interpreters(words: list[str]) -> dict[str, Path | None]:
-    """Engines to measure: plain here, and those that --python names."""
-    found: dict[str, Path | None] = {"plain": None}
+def _interpreters(words: list[str], plain: bool) -> dict[str, Path | None]:
+    """Engines to measure: plain here unless told otherwise, and those that --python names."""
+    found: dict[str, Path | None] = {"plain": None} if plain else {}
     for word in words:
         engine, _, path = word.partition("=")
         if engine not in ENGINES or not path:

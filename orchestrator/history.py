@@ -23,7 +23,12 @@ from protocol.core.run import RunDefinition
 NEWCOMER_FILES = 8
 FULL_EVERY = 16
 LEAST_FILES = 8
-SMOOTH = frozenset({"logprob_mean", "exponent", "sign", "mantissa", "sketch"})
+SMOOTH = frozenset(
+    {
+        *("logprob_mean", "exponent", "sign", "mantissa", "sketch"),
+        *("twin_logprob", "twin_mantissa", "twin_sketch"),
+    }
+)
 """Statistics whose means over files are nearly normal. Margins are nearly always 0, and maxima are
 not means: honest nodes lie 8 standard errors apart in them."""
 

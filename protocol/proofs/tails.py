@@ -7,7 +7,8 @@ threshold model of Pickands and Balkema–de Haan at shape 0) with the mean β o
     P(X > x) = ζ · exp(−(x − u)/β)          limit = u + β⁺ · ln(ζ / p)
 
 β⁺ = β · (1 + 2/√k) for k excesses: the upper end of what k values leave open. The limit is never
-below SAFETY × the largest value seen, nor below 1: what storage and dtype explain (thresholds.py).
+below SAFETY × the largest value seen, nor below `least`: 1 is what storage and dtype explain
+(thresholds.py).
 
 What it does not know: a tail heavier than exponential beyond what was measured.
 """
@@ -40,7 +41,7 @@ class Tail(Strict):
     largest: int = Field(ge=0)
     start: int = Field(ge=0)
     scale: int = Field(ge=0)
-    limit: int = Field(ge=MICRO)
+    limit: int = Field(ge=1)
 
     def chance(self, value: float) -> float:
         """Chance that an honest value exceeds `value`: at least LEAST_CHANCE, since nobody knows a
@@ -52,8 +53,9 @@ class Tail(Strict):
         return max(LEAST_CHANCE, known)
 
 
-def fit(values: Sequence[float], chance: float) -> Tail:
-    """The tail of honest `values` (each ≥ 0) and the limit exceeded with probability `chance`.
+def fit(values: Sequence[float], chance: float, least: float = 1.0) -> Tail:
+    """The tail of honest `values` (each ≥ 0) and the limit exceeded with probability `chance`, but
+    never below `least` (> 0).
 
     Raises MalformedError if there is no value, or one is not finite.
     """
@@ -64,7 +66,7 @@ def fit(values: Sequence[float], chance: float) -> Tail:
     excess = ordered[ordered > start] - start
     scale = float(excess.mean()) * (1 + 2 / math.sqrt(len(excess))) if len(excess) else 0.0
     largest = float(ordered[-1])
-    limit = max(1.0, SAFETY * largest, start + scale * math.log(max(1.0, SHARE / chance)))
+    limit = max(least, SAFETY * largest, start + scale * math.log(max(1.0, SHARE / chance)))
     return Tail(
         count=len(ordered),
         quantiles=tuple(_micro(float(np.percentile(ordered, q))) for q in QUANTILES),

@@ -9,7 +9,7 @@ the distribution of each statistic over rows and over files, as a multiple of wh
 one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than the
 replay's, the drift that this dtype itself makes on the very same rows (`reference`). So
 
-    limit = limit ratio × (floor + reference)          limit ratio ≥ 1: see tails.py
+    limit = limit ratio × √(floor² + reference²)       limit ratio: see tails.py
 
 The reference makes limits independent of the model. Limit ratios are extrapolated to the chance of
 a false accusation that the calibration aims at, AIM a file. A set-up that is not in the file has no
@@ -31,7 +31,7 @@ from protocol.core import encoding
 from protocol.core.errors import MalformedError
 from protocol.core.ids import Digest
 from protocol.core.signing import Strict
-from protocol.proofs.tails import Tail
+from protocol.proofs.tails import MICRO, Tail
 
 SHIPPED = Path(__file__).with_name("calibration.json")
 AIM = 1e-6
@@ -48,10 +48,21 @@ FLOORS: Mapping[str, float] = {
     "mantissa": 1.0,  # one unit in the last of 7 bits
     "sketch": 2.0**-7,  # two roundings to bf16
 }
-"""What storage and float32 alone may do. Also the names of all statistics that are judged."""
-STATISTICS = tuple(FLOORS)
+"""What storage and float32 alone may do."""
+TWIN: Mapping[str, str] = {
+    "twin_margin": "margin_mean",
+    "twin_logprob": "logprob_mean",
+    "twin_mantissa": "mantissa",
+    "twin_sketch": "sketch",
+}
+"""Statistics against the replay in the file's own dtype, by the one against the verifier's dtype
+whose floor and reference they share. Honest ones lie far below these where kernels agree."""
+STATISTICS = (*FLOORS, *TWIN)
+"""Names of all statistics that are judged."""
 FILE_ROWS = 8
 """File statistics were calibrated on this many rows; with fewer drawn, only rows are judged."""
+LONG_TOKENS = 1024
+"""With so many tokens replayed, means are held to the tighter limits of long files as well."""
 MARGIN_CAP = 4.0
 """One token counts for at most this much in `margin_mean`."""
 LOGPROB_CAP = 2.0
@@ -62,18 +73,29 @@ BROKEN: Mapping[str, float] = {"exponent": 1 / 3, "sign": 1 / 4, "sketch": 0.7}
 """Beyond these, proof or sketch is no relative of the policy's states (unrelated ones: nearly 1,
 1/2, √2). They accuse nobody; they tell made-up evidence from other weights."""
 
+UNSUSPECTED = 1.5
+"""Times the largest honest sketch distance seen: states that are farther off are suspect."""
+
+LEAST_TWIN = 0.1
+"""Least limit ratio of the statistics of TWIN, where the file's dtype is not the verifier's."""
+
 EXTRAPOLATION = (
     "exponential tail above the 90 % quantile of each statistic's honest ratios, its mean taken "
-    "at the upper end of two standard errors; at least 1.25 times the largest ratio, and 1"
+    "at the upper end of two standard errors; at least 1.25 times the largest ratio, and 1 "
+    f"({LEAST_TWIN:g} for comparisons in the file's own dtype)"
 )
 
-Scope = Literal["row", "file"]
+Scope = Literal["row", "file", "long"]
+"""One row; FILE_ROWS rows or more together; these if they have LONG_TOKENS tokens or more."""
+SCOPES: tuple[Scope, ...] = ("row", "file", "long")
 
 
 def chance_of_one(scope: Scope) -> float:
     """The share of AIM that one statistic of one row, or of one file, may use up: half for rows,
-    half for files."""
-    return AIM / 2 / len(STATISTICS) / (ROWS_OF_A_FILE if scope == "row" else 1)
+    a quarter for files of any length, a quarter for long ones."""
+    if scope == "row":
+        return AIM / 2 / len(STATISTICS) / ROWS_OF_A_FILE
+    return AIM / 4 / len(STATISTICS)
 
 
 @dataclass(frozen=True)
@@ -89,15 +111,22 @@ NO_REFERENCE = Reference(row={}, file={})
 
 
 def explained(name: str, drift: Mapping[str, float]) -> float:
-    """What storage and dtype explain of a statistic."""
-    return FLOORS[name] + drift.get(name, 0.0)
+    """What storage and dtype explain of a statistic: two independent errors, so in quadrature."""
+    of = TWIN.get(name, name)
+    return math.hypot(FLOORS[of], drift.get(of, 0.0))
+
+
+def least_ratio(name: str, dtype: str, replay_dtype: str) -> float:
+    """What a statistic's limit ratio is at least, whatever was measured."""
+    return LEAST_TWIN if name in TWIN and dtype != replay_dtype else 1.0
 
 
 class SetupLimits(Strict):
     """Honest drift of one set-up, over `rows` rows in `files` files, made in `batches` of so many
     rows.
 
-    `row`, `file`: statistic → distribution of honest value / (floor + reference).
+    `row`, `file`, `long`: statistic → distribution of honest value / √(floor² + reference²). What
+    is not there was not measured, and is not judged.
     """
 
     engine: str
@@ -109,27 +138,37 @@ class SetupLimits(Strict):
     tokens: int = Field(ge=1)
     row: dict[str, Tail]
     file: dict[str, Tail]
+    long: dict[str, Tail] = Field(default_factory=dict)
 
     def limits(self, reference: Reference) -> Limits:
         """Limits for a file whose dtype alone makes the drift `reference`."""
-        row, file = (
-            {name: tails[name].limit / 1e6 * explained(name, drift) for name in STATISTICS}
-            for tails, drift in ((self.row, reference.row), (self.file, reference.file))
-        )
-        largest = self.file["sketch"].largest / 1e6
-        honest_sketch = 2 * largest * explained("sketch", reference.file)
+        tails: dict[Scope, Mapping[str, Tail]] = {
+            "row": self.row,
+            "file": self.file,
+            "long": self.long,
+        }
+        drifts = {"row": reference.row, "file": reference.file, "long": reference.file}
         return Limits(
-            row=row,
-            file=file,
-            honest_sketch=honest_sketch,
-            tails={"row": self.row, "file": self.file},
+            of={
+                scope: {
+                    name: tail.limit / MICRO * explained(name, drifts[scope])
+                    for name, tail in of_scope.items()
+                }
+                for scope, of_scope in tails.items()
+            },
+            honest={
+                name: UNSUSPECTED * tail.largest / MICRO * explained(name, reference.file)
+                for name, tail in self.file.items()
+                if name in ("sketch", "twin_sketch")
+            },
+            tails=tails,
         )
 
 
 class Calibration(Strict):
     """What was measured, on what, by which replaying set-up. Named by its SHA-256."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     replay_engine: str
     replay_dtype: str
     source: str
@@ -156,39 +195,38 @@ class Calibration(Strict):
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest value of each statistic that is still called honest, of a row and of a file.
+    """`of`: the largest value of each statistic that is still called honest, by scope; what has no
+    limit is not judged.
 
-    `honest_sketch`: sketch distance that honest states stay below even if `file` allows more; it
-    accuses nobody, but tells weights from log-probabilities.
+    `honest`: sketch distances that honest states stay below even if a limit allows more; they
+    accuse nobody, but tell weights from log-probabilities.
     """
 
-    row: Mapping[str, float]
-    file: Mapping[str, float]
-    honest_sketch: float
+    of: Mapping[Scope, Mapping[str, float]]
+    honest: Mapping[str, float] = field(default_factory=dict)
     tails: Mapping[Scope, Mapping[str, Tail]] = field(default_factory=dict)
 
     def honest_chance(self, name: str, value: float, scope: Scope, trials: int) -> float:
         """Chance that an honest file reaches `value` in one of its `trials` rows (1 for the file as
         a whole), all statistics together; 1 if no distribution is known."""
-        if scope not in self.tails or math.isnan(value):
+        tail = self.tails.get(scope, {}).get(name)
+        if tail is None or math.isnan(value):
             return 1.0
-        limits = self.row if scope == "row" else self.file
-        tail = self.tails[scope][name]
-        ratio = value / limits[name] * tail.limit / 1e6
+        ratio = value / self.of[scope][name] * tail.limit / MICRO
         return min(1.0, tail.chance(ratio) * trials * len(STATISTICS))
 
     def named(self) -> dict[str, float]:
-        """All limits, as "row.sketch", "file.sketch", …"""
+        """All limits, as "row.sketch", "file.sketch", "long.sketch", …"""
         return {
-            f"{scope}.{name}": limits[name]
-            for scope, limits in (("row", self.row), ("file", self.file))
-            for name in STATISTICS
+            f"{scope}.{name}": limit
+            for scope, limits in self.of.items()
+            for name, limit in limits.items()
         }
 
     def exceeded(self, statistics: Mapping[str, float], scope: Scope) -> set[str]:
         """Names of the statistics beyond their limit. A NaN is beyond every limit."""
-        limits = self.row if scope == "row" else self.file
-        return {name for name in STATISTICS if not statistics[name] <= limits[name]}
+        limits = self.of.get(scope, {})
+        return {name for name, limit in limits.items() if not statistics[name] <= limit}
 
 
 def load(path: Path) -> Calibration:

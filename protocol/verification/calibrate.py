@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from protocol.core.errors import UnavailableError
@@ -27,13 +28,15 @@ from protocol.environments.registry import environment_for
 from protocol.proofs import tails
 from protocol.proofs.thresholds import (
     FILE_ROWS,
-    NO_REFERENCE,
+    SCOPES,
     STATISTICS,
     Calibration,
     Reference,
+    Scope,
     SetupLimits,
     chance_of_one,
     explained,
+    least_ratio,
 )
 from protocol.verification import replay
 from protocol.verification.build import plan_rows
@@ -44,6 +47,7 @@ from protocol.verification.setups import (
     Job,
     Setup,
     generate,
+    run_of,
     synthetic_lease,
     synthetic_run,
 )
@@ -51,19 +55,30 @@ from protocol.verification.setups import (
 __all__ = ["HonestFile", "calibrate", "replay_rows", "synthetic_lease", "synthetic_run"]
 
 log = logging.getLogger(__name__)
-BATCH_FILES = {64: 40, 16: 16, 1: 2}
-"""Rows generated together → files of 64 rows measured, for each model, dtype and length."""
-LENGTHS = (24, 80)
-"""Output limits in tokens: rows of one proof window, and of three."""
+BATCH_FILES = {64: 40, 1: 16}
+"""Rows generated together → files measured (of 64 rows, or 8 in batches of 1) for each model, dtype
+and length."""
+LENGTHS = (24, 80, 160)
+"""Output limits in tokens: rows of one proof window, of three, and of five, FILE_ROWS of which are a
+long file; a length that a model has no positions for is left out."""
 DTYPES = ("float32", "bfloat16")
+REPLAY_DTYPE = "float32"
+OTHER_CPUS = (
+    (("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),),
+    (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx2")),
+)
+"""Settings under which this machine computes as others do that lack its newest instructions: their
+files are measured too, in the largest batches, one for every OTHERS_SHARE of its own."""
+OTHERS_SHARE = 4
 
 
 @dataclass
 class _Measured:
     """Honest ratios of one set-up's rows and files, by statistic."""
 
-    row: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    file: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ratios: dict[Scope, dict[str, list[float]]] = field(
+        default_factory=lambda: {scope: defaultdict(list) for scope in SCOPES}
+    )
     batches: set[int] = field(default_factory=set)
     device: str = ""
     engine: str = ""
@@ -80,8 +95,10 @@ class _Measured:
             together = replay.combine(members)
             for name in STATISTICS:
                 scale = explained(name, reference.row)
-                self.row[name] += [row.values[name] / scale for row in members]
-                self.file[name].append(together[name] / explained(name, reference.file))
+                self.ratios["row"][name] += [row.values[name] / scale for row in members]
+                for scope in replay.file_scopes(members):
+                    ratio = together[name] / explained(name, reference.file)
+                    self.ratios[scope][name].append(ratio)
 
 
 def replay_rows(
@@ -94,14 +111,22 @@ def replay_rows(
     found, references = [], []
     for start in range(0, len(file.rows), FILE_ROWS):
         numbers = range(start, start + FILE_ROWS)
-        replays = replay.Replayed(verifier, run, honest.lease_digest, numbers, plan, file.rows)
-        found += replays.measure()
         twin = verifier.twin(file.metadata.dtype)
-        references.append(replays.reference(twin) if twin is not verifier else NO_REFERENCE)
+        replays = replay.Replayed(
+            verifier, run, honest.lease_digest, numbers, plan, file.rows, twin
+        )
+        found += replays.measure()
+        references.append(replays.reference())
     return found, references
 
 
 def _limits(dtype: str, measured: _Measured) -> SetupLimits:
+    def fit(scope: Scope) -> dict[str, tails.Tail]:
+        return {
+            name: tails.fit(found, chance_of_one(scope), least_ratio(name, dtype, REPLAY_DTYPE))
+            for name, found in measured.ratios[scope].items()
+        }
+
     return SetupLimits(
         engine=measured.engine,
         dtype=dtype,
@@ -110,8 +135,9 @@ def _limits(dtype: str, measured: _Measured) -> SetupLimits:
         rows=measured.rows,
         files=measured.files,
         tokens=measured.tokens,
-        row={n: tails.fit(measured.row[n], chance_of_one("row")) for n in STATISTICS},
-        file={n: tails.fit(measured.file[n], chance_of_one("file")) for n in STATISTICS},
+        row=fit("row"),
+        file=fit("file"),
+        long=fit("long"),
     )
 
 
@@ -122,9 +148,12 @@ def calibrate(
     device: str = "cpu",
     dtypes: Sequence[str] | None = None,
     scale: float = 1.0,
+    keep: Calibration | None = None,
 ) -> tuple[Calibration, list[str]]:
     """(calibration, set-ups that do not run here with the reason).
 
+    `keep`: an earlier calibration (of another machine, or other engines), whose set-ups stay unless
+    they are measured again.
     `python_of`: engine → its interpreter (None: this one). `scale` multiplies the number of files.
     Every set-up is measured on each of `models` and on tiny random ones, and replayed in float32 on
     `device`. Raises UnavailableError if a model does not load, or no set-up runs.
@@ -134,23 +163,36 @@ def calibrate(
     with tempfile.TemporaryDirectory() as scratch:
         folders = [*models, *tiny_models(Path(scratch))]
         verifiers = {model: load_engine(model, device=device, threads=1) for model in folders}
+        others = OTHER_CPUS if device == "cpu" else ()
         for engine, python in python_of.items():
-            for dtype in dtypes or DTYPES:
-                setup = Setup(engine, dtype, device, python)
+            for dtype, settings in product(dtypes or DTYPES, ((), *others)):
+                setup = Setup(engine, dtype, device, python, settings)
+                share = scale / OTHERS_SHARE if settings else scale
                 try:
-                    _measure(setup, verifiers, scale, measured[engine, dtype])
+                    _measure(setup, verifiers, share, measured[engine, dtype])
                 except UnavailableError as error:
                     log.warning("left out: %s", error)
                     left_out.append(str(error))
     setups = [_limits(dtype, found) for (_, dtype), found in measured.items() if found.files]
     if not setups:
         raise UnavailableError("no set-up runs here: " + "; ".join(left_out))
-    names = ", ".join([*(model.name for model in models), "2 tiny random models"])
+    source = ", ".join([*(model.name for model in models), "2 tiny random models"])
+    source += f"; {platform.machine()}, {device}"
+    replay_engine = next(iter(verifiers.values())).name
+    if keep is not None:
+        if (keep.replay_engine, keep.replay_dtype) != (replay_engine, REPLAY_DTYPE):
+            raise UnavailableError(
+                f"the calibration to keep is for replays by {keep.replay_engine} in "
+                f"{keep.replay_dtype}, this one for {replay_engine} in {REPLAY_DTYPE}"
+            )
+        again = {(setup.engine, setup.dtype, setup.device) for setup in setups}
+        setups += [s for s in keep.setups if (s.engine, s.dtype, s.device) not in again]
+        source = source if keep.source == source else f"{source}; kept: {keep.source}"
     calibration = Calibration(
-        replay_engine=next(iter(verifiers.values())).name,
-        replay_dtype="float32",
-        source=f"{names}; {platform.machine()}, {device}",
-        setups=tuple(setups),
+        replay_engine=replay_engine,
+        replay_dtype=REPLAY_DTYPE,
+        source=source,
+        setups=tuple(sorted(setups, key=lambda s: (s.engine, s.dtype, s.device))),
     )
     return calibration, left_out
 
@@ -160,10 +202,11 @@ def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: _M
         Job(model, batch_rows, max(1, round(files * scale)))
         for model in verifiers
         for batch_rows, files in BATCH_FILES.items()
+        if not setup.settings or batch_rows == max(BATCH_FILES)
     ]
-    log.info("%s: %d files", setup.words, len(LENGTHS) * sum(job.files for job in jobs))
+    log.info("%s: %d files a length", setup.words, sum(job.files for job in jobs))
     for job, length, honest in generate(setup, jobs, LENGTHS):
-        run = synthetic_run(length)
+        run = run_of(job, length)
         into.add(*replay_rows(honest, run, environment_for(run), verifiers[job.model]))
         made = read_rollout_file(honest.data).metadata
         into.engine, into.device = made.engine, made.device

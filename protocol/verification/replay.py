@@ -1,13 +1,15 @@
 """Replay of drawn rows: the statistics of each, and what they say together.
 
-    Replayed    drawn rows through the verifier's engine, one prefill for all of them
+    Replayed    drawn rows through the verifier's engine, and through its twin in the file's dtype
     .measure    … against what the file claims           → RowStatistics
-    .reference  … against the same policy in the file's dtype → drift that this dtype explains
+    .reference  … against each other                     → drift that this dtype explains
     combine     rows → statistics of the file            (means by token or window, maxima)
     accuse      statistics + limits → Accusation | None  (pure)
 
 A file made in another dtype than the verifier's is held to a multiple of the drift that the dtype
-itself makes on the very same rows, so that no number depends on the model.
+itself makes on the very same rows, so that no number depends on the model. It is also compared with
+the twin: honest rounding falls where the twin's does wherever the kernels agree, so what other
+weights change shows above far less drift.
 """
 
 from __future__ import annotations
@@ -29,19 +31,23 @@ from protocol.proofs.thresholds import (
     BROKEN,
     FILE_ROWS,
     LOGPROB_CAP,
+    LONG_TOKENS,
     MARGIN_CAP,
+    NO_REFERENCE,
     SIGNIFICANCE,
+    TWIN,
     Limits,
     Reference,
+    Scope,
 )
 from protocol.verification.build import PlannedRow, sketch_keys
 from protocol.verification.rollout_file import FileRow
 
 _MAXIMA = frozenset({"margin_max", "logprob_max"})
-_BY_WINDOW = frozenset({"exponent", "sign", "mantissa", "sketch"})
-_SAMPLING = frozenset({"margin_mean", "margin_max"})
-_STATES = frozenset({"exponent", "sign", "mantissa"})
-_LOGPROBS = frozenset({"logprob_mean", "logprob_max"})
+_BY_WINDOW = frozenset({"exponent", "sign", "mantissa", "sketch", "twin_mantissa", "twin_sketch"})
+_SAMPLING = frozenset({"margin_mean", "margin_max", "twin_margin"})
+_STATES = frozenset({"exponent", "sign", "mantissa", "sketch", "twin_mantissa", "twin_sketch"})
+_LOGPROBS = frozenset({"logprob_mean", "logprob_max", "twin_logprob"})
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,18 @@ class _Claim:
     sketches: NDArray[np.uint16]
 
 
+@dataclass(frozen=True)
+class _Side:
+    """What one engine makes of the rows: replay, flattened windows and sketches of each."""
+
+    replays: Sequence[Replay]
+    windows: Sequence[Sequence[NDArray[np.uint16]]]
+    sketches: Sequence[NDArray[np.uint16]]
+
+
 class Replayed:
-    """The rows `numbers` of a file, replayed by `engine`.
+    """The rows `numbers` of a file, replayed by `engine` and by `twin`, the same policy in the
+    file's own dtype (`engine` itself if that is its dtype, or one that it cannot compute in).
 
     `rows` have passed the structural checks: prompts as planned, proofs that decode. Raises
     MalformedError if a row does not fit the model.
@@ -93,62 +109,75 @@ class Replayed:
         numbers: Sequence[int],
         plan: Sequence[PlannedRow],
         rows: Sequence[FileRow],
+        twin: Engine,
     ) -> None:
         self._numbers = numbers
         self._temperature = run.temperature
         self._rows = [rows[i] for i in numbers]
-        self._requests = [
-            ReplayRequest(plan[i].prompt_tokens, rows[i].output_tokens, plan[i].noise_key)
-            for i in numbers
-        ]
-        self._replays = engine.replay(self._requests, run.temperature)
         seed = seeds.lease_seed(lease_digest)
         self._keys = [
             sketch_keys(seed, row.group, row.sample, row.output_tokens) for row in self._rows
         ]
-        self._windows = [activations.split_windows(replay.states) for replay in self._replays]
-        self._sketches = [
-            sketch.build(windows, keys)
-            for windows, keys in zip(self._windows, self._keys, strict=True)
+        requests = [
+            ReplayRequest(plan[i].prompt_tokens, rows[i].output_tokens, plan[i].noise_key)
+            for i in numbers
         ]
+        self._own = self._side(engine, requests)
+        self._twin = self._own
+        if twin is not engine:
+            asked = [
+                replace(request, rivals=tuple(own.rivals.tolist()))
+                for request, own in zip(requests, self._own.replays, strict=True)
+            ]
+            self._twin = self._side(twin, asked)
 
-    @staticmethod
-    def _claim(replay: Replay, keys: Sequence[bytes]) -> _Claim:
-        windows = activations.split_windows(replay.states)
+    def _side(self, engine: Engine, requests: Sequence[ReplayRequest]) -> _Side:
+        replays = engine.replay(requests, self._temperature)
+        windows = [activations.split_windows(replay.states) for replay in replays]
+        sketches = [
+            sketch.build(of_row, keys) for of_row, keys in zip(windows, self._keys, strict=True)
+        ]
+        return _Side(replays, windows, sketches)
+
+    def _claimed(self, i: int) -> _Claim:
+        """What the file says of its i-th replayed row."""
+        row, windows = self._rows[i], self._own.windows[i]
+        packed = activations.unpack(row.proofs, len(windows))
+        proofs = [
+            activations.decode(proof, len(window))
+            for proof, window in zip(packed, windows, strict=True)
+        ]
+        return _Claim(row.logprobs, proofs, sketch.decode(row.sketch, len(windows)))
+
+    def _twins_claim(self, i: int) -> _Claim:
+        """What the twin would say of it."""
+        windows = self._twin.windows[i]
         proofs = [
             activations.decode(proof, len(window))
             for proof, window in zip(activations.build(windows), windows, strict=True)
         ]
-        return _Claim(replay.logprobs, proofs, sketch.build(windows, keys))
+        return _Claim(self._twin.replays[i].logprobs, proofs, self._twin.sketches[i])
 
     def measure(self) -> list[RowStatistics]:
         """What the file claims, against the replay."""
         found = []
         for i, row in enumerate(self._rows):
-            replay = self._replays[i]
-            windows = self._windows[i]
-            packed = activations.unpack(row.proofs, len(windows))
-            claim = _Claim(
-                row.logprobs,
-                [
-                    activations.decode(proof, len(window))
-                    for proof, window in zip(packed, windows, strict=True)
-                ],
-                sketch.decode(row.sketch, len(windows)),
-            )
+            replay = self._own.replays[i]
+            claim = self._claimed(i)
             drawn = sampling.match_sampling(replay.margins, MARGIN_CAP)
+            values = {
+                "margin_mean": drawn.margin_mean,
+                "margin_max": drawn.margin_max,
+                **self._compare(claim, self._own, i),
+            }
             last_margin = float(replay.margins[-1])
             found.append(
                 RowStatistics(
                     number=self._numbers[i],
                     tokens=len(row.output_tokens),
-                    windows=len(windows),
+                    windows=len(self._keys[i]),
                     equal=drawn.equal,
-                    values={
-                        "margin_mean": drawn.margin_mean,
-                        "margin_max": drawn.margin_max,
-                        **self._compare(claim, i),
-                    },
+                    values={**values, **self._against_twin(claim, values, i)},
                     inner_margin=float(replay.margins[:-1].max(initial=0.0)),
                     ends_early=row.finish_reason == "end"
                     and not sampling.ends_plausibly(replay.end_probability, last_margin, 0.0),
@@ -158,44 +187,56 @@ class Replayed:
             )
         return found
 
+    def _against_twin(self, claim: _Claim, values: Mapping[str, float], i: int) -> dict[str, float]:
+        """The statistics of TWIN: those of the same claim against the twin's replay."""
+        if self._twin is not self._own:
+            margins = self._twin.replays[i].margins
+            drawn = sampling.match_sampling(margins, MARGIN_CAP)
+            values = {
+                "margin_mean": drawn.margin_mean,
+                **self._compare(claim, self._twin, i),
+            }
+        return {name: values[of] for name, of in TWIN.items()}
+
     def by_window(self, i: int) -> dict[str, NDArray[np.float64]]:
-        """What the file's i-th replayed row claims against the replay, window by window: arrays
-        [windows], means of tokens where a statistic is one of tokens. For benches."""
-        row, replay, windows = self._rows[i], self._replays[i], self._windows[i]
-        packed = activations.unpack(row.proofs, len(windows))
-        proofs = [activations.decode(p, len(w)) for p, w in zip(packed, windows, strict=True)]
-        match = activations.verify(proofs, windows)
-        claimed = sketch.decode(row.sketch, len(windows))
+        """What the file's i-th replayed row claims against replay and twin, window by window:
+        arrays [windows], means of tokens where a statistic is one of tokens. For benches."""
+        row, claim = self._rows[i], self._claimed(i)
         starts = np.arange(0, len(row.output_tokens), PROOF_WINDOW)
         lengths = np.diff(np.append(starts, len(row.output_tokens)))
-        gap = np.abs(row.logprobs.astype(np.float64) - replay.logprobs)
+        found: dict[str, NDArray[np.float64]] = {}
+        for prefix, side in (("", self._own), ("twin_", self._twin)):
+            replay = side.replays[i]
+            match = activations.verify(claim.proofs, side.windows[i])
+            gap = np.abs(row.logprobs.astype(np.float64) - replay.logprobs)
+            margins = np.minimum(replay.margins, MARGIN_CAP).astype(np.float64)
+            of_side = {
+                "margin": np.add.reduceat(margins, starts) / lengths,
+                "logprob": np.add.reduceat(np.minimum(gap, LOGPROB_CAP), starts) / lengths,
+                "exponent": match.exponent,
+                "sign": match.sign,
+                "mantissa": match.mantissa,
+                "sketch": sketch.distances(claim.sketches, side.sketches[i]),
+            }
+            found |= {prefix + name: values for name, values in of_side.items()}
+        return found
 
-        def means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-            return np.add.reduceat(values, starts) / lengths
+    def reference(self) -> Reference:
+        """Drift between twin and replay: what the file's dtype alone explains; none if they are
+        one.
 
-        return {
-            "margin": means(np.minimum(replay.margins, MARGIN_CAP).astype(np.float64)),
-            "logprob": means(np.minimum(gap, LOGPROB_CAP)),
-            "exponent": match.exponent,
-            "sign": match.sign,
-            "mantissa": match.mantissa,
-            "sketch": sketch.distances(claimed, self._sketches[i]),
-        }
-
-    def reference(self, twin: Engine) -> Reference:
-        """Drift between `twin` (the same policy in another dtype) and the replay.
-
-        A margin is at most the difference of two engines' contrasts, so these stand in for it.
+        Margins: a claimed token's lies below 0 by as much as two engines' contrasts differ at most,
+        so the largest difference stands in for `margin_max`. A difference δ tips a token whose
+        rival is closer than δ, by δ/2 on average; rivals lie less dense than one a unit (Gumbel
+        noise), so the mean of δ²/2 stands in for `margin_mean`.
         """
-        asked = [
-            replace(request, rivals=tuple(own.rivals.tolist()))
-            for request, own in zip(self._requests, self._replays, strict=True)
-        ]
+        if self._twin is self._own:
+            return NO_REFERENCE
         rows = []
-        for i, other in enumerate(twin.replay(asked, self._temperature)):
-            values = self._compare(self._claim(other, self._keys[i]), i)
-            drift = np.abs(other.contrasts.astype(np.float64) - self._replays[i].contrasts)
-            values["margin_mean"] = float(np.minimum(drift, MARGIN_CAP).mean())
+        for i, other in enumerate(self._twin.replays):
+            values = self._compare(self._twins_claim(i), self._own, i)
+            drift = np.abs(other.contrasts.astype(np.float64) - self._own.replays[i].contrasts)
+            values["margin_mean"] = float((np.minimum(drift, MARGIN_CAP) ** 2).mean() / 2)
             values["margin_max"] = float(drift.max())
             tokens, windows = len(other.logprobs), len(self._keys[i])
             rows.append(RowStatistics(i, tokens, windows, 1.0, values, 0.0, False, 0, 0.0))
@@ -205,11 +246,10 @@ class Replayed:
         worst["margin_mean"], worst["logprob_mean"] = worst["margin_max"], worst["logprob_max"]
         return Reference(row=worst, file=together)
 
-    def _compare(self, claim: _Claim, i: int) -> dict[str, float]:
-        replay = self._replays[i]
-        match = activations.verify(claim.proofs, self._windows[i])
-        distance = sketch.distances(claim.sketches, self._sketches[i])
-        gap = np.abs(claim.logprobs.astype(np.float64) - replay.logprobs)
+    def _compare(self, claim: _Claim, side: _Side, i: int) -> dict[str, float]:
+        match = activations.verify(claim.proofs, side.windows[i])
+        distance = sketch.distances(claim.sketches, side.sketches[i])
+        gap = np.abs(claim.logprobs.astype(np.float64) - side.replays[i].logprobs)
         return {
             "logprob_mean": float(np.minimum(gap, LOGPROB_CAP).mean()),
             "logprob_max": float(gap.max()),
@@ -241,13 +281,20 @@ def combine(rows: Sequence[RowStatistics]) -> dict[str, float]:
     return result
 
 
+def file_scopes(rows: Sequence[RowStatistics]) -> tuple[Scope, ...]:
+    """By which limits these rows are judged together."""
+    if len(rows) < FILE_ROWS:
+        return ()
+    return ("file", "long") if sum(row.tokens for row in rows) >= LONG_TOKENS else ("file",)
+
+
 def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
     """The lie that the replayed rows show beyond the limits, or None.
 
     States are judged before sampling: other weights also change what is sampled.
     """
     together = combine(rows)
-    file_excess = limits.exceeded(together, "file") if len(rows) >= FILE_ROWS else set()
+    file_excess = {name for scope in file_scopes(rows) for name in limits.exceeded(together, scope)}
     row_excess = {row.number: limits.exceeded(row.values, "row") for row in rows}
     bad = [row for row in rows if row_excess[row.number]] or list(rows)
     excess = file_excess.union(*row_excess.values())
@@ -259,11 +306,11 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
         where += (
             f"; an honest file does so with a chance below {_chance(rows, together, limits):.0e}"
         )
-    if excess & _STATES or "sketch" in excess:
+    if excess & _STATES:
         return Accusation(_states_reason(excess, bad), where)
     if excess & _SAMPLING:
         inner = max(row.inner_margin for row in rows)
-        if inner <= limits.row["margin_max"] and any(row.ends_early for row in bad):
+        if inner <= limits.of["row"]["margin_max"] and any(row.ends_early for row in bad):
             return Accusation(Reason.EARLY_END, where)
         if together["tail_probability"] < SIGNIFICANCE:
             return Accusation(Reason.TWO_HUMPED, where)
@@ -271,7 +318,7 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
     if together["tail_probability"] < SIGNIFICANCE:
         return Accusation(Reason.TWO_HUMPED, f"tail probability {together['tail_probability']:.3g}")
     if excess & _LOGPROBS:
-        drifted = together["sketch"] > limits.honest_sketch
+        drifted = any(together[name] > most for name, most in limits.honest.items())
         reason = Reason.WRONG_ACTIVATIONS if drifted else Reason.TAMPERED_LOGPROBS
         return Accusation(reason, where)
     return None
@@ -284,11 +331,11 @@ def _chance(rows: Sequence[RowStatistics], together: Mapping[str, float], limits
         for row in rows
         for name in limits.exceeded(row.values, "row")
     ]
-    if len(rows) >= FILE_ROWS:
-        chances += [
-            limits.honest_chance(name, together[name], "file", 1)
-            for name in limits.exceeded(together, "file")
-        ]
+    chances += [
+        limits.honest_chance(name, together[name], scope, 1)
+        for scope in file_scopes(rows)
+        for name in limits.exceeded(together, scope)
+    ]
     return min(chances, default=1.0)
 
 
@@ -297,7 +344,7 @@ def _states_reason(excess: set[str], bad: Sequence[RowStatistics]) -> Reason:
     what is made up is broken alone, or beside tokens that are right."""
     mean = {name: float(np.mean([row.values[name] for row in bad])) for name in BROKEN}
     sketch_broken = mean["sketch"] > BROKEN["sketch"]
-    proof_broken = any(mean[name] > BROKEN[name] for name in _STATES & BROKEN.keys())
+    proof_broken = any(mean[name] > BROKEN[name] for name in BROKEN.keys() - {"sketch"})
     if sketch_broken != proof_broken:
         return Reason.WRONG_SKETCH if sketch_broken else Reason.FORGED_PROOF
     if proof_broken and not excess & (_SAMPLING | _LOGPROBS):

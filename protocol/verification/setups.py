@@ -7,13 +7,15 @@ lives in an environment of its own).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from protocol.core import encoding
 from protocol.core.errors import PrimeError, UnavailableError
@@ -26,6 +28,8 @@ from protocol.verification.engines import load_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 3600
+PROMPT_TOKENS = 32
+"""Positions left for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,19 @@ class HonestFile:
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to generate. `python` None: in this process."""
+    """One way to generate. `python` None: this interpreter, and this process if no `settings`
+    (environment variables) are asked for."""
 
     engine: str
     dtype: str
     device: str = "cpu"
     python: Path | None = None
+    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def words(self) -> str:
-        return f"{self.engine} {self.dtype} on {self.device}"
+        settings = "".join(f", {name}={value}" for name, value in self.settings)
+        return f"{self.engine} {self.dtype} on {self.device}{settings}"
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,15 @@ class Job:
     files: int
 
 
-def synthetic_run(max_output_tokens: int, temperature_micro: int = 1_000_000) -> RunDefinition:
-    """A run of the reverse task: 4 groups of 16 a lease. For calibration, tests and benches."""
+def synthetic_run(
+    max_output_tokens: int,
+    temperature_micro: int = 1_000_000,
+    *,
+    groups: int = 4,
+    samples: int = 16,
+) -> RunDefinition:
+    """A run of the reverse task: `groups` of `samples` rows a lease. For calibration, tests and
+    benches."""
     budgets = LengthBudgets(by_class={"1": (2, 6, 10, 14)}, penalty_micro=150_000)
     return RunDefinition(
         name="synthetic",
@@ -69,8 +83,8 @@ def synthetic_run(max_output_tokens: int, temperature_micro: int = 1_000_000) ->
         environment=environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=0),
         temperature_micro=temperature_micro,
         max_output_tokens=max_output_tokens,
-        samples_per_group=16,
-        groups_per_lease=4,
+        samples_per_group=samples,
+        groups_per_lease=groups,
         groups_per_batch=32,
         budgets=budgets,
         task=Task(image="none"),
@@ -102,42 +116,77 @@ def synthetic_lease(run: RunDefinition, number: int, policy_version: int = 0) ->
     return HonestFile(b"", signed, encoding.sha256(lease.model_dump_json().encode()))
 
 
+def run_of(job: Job, length: int) -> RunDefinition:
+    """The run of a job's files: of 64 rows, or of 8 where rows are generated one by one."""
+    return (
+        synthetic_run(length, groups=2, samples=4) if job.batch_rows == 1 else synthetic_run(length)
+    )
+
+
+def fitting(model: Path, lengths: Sequence[int]) -> list[int]:
+    """Those output limits that the model in the folder has positions for, beside a prompt's.
+
+    Raises UnavailableError if the folder holds no model.
+    """
+    try:
+        config = json.loads((model / "config.json").read_bytes())
+        positions = int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnavailableError(f"no model can be loaded from {model}: {error}") from error
+    return [length for length in lengths if length + PROMPT_TOKENS <= positions]
+
+
 def generate(
     setup: Setup, jobs: Sequence[Job], lengths: Sequence[int]
 ) -> Iterator[tuple[Job, int, HonestFile]]:
-    """(job, output limit, honest file): each job's files of each of `lengths`.
+    """(job, output limit, honest file): each job's files of each of `lengths` that fits its model.
 
     Another interpreter makes all files of all jobs in one process before the first is given.
     Raises UnavailableError if the set-up does not run here.
     """
-    if setup.python is None:
+    if setup.python is None and not setup.settings:
         yield from _here(setup, jobs, lengths)
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(str(setup.python), "-m", "protocol.verification.setups", "--out", folder),
+            *("protocol.verification.setups", "--out", folder),
             *("--engine", setup.engine, "--dtype", setup.dtype, "--device", setup.device),
             *("--lengths", *map(str, lengths)),
         ]
         for job in jobs:
             command += ["--job", str(job.model.resolve()), str(job.batch_rows), str(job.files)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=_SECONDS,
-                env=environment,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise UnavailableError(f"{setup.words} does not run: {error}") from error
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UnavailableError(f"{setup.words} does not run: {last[:300]}")
+        python = setup.python or Path(sys.executable)
+        run_elsewhere(python, command, setup.words, dict(setup.settings))
         for at, job in enumerate(jobs):
-            for length in lengths:
-                run = synthetic_run(length)
+            for length in fitting(job.model, lengths):
+                run = run_of(job, length)
                 for number in range(job.files):
                     data = (Path(folder) / f"{at}-{length}-{number}.parquet").read_bytes()
                     yield job, length, replace(synthetic_lease(run, number), data=data)
+
+
+def run_elsewhere(
+    python: Path,
+    module_and_arguments: Sequence[str],
+    words: str,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Runs a module of this project by another interpreter, to its end; `words` name the set-up,
+    `settings` are environment variables for it.
+
+    Raises UnavailableError with its last line of stderr if it fails.
+    """
+    try:
+        done = subprocess.run(
+            [str(python), "-m", *module_and_arguments],
+            capture_output=True, text=True, check=False, timeout=_SECONDS,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **settings},
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"{words} does not run: {error}") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UnavailableError(f"{words} does not run: {last[:300]}")
 
 
 def _here(
@@ -153,8 +202,8 @@ def _here(
             threads=1,
         )
         try:
-            for length in lengths:
-                run = synthetic_run(length)
+            for length in fitting(job.model, lengths):
+                run = run_of(job, length)
                 environment = environment_for(run)
                 for number in range(job.files):
                     lease = synthetic_lease(run, number)

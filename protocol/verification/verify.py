@@ -30,7 +30,7 @@ from protocol.core.task import SignedLease
 from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment
-from protocol.proofs.thresholds import NO_REFERENCE, Calibration, Limits, shipped
+from protocol.proofs.thresholds import Calibration, Limits, SetupLimits, shipped
 from protocol.verification import replay
 from protocol.verification.build import PlannedRow, plan_rows
 from protocol.verification.checks import (
@@ -195,14 +195,17 @@ def _judge_replay(
     engines: EngineProvider,
     calibration: Calibration | None,
 ) -> Finding:
+    setup = _calibrated(file, run, engine, calibration)
+
     def replayed(by: Engine) -> replay.Replayed:
-        return replay.Replayed(by, run, lease_digest, numbers, plan, file.rows)
+        twin = by if setup is None else by.twin(file.metadata.dtype)
+        return replay.Replayed(by, run, lease_digest, numbers, plan, file.rows, twin)
 
     drawn = tuple(numbers)
     try:
         replays = replayed(engine)
         found = tuple(replays.measure())
-        limits = _limits(file, run, engine, replays, calibration)
+        limits = None if setup is None else setup.limits(replays.reference())
     except MalformedError as error:
         return Finding(Reason.MALFORMED, str(error), rows_drawn=drawn)
     except MemoryError as error:
@@ -245,25 +248,18 @@ def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) ->
     return passes * sum(tokens[number] for number in numbers) / sum(tokens)
 
 
-def _limits(
-    file: RolloutFile,
-    run: RunDefinition,
-    engine: Engine,
-    replays: replay.Replayed,
-    calibration: Calibration | None,
-) -> Limits | None:
-    """Limits for the set-up that the file names; None if it was never calibrated, or not for an
+def _calibrated(
+    file: RolloutFile, run: RunDefinition, engine: Engine, calibration: Calibration | None
+) -> SetupLimits | None:
+    """What was measured of the set-up that the file names; None if it never was, or not for an
     engine like the validator's."""
     chosen = calibration or shipped()
     if run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return None
-    made = file.metadata
-    setup = chosen.setup(made.engine, made.dtype, made.device)
-    if setup is None or (chosen.replay_engine, chosen.replay_dtype) != (engine.name, engine.dtype):
+    if (chosen.replay_engine, chosen.replay_dtype) != (engine.name, engine.dtype):
         return None
-    if made.dtype == engine.dtype:
-        return setup.limits(NO_REFERENCE)
-    return setup.limits(replays.reference(engine.twin(made.dtype)))
+    made = file.metadata
+    return chosen.setup(made.engine, made.dtype, made.device)
 
 
 def _explained_by_earlier(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,16 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.core.errors import MalformedError, UnavailableError
+from protocol.environments.registry import environment_for
 from protocol.proofs import tails, thresholds
 from protocol.proofs.tails import MICRO, QUANTILES, SAFETY, Tail
-from protocol.proofs.thresholds import FLOORS, STATISTICS, Calibration, Limits, Reference
+from protocol.proofs.thresholds import (
+    FILE_ROWS,
+    FLOORS,
+    STATISTICS,
+    UNSUSPECTED,
+    Calibration,
+    Limits,
+    Reference,
+)
 from protocol.verification import calibrate
-from protocol.verification.setups import Job, Setup, generate, synthetic_run
+from protocol.verification.engines import load_engine
+from protocol.verification.setups import Job, Setup, fitting, generate, run_of, synthetic_run
 
 
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "BATCH_FILES", {64: 1})
     monkeypatch.setattr(calibrate, "LENGTHS", (24,))
+    monkeypatch.setattr(calibrate, "OTHER_CPUS", ())
 
 
 def test_a_small_calibration_stays_within_the_shipped_limits(
@@ -38,6 +50,8 @@ def test_a_small_calibration_stays_within_the_shipped_limits(
         for here, there in ((setup.row, shipped.row), (setup.file, shipped.file)):
             for name in STATISTICS:
                 assert here[name].largest <= there[name].limit, name
+        assert setup.long == {}  # rows of 24 tokens make no long file
+        assert set(shipped.long) == set(STATISTICS)
 
 
 def test_an_engine_that_is_missing_is_left_out_with_its_reason(
@@ -65,6 +79,41 @@ def test_files_of_another_interpreter_are_those_of_this_one(tmp_path: Path) -> N
         list(generate(Setup("other", "float32", python=Path(sys.executable)), jobs, (5,)))
 
 
+def test_an_earlier_calibrations_other_setups_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _small(monkeypatch)
+    shipped = thresholds.shipped()
+    found, _ = calibrate.calibrate([], python_of={"plain": None}, dtypes=("float32",), keep=shipped)
+    assert {(s.engine, s.dtype) for s in found.setups} == {
+        (s.engine, s.dtype) for s in shipped.setups
+    }
+    kept = found.setup("plain/1", "bfloat16", "cpu")
+    assert kept == shipped.setup("plain/1", "bfloat16", "cpu")
+    assert found.setup("plain/1", "float32", "cpu") != shipped.setup("plain/1", "float32", "cpu")
+    assert shipped.source in found.source
+    other = shipped.model_copy(update={"replay_dtype": "bfloat16"})
+    with pytest.raises(UnavailableError, match="to keep is for replays by"):
+        calibrate.calibrate([], python_of={"plain": None}, dtypes=("float32",), keep=other)
+
+
+def test_lengths_that_a_model_has_no_positions_for_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 256}')
+    assert fitting(tmp_path, (24, 224, 225)) == [24, 224]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnavailableError, match="no model can be loaded"):
+        fitting(tmp_path, (24,))
+
+
+def test_files_made_as_on_an_older_cpu_are_asked_of_a_process_of_their_own(tmp_path: Path) -> None:
+    model = calibrate.tiny_models(tmp_path)[0]
+    older = Setup("plain", "float32", settings=(("ONEDNN_MAX_CPU_ISA", "AVX2"),))
+    assert older.words == "plain float32 on cpu, ONEDNN_MAX_CPU_ISA=AVX2"
+    ((_, length, file),) = generate(older, [Job(model, 1, 1)], (3,))
+    run = run_of(Job(model, 1, 1), length)
+    found, references = calibrate.replay_rows(file, run, environment_for(run), load_engine(model))
+    assert len(found) == FILE_ROWS == run.rows_per_lease
+    assert references == [thresholds.NO_REFERENCE]
+
+
 def _tail(limit: float, largest: float = 0.0) -> Tail:
     micro = round(limit * MICRO)
     return Tail(
@@ -76,12 +125,29 @@ def test_limits_are_the_explained_drift_times_the_limit_ratio() -> None:
     setup = thresholds.SetupLimits(
         engine="plain/1", dtype="bfloat16", device="cpu", batches=(64,), rows=1, files=1, tokens=1,
         row=dict.fromkeys(STATISTICS, _tail(6)), file=dict.fromkeys(STATISTICS, _tail(1, 0.25)),
+        long={"sketch": _tail(0.5)},
     )  # fmt: skip
     limits = setup.limits(Reference(row={"sketch": 0.01}, file={"sketch": 0.02}))
-    assert limits.row["sketch"] == pytest.approx(6 * (FLOORS["sketch"] + 0.01))
-    assert limits.file["sketch"] == pytest.approx(FLOORS["sketch"] + 0.02)
-    assert limits.honest_sketch == pytest.approx(0.5 * (FLOORS["sketch"] + 0.02))
-    assert limits.file["mantissa"] == FLOORS["mantissa"]
+    explained = math.hypot(FLOORS["sketch"], 0.02)
+    assert limits.of["row"]["sketch"] == pytest.approx(6 * math.hypot(FLOORS["sketch"], 0.01))
+    assert limits.of["file"]["sketch"] == pytest.approx(explained)
+    assert limits.of["file"]["twin_sketch"] == pytest.approx(explained)  # the sketch's reference
+    assert limits.of["long"] == {"sketch": pytest.approx(0.5 * explained)}
+    assert limits.honest["sketch"] == pytest.approx(UNSUSPECTED * 0.25 * explained)
+    assert limits.of["file"]["mantissa"] == FLOORS["mantissa"]
+
+
+def test_a_statistic_that_was_not_measured_is_not_judged() -> None:
+    setup = thresholds.SetupLimits(
+        engine="plain/1", dtype="bfloat16", device="cpu", batches=(64,), rows=1, files=1, tokens=1,
+        row={"sketch": _tail(1)}, file={"sketch": _tail(1)},
+    )  # fmt: skip
+    limits = setup.limits(Reference(row={}, file={}))
+    worst = dict.fromkeys(STATISTICS, 99.0)
+    assert limits.exceeded(worst, "file") == limits.exceeded(worst, "row") == {"sketch"}
+    assert limits.exceeded(worst, "long") == set()
+    assert limits.honest_chance("mantissa", 99.0, "file", 1) == 1
+    assert set(limits.named()) == {"row.sketch", "file.sketch"}
 
 
 def test_the_extrapolated_limit_of_exponential_values_is_near_the_true_quantile() -> None:
@@ -96,6 +162,7 @@ def test_a_limit_is_never_below_what_honest_values_reached(
 ) -> None:
     found = tails.fit(values, chance)
     assert found.limit >= MICRO
+    assert tails.fit(values, chance, 0.1).limit <= found.limit
     assert found.limit >= SAFETY * max(values) * MICRO - 1
     assert len(found.quantiles) == len(QUANTILES)
     assert list(found.quantiles) == sorted(found.quantiles)
@@ -112,11 +179,12 @@ def test_a_tail_needs_finite_values(values: list[float]) -> None:
 def test_the_chances_of_all_statistics_and_rows_add_up_to_the_aim() -> None:
     rows = thresholds.ROWS_OF_A_FILE * len(STATISTICS) * thresholds.chance_of_one("row")
     file = len(STATISTICS) * thresholds.chance_of_one("file")
-    assert rows + file == pytest.approx(thresholds.AIM)
+    long = len(STATISTICS) * thresholds.chance_of_one("long")
+    assert rows + file + long == pytest.approx(thresholds.AIM)
 
 
 def test_a_nan_exceeds_every_limit() -> None:
-    limits = Limits(row=FLOORS, file=FLOORS, honest_sketch=0.0)
+    limits = Limits(of={"row": FLOORS})
     values = {**dict.fromkeys(STATISTICS, 0.0), "sketch": float("nan")}
     assert limits.exceeded(values, "row") == {"sketch"}
 
@@ -137,7 +205,7 @@ def test_the_calibration_has_one_encoding_and_says_what_it_aims_at() -> None:
     assert "exponential tail" in again.extrapolation
     assert again.setup("plain/1", "float32", "cpu") is not None
     assert again.setup("plain/1", "float32", "NVIDIA H200") is None
-    assert json.loads(shipped.canonical())["version"] == 2
+    assert json.loads(shipped.canonical())["version"] == 3
 
 
 def test_synthetic_runs_are_pinned_by_their_length() -> None:
@@ -162,6 +230,6 @@ def test_the_chance_for_a_file_counts_its_rows_and_all_statistics() -> None:
         row=dict.fromkeys(STATISTICS, tail), file=dict.fromkeys(STATISTICS, tail),
     )  # fmt: skip
     limits = setup.limits(thresholds.NO_REFERENCE)
-    at_limit = limits.honest_chance("sketch", limits.row["sketch"], "row", 16)
+    at_limit = limits.honest_chance("sketch", limits.of["row"]["sketch"], "row", 16)
     assert at_limit == pytest.approx(16 * len(STATISTICS) * 1e-9, rel=0.01)
-    assert Limits(row=FLOORS, file=FLOORS, honest_sketch=0).honest_chance("sign", 1, "row", 1) == 1
+    assert Limits(of={"row": FLOORS}).honest_chance("sign", 1, "row", 1) == 1

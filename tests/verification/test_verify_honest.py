@@ -86,7 +86,7 @@ def test_statistics_and_limits_are_decimal_text_for_evidence(world: Any) -> None
     found = world.judge(world.honest(3))
     assert set(thresholds.STATISTICS) <= set(found.decimal_statistics())
     assert set(found.decimal_thresholds()) == {
-        f"{scope}.{name}" for scope in ("row", "file") for name in thresholds.STATISTICS
+        f"{scope}.{name}" for scope in thresholds.SCOPES for name in thresholds.STATISTICS
     }
     encoding.canonical_json({**found.decimal_statistics(), **found.decimal_thresholds()})
 
@@ -99,7 +99,7 @@ def test_a_policy_that_is_not_here_is_the_validators_trouble(world: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "setup", [{"device": "NVIDIA H200"}, {"dtype": "float8"}, {"engine": "vllm/1"}]
+    "setup", [{"device": "NVIDIA H200"}, {"dtype": "float8"}, {"engine": "vllm/2"}]
 )
 def test_an_uncalibrated_setup_is_measured_and_never_rejected(
     world: Any, setup: dict[str, str]

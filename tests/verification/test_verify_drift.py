@@ -1,0 +1,49 @@
+"""Small changes of weights, in files long enough to show them beside honest drift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.variants import VARIANTS
+from protocol.core.verdict import Outcome, Reason
+from protocol.engine.tiny import write_tiny_model
+from protocol.environments.registry import environment_for
+from protocol.proofs.thresholds import LONG_TOKENS
+from protocol.verification.calibrate import synthetic_run
+from protocol.verification.engines import load_engine
+
+LEASES = range(200, 203)
+
+
+@pytest.fixture(scope="module")
+def long_world(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Files of 16 rows of up to 160 tokens, all replayed: long enough for the limits of long files."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("long"), seed=7, hidden=128, layers=4)
+    run = synthetic_run(160, groups=4, samples=4).model_copy(
+        update={"replay_rows_micro": 1_000_000}
+    )
+    return type(world)(run, environment_for(run), load_engine(folder)), folder
+
+
+@pytest.mark.parametrize("lie", ["int8", "old10_1e4"])
+def test_small_changes_of_weights_show_against_a_replay_in_the_files_own_dtype(
+    long_world: Any, lie: str
+) -> None:
+    of_long, folder = long_world
+    liar = load_engine(folder, dtype="bfloat16", prepare=VARIANTS[lie])
+    for number in LEASES:
+        found = of_long.judge(of_long.honest(number, liar), secret=number)
+        assert found.outcome is Outcome.REJECTED, (number, found)
+        assert found.reason is Reason.WRONG_ACTIVATIONS
+        assert "twin_" in found.detail
+
+
+def test_honest_long_files_in_bfloat16_are_accepted(long_world: Any) -> None:
+    of_long, folder = long_world
+    honest = load_engine(folder, dtype="bfloat16")
+    for number in LEASES:
+        found = of_long.judge(of_long.honest(number, honest), secret=number)
+        assert found.outcome is Outcome.ACCEPTED, (number, found)
+        assert found.statistics["tokens"] >= LONG_TOKENS
