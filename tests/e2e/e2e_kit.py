@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -47,6 +47,16 @@ def processes_of(root: Path) -> list[str]:
         if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(root) in w for w in words):
             found.append(" ".join(words))
     return found
+
+
+def listening(processes: Iterable[int]) -> set[int]:
+    """TCP ports that these processes listen on."""
+    mine = set(processes)
+    return {
+        connection.laddr.port
+        for connection in psutil.net_connections("tcp")
+        if connection.pid in mine and connection.status == psutil.CONN_LISTEN
+    }
 
 
 def until(ready: Callable[[], bool], what: str, seconds: float = 120.0) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
-from e2e_kit import ROOT, devnet, findings, processes_of, require_anvil, run, until
+from e2e_kit import ROOT, devnet, findings, listening, processes_of, require_anvil, run, until
 
 SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 
@@ -26,7 +28,7 @@ def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(tmp_path: Pat
 
 
 @pytest.mark.timeout(300)
-def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
+def test_ctrl_c_ends_every_process_and_frees_every_port(tmp_path: Path) -> None:
     require_anvil()
     root = tmp_path / "run"
     with (tmp_path / "output").open("wb") as output:
@@ -40,8 +42,15 @@ def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
         log = root / "logs" / "honest-2.log"
         until(lambda: log.exists() or demo.poll() is not None, "the nodes start", 180)
         assert demo.poll() is None, (tmp_path / "output").read_text()
+        children = psutil.Process(demo.pid).children(recursive=True)
+        ports = listening([demo.pid, *(child.pid for child in children)])
+        assert len(ports) >= 2, "the chain and the orchestrator at least"
         demo.send_signal(signal.SIGINT)
         assert demo.wait(90) == 130
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+        for port in ports:
+            with socket.create_server(("127.0.0.1", port)):
+                pass
     finally:
         demo.kill()
         demo.wait()
