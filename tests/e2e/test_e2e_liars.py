@@ -1,0 +1,53 @@
+"""Several kinds of liars, a shadow node and a planted one on one network, before two validators."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from e2e_kit import devnet, findings, processes_of, require_anvil, run
+
+from protocol.core.verdict import Reason
+
+SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_kind_of_node_ends_as_it_should(tmp_path: Path) -> None:
+    require_anvil()
+    root = tmp_path / "run"
+    words = (
+        *("up", "--plain", "--quick", "--steps", "3", "--nodes", "5"),
+        *("--liar", "t11", "--liar", "forged_modh", "--liar", "after_end"),
+        *("--shadows", "1", "--planted", "1", "--validators", "2", "--root", str(root)),
+    )
+    done = run(devnet(*words), 880)
+    assert findings(root) == dict.fromkeys(SIX, True)
+    assert done.returncode == 0
+    assert processes_of(root) == []
+
+    store = sqlite3.connect(root / "orchestrator" / "orchestrator.sqlite")
+    try:
+        lies = store.execute("SELECT digest FROM submissions WHERE status = 'rejected'").fetchall()
+        for (digest,) in lies:
+            said = store.execute(
+                "SELECT validator, reason FROM opinions WHERE submission_digest = ?", (digest,)
+            ).fetchall()
+            against = {validator for validator, reason in said if 0 < reason < Reason.MALFORMED}
+            assert len(against) == 2, f"two validators agreed on {digest}"
+        hidden = store.execute(
+            "SELECT status, root_id FROM submissions WHERE shadow AND digest NOT IN "
+            "(SELECT submission_digest FROM planted)"
+        ).fetchall()
+        assert hidden, "the shadow node's files were judged"
+        assert {status for status, _ in hidden} <= {"accepted", "submitted"}
+        planted = store.execute(
+            "SELECT kind, status, root_id FROM planted JOIN submissions ON digest = "
+            "submission_digest"
+        ).fetchall()
+        assert all(status == "accepted" for kind, status, _ in planted if kind == "honest")
+        assert {root for *_, root in planted + hidden} <= {None}, "none of them came on chain"
+    finally:
+        store.close()
