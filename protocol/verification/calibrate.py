@@ -59,8 +59,8 @@ BATCH_FILES = {64: 40, 1: 16}
 """Rows generated together → files measured (of 64 rows, or 8 in batches of 1) for each model, dtype
 and length."""
 LENGTHS = (24, 80, 160)
-"""Output limits in tokens: rows of one proof window, of three, and of five, FILE_ROWS of which are a
-long file; a length that a model has no positions for is left out."""
+"""Output limits in tokens: rows of one proof window, of three, and of five, FILE_ROWS of which can
+be a long file; a length that a model has no positions for is left out."""
 DTYPES = ("float32", "bfloat16")
 REPLAY_DTYPE = "float32"
 OTHER_CPUS = (

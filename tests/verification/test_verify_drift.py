@@ -19,7 +19,7 @@ LEASES = range(200, 203)
 
 @pytest.fixture(scope="module")
 def long_world(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Files of 16 rows of up to 160 tokens, all replayed: long enough for the limits of long files."""
+    """Files of 16 rows of up to 160 tokens, all replayed: long files."""
     folder = write_tiny_model(tmp_path_factory.mktemp("long"), seed=7, hidden=128, layers=4)
     run = synthetic_run(160, groups=4, samples=4).model_copy(
         update={"replay_rows_micro": 1_000_000}
