@@ -17,6 +17,7 @@ from node.bridge import MAX_CONNECTIONS
 from node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
 from protocol.core.errors import ConflictError, MalformedError, NotFoundError
 from protocol.core.ids import Digest
+from protocol.core.messages import Heartbeat
 from protocol.core.rollout import MAX_FILE_BYTES
 
 
@@ -233,3 +234,12 @@ def test_unknown_verb_is_refused(kit: Kit) -> None:
     assert b" 501 " in kit.raw(b"DELETE /run HTTP/1.1\r\n\r\n").splitlines()[0]
     with pytest.raises(NotFoundError):
         kit.client._request("POST", "/run", b"{}")
+
+
+def test_what_the_worker_says_of_its_speed_always_fits_a_heartbeat() -> None:
+    """A number that the orchestrator cannot take would silence the whole agent."""
+    lease = Digest("0x" + "11" * 32)
+    with pytest.raises(ValueError, match="less than"):
+        HandIn(lease_digest=lease, file="f", tokens=2**70, milliseconds=1)
+    most = HandIn(lease_digest=lease, file="f", tokens=2**40 - 1, milliseconds=1)
+    Heartbeat(policy_version=0, tokens_per_second=most.tokens * 1000 // most.milliseconds)
