@@ -128,7 +128,7 @@ class Chart:
                     f'<path d="M{x:.0f} 28h16" stroke="{COLOURS[line.colour]}" stroke-width="3"/>'
                 )
                 found.append(_text(x + 21, 32, line.name, "start"))
-                x += 40 + 6.6 * len(line.name)
+                x += 36 + 6.4 * len(line.name)
         return found
 
 

@@ -25,12 +25,12 @@ NAMES = {
     "unfiltered": "online filter off",
     "clip_0.1": "gradient clip 0.1",
     "clip_off": "gradient clip off",
-    "half_sync": "synchronous, twice the step",
-    "half_stale2": "2 stale, twice the step",
-    "half_stale4": "4 stale, twice the step",
-    "demo_sync": "synchronous, the demo's step",
-    "demo_stale2": "2 stale, the demo's step",
-    "demo_stale4": "4 stale, the demo's step",
+    "half_sync": "synchronous, step ×2",
+    "half_stale2": "2 stale, step ×2",
+    "half_stale4": "4 stale, step ×2",
+    "demo_sync": "synchronous, step ×4",
+    "demo_stale2": "2 stale, step ×4",
+    "demo_stale4": "4 stale, step ×4",
 }
 CLIPPING = ("inject_two_sided", "inject_one_sided")
 OTHERS = ("stale2", "unfiltered", "clip_0.1", "clip_off")

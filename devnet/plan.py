@@ -114,11 +114,13 @@ def node_plans(
     return tuple(plans)
 
 
-def class_threshold(rounds: int = CHALLENGE_ROUNDS, slower: float = 3.2) -> int:
+def class_threshold(
+    rounds: int = CHALLENGE_ROUNDS, slower: float = 3.2, carry: float = CARRY_SECONDS
+) -> int:
     """Million multiply-adds a second that part two speed classes on this machine: an answer that
     took `slower` times this machine's own solving time is the slow one's.
 
-    The orchestrator's clock also counts hashing and carrying 8 MiB a round: CARRY_SECONDS for two.
+    The orchestrator's clock also counts hashing and carrying 8 MiB a round: `carry` for two.
     """
     seed = Digest("0x" + "5e" * 32)
     best = float("inf")
@@ -127,7 +129,7 @@ def class_threshold(rounds: int = CHALLENGE_ROUNDS, slower: float = 3.2) -> int:
         hardware.solve(seed, CHALLENGE_SIZE, rounds)
         best = min(best, time.perf_counter() - start)
     work = hardware.multiply_adds(CHALLENGE_SIZE, rounds)
-    return int(work / (slower * best + CARRY_SECONDS * rounds / 2) / 1e6)
+    return int(work / (slower * best + carry * rounds / 2) / 1e6)
 
 
 def run_definition(plan: Plan, base_model: Digest, threshold: int) -> RunDefinition:
