@@ -64,6 +64,13 @@ def listing(backend: Backend) -> PolicyList:
     return PolicyList(policies=tuple(row.signed() for row in rows))
 
 
+def listing_tag(backend: Backend) -> str:
+    """The entity tag of `listing`: published policies never change, so the newest tells all."""
+    with backend.store.read() as connection:
+        newest = policies.newest(connection, 1)
+    return f'"{newest[0].version}-{newest[0].digest}"' if newest else '"none"'
+
+
 def manifest(backend: Backend, version: int) -> SignedManifest:
     """One policy's signed manifest, however old. Raises NotFoundError if it was never published."""
     with backend.store.read() as connection:

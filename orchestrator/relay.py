@@ -35,6 +35,7 @@ from protocol.chain.contracts import Pools
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core import ids
+from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import MalformedError, PrimeError, UnavailableError, UserError
 from protocol.core.ids import Address
 from protocol.core.messages import NodeInfo, PolicyList, RelayInfo
@@ -229,6 +230,8 @@ class Loop:
         self._upstreams = list(upstreams)
         self._announces = announces
         self._now = now
+        self._published: tuple[SignedManifest, ...] = ()
+        self._tag: str | None = None
         self._sources: list[str] = []
         self._sources_at = float("-inf")
         self._announced: tuple[int, ...] | None = None
@@ -252,12 +255,14 @@ class Loop:
 
     def turn(self) -> None:
         """Learns what is published and from whom, offers it to the relay, announces changes."""
-        published = self._client.get("/v1/policies", PolicyList).policies
+        changed = self._client.get_changed("/v1/policies", PolicyList, self._tag)
+        if changed is not None:
+            self._published, self._tag = changed[0].policies, changed[1]
         if self._now() - self._sources_at >= LOOK_FOR_SOURCES_SECONDS:
             self._sources = self._find_sources()
             self._sources_at = self._now()
         groups = [self._upstreams, self._sources] if self._upstreams else [self._sources]
-        self._server.offer(published, groups)
+        self._server.offer(self._published, groups)
         self._announce()
 
     def _find_sources(self) -> list[str]:

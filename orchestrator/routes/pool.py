@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
 
 from orchestrator import draws, publishing, relays, status
 from orchestrator.backend import Backend
@@ -49,9 +51,14 @@ def router(backend: Backend) -> APIRouter:
         return Response(backend.context.run.canonical(), media_type="application/json")
 
     @routes.get("/v1/policies", responses={200: {"model": PolicyList}})
-    def list_policies() -> Response:
-        """The newest policies' signed manifests, newest first."""
-        return answer(publishing.listing(backend))
+    def list_policies(if_none_match: Annotated[str, Header()] = "") -> Response:
+        """The newest policies' signed manifests, newest first; 304 for who has them already."""
+        tag = publishing.listing_tag(backend)
+        if tag in (known.strip() for known in if_none_match.split(",")):
+            return Response(status_code=304, headers={"ETag": tag})
+        response = answer(publishing.listing(backend))
+        response.headers["ETag"] = tag
+        return response
 
     @routes.get("/v1/policies/{version}", responses={200: {"model": SignedManifest}})
     def one_policy(version: int) -> Response:

@@ -93,6 +93,19 @@ class OrchestratorClient:
         """GET `path`, parsed strictly as `answer`."""
         return _parse(answer, self.request("GET", path, b"", signed=signed))
 
+    def get_changed(
+        self, path: str, answer: type[Answer], tag: str | None
+    ) -> tuple[Answer, str | None] | None:
+        """GET `path`, parsed, with its entity tag; None if it is still what `tag` names (RFC 9110
+        §13.1.2), which costs neither side a body."""
+        asked = {"If-None-Match": tag} if tag else {}
+        reply = self._send("GET", self.base_url + path, b"", asked)
+        if reply.status_code == httpx.codes.NOT_MODIFIED:
+            return None
+        if reply.status_code >= 300:
+            raise from_problem(reply.status_code, reply.content)
+        return _parse(answer, reply.content), reply.headers.get("etag")
+
     def post(
         self, path: str, body: Strict | bytes, answer: type[Answer], *, signed: bool = True
     ) -> Answer:

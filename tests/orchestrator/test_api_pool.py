@@ -51,6 +51,17 @@ def test_the_trainer_publishes_one_version_after_the_other(world: World) -> None
     ]
 
 
+def test_who_has_the_policies_already_is_told_so_without_a_body(world: World) -> None:
+    before = world.http.get("/v1/policies")
+    again = world.http.get("/v1/policies", headers={"If-None-Match": before.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    world.post("/v1/policies", world.manifest(1), world.login(world.trainer, "trainer"))
+    after = world.http.get("/v1/policies", headers={"If-None-Match": before.headers["etag"]})
+    assert after.status_code == 200
+    assert after.headers["etag"] != before.headers["etag"]
+    assert len(PolicyList.model_validate_json(after.content).policies) == 2
+
+
 def test_a_policy_signed_by_another_is_refused(world: World) -> None:
     trainer = world.login(world.trainer, "trainer")
     forged = world.manifest(1).model_copy(update={"signature": world.manifest(2).signature})
