@@ -17,6 +17,9 @@ from bench.broadcast_parts import Child, Stage, copy_seconds, curl_seconds, remo
 from protocol.core.errors import UntrustedError
 
 FILE = "model.safetensors"
+TOUCHED = 4 << 30
+"""Bytes of memory that are touched before each part, whoever's it is: twice what ours writes in the
+part with one client, what the peer writes."""
 
 
 def random_folder(stage: Stage, size: int, seed: int) -> Path:
@@ -80,7 +83,7 @@ class Ours:
         ]
         dests = [self._stage.fresh("client") / "0" for _ in self.clients]
         sources = urls[-1:] if chain else urls
-        settle()
+        settle(TOUCHED)
         begun = time.perf_counter()
         for number, relay in enumerate(relays):
             above = urls[number - 1] if chain and number else self._url
@@ -122,7 +125,7 @@ class Theirs:
         asked = self._clients[: clients or len(self._clients)]
         roots = [self._stage.fresh("peer-relay") for _ in self._relays]
         dests = [self._stage.fresh("peer-client") for _ in asked]
-        settle()
+        settle(TOUCHED)
         begun = time.perf_counter()
         for relay, root in zip(self._relays, roots, strict=True):
             relay.send(do="relay", root=str(root), sources=[self._url])
@@ -209,7 +212,7 @@ def _ask_all(children: Sequence[Child], **command: object) -> None:
 def _curl(stage: Stage, file: Path) -> float:
     first, second = stage.fresh("curl"), stage.fresh("curl")
     first.touch()
-    settle()
+    settle(TOUCHED)
     seconds = curl_seconds(file, first, second)
     require_same(file, second)
     first.unlink()
@@ -219,7 +222,7 @@ def _curl(stage: Stage, file: Path) -> float:
 
 def _copy(stage: Stage, file: Path) -> float:
     target = stage.fresh("copy")
-    settle()
+    settle(TOUCHED)
     seconds = copy_seconds(file, target)
     target.unlink()
     return seconds
