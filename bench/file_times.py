@@ -162,8 +162,8 @@ def live_file_times(root: Path, files: int) -> list[Row]:
         classes = {names[node.node]: node.speed_class for node in network.status().nodes}
         if classes != {"fast": 2, "slow": 1}:
             raise UnavailableError(
-                f"the challenge did not part the nodes ({classes}): this machine is busy with other "
-                "work, whose share both nodes' answers took; measure when it is quiet"
+                f"the challenge did not part the nodes ({classes}): this machine is busy with "
+                "other work, and both answers came late; measure when it is quiet"
             )
         found = times(database, names)
     finally:
