@@ -34,6 +34,7 @@ import uvicorn
 from orchestrator.app import create_app
 from orchestrator.backend import Backend
 from orchestrator.config import Settings
+from orchestrator.connections import PatientH11
 from orchestrator.context import PoolContext
 from orchestrator.loops import ManagerLoops
 from orchestrator.presence import LifeTicks
@@ -148,6 +149,7 @@ async def _serve(
     server = Server(
         uvicorn.Config(
             app,
+            http=PatientH11,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=GRACE_SECONDS,

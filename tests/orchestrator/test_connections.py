@@ -1,0 +1,120 @@
+"""Connections that say nothing, or half of something, do not keep others out."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from orchestrator.connections import PatientH11
+
+LIMIT = 6
+
+
+class Quick(PatientH11):
+    HEADER_SECONDS = 1.0
+
+
+class Counted(PatientH11):
+    HEADER_SECONDS = 60.0
+    MOST_EACH = 2
+
+    @staticmethod
+    def is_bounded(host: str) -> bool:
+        return host == "127.0.0.1"
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+@contextmanager
+def served(protocol: type[PatientH11]) -> Iterator[int]:
+    """The port of a server that takes LIMIT connections at most."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        hello, http=protocol, log_config=None, lifespan="off", limit_concurrency=LIMIT,
+        timeout_keep_alive=30,
+    )  # fmt: skip
+    server, up = uvicorn.Server(config), threading.Event()
+
+    async def run() -> None:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        up.set()
+        await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        assert up.wait(20)
+        yield int(listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def connect(stack: ExitStack, port: int, said: bytes = b"") -> socket.socket:
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+    connection.sendall(said)
+    return connection
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: x"])
+def test_connections_without_a_whole_request_end(said: bytes) -> None:
+    with served(Quick) as port, ExitStack() as stack:
+        held = [connect(stack, port, said) for _ in range(2 * LIMIT)]
+        for connection in held:
+            assert connection.recv(1) == b"", "the server ended it"
+        assert httpx.get(f"http://127.0.0.1:{port}/").text == "hello"
+
+
+def test_a_connection_that_asks_in_time_is_kept_for_the_next_request() -> None:
+    with served(Quick) as port, ExitStack() as stack:
+        connection = connect(stack, port)
+        for _ in range(3):
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"0\r\n\r\n"):
+                piece = connection.recv(4096)
+                assert piece, "it was ended between two requests"
+                answer += piece
+        connection.sendall(b"GET / HT")  # and never the rest
+        assert connection.recv(1) == b""
+
+
+def test_one_address_holds_no_more_than_its_share() -> None:
+    with served(Counted) as port, ExitStack() as stack:
+        held = [connect(stack, port) for _ in range(Counted.MOST_EACH)]
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/")
+        held[0].close()
+        until_answered(lambda: httpx.get(f"http://127.0.0.1:{port}/").text == "hello")
+
+
+def until_answered(ask: Callable[[], bool], tries: int = 200) -> None:
+    """The server needs a moment to see that a connection has ended."""
+    for _ in range(tries):
+        try:
+            if ask():
+                return
+        except httpx.TransportError:
+            continue
+    raise AssertionError("it never answered")
+
+
+def test_only_foreign_addresses_are_counted() -> None:
+    assert not PatientH11.is_bounded("127.0.0.1")
+    assert not PatientH11.is_bounded("::1")
+    assert not PatientH11.is_bounded("")
+    assert PatientH11.is_bounded("203.0.113.7")
+    assert PatientH11.is_bounded("2001:db8::1")
