@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 
 from orchestrator.backend import Backend
 from orchestrator.intents import queue_intent
-from orchestrator.members import derive_node, has_open_slash, membership
+from orchestrator.members import derive_node, has_open_slash, membership, slashed_sibling
 from orchestrator.scheduler import speed_class
 from orchestrator.store import challenges, nodes
 from orchestrator.store.challenges import ChallengeRow
@@ -35,7 +35,8 @@ def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> 
     """A challenge for the machine. Its time runs from now.
 
     Raises PolicyError if the machine does not meet the requirements, the node was ejected or waits
-    for its slash, has a seat and asks for shadow work, or too many challenges are open.
+    for its slash or one of its provider's, has a seat and asks for shadow work, or too many
+    challenges are open.
     """
     run, now = backend.context.run, backend.now()
     missing = run.requirements.shortfalls(request.hardware)
@@ -72,6 +73,13 @@ def _check_admissible(
     if has_open_slash(connection, account):  # it left, and would come back unquarantined
         raise PolicyError("a slash of the node is under way; until it ends it cannot be admitted")
     if not shadow:
+        seated = node is not None and node.status in ("active", "silent")
+        caught = None if seated else slashed_sibling(connection, account)
+        if caught is not None:
+            raise PolicyError(
+                f"a slash of {caught}, a node of the same provider, is under way; "
+                "until it ends no other one is admitted"
+            )
         return
     seated = membership(connection, backend.context.pool, account)[0] == "member"
     if seated or (node is not None and node.status in ("active", "silent")):

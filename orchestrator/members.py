@@ -93,6 +93,34 @@ def has_open_slash(connection: Connection, node: Address) -> bool:
     )
 
 
+def provider_of(connection: Connection, node: Address) -> Address | None:
+    """Whose node it is by the stored events of the registry, None if nobody's."""
+    found = [
+        event
+        for name in ("NodeAdded", "NodeRemoved")
+        for event in chain.events(connection, name, contains=node)
+        if event.arguments()["node"] == node
+    ]
+    last = max(found, key=lambda e: (e.block, e.log_index), default=None)
+    if last is None or last.name == "NodeRemoved":
+        return None
+    return Address(last.arguments()["provider"])
+
+
+def slashed_sibling(connection: Connection, node: Address) -> Address | None:
+    """A node of the same provider, bound to it now or before, whose slash is open; None if there is
+    none. Whoever was caught must not come again under another key while its stake is held."""
+    provider = provider_of(connection, node)
+    if provider is None:
+        return None
+    bound = chain.events(connection, "NodeAdded", contains=provider)
+    for event in bound:
+        args = event.arguments()
+        if args["provider"] == provider and has_open_slash(connection, Address(args["node"])):
+            return Address(args["node"])
+    return None
+
+
 def apply_node_event(
     connection: Connection, context: PoolContext, node: Address, event: NodeEventKind, now: float
 ) -> None:

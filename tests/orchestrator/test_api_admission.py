@@ -10,7 +10,7 @@ import pytest
 from orchestrator_world import MakeWorld, Session, World, signer
 
 from orchestrator.presence import LifeTicks
-from orchestrator.store import chain, intents, leases, nodes
+from orchestrator.store import chain, intents, leases, nodes, schema
 from protocol.core.encoding import sha256
 from protocol.core.errors import UnavailableError
 from protocol.core.messages import AdmissionAnswer, Challenge, HeartbeatAnswer
@@ -61,7 +61,7 @@ def on_chain(world: World, what: str, session: Session, block: int = 1, **args: 
         chain.add_event(
             connection,
             block_hash=sha256(what.encode()),
-            log_index=0,
+            log_index=block,
             block=block,
             block_time=1,
             tx_hash=sha256(b"tx"),
@@ -234,6 +234,33 @@ def test_who_waits_for_a_slash_or_was_ejected_is_not_admitted(world: World, stat
     with world.backend.store.begin() as connection:
         nodes.set_status(connection, signer(1).address, status, last_heartbeat=world.clock())
     assert world.post("/v1/admission/challenge", wish(), session).status_code == 403
+
+
+def test_a_caught_provider_does_not_come_again_under_another_key(world: World) -> None:
+    caught, fresh, owner = world.login(signer(1)), world.login(signer(2)), signer(9).address
+    for session, block in ((caught, 1), (fresh, 2)):
+        on_chain(world, "NodeAdded", session, block, provider=owner)
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            schema.slashes.insert().values(
+                submission_digest=sha256(b"bad"),
+                node=signer(1).address,
+                validator=signer(3).address,
+                evidence=sha256(b"e"),
+                reason=4,
+                amount="50",
+                status="proposed",
+                created_at=3.0,
+            )
+        )
+    refused = world.post("/v1/admission/challenge", wish(), fresh)
+    assert refused.status_code == 403
+    assert signer(1).address in refused.text
+    stranger = world.login(signer(4))
+    assert world.post("/v1/admission/challenge", wish(), stranger).status_code == 200
+    with world.backend.store.begin() as connection:
+        connection.execute(schema.slashes.update().values(status="cancelled"))
+    assert world.post("/v1/admission/challenge", wish(), fresh).status_code == 200
 
 
 def test_the_end_of_the_pool_stops_everybody(world: World) -> None:
