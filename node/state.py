@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,12 @@ class DataFolder:
         return None
 
     def empty_task_outbox(self) -> None:
-        """Removes what an earlier worker left half done."""
+        """Removes what an earlier worker left, folders too. Call it while no task runs."""
         for left in self.task_outbox.iterdir():
-            if not left.is_dir() or left.is_symlink():
+            if left.is_symlink() or not left.is_dir():
                 left.unlink()
+            else:
+                _remove_folder(left)
 
     def write_status(self, status: AgentStatus) -> None:
         _write(self.root / "status.json", status.model_dump_json())
@@ -136,6 +139,16 @@ def remembered(data: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", hint="remove it and join again") from error
     return found if isinstance(found, dict) else {}
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes a folder that somebody else made: closed ones are opened, links are not followed."""
+    folder.chmod(0o700)
+    for place, names, _ in os.walk(folder):
+        for inner in (Path(place, name) for name in names):
+            if not inner.is_symlink():
+                inner.chmod(0o700)
+    shutil.rmtree(folder)
 
 
 def _write(path: Path, text: str) -> None:

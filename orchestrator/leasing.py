@@ -18,7 +18,14 @@ from protocol.core.errors import ConflictError, FatalError, NotFoundError, Polic
 from protocol.core.ids import Address, Digest
 from protocol.core.lifecycle import LeaseState, step_lease
 from protocol.core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadRequest
-from protocol.core.rollout import MAX_FILE_BYTES
+from protocol.core.rollout import (
+    MAX_FILE_BYTES,
+    MAX_PROMPT_TOKENS,
+    PROOF_TOPK,
+    PROOF_WINDOW,
+    SKETCH_DIMENSIONS,
+)
+from protocol.core.run import RunDefinition
 from protocol.core.task import Lease, SignedLease, shadow_pool
 from protocol.storage.base import digest_key
 
@@ -183,8 +190,9 @@ def upload(
     Raises NotFoundError, PolicyError (another node's, too large, too many files), ConflictError
     (no longer open).
     """
-    if request.size > MAX_FILE_BYTES:
-        raise PolicyError(f"a rollout file has at most {MAX_FILE_BYTES} bytes")
+    most = largest_file(backend.context.run)
+    if request.size > most:
+        raise PolicyError(f"a rollout file of this run has at most {most} bytes")
     key = digest_key(request.sha256)
     with backend.store.begin() as connection:
         row = _own(leases.lock_row(connection, digest), account)
@@ -203,6 +211,15 @@ def upload(
         return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
     target = backend.objects.signed_put(key, request.size, request.sha256, row.deadline)
     return UploadAnswer(url=target.url, headers=target.headers, expiry=target.expires_at)
+
+
+def largest_file(run: RunDefinition) -> int:
+    """Bytes that no file of the run exceeds, whatever it compresses to: what one lease may ask the
+    store to hold. Two bytes a token and 4 KiB a row are spare, for levels and names."""
+    windows = -(-run.max_output_tokens // PROOF_WINDOW)
+    proofs = windows * (2 + 2 + 2 * PROOF_TOPK + 2 * SKETCH_DIMENSIONS)
+    row = (4 + 2) * MAX_PROMPT_TOKENS + (4 + 4 + 2) * run.max_output_tokens + proofs + 4096
+    return min(MAX_FILE_BYTES, run.rows_per_lease * row + (64 << 10))
 
 
 def _own(row: LeaseRow | None, account: Address) -> LeaseRow:

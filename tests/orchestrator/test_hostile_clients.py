@@ -7,9 +7,11 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from orchestrator_world import World, signer
 
+from orchestrator import leasing
 from orchestrator.intents import queue_intent
 from orchestrator.routes import objects
 from orchestrator.slashing import RETRY_SECONDS, requeue_proposals
@@ -17,6 +19,8 @@ from orchestrator.store import intents, nodes, schema
 from protocol.core.encoding import sha256
 from protocol.core.messages import AdmissionRequest
 from protocol.core.node import Hardware
+from protocol.core.rollout import MAX_PROMPT_TOKENS
+from protocol.verification.rollout_file import FileMetadata, FileRow, write_rollout_file
 
 MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
 
@@ -65,13 +69,13 @@ def target_of(world: World, data: bytes) -> str:
 
 
 def test_one_signed_url_fills_no_disk_by_many_uploads_at_once(world: World) -> None:
-    data = b"x" * (1 << 20)
+    data = b"x" * (1 << 19)
     url = target_of(world, data)
     root = world.backend.objects.root  # type: ignore[attr-defined]
 
     async def attack() -> tuple[int, list[int]]:
         uploads = [Stalled(url, data[:-1]) for _ in range(8)]
-        tasks = [
+        tasks: list[asyncio.Task[None]] = [
             asyncio.create_task(world.http.app(one.scope, one.receive, one.send))  # type: ignore[arg-type]
             for one in uploads
         ]
@@ -174,3 +178,31 @@ def test_old_failures_do_not_keep_a_slash_from_being_proposed_again(world: World
     world.clock.advance(RETRY_SECONDS + 1)
     lane = world.manager.address
     assert requeue_proposals(world.backend.store, lane, world.clock) == 1
+
+
+def test_a_lease_takes_no_more_room_than_its_files_can_need(world: World) -> None:
+    """A stranger's shadow lease costs nothing; 64 MiB for each would fill the disk."""
+    run = world.backend.context.run
+    rows = []
+    for number in range(run.rows_per_lease):
+        rng = np.random.default_rng(number)
+        rows.append(
+            FileRow(
+                problem_id="\U0001f642" * 256, group=0, sample=number,
+                prompt_tokens=tuple(rng.integers(1 << 31, size=MAX_PROMPT_TOKENS).tolist()),
+                output_tokens=tuple(rng.integers(1 << 31, size=run.max_output_tokens).tolist()),
+                logprobs=-rng.random(run.max_output_tokens).astype(np.float32),
+                target_length=2, finish_reason="end", policy_version=0, reward=rng.random(),
+                proofs=rng.bytes(260), sketch=rng.bytes(128),
+            )
+        )  # fmt: skip
+    made = FileMetadata("0x" + "11" * 32, "plain/1", "float32", "cpu")
+    largest = len(write_rollout_file(rows, made))
+    assert largest < leasing.largest_file(run) < 2 * largest
+    session = world.member(1)
+    path = f"/v1/leases/{world.lease_digest(world.lease(session))}/upload"
+    digest = sha256(b"x").encode()
+    too_much = b'{"sha256":"%s","size":%d}' % (digest, leasing.largest_file(run) + 1)
+    assert world.post(path, too_much, session).status_code == 403
+    enough = b'{"sha256":"%s","size":%d}' % (digest, largest)
+    assert world.post(path, enough, session).status_code == 200
