@@ -1,0 +1,58 @@
+"""The contracts refuse a shadow file, whoever signed what and whoever roots it."""
+
+from __future__ import annotations
+
+import pytest
+from anvil_kit import needs_anvil
+from chain_kit import World
+from money_kit import MANAGER, RUN, VALIDATOR
+from walk_kit import HONEST, OWNER
+
+from orchestrator.store import leases
+from protocol.chain.errors import ChainRevertedError
+from protocol.core.encoding import sha256
+from protocol.core.ids import ZERO_DIGEST
+from protocol.core.verdict import Reason
+
+pytestmark = needs_anvil
+
+
+def test_a_shadow_file_has_no_way_onto_the_chain(members: World) -> None:
+    """Its node has a seat and all signatures; the manager even roots it, and a validator tries."""
+    world, shop = members, members.shop
+    row = shop.submit(HONEST, shadow=True)
+    shop.judge(row, Reason.WRONG_SAMPLING)
+    world.ticks()
+    with shop.store.read() as connection:
+        lease = leases.get(connection, row.lease_digest)
+    assert lease is not None
+    promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
+    world.forward(RUN.epoch_seconds + 1)
+    own_leaf = world.contracts.work.post_leaf(
+        promise.lease,
+        promise.signature,
+        claim.submission,
+        claim.signature,
+        receipt.receipt,
+        receipt.signature,
+    )
+    with pytest.raises(ChainRevertedError):
+        world.send(OWNER, own_leaf)
+
+    pool = shop.context.pool
+    world.send(MANAGER, world.contracts.work.post_root(pool, row.digest, 1, sha256(b"a list")))
+    seq = 1
+    assert world.contracts.work.leaf_in(pool, seq, row.digest, [])
+    slash = world.contracts.slasher.propose(
+        claim.submission,
+        HONEST.address,
+        claim.signature,
+        seq,
+        [],
+        row.evidence or ZERO_DIGEST,
+        int(Reason.WRONG_SAMPLING),
+        RUN.slash_amount,
+    )
+    with pytest.raises(ChainRevertedError):
+        world.send(VALIDATOR, slash)
+    assert world.contracts.vault.pending_slash(OWNER.address) == 0
