@@ -133,12 +133,14 @@ def relay_command(
     stop = until_stopped()
     relay = Relay(data, trust, host=host, port=port, keep=keep, limits=Limits(), on_event=tell)
     links = [Link(url) for url in urls]
+    known: dict[Link, tuple[list[SignedManifest], str | None]] = {}
     with relay:
         _print({"event": "serving", "url": relay.url}, as_json)
         while not stop.is_set():
             for link in links:
                 try:
-                    relay.offer(_index(link), [[url] for url in urls])
+                    known[link] = _index(link, known.get(link))
+                    relay.offer(known[link][0], [[url] for url in urls])
                     break
                 except PrimeError as error:
                     if link is links[-1]:
@@ -283,7 +285,7 @@ def _look_up(
         link = Link(url)
         try:
             offered = []
-            for signed in _index(link):
+            for signed in _index(link)[0]:
                 trust.check(signed)
                 offered.append(signed)
             if version is None:
@@ -312,9 +314,16 @@ def _look_up(
     raise UserError("no server was named")
 
 
-def _index(link: Link) -> list[SignedManifest]:
+def _index(
+    link: Link, known: tuple[list[SignedManifest], str | None] | None = None
+) -> tuple[list[SignedManifest], str | None]:
+    """A server's index and its entity tag; `known`, without a body, if it is still that."""
     address = f"/{layout.POLICIES}/{layout.INDEX_NAME}"
-    return layout.parse_index(link.read_small(address, layout.MAX_INDEX_BYTES))
+    found = link.read_changed(address, layout.MAX_INDEX_BYTES, known[1] if known else None)
+    if found is None:
+        assert known is not None
+        return known
+    return layout.parse_index(found[0]), found[1]
 
 
 def _on_disk(dest: Path, trust: Trust) -> dict[int, Base]:

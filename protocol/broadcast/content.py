@@ -15,6 +15,7 @@ from typing import Protocol
 from protocol.broadcast import layout
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import MANIFEST_NAME, signed_bytes
+from protocol.core import encoding
 from protocol.core.checkpoint import SignedManifest
 
 
@@ -171,7 +172,7 @@ class LiveContent:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: dict[int, LiveVersion] = {}
-        self._index = b""
+        self._index, self._index_tag = b"", ""
         self._set_index()
 
     def versions(self) -> list[int]:
@@ -203,7 +204,8 @@ class LiveContent:
             return None
         with self._lock:
             if named.version is None:
-                return Resource(len(self._index), "", False, "application/json", data=self._index)
+                data, tag = self._index, self._index_tag
+                return Resource(len(data), tag, False, "application/json", data=data)
             live = self._versions.get(named.version)
             if live is None:
                 return None
@@ -228,6 +230,7 @@ class LiveContent:
     def _set_index(self) -> None:
         newest = layout.newest_first(live.signed for live in self._versions.values())
         self._index = layout.index_bytes(newest[: layout.INDEX_LENGTH])
+        self._index_tag = encoding.blake3_digest(self._index)
 
 
 def _on_disk(path: Path, *, immutable: bool) -> Resource | None:

@@ -55,6 +55,8 @@ def settle(root: Path, *, boot: Callable[[], str] = boot_id) -> list[str]:
         target = root / note.name.removeprefix(NOTE)
         try:
             same = bool(boot()) and note.read_text() == boot()
+        except FileNotFoundError:  # its bytes have just reached the platter
+            continue
         except (OSError, UnicodeDecodeError):
             same = False
         if same:

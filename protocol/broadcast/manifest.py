@@ -285,25 +285,32 @@ class History:
 
 
 def verify_folder(folder: Path, manifest: Manifest) -> None:
-    """Every file of the manifest is there, plain and bit-identical, and nothing else is. Raises
-    UntrustedError naming the file and the first wrong chunk, or MalformedError for a link."""
+    """Every file of the manifest is there, plain and bit-identical, and nothing else is, but for
+    its deltas (a relay has them), which are then verified too. Raises UntrustedError naming the
+    file and the first wrong chunk, or MalformedError for a link."""
     check_manifest(manifest)
-    expected = {entry.name for entry in manifest.files}
-    extra = {path.name for path in folder.iterdir()} - expected - {MANIFEST_NAME}
+    deltas = {f"{DELTA_PREFIX}{entry.base}": entry for entry in manifest.deltas}
+    present = {path.name for path in folder.iterdir()}
+    extra = present - {entry.name for entry in manifest.files} - set(deltas) - {MANIFEST_NAME}
     if extra:
         raise UntrustedError(f"{folder} holds files that the manifest lacks: {sorted(extra)[:5]}")
     for entry in manifest.files:
-        path = folder / entry.name
-        if not path.is_symlink() and not path.exists():
+        if entry.name not in present:
             raise UntrustedError(f"{entry.name} is missing from {folder}")
-        size, digest, chunks = hash_file(path, manifest.chunk_size)
-        if size != entry.size:
-            raise UntrustedError(f"{entry.name} has {size} bytes, the manifest says {entry.size}")
-        if digest != entry.digest or chunks != entry.chunks:
-            pairs = zip(chunks, entry.chunks, strict=False)
-            bad = [index for index, (ours, theirs) in enumerate(pairs) if ours != theirs]
-            where = f"chunk {bad[0]} of {len(chunks)}" if bad else "its digest"
-            raise UntrustedError(f"{entry.name} is not what the manifest says: {where} differs")
+        _verify_file(folder / entry.name, entry, manifest.chunk_size)
+    for name in deltas.keys() & present:
+        _verify_file(folder / name, deltas[name], manifest.chunk_size)
+
+
+def _verify_file(path: Path, entry: FileEntry | DeltaEntry, chunk_size: int) -> None:
+    size, digest, chunks = hash_file(path, chunk_size)
+    if size != entry.size:
+        raise UntrustedError(f"{path.name} has {size} bytes, the manifest says {entry.size}")
+    if digest != entry.digest or chunks != entry.chunks:
+        pairs = zip(chunks, entry.chunks, strict=False)
+        bad = [index for index, (ours, theirs) in enumerate(pairs) if ours != theirs]
+        where = f"chunk {bad[0]} of {len(chunks)}" if bad else "its digest"
+        raise UntrustedError(f"{path.name} is not what the manifest says: {where} differs")
 
 
 def _check_chunks(name: str, size: int, chunks: Sequence[Digest], chunk_size: int) -> None:

@@ -168,8 +168,20 @@ class Link:
 
     def read_small(self, path: str, limit: int) -> bytes:
         """The whole of a small object. Raises TransferError, or MalformedError beyond `limit`."""
+        found = self.read_changed(path, limit, None)
+        assert found is not None
+        return found[0]
+
+    def read_changed(
+        self, path: str, limit: int, tag: str | None
+    ) -> tuple[bytes, str | None] | None:
+        """The whole of a small object and its entity tag; None if it is still what `tag` names.
+        Raises as `read_small` does."""
         try:
-            answer = self._request("GET", path, {})
+            answer = self._request("GET", path, {"If-None-Match": tag} if tag else {})
+            if tag and answer.status == 304:
+                answer.read()
+                return None
             if answer.status != 200:
                 self._refuse(answer)
             assert self._wire is not None
@@ -180,7 +192,7 @@ class Link:
                 raise MalformedError(f"{path} exceeds {limit} bytes")
             if not answer.isclosed():
                 answer.read()
-            return data
+            return data, answer.getheader("ETag")
         except TransferError:
             self.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,20 @@ def test_a_note_without_a_folder_is_removed(tmp_path: Path) -> None:
     (tmp_path / f"{NOTE}3").write_text("another boot")
     assert settle(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relays_deltas_are_verified_with_what_a_power_cut_spared(
+    run: Run, tmp_path: Path
+) -> None:
+    run.publish()
+    run.publish()
+    shutil.copytree(run.root / "policies", tmp_path / "relay")
+    (tmp_path / "relay" / "index.json").unlink()
+    for version in "01":
+        (tmp_path / "relay" / f"{NOTE}{version}").write_text("another boot")
+    assert (tmp_path / "relay" / "1" / "delta-0").exists()
+    assert settle(tmp_path / "relay") == []
+    (tmp_path / "relay" / f"{NOTE}1").write_text("another boot")
+    with (tmp_path / "relay" / "1" / "delta-0").open("r+b") as file:
+        file.write(b"rot")
+    assert settle(tmp_path / "relay") == ["1"]

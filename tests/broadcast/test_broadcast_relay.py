@@ -332,3 +332,25 @@ def test_a_byte_that_rots_on_a_relays_disk_is_found_and_fetched_anew(
         assert origin.counters.bytes_sent - sent <= 2 * CHUNK, "only what was wrong came again"
         get(signed, [watched.relay.url], tmp_path / "0")
     assert same_files(tmp_path / "0", run, 0)
+
+
+def test_an_index_that_did_not_change_is_not_sent_again(run: Run, tmp_path: Path) -> None:
+    index = "/policies/index.json"
+    zero = run.publish()
+    with Origin(run.root) as origin, Relay(tmp_path / "relay", TRUST) as relay:
+        relay.offer([zero], [[origin.url]])
+        until(lambda: relay.complete() == [0], "version 0")
+        for server in (origin, relay):
+            link = Link(server.url)
+            first = link.read_changed(index, 1 << 20, None)
+            assert first is not None
+            assert link.read_changed(index, 1 << 20, first[1]) is None
+            assert server.counters.by_status[304] == 1
+            link.close()
+        one = run.publish()
+        relay.offer([one, zero], [[origin.url]])
+        link = Link(relay.url)
+        later = link.read_changed(index, 1 << 20, first[1])
+        link.close()
+    assert later is not None
+    assert len(layout.parse_index(later[0])) == 2
