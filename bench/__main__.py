@@ -1,6 +1,7 @@
 """`python -m bench NAME [--json] [--quick]`, `python -m bench list|report`.
 
-`detection` also takes `--minutes M` (goes on where it stopped) and `--model DIR`.
+`detection` also takes `--minutes M` (goes on where it stopped) and `--model DIR`; `proofs` takes
+`--minutes M` for its honest windows.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ BENCHES = {
 
 
 def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Words without the options of the detection bench, and these. An option without its value, or
+    """Words without the options of two benches, and these. An option without its value, or
     with one that is no number, stays where it is and is refused as an unknown flag."""
-    kinds: dict[str, Callable[[str], Any]] = {"--minutes": float, "--model": Path}
+    kinds: dict[str, Callable[[str], Any]] = {}
+    if {"detection", "proofs"} & {*words}:
+        kinds["--minutes"] = float
+    if "detection" in words:
+        kinds["--model"] = Path
     rest, options = list(words), {}
     for option, kind in kinds.items():
         at = rest.index(option) if option in rest else -1
-        if "detection" in words and 0 <= at < len(rest) - 1:
+        if 0 <= at < len(rest) - 1:
             with suppress(ValueError):
                 options[option[2:]] = kind(rest[at + 1])
                 del rest[at : at + 2]

@@ -58,9 +58,9 @@ def honest_lines(sequences: int) -> list[Line]:
     each = (sequences - single * (len(every) - len(lots))) / len(lots)
     lines = []
     for maker in every:
-        # vLLM takes a while to start: more files a unit.
         files = 8 if maker.batch_rows > 1 else 1
-        files *= 4 if maker.engine == "vllm" else 1
+        if maker.engine == "vllm":  # which takes a while to start
+            files *= 2
         wanted = each if maker.batch_rows > 1 else single
         aim = -(-int(wanted) // (files * ROWS_OF_A_FILE))
         lines.append(Line(maker.name, max(1, aim), files, maker))
@@ -149,6 +149,11 @@ class Units:
         if not path.exists():
             self.keep(name, measure())
         return json.loads(path.read_bytes())
+
+    def kept(self, name: str) -> Any:
+        """A result of `once`, if it is there; else an empty list."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_bytes()) if path.exists() else []
 
     def _record(self, file: HonestFile, number: int, line: Line, unit: int) -> Record:
         finding = self.bench.judge(file, number)

@@ -6,9 +6,11 @@ python -m bench.honest_files --out DIR --model DIR …      by an interpreter th
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,16 +87,17 @@ def makers() -> list[Maker]:
     ]
 
 
-def honest_windows(count: int) -> list[Row]:
-    """At least `count` windows, none of them made by the replaying set-up (plain, float32, rows
-    together): how many lie in files that were rejected. All rows are replayed. Raises
-    UnavailableError if a file could not be judged."""
+def honest_windows(count: int, minutes: float | None = None) -> list[Row]:
+    """At least `count` windows (or as many as `minutes` allow), none of them made by the replaying
+    set-up (plain, float32, rows together): how many lie in files that were rejected. All rows are
+    replayed. Raises UnavailableError if a file could not be judged."""
     wide = Bench(max_output_tokens=128)
     narrow = Bench(max_output_tokens=128, groups=2, samples=4)  # one by one is slow
     made: Counter[str] = Counter()
     rejected = first = 0
     others = [maker for maker in makers() if maker != Maker("plain", "float32", 64)]
-    while made.total() < count:
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    while made.total() < count and time.monotonic() < end:
         for maker in others:
             bench, files = (wide, 6) if maker.batch_rows > 1 else (narrow, 3)
             for file in make(bench, maker, range(first, first + files)):
@@ -106,7 +109,7 @@ def honest_windows(count: int) -> list[Row]:
                 elif finding.outcome is not Outcome.ACCEPTED:
                     raise UnavailableError(f"{maker.name} could not be judged: {finding.detail}")
             first += files
-            if made.total() >= count:
+            if made.total() >= count or time.monotonic() >= end:
                 break
     said = ", ".join(f"{name} {windows}" for name, windows in made.items())
     return [

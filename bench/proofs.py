@@ -204,8 +204,9 @@ def malformed(count: int) -> Row:
     return Row("crashes", crashes, f"of {count} malformed proofs", 0)
 
 
-def run(quick: bool) -> list[Row]:
-    """All rows; `quick` takes a smaller size of the same work."""
+def run(quick: bool, minutes: float | None = None) -> list[Row]:
+    """All rows; `quick` takes a smaller size of the same work, `minutes` bounds the honest windows'
+    time."""
     hidden, tokens, repeats = (1024, 1024, 5) if quick else (5120, 4096, 7)
     states = _states(tokens, hidden, 0)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -221,7 +222,7 @@ def run(quick: bool) -> list[Row]:
     return [
         *timed,
         equal,
-        *honest_windows(300 if quick else 10_000),
+        *honest_windows(300 if quick else 10_000, minutes),
         *forgeries(hidden, 50 if quick else 300),
         malformed(200 if quick else 5000),
     ]

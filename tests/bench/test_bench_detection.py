@@ -81,5 +81,5 @@ def test_auc_counts_ties_half() -> None:
 
 def test_an_option_without_its_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["detection", "--minutes", "soon"]) == 64
-    assert main(["proofs", "--minutes", "3"]) == 64
+    assert main(["gas", "--minutes", "3"]) == 64
     assert "usage" in capsys.readouterr().err
