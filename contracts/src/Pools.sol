@@ -142,6 +142,7 @@ contract Pools is PoolState {
     /// @param node Whose work it was.
     /// @param provider Who answers for that work.
     /// @return treasury Where the slashed stake goes, zero if it is burned.
+    // slither-disable-next-line reentrancy-no-eth
     function expel(uint256 pool, address node, address provider)
         external
         returns (address treasury)
