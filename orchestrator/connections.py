@@ -9,12 +9,53 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.broadcast.peers import place_of
+from protocol.core.errors import UnavailableError
+
+
+def is_bounded(host: str) -> bool:
+    """Whether what this address holds is counted."""
+    try:
+        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # no address of the internet: a Unix socket
+        return False
+
+
+class Places:
+    """A bounded number of places, of which one foreign address holds a few at most.
+
+    Used in the event loop's thread alone.
+    """
+
+    def __init__(self, most: int, each: int, what: str) -> None:
+        self._most = most
+        self._each = each
+        self._what = what
+        self._taken = 0
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, host: str) -> Iterator[None]:
+        """A place for as long as the block runs. Raises UnavailableError if there is none."""
+        address = place_of(host) if is_bounded(host) else ""
+        if self._taken >= self._most or (address and self._held[address] >= self._each):
+            raise UnavailableError(f"{self._what}; try again in a moment")
+        self._taken += 1
+        self._held[address] += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
+            self._held[address] -= 1
+            if not self._held[address]:
+                del self._held[address]
 
 
 class PatientH11(H11Protocol):
@@ -25,6 +66,7 @@ class PatientH11(H11Protocol):
     """From a connection's first moment, or a later request's first byte, to its whole header."""
     MOST_EACH: ClassVar[int] = 100
     """Connections of one address (of one /64 network under IPv6)."""
+    is_bounded = staticmethod(is_bounded)
     _held: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,14 +96,6 @@ class PatientH11(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_header()
-
-    @staticmethod
-    def is_bounded(host: str) -> bool:
-        """Whether the connections of this address are counted."""
-        try:
-            return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
-        except ValueError:  # no address of the internet: a Unix socket
-            return False
 
     def _watch_header(self) -> None:
         """The timer runs while a request's header is awaited, and is not set back by its pieces."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from orchestrator.auth import Caller, authenticate
 from orchestrator.backend import Backend
+from orchestrator.connections import Places
 from protocol.core.errors import MalformedError, PrimeError, UnavailableError
 from protocol.core.ids import Address
 from protocol.core.signing import Strict
@@ -43,6 +43,9 @@ class Signed:
 
 MAX_LARGE_BODIES = 8
 """Of those that are taken into memory whole: bounds what strangers can make us hold."""
+LARGE_BODIES_EACH = 2
+"""Of one foreign address: one slow machine keeps no newcomer out."""
+_large = Places(MAX_LARGE_BODIES, LARGE_BODIES_EACH, "too many large requests at once")
 MAX_DIGITS = 19
 """Digits of the largest number that is ever asked for (2^62)."""
 
@@ -64,6 +67,11 @@ async def read_body(request: Request, limit: int) -> bytes:
     except TimeoutError as error:
         raise UnavailableError("the request's body did not arrive in time") from error
     return bytes(body)
+
+
+def host_of(request: Request) -> str:
+    """The address at the other end of the connection; empty if it has none."""
+    return request.client.host if request.client else ""
 
 
 def body_of(limit: int = SMALL_BODY) -> Any:
@@ -104,35 +112,13 @@ def signed_by(
             body = await read_body(request, limit)
         else:
             size = await run_in_threadpool(expects, caller.account, request.path_params)
-            with _large.one():
+            with _large.one(host_of(request)):
                 body = await read_body(request, min(limit, size))
         arrived_at = backend.now()
         check_body(caller.proven, body)
         return Signed(caller, body, arrived_at)
 
     return Depends(dependency)
-
-
-class _LargeBodies:
-    """Counts the large bodies that are being read. Used in the event loop's thread alone."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._under_way = 0
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """Raises UnavailableError if too many are under way."""
-        if self._under_way >= self._most:
-            raise UnavailableError("too many large requests at once; try again in a moment")
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-
-
-_large = _LargeBodies(MAX_LARGE_BODIES)
 
 
 def parse(model: type[Model], body: bytes) -> Model:

@@ -6,20 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, StreamingResponse
 
 from orchestrator import metrics, status
 from orchestrator.backend import Backend
+from orchestrator.connections import Places
 from orchestrator.metrics import RequestCounts
+from orchestrator.routes.http import host_of
 from orchestrator.store import meta
-from protocol.core.errors import NotFoundError, UnavailableError
+from protocol.core.errors import NotFoundError
 
 DASHBOARD = Path(__file__).parent.parent / "dashboard"
 EVERY_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
 MAX_WATCHERS = 64
+WATCHERS_EACH = 16
+"""Of one foreign address, behind which several people may sit."""
 
 
 class StatusFeed:
@@ -30,7 +34,7 @@ class StatusFeed:
         self._lock = asyncio.Lock()
         self._made_at = float("-inf")
         self._latest = ""
-        self._watchers = 0
+        self.watchers = Places(MAX_WATCHERS, WATCHERS_EACH, "too many are watching")
         self._ended = asyncio.Event()
 
     def end(self) -> None:
@@ -46,15 +50,12 @@ class StatusFeed:
                 self._latest, self._made_at = made.model_dump_json(), now
             return self._latest
 
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events (WHATWG HTML 9.2): a status whenever it changed.
+    async def events(self, host: str) -> AsyncIterator[str]:
+        """Server-sent events (WHATWG HTML 9.2) for `host`: a status whenever it changed.
 
         Raises UnavailableError if too many watch already.
         """
-        if self._watchers >= MAX_WATCHERS:
-            raise UnavailableError("too many are watching; try again later")
-        self._watchers += 1
-        try:
+        with self.watchers.one(host):
             sent, quiet = "", 0.0
             while not self._ended.is_set():
                 latest = await self.latest()
@@ -69,8 +70,6 @@ class StatusFeed:
                     await asyncio.wait_for(self._ended.wait(), EVERY_SECONDS)
                 except TimeoutError:
                     continue
-        finally:
-            self._watchers -= 1
 
 
 def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRouter:
@@ -90,9 +89,9 @@ def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRo
         return Response(metrics.render(backend, requests), media_type=metrics.CONTENT_TYPE)
 
     @routes.get("/v1/events")
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
         """Server-sent events, each a Status."""
-        stream = feed.events()
+        stream = feed.events(host_of(request))
         first = await anext(stream)  # refuses before the answer has begun
 
         async def whole() -> AsyncIterator[str]:

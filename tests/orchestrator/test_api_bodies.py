@@ -134,7 +134,7 @@ def test_only_the_solution_that_is_awaited_is_read(world: World) -> None:
 def test_few_large_bodies_are_taken_into_memory_at_once(world: World) -> None:
     session = world.login(signer(1))
     path = f"/v1/admission/solution/{challenge(world, session).id}"
-    held = [http._large.one() for _ in range(http.MAX_LARGE_BODIES)]
+    held = [http._large.one("") for _ in range(http.MAX_LARGE_BODIES)]
     for one in held:
         one.__enter__()
     try:

@@ -6,13 +6,14 @@ import asyncio
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from orchestrator_world import World, run_definition, signer
 
-from orchestrator.routes.watch import StatusFeed
+from orchestrator.routes.watch import MAX_WATCHERS, StatusFeed
 from orchestrator.store import batches, intents, meta, nodes, policies, schema
 from orchestrator.store.batches import BatchRow
 from protocol.core.batch import BatchFile, BatchManifest, SignedBatch
@@ -245,7 +246,7 @@ def test_events_are_statuses_sent_when_something_changed(world: World) -> None:
     async def watch() -> list[str]:
         feed = StatusFeed(world.backend)
         seen = []
-        async for event in feed.events():
+        async for event in feed.events(""):
             seen.append(event)
             if len(seen) == 2:
                 feed.end()
@@ -261,9 +262,12 @@ def test_events_are_statuses_sent_when_something_changed(world: World) -> None:
         Status.model_validate_json(event.removeprefix("data: "))
 
 
-def test_too_many_watchers_are_turned_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.routes.watch.MAX_WATCHERS", 0)
-    assert world.http.get("/v1/events").status_code == 503
+def test_too_many_watchers_are_turned_away(world: World) -> None:
+    feed: StatusFeed = world.http.app.state.feed  # type: ignore[attr-defined]
+    with ExitStack() as held:
+        for _ in range(MAX_WATCHERS):
+            held.enter_context(feed.watchers.one(""))
+        assert world.http.get("/v1/events").status_code == 503
 
 
 def test_metrics_are_prometheus_text(world: World) -> None:

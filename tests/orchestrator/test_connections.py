@@ -13,7 +13,8 @@ import httpx
 import pytest
 import uvicorn
 
-from orchestrator.connections import PatientH11
+from orchestrator.connections import PatientH11, Places
+from protocol.core.errors import UnavailableError
 
 LIMIT = 6
 
@@ -118,3 +119,20 @@ def test_only_foreign_addresses_are_counted() -> None:
     assert not PatientH11.is_bounded("")
     assert PatientH11.is_bounded("203.0.113.7")
     assert PatientH11.is_bounded("2001:db8::1")
+
+
+def test_a_foreign_address_takes_its_share_of_places_and_no_more() -> None:
+    places = Places(most=5, each=2, what="full")
+    with ExitStack() as held:
+        for host in ("203.0.113.7", "203.0.113.7", "2001:db8::1"):
+            held.enter_context(places.one(host))
+        with pytest.raises(UnavailableError, match="full; try again"):
+            held.enter_context(places.one("203.0.113.7"))
+        held.enter_context(places.one("2001:db8::2"))  # one network of IPv6 counts as one address
+        with pytest.raises(UnavailableError):
+            held.enter_context(places.one("2001:db8::3"))
+        held.enter_context(places.one("127.0.0.1"))
+        with pytest.raises(UnavailableError):
+            held.enter_context(places.one("127.0.0.1"))  # a proxy's, unbounded but for the whole
+    with places.one("203.0.113.7"), places.one("203.0.113.7"):
+        pass
