@@ -14,3 +14,8 @@ ${PYTHON:-python3.11} -m venv "$home"
 "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec # builds for another torch
 "$python" -m pip install -q -e ".[rollout-base]"
 "$python" -c "import vllm; print('vLLM', vllm.__version__)"
+# vLLM goes on without its kernels and dies at the first model: better to say it here.
+"$python" -c "import torch, vllm._C" || {
+	echo "vLLM's kernels do not load: the line above names the library; on Debian: apt-get install libnuma1" >&2
+	exit 1
+}
