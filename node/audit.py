@@ -8,7 +8,7 @@ The judging itself is protocol/verification/audit.py; policies come through the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from protocol.core import ids
 from protocol.core.checkpoint import PolicyStatement, SignedManifest
 from protocol.core.errors import NotFoundError, PrimeError, UnavailableError
 from protocol.core.ids import ZERO_DIGEST, Digest
-from protocol.core.messages import SubmissionInfo
+from protocol.core.messages import RelayInfo, SubmissionInfo
 from protocol.core.run import RunDefinition
 from protocol.core.task import SignedLease
 from protocol.engine.base import Engine
@@ -76,9 +76,9 @@ class FetchedEngines(FolderEngines):
             signed = self._api.client.get(f"/v1/policies/{version}", SignedManifest)
         except NotFoundError as error:
             raise UnavailableError(str(error)) from error
-        sources = [relay.url for relay in self._api.relays() if version in relay.versions]
+        sources = serving(version, self._api.relays())
         if not sources:
-            raise UnavailableError(f"no relay or origin announces policy {version}")
+            raise UnavailableError(f"nobody serves policy {version}: no relay is announced")
         try:
             self._folder.ensure(version, signed, sources, others=self._before(version))
         except PrimeError as error:
@@ -89,6 +89,13 @@ class FetchedEngines(FolderEngines):
         anchor."""
         numbers = range(max(0, version - ANCHOR_EVERY), version)
         return [self._api.client.get(f"/v1/policies/{n}", SignedManifest) for n in numbers]
+
+
+def serving(version: int, relays: Sequence[RelayInfo]) -> list[str]:
+    """Whom to ask for a policy: those that announce it, else everybody. Announcements name the
+    newest versions only, and an origin keeps every one that can still be slashed for."""
+    announced = [relay.url for relay in relays if version in relay.versions]
+    return announced or [relay.url for relay in relays]
 
 
 @contextmanager
