@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from protocol.core.errors import UnavailableError
-from protocol.environments.sandbox import kernel
+from protocol.environments.sandbox import client, kernel
 from protocol.environments.sandbox.client import Level, Limits, Outcome, Program, Sandbox
 
 pytestmark = pytest.mark.skipif(
@@ -234,3 +234,13 @@ def test_bubblewrap_is_taken_where_namespaces_of_our_own_are_refused() -> None:
         assert run(box, "print(6 * 7)").output == "42\n"
         assert box.level == "bubblewrap"
         assert run(box, "open('/etc/passwd')").status == "failed"
+
+
+def test_bubblewrap_finds_the_server_where_the_project_lies_in_the_folder_that_it_hides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not on this machine (apt-get install bubblewrap)")
+    monkeypatch.setattr(client, "_TEMPORARY", str(Path(client.__file__).parents[3]))
+    with Sandbox("bubblewrap") as box:
+        assert run(box, "print(6 * 7)").output == "42\n"

@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from protocol.core.errors import UnavailableError, UserError
@@ -224,11 +225,22 @@ def _bubblewrap() -> bool:
     return shutil.which("bwrap") is not None
 
 
+_TEMPORARY = "/tmp"  # noqa: S108 - hidden, not written to
+
+
 def _command(level: Level) -> list[str]:
     server = [sys.executable, "-m", "protocol.environments.sandbox.server"]
     if level != "bubblewrap":
         return [*server, level]
     return [
         "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc",
-        "--dev", "/dev", "--tmpfs", "/tmp", "--", *server, "limits",  # noqa: S108 - bwrap's own
+        "--dev", "/dev", "--tmpfs", _TEMPORARY, *_shown_again(), "--", *server, "limits",
     ]  # fmt: skip
+
+
+def _shown_again() -> list[str]:
+    """What the server needs of our own files where they lie under the folder that it sees empty."""
+    source = str(Path(__file__).resolve().parents[3])
+    needed = dict.fromkeys([sys.prefix, sys.base_prefix, source])
+    inside = [place for place in needed if Path(place).is_relative_to(_TEMPORARY)]
+    return [word for place in inside for word in ("--ro-bind", place, place)]
