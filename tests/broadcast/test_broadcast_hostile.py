@@ -137,6 +137,7 @@ def test_the_head_of_a_range_is_not_waited_for_longer_than_its_deadline(
         link.close()
 
 
+@pytest.mark.slow
 @SLOW
 @pytest.mark.timeout(120)
 def test_relays_that_never_finish_their_heads_cannot_hold_a_fetch(

@@ -27,6 +27,7 @@ def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(tmp_path: Pat
     assert processes_of(root) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_ends_every_process_and_frees_every_port(tmp_path: Path) -> None:
     require_anvil()

@@ -54,6 +54,7 @@ def test_node_joins_works_and_stops_cleanly(world: NodeWorld) -> None:
     assert not list((world.folder / name).rglob("*.sock"))
 
 
+@pytest.mark.slow
 def test_agent_killed_while_the_orchestrator_is_down_loses_no_file(world: NodeWorld) -> None:
     agent = world.join("--throttle", "20")
     admitted(world)
@@ -92,6 +93,7 @@ def test_stop_while_generating_gives_the_lease_back_to_the_same_node(world: Node
     assert world.submissions()[0]["lease_digest"] == lease["digest"]
 
 
+@pytest.mark.slow
 def test_a_void_file_and_its_reason_are_told_by_the_agent_itself(world: NodeWorld) -> None:
     agent = world.join()
     admitted(world)
@@ -123,6 +125,7 @@ def test_a_void_file_and_its_reason_are_told_by_the_agent_itself(world: NodeWorl
     assert sentence in shown, "and a person sees it after the agent has ended"
 
 
+@pytest.mark.slow
 def test_quarantined_node_waits_and_ejected_node_stops_and_says_why(world: NodeWorld) -> None:
     agent = world.join()
     admitted(world)

@@ -78,6 +78,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(world, signed, digest, data)
 
 
+@pytest.mark.slow
 def test_an_honest_file_is_accepted_and_every_row_can_be_asked_for(bench: Bench) -> None:
     status, found = bench.verify(bench.honest)
     assert (status, found["outcome"], found["reason"]) == (0, "accepted", "NONE")

@@ -149,6 +149,7 @@ def test_a_curve_without_steps_is_still_a_picture() -> None:
     assert curve([{"step": 3, "reward": 0.5}]).count("polyline") == 1
 
 
+@pytest.mark.slow
 def test_the_plan_is_printed_and_nothing_is_done(pool: Pool, tmp_path: Path, model: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text('beta2 = 0.5\nlearning_rate = 0.1\nbad_batch = "skip"\n')

@@ -79,6 +79,7 @@ def test_each_sealed_batch_becomes_one_published_policy(
         assert name in metrics[2]["background"]  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_a_trainer_killed_again_and_again_trains_no_batch_twice_and_publishes_the_same_bytes(
     pool: Pool, tmp_path: Path, uninterrupted: tuple[list[str], list[dict[str, object]]]
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_trainer_killed_again_and_again_trains_no_batch_twice_and_publishes_th
             assert ours[name] == theirs[name], name
 
 
+@pytest.mark.slow
 def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def _deployment() -> Deployment:
     )
 
 
+@pytest.mark.slow
 def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
