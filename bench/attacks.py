@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.forgers import FORGERIES, forged_rows
 from bench.honest import Bench
-from bench.variants import VARIANTS
 from protocol.core import seeds
 from protocol.engine.base import Engine, Generation, GenerationRequest, ReplayRequest
+from protocol.engine.variants import VARIANTS
 from protocol.engine.vllm import NAME as VLLM
 from protocol.proofs import activations, sampling_torch, sketch
 from protocol.verification import build
 from protocol.verification.build import PlannedRow
 from protocol.verification.engines import load_engine
+from protocol.verification.forgeries import FORGERIES, forged_rows
 from protocol.verification.rollout_file import FileRow, read_rollout_file, write_rollout_file
 from protocol.verification.setups import HonestFile
 

@@ -35,7 +35,10 @@ OUTPUT_TOKENS = 256
 ROWS_OF_A_FILE = 8
 SERIES_FILES = 40
 """Files of an attack, and of honest ones in the attacks' set-up, whose every window is kept."""
-_SOURCES = ("attacks.py", "variants.py", "forgers.py", "textmodel.py")
+_SOURCES = (
+    *("bench/attacks.py", "bench/textmodel.py"),
+    *("protocol/engine/variants.py", "protocol/verification/forgeries.py"),
+)
 Record = dict[str, Any]
 
 
@@ -98,7 +101,7 @@ class Units:
     def __init__(self, bench: Bench, root: Path = FOLDER) -> None:
         self.bench = bench
         key = sha256()
-        paths = [*(ROOT / "bench" / name for name in _SOURCES)]
+        paths = [*(ROOT / name for name in _SOURCES)]
         paths += sorted((ROOT / "protocol" / "proofs").glob("*.py"))
         for path in paths + sorted(bench.folder.glob("*.safetensors")):
             key.update(path.read_bytes())

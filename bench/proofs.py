@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.forgers import FORGERIES, accepted_on_model, passes
+from bench.forgers import accepted_on_model, passes
 from bench.form import ROOT, Row
 from bench.honest_files import honest_windows
 from bench.peers import peer_python
@@ -34,6 +34,7 @@ from protocol.core.errors import MalformedError, UnavailableError
 from protocol.core.rollout import PROOF_WINDOW
 from protocol.proofs import activations
 from protocol.proofs.sketch import float_to_bf16
+from protocol.verification.forgeries import FORGERIES
 
 EARLIER_BUILD_US, EARLIER_VERIFY_US = 33.5, 19.0
 """µs a token of toploc 0.1.6 on one CPU thread, H 5120 × 4,096 tokens, measured earlier."""

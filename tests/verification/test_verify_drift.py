@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bench.variants import VARIANTS
 from protocol.core.verdict import Outcome, Reason
 from protocol.engine.tiny import write_tiny_model
+from protocol.engine.variants import VARIANTS
 from protocol.environments.registry import environment_for
 from protocol.proofs.thresholds import LONG_TOKENS
 from protocol.verification.calibrate import synthetic_run
