@@ -5,16 +5,17 @@
     tokens     text from elsewhere, scored by the true policy (the right prefill)
     file       honest generation; rows, rewards, log-probabilities or proofs are changed
 
-A liar declares the set-up that an honest node would: the plain engine in bfloat16.
+A liar declares the set-up that an honest node would: the plain engine in bfloat16. Several files
+are made at once, so that their rows share a batch; rows do not depend on it beyond rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,21 +36,51 @@ from protocol.verification.setups import HonestFile
 DTYPE = "bfloat16"
 AS_VLLM = "_as_vllm"
 Plan = Sequence[PlannedRow]
+Made = Sequence[Generation]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One file to lie about."""
+    """The files to lie about: those of the leases `numbers`."""
 
     bench: Bench
-    number: int
+    numbers: range
 
     @property
     def honest_engine(self) -> Engine:
         return self.bench.engine(DTYPE)
 
+    @cached_property
+    def leases(self) -> list[tuple[HonestFile, list[PlannedRow]]]:
+        return [self.bench.lease(number) for number in self.numbers]
 
-Attack = Callable[[Job], HonestFile]
+    @property
+    def plan(self) -> list[PlannedRow]:
+        """The rows of all files, one after another."""
+        return [row for _, plan in self.leases for row in plan]
+
+    def files(self, generations: Made, change: Change | None = None) -> list[HonestFile]:
+        """The files of `generations` (of `plan`, in order), declared as the honest engine's."""
+        left = list(generations)
+        files = []
+        for lease, plan in self.leases:
+            made, left = left[: len(plan)], left[len(plan) :]
+            altered = None
+            if change is not None:
+                altered = partial(change, job=self, lease=lease, made=made)
+            files.append(self.bench.assemble(lease, plan, made, self.honest_engine, altered))
+        return files
+
+
+class Change(Protocol):
+    """Alters the rows of one file that was made honestly."""
+
+    def __call__(
+        self, rows: list[FileRow], plan: Plan, *, job: Job, lease: HonestFile, made: Made
+    ) -> list[FileRow]: ...
+
+
+Attack = Callable[[Job], list[HonestFile]]
 
 
 @cache
@@ -63,10 +94,8 @@ def _variant(folder: Path, name: str) -> Engine:
 def _by(engine: Callable[[Job], Engine]) -> Attack:
     """Everything by another engine, declared as the honest one."""
 
-    def attack(job: Job) -> HonestFile:
-        lease, plan = job.bench.lease(job.number)
-        generations = build.generate_rows(plan, job.bench.run, engine(job))
-        return job.bench.assemble(lease, plan, generations, job.honest_engine)
+    def attack(job: Job) -> list[HonestFile]:
+        return job.files(build.generate_rows(job.plan, job.bench.run, engine(job)))
 
     return attack
 
@@ -89,9 +118,7 @@ def _requests(job: Job, plan: Plan, keyed: bool = True, flip: int = 0) -> list[G
     ]
 
 
-def _claim(
-    job: Job, plan: Plan, tokens: Sequence[Sequence[int]]
-) -> tuple[list[Generation], Engine]:
+def _claim(job: Job, plan: Plan, tokens: Sequence[Sequence[int]]) -> list[Generation]:
     """Given tokens as if the true policy had drawn them: its states and log-probabilities."""
     engine = job.honest_engine
     replays = engine.replay(
@@ -101,7 +128,7 @@ def _claim(
         ],
         job.bench.run.temperature,
     )
-    claimed = [
+    return [
         Generation(
             tuple(text),
             found.logprobs,
@@ -110,16 +137,13 @@ def _claim(
         )
         for text, found in zip(tokens, replays, strict=True)
     ]
-    return claimed, engine
 
 
 def _retold(choose: Callable[[Job, Plan], Sequence[Sequence[int]]]) -> Attack:
     """Tokens by `choose`; states and log-probabilities those of the true policy for them."""
 
-    def attack(job: Job) -> HonestFile:
-        lease, plan = job.bench.lease(job.number)
-        generations, engine = _claim(job, plan, choose(job, plan))
-        return job.bench.assemble(lease, plan, generations, engine)
+    def attack(job: Job) -> list[HonestFile]:
+        return job.files(_claim(job, job.plan, choose(job, job.plan)))
 
     return attack
 
@@ -159,7 +183,7 @@ def _cut(keep: Callable[[torch.Tensor], torch.Tensor]) -> Attack:
     """Only tokens of the mask `keep`(log-probabilities [N, V]) are drawn, with the right noise."""
 
     def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-        engine: Any = job.honest_engine
+        engine: Any = job.bench.bare_engine(DTYPE)
         noise = sampling_torch.gumbel
 
         def cut(keys: torch.Tensor, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -220,7 +244,7 @@ def _foreign(share: float) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
     """So many tokens replaced by ones that a writer preferred."""
 
     def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-        rng = np.random.default_rng(job.number)
+        rng = np.random.default_rng(job.numbers.start)
         honest = _tokens(build.generate_rows(plan, job.bench.run, job.honest_engine))
         ends = job.honest_engine.end_tokens
         changed = []
@@ -251,56 +275,46 @@ def _padded(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
     return [text + (dot,) * (limit - len(text)) for text in kept]
 
 
-def _paraphrased(job: Job) -> HonestFile:
+def _paraphrased(job: Job) -> list[HonestFile]:
     """The true prompt is written down, another was given to the model."""
-    lease, plan = job.bench.lease(job.number)
     (dot,) = job.honest_engine.tokenizer.encode(".", add_special_tokens=False)
-    asked = [replace(row, prompt_tokens=(*row.prompt_tokens[:-1], dot)) for row in plan]
-    generations = build.generate_rows(asked, job.bench.run, job.honest_engine)
-    return job.bench.assemble(lease, plan, generations, job.honest_engine)
+    asked = [replace(row, prompt_tokens=(*row.prompt_tokens[:-1], dot)) for row in job.plan]
+    return job.files(build.generate_rows(asked, job.bench.run, job.honest_engine))
 
 
 # ── another file ─────────────────────────────────────────────────────────────────────────────────
 
-Change = Callable[[Job, list[FileRow], Plan, Sequence[Generation]], list[FileRow]]
-
 
 def _changed(change: Change) -> Attack:
-    def attack(job: Job) -> HonestFile:
-        lease, plan = job.bench.lease(job.number)
-        generations = build.generate_rows(plan, job.bench.run, job.honest_engine)
-        return job.bench.assemble(
-            lease, plan, generations, job.honest_engine,
-            lambda rows, of_plan: change(job, rows, of_plan, generations),
-        )  # fmt: skip
+    def attack(job: Job) -> list[HonestFile]:
+        return job.files(build.generate_rows(job.plan, job.bench.run, job.honest_engine), change)
 
     return attack
 
 
-def _reward(job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]) -> list[FileRow]:
+def _reward(rows: list[FileRow], plan: Plan, **_: Any) -> list[FileRow]:
     return [replace(rows[0], reward=rows[0].reward + 0.5), *rows[1:]]
 
 
-def _logprobs(
-    job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]
-) -> list[FileRow]:
+def _logprobs(rows: list[FileRow], plan: Plan, **_: Any) -> list[FileRow]:
     return [replace(row, logprobs=row.logprobs - np.float32(0.1)) for row in rows]
 
 
-def _copied(job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]) -> list[FileRow]:
+def _copied(rows: list[FileRow], plan: Plan, **_: Any) -> list[FileRow]:
     """One row of each group, handed in for all its samples."""
     first = {row.group: row for row in reversed(rows)}
     return [replace(first[row.group], sample=row.sample) for row in rows]
 
 
 def _forged(kind: str) -> Attack:
-    return _changed(
-        lambda job, rows, plan, made: forged_rows(rows, [g.states for g in made], FORGERIES[kind])
-    )
+    def change(rows: list[FileRow], plan: Plan, *, made: Made, **_: Any) -> list[FileRow]:
+        return forged_rows(rows, [g.states for g in made], FORGERIES[kind])
+
+    return _changed(change)
 
 
 def _by_a_copy(
-    job: Job, rows: list[FileRow], plan: Plan, made: Sequence[Generation]
+    rows: list[FileRow], plan: Plan, *, job: Job, lease: HonestFile, made: Made
 ) -> list[FileRow]:
     """Proofs and sketches of a 4-bit copy's states beside honest tokens: the forger knows the
     projection, its keys and the calibration, and all but the policy's true states."""
@@ -312,7 +326,7 @@ def _by_a_copy(
         ],
         job.bench.run.temperature,
     )
-    seed = seeds.lease_seed(job.bench.lease(job.number)[0].lease_digest)
+    seed = seeds.lease_seed(lease.lease_digest)
     changed = []
     for row, found in zip(rows, replays, strict=True):
         windows = activations.split_windows(found.states)
@@ -326,12 +340,13 @@ def _by_a_copy(
 def _as_vllm(attack: Attack) -> Attack:
     """The same, declared as vLLM's work, whose limits may be wider."""
 
-    def relabelled(job: Job) -> HonestFile:
-        made = attack(job)
-        file = read_rollout_file(made.data)
-        return replace(
-            made, data=write_rollout_file(file.rows, replace(file.metadata, engine=VLLM))
-        )
+    def relabelled(job: Job) -> list[HonestFile]:
+        files = []
+        for made in attack(job):
+            file = read_rollout_file(made.data)
+            data = write_rollout_file(file.rows, replace(file.metadata, engine=VLLM))
+            files.append(replace(made, data=data))
+        return files
 
     return relabelled
 

@@ -148,7 +148,7 @@ def cost_rows(bench: Bench) -> list[tuple[str, float, str, float | None]]:
     """Validating a file of 64 rows (every check, all rows replayed) beside generating it by the
     same engine, float32, CPU time of one thread (the wall time of an idle machine); and the
     replay's computation as a share of generation's for the rows that a run draws."""
-    engine, one = bench.engine("float32", 64), bench.engine("float32", 1)
+    engine, one = bench.bare_engine("float32", 64), bench.bare_engine("float32", 1)
     wide = Bench(max_output_tokens=OUTPUT_TOKENS, folder=bench.folder)
     lease, plan = wide.lease(0)
 

@@ -1,6 +1,6 @@
 """The detection bench's work in pieces that are kept: a run may be stopped and taken up again.
 
-A unit is some honest files of one set-up, or one file of one attack. Its result is a JSON file
+A unit is some honest files of one set-up, or some of one attack. Its result is a JSON file
 under var/bench/detection/KEY, KEY being the model, the statistics' source (protocol/proofs) and the
 attacks'; its name has the limits that it was judged by, each record the commit it was made by.
 `behind` says which line of work is furthest behind its aim.
@@ -33,6 +33,8 @@ from protocol.verification.verify import Finding
 FOLDER = ROOT / "var" / "bench" / "detection"
 OUTPUT_TOKENS = 256
 ROWS_OF_A_FILE = 8
+FILES_TOGETHER = 5
+"""Files of one attack that are made at once."""
 SERIES_FILES = 40
 """Files of an attack, and of honest ones in the attacks' set-up, whose every window is kept."""
 _SOURCES = (
@@ -72,7 +74,8 @@ def honest_lines(sequences: int) -> list[Line]:
 
 def attack_lines(files: int) -> list[Line]:
     """Each attack, `files` times."""
-    return [Line(name, files, 1) for name in ATTACKS]
+    together = min(files, FILES_TOGETHER)
+    return [Line(name, -(-files // together), together) for name in ATTACKS]
 
 
 def limits_key(line: Line) -> str:
@@ -91,7 +94,11 @@ def limits_key(line: Line) -> str:
 def bench_of(folder: Path | None) -> Bench:
     """Files of 2 × 4 rows of OUTPUT_TOKENS tokens, all replayed; the text model unless given."""
     return Bench(
-        max_output_tokens=OUTPUT_TOKENS, folder=folder or text_model(), groups=2, samples=4
+        max_output_tokens=OUTPUT_TOKENS,
+        folder=folder or text_model(),
+        groups=2,
+        samples=4,
+        remembering=True,
     )
 
 
@@ -127,12 +134,12 @@ class Units:
     def work(self, line: Line, base: int) -> None:
         """Makes and keeps a line's next unit; its leases are numbered from `base`."""
         unit = self.done(line)
+        if line.maker is None:  # every attack on the same leases: what is honest is made once
+            base = 100_000
+        numbers = range(base + unit * line.files, base + (unit + 1) * line.files)
         if line.maker is None:
-            number = 100_000 + unit
-            made = [ATTACKS[line.name](Job(self.bench, number))]
-            numbers = range(number, number + 1)
+            made = ATTACKS[line.name](Job(self.bench, numbers))
         else:
-            numbers = range(base + unit * line.files, base + (unit + 1) * line.files)
             made = make(self.bench, line.maker, numbers)
         records = [
             self._record(file, number, line, unit)
