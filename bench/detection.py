@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.attacks import MUST_CATCH
+from bench.detection_kept import restore
 from bench.detection_units import (
     OUTPUT_TOKENS,
     Line,
@@ -94,8 +95,28 @@ def _series(records: Sequence[Record]) -> list[Series]:
     ]
 
 
-def attack_rows(name: str, records: Sequence[Record], honest: Sequence[Series]) -> list[Row]:
-    """Both rows of one attack, from the files made so far."""
+def tokens_of(units: Units) -> dict[str, tuple[int, str]]:
+    """`tokens_needed` of each attack whose windows, and honest ones, are at hand."""
+    honest = _series(
+        [
+            record
+            for line in honest_lines(HONEST_SEQUENCES)
+            if line.name.startswith(REFERENCE_SETUP)
+            for record in units.records(line)
+        ]
+    )
+    found = {}
+    for line in attack_lines(ATTACK_FILES):
+        lying = _series(units.records(line))
+        if lying and honest:
+            found[line.name] = tokens_needed(honest, lying)
+    return found
+
+
+def attack_rows(
+    name: str, records: Sequence[Record], needed: tuple[int, str] = (0, "strict decoding")
+) -> list[Row]:
+    """Both rows of one attack, from the files made so far; `needed` as of tokens_needed."""
     caught = sum(record["outcome"] == "REJECTED" for record in records)
     reasons = Counter(record["reason"] for record in records)
     said = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
@@ -109,12 +130,8 @@ def attack_rows(name: str, records: Sequence[Record], honest: Sequence[Series]) 
             "higher",
         )
     ]
-    lying = _series(records)
-    if lying and honest:
-        needed, by = tokens_needed(honest, lying)
-    else:
-        needed, by = 0, "strict decoding"
-    return [*rows, Row(f"tokens_{name}", needed, f"tokens ({by or 'none within 2048'})")]
+    tokens, by = needed
+    return [*rows, Row(f"tokens_{name}", tokens, f"tokens ({by or 'none within 2048'})")]
 
 
 def honest_rows(found: dict[str, list[Record]], aim: int) -> list[Row]:
@@ -187,6 +204,7 @@ def run(quick: bool, minutes: float | None = None, model: Path | None = None) ->
     """All rows; `quick` takes one file an attack and few honest ones; `minutes` stops the work
     after so many and reports what is there."""
     units = Units(bench_of(model))
+    known = restore(units) if model is None else {}
     sequences, files = (QUICK_SEQUENCES, QUICK_FILES) if quick else (HONEST_SEQUENCES, ATTACK_FILES)
     honest, attacks = honest_lines(sequences), attack_lines(files)
     bases = dict(numbered(honest))
@@ -205,17 +223,12 @@ def run(quick: bool, minutes: float | None = None, model: Path | None = None) ->
             f"{line.name} {units.done(line)}/{line.aim}: {spent:.1f} s", file=sys.stderr, flush=True
         )
     found = {line.name: units.records(line) for line in (*honest, *attacks)}
-    reference = [
-        record
-        for line in honest
-        if line.name.startswith(REFERENCE_SETUP)
-        for record in found[line.name]
-    ]
     rows = honest_rows({line.name: found[line.name] for line in honest}, sequences)
-    series = _series(reference)
+    tokens = {**known, **tokens_of(units)}
     for line in attacks:
         if found[line.name]:
-            rows += attack_rows(line.name, found[line.name], series)
+            needed = [tokens[line.name]] if line.name in tokens else []
+            rows += attack_rows(line.name, found[line.name], *needed)
         else:
             bar = 0.99 if line.name in MUST_CATCH else None
             rows.append(Row(f"caught_{line.name}", 0.0, "of 0 files: not reached", bar, "higher"))

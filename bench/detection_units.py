@@ -44,6 +44,12 @@ _SOURCES = (
 Record = dict[str, Any]
 
 
+def sources() -> list[Path]:
+    """The files that decide what a unit finds, but for the limits and the model."""
+    paths = [ROOT / name for name in _SOURCES]
+    return paths + sorted((ROOT / "protocol" / "proofs").glob("*.py"))
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of work: `aim` units of `files` files each; `maker` None: an attack."""
@@ -108,9 +114,7 @@ class Units:
     def __init__(self, bench: Bench, root: Path = FOLDER) -> None:
         self.bench = bench
         key = sha256()
-        paths = [*(ROOT / name for name in _SOURCES)]
-        paths += sorted((ROOT / "protocol" / "proofs").glob("*.py"))
-        for path in paths + sorted(bench.folder.glob("*.safetensors")):
+        for path in sources() + sorted(bench.folder.glob("*.safetensors")):
             key.update(path.read_bytes())
         self.folder = root / key.hexdigest()[:12]
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import detection, detection_units
+from bench import detection, detection_kept, detection_units
 from bench.__main__ import main
 from bench.detection_units import Line, Units, honest_lines, limits_key, numbered
 from bench.honest_files import makers
@@ -53,6 +53,34 @@ def test_units_judged_by_other_limits_do_not_count(units: Units) -> None:
 
 def test_what_is_measured_once_is_kept(units: Units) -> None:
     assert units.once("cost", lambda: [1]) == units.once("cost", lambda: [2]) == [1]
+
+
+def _record(number: int) -> dict[str, Any]:
+    return {
+        "number": number, "commit": "c", "outcome": "ACCEPTED", "reason": "NONE", "detail": "",
+        "rows": 8, "shares": {"mantissa": 0.5, "sketch": 0.7}, "compute_share": 0.3,
+        "series": {"sketch": [1.0]},
+    }  # fmt: skip
+
+
+def test_kept_work_is_taken_up_on_another_machine_but_not_after_the_sources_changed(
+    units: Units, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, kept = Line("short", 2, 1), tmp_path / "kept.json"
+    _keep(units, line, 0, [_record(4)])
+    assert detection_kept.keep(units, {"short": (64, "sketch")}, kept) == 1
+    model: Any = SimpleNamespace(folder=tmp_path / "another")
+    there = Units(model, tmp_path / "there")
+    assert detection_kept.restore(there, kept) == {"short": (64, "sketch")}
+    (found,) = there.records(line)
+    assert found == {**_record(4), "shares": {"sketch": 0.7}, "series": None}
+    _keep(there, line, 0, [_record(5)])  # what was made here stands
+    detection_kept.restore(there, kept)
+    assert there.records(line)[0]["number"] == 5
+    monkeypatch.setattr(detection_kept, "sources_digest", lambda: "others")
+    empty = Units(model, tmp_path / "empty")
+    assert detection_kept.restore(empty, kept) == {}
+    assert empty.done(line) == 0
 
 
 def test_another_attack_source_or_model_starts_anew(tmp_path: Path) -> None:
