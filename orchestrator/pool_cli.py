@@ -27,6 +27,7 @@ from protocol.core import ids
 from protocol.core.errors import FatalError
 from protocol.core.ids import ZERO_ADDRESS, Address
 from protocol.run_file import read_run
+from protocol.times import utc
 
 app = typer.Typer(
     help="Create, fund, show and end a pool; say who sits in it and who judges.",
@@ -126,6 +127,7 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
         contracts = Contracts(client, place)
         found = pool_of(contracts, pool)
         rules, funds = contracts.pools.rules_of(pool), contracts.rewards.funds(pool)
+        refundable_at = contracts.rewards.refundable_at(pool)
         validators = history.validators(client, place, pool)
     finally:
         client.close()
@@ -134,6 +136,7 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
         "stake_per_class": str(found.stake_per_class),
         "free": str(funds.free),
         "reserved": str(funds.reserved),
+        "refundable_at": refundable_at,
         "validators": validators,
     }
     if doubt := lone_judge(validators):
@@ -154,39 +157,42 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
     typer.echo(f"  nodes     {found.members} of {found.capacity}")
     typer.echo(f"  stake     {prime(found.stake_per_class)} a speed class")
     typer.echo(f"  rewards   {prime(funds.free)} free, {prime(funds.reserved)} promised")
+    if refundable_at is not None:
+        typer.echo(f"            what is free can be refunded from {utc(refundable_at)} on")
 
 
 @app.command()
 @at_desk
-def end(
-    desk: Desk,
-    pool: PoolNumber,
-    refund: Annotated[
-        bool, typer.Option("--refund", help="Take back what is promised to nobody, at once.")
-    ] = False,
-) -> Done:
+def end(desk: Desk, pool: PoolNumber) -> Done:
     """End a pool for good: no new members, policies or work.
 
-    Refund after the last reward roots are posted: what is refunded cannot pay them.
+    Reward roots for its last work are posted as before; `refund` waits for them.
     """
     if not desk.sends or not desk.pool(pool).ended:
         desk.send(f"end/{pool}", desk.contracts.pools.end(pool))
-    if refund:
-        desk.perform([desk.contracts.rewards.refund(pool)])
-    return Done({"pool": pool, "ended": True, "refunded": refund}, f"pool {pool} is ended")
+    when = desk.contracts.rewards.refundable_at(pool) if desk.sends else None
+    facts = {"pool": pool, "ended": True, "refundable_at": when}
+    later = "" if when is None else f"; what is free can be refunded from {utc(when)} on"
+    return Done(facts, f"pool {pool} is ended{later}")
 
 
 @app.command()
 @at_desk
 def refund(desk: Desk, pool: PoolNumber) -> Done:
-    """Take back what an ended pool has promised to nobody.
+    """Take back what an ended pool has promised to nobody; a year later also what nobody claimed.
 
-    After the last reward roots are posted: what is refunded cannot pay them.
+    Not before its last work can have been rooted, judged and promised its pay: `show` says when.
     """
-    free = desk.contracts.rewards.funds(pool).free
+    before = _money(desk.contracts, pool)
     desk.perform([desk.contracts.rewards.refund(pool)])
-    facts = {"pool": pool, "refunded": str(free)}
-    return Done(facts, f"{prime(free)} of pool {pool} went back to its manager")
+    back = before - _money(desk.contracts, pool)
+    facts = {"pool": pool, "refunded": str(back)}
+    return Done(facts, f"{prime(back)} of pool {pool} went back to its manager")
+
+
+def _money(contracts: Contracts, pool: int) -> int:
+    funds = contracts.rewards.funds(pool)
+    return funds.free + funds.reserved
 
 
 pool_members_cli.add_to(app)

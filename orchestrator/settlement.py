@@ -33,6 +33,7 @@ from orchestrator.store.schema import (
 from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature
 from protocol.core.lifecycle import LeaseState, step_lease
 from protocol.core.messages import ReceiptAnswer
+from protocol.core.rollout import SignedSubmission
 from protocol.core.settlement import (
     JudgedFact,
     LeafFact,
@@ -40,6 +41,7 @@ from protocol.core.settlement import (
     Settlement,
     SlashFact,
     SlashState,
+    answered_for,
     settle,
     standing,
 )
@@ -183,7 +185,7 @@ def _settle(
         lock(connection, CHAIN_LOCK)  # facts and block number of one moment
         clock = chain_clock(connection)
         assert clock is not None
-        leaves = _leaves(connection, condition, context.run.validity_seconds)
+        leaves = _leaves(connection, condition, context)
         slash_facts = _slash_facts(connection)
     settlement = settle(
         chain_id=context.deployment.chain_id,
@@ -247,7 +249,7 @@ def _load(objects: ObjectStore, digest: Digest) -> Settlement:
 
 
 def _leaves(
-    connection: Connection, condition: ColumnElement[bool], validity: int
+    connection: Connection, condition: ColumnElement[bool], context: PoolContext
 ) -> list[LeafFact]:
     """Facts of the leaves of confirmed roots that meet `condition`."""
     refused = {
@@ -264,6 +266,7 @@ def _leaves(
     facts = []
     for row in rows:
         receipt = ReceiptAnswer.model_validate_json(row.receipt)
+        signed = SignedSubmission.model_validate_json(row.body)
         judged = None
         if row.verdict is not None:
             judged = JudgedFact(
@@ -278,11 +281,16 @@ def _leaves(
                 submission_digest=Digest(row.digest),
                 node=Address(row.node),
                 root_seq=row.chain_seq,
-                expires=row.posted_at + validity,
+                expires=row.posted_at + context.run.validity_seconds,
                 received_at=receipt.receipt.received_at,
                 receipt=Signature(receipt.signature),
                 judged=judged,
                 refused=row.digest in refused,
+                answered=answered_for(
+                    rooted_at=row.posted_at,
+                    valid_until=signed.submission.valid_until,
+                    accountable=context.deployment.periods.accountable,
+                ),
             )
         )
     return facts

@@ -230,11 +230,23 @@ MUTANTS = (
     ),
     Mutant(
         "unclaimed rewards are taken back at once", "Rewards.sol",
-        "if (block.timestamp >= endedAt + CLAIM_PERIOD) {", "if (true) {", money=True,
+        "if (block.timestamp >= from + CLAIM_PERIOD) {", "if (true) {", money=True,
     ),
     Mutant(
         "a pool that runs is refunded", "Rewards.sol",
-        "if (endedAt == 0) revert Errors.PoolNotEnded(pool);", "",
+        "if (from == 0) revert Errors.PoolNotEnded(pool);", "",
+    ),
+    Mutant(
+        "free funds are taken back before the last rewards", "Rewards.sol",
+        "if (block.timestamp < from) revert Errors.RefundNotYet(pool, from);", "", money=True,
+    ),
+    Mutant(
+        "the refund's delay forgets the dispute", "Rewards.sol",
+        "+ p.slashWindow + p.disputeWindow + 2", "+ 2", money=True,
+    ),
+    Mutant(
+        "a node roots work that nobody answers for", "Work.sol",
+        "_checkInTime(submission, uint64(block.timestamp));", "",
     ),
     Mutant(
         "a drawn reserve blocks the guardian", "Rewards.sol",

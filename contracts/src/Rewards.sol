@@ -85,8 +85,8 @@ contract Rewards is ReentrancyGuardTransient {
         uint128 previousTotal;
     }
 
-    /// @notice How long after a pool's end its rewards can surely be claimed. Afterwards the manager may
-    /// take back what nobody claimed: a reserve without an owner must not be stuck for ever.
+    /// @notice How long after its funds could be refunded a pool's rewards can surely be claimed. Afterwards
+    /// the manager may take back what nobody claimed: a reserve without an owner must not be stuck for ever.
     uint64 public constant CLAIM_PERIOD = 365 days;
 
     /// @notice What rewards are counted in.
@@ -102,6 +102,7 @@ contract Rewards is ReentrancyGuardTransient {
     uint64 private immutable _epochLength;
     uint64 private immutable _validity;
     uint64 private immutable _rewardDelay;
+    uint64 private immutable _refundDelay;
 
     /// @notice What a node was paid so far.
     mapping(uint256 pool => mapping(address node => uint256)) public claimed;
@@ -137,6 +138,11 @@ contract Rewards is ReentrancyGuardTransient {
         _epochLength = p.epochLength;
         _validity = p.validity;
         _rewardDelay = p.rewardDelay;
+        // The last work's way to its pay. A file comes up to an epoch after the end, its node roots it by
+        // itself an epoch and a validity later, it is judged for a validity, its pay is held while a slash
+        // is open; the next epoch's reward root decides it, and is posted anew if the guardian voids it.
+        _refundDelay = 3 * p.epochLength + 2 * p.validity + p.slashWindow + p.disputeWindow + 2
+            * p.rewardDelay;
     }
 
     /// @notice Adds to a pool's funds. By anyone, while the pool runs. Needs an allowance.
@@ -152,16 +158,17 @@ contract Rewards is ReentrancyGuardTransient {
         if (received != amount) revert Errors.TokenNotPlain(amount, received);
     }
 
-    /// @notice Takes back what nobody is promised; one `CLAIM_PERIOD` after the pool's end also what
-    /// nobody claimed. By the manager of an ended pool, which posts the last reward roots first.
+    /// @notice Takes back what nobody is promised; one `CLAIM_PERIOD` later also what nobody claimed. By the
+    /// manager, from `refundableAt` on: until then the last work's rewards can be promised.
     function refund(uint256 pool) external nonReentrant {
         if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
-        uint64 endedAt = pools.endedAt(pool);
-        if (endedAt == 0) revert Errors.PoolNotEnded(pool);
+        uint256 from = refundableAt(pool);
+        if (from == 0) revert Errors.PoolNotEnded(pool);
+        if (block.timestamp < from) revert Errors.RefundNotYet(pool, from);
         Funds storage f = _funds[pool];
         uint256 amount = f.free;
         f.free = 0;
-        if (block.timestamp >= endedAt + CLAIM_PERIOD) {
+        if (block.timestamp >= from + CLAIM_PERIOD) {
             amount += f.reserved;
             f.reserved = 0;
         }
@@ -295,6 +302,14 @@ contract Rewards is ReentrancyGuardTransient {
     /// @notice A pool's cumulative total and the earliest epoch of its next root.
     function progress(uint256 pool) external view returns (uint256 total, uint64 nextEpoch) {
         return (_funds[pool].total, _funds[pool].nextEpoch);
+    }
+
+    /// @notice From when on the manager may take back a pool's free funds (Unix time); zero while it runs.
+    /// Later than the pool's end by the time in which its last work is rooted, judged and promised its pay,
+    /// a dispute included. An ended pool never runs again, so this does not move.
+    function refundableAt(uint256 pool) public view returns (uint256) {
+        uint256 endedAt = pools.endedAt(pool);
+        return endedAt == 0 ? 0 : endedAt + _refundDelay;
     }
 
     /// @notice The reward root last posted for an epoch, zeros if none was.

@@ -86,7 +86,8 @@ contract Work is EIP712 {
     }
 
     /// @notice Roots one leaf that the manager countersigned and then ignored for an epoch.
-    /// @dev Anyone may carry it. From an epoch after the receipt on, for one validity.
+    /// @dev Anyone may carry it. From an epoch after the receipt on, for one validity; not once nobody
+    /// would answer for it any more.
     /// @param lease The lease.
     /// @param managerSignature The manager's signature over the lease.
     /// @param submission The submission.
@@ -109,6 +110,7 @@ contract Work is EIP712 {
         if (block.timestamp < from || block.timestamp > from + _validity) {
             revert Errors.NotYourTurn(from, from + _validity);
         }
+        _checkInTime(submission, uint64(block.timestamp));
         address manager = pools.managerOf(lease.pool);
         Statements.check(manager, leaseDigest(lease), managerSignature);
         Statements.check(manager, receiptDigest(receipt), receiptSignature);
@@ -156,9 +158,7 @@ contract Work is EIP712 {
         Statements.checkKey(node, leaf, nodeSignature);
         _checkLiable(submission.pool, seq, leaf, proof);
         // Rooting the same leaf again and again must not keep its node liable for ever.
-        uint256 until = uint256(submission.validUntil) + _accountable;
-        uint64 postedAt = _roots[submission.pool][seq].postedAt;
-        if (postedAt > until) revert Errors.RootedLate(postedAt, until);
+        _checkInTime(submission, _roots[submission.pool][seq].postedAt);
     }
 
     /// @notice A root, zeros if there is none of this number.
@@ -243,6 +243,12 @@ contract Work is EIP712 {
         if (receipt.receivedAt > lease.deadline) {
             revert Errors.LateSubmission(receipt.receivedAt, lease.deadline);
         }
+    }
+
+    /// @dev Somebody answers for work that is rooted up to slash window + dispute window after its own end.
+    function _checkInTime(Submission calldata submission, uint64 postedAt) private view {
+        uint256 until = uint256(submission.validUntil) + _accountable;
+        if (postedAt > until) revert Errors.RootedLate(postedAt, until);
     }
 
     function _checkLiable(uint256 pool, uint64 seq, bytes32 leaf, bytes32[] calldata proof)

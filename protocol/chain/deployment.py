@@ -53,6 +53,11 @@ class Periods(Strict):
         """In the order of the contracts' `Periods` struct."""
         return tuple(getattr(self, name) for name in self.FIELDS)
 
+    @property
+    def accountable(self) -> int:
+        """How long after a submission's `validUntil` it can be rooted and still be answered for."""
+        return self.slash_window + self.dispute_window
+
     def problem(self) -> str:
         """Why the contracts would refuse these periods; empty if they would not."""
         liability = self.validity + self.slash_window + self.dispute_window

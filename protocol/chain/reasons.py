@@ -62,6 +62,8 @@ SENTENCES: dict[str, str] = {
     "PoolHasEnded": "pool {pool} has ended",
     "PoolIsPaused": "pool {pool} lets nobody in for now",
     "PoolNotEnded": "pool {pool} has not ended",
+    "RefundNotYet": "the last work of pool {pool} can still be promised its pay: "
+    "orchestrator pool show says from when on it can be refunded",
     "RevocationNotLater": "a revocation moves forward only: it stands at {current}",
     "RootedLate": "the root came too late to make anybody answer for the submission",
     "SlashOpen": "a slash holds stake of {provider}: no seat moves before its end",

@@ -6,7 +6,8 @@ A settlement covers every leaf of the roots of its epochs, so that none can be l
     held       as paid, but a slash of its node is open; decided by a later settlement
     forfeited  as paid, but its node was slashed for a file handed in up to 24 h later
     rejected   the verdict, or the contract, refused it
-    void       the verdict found no fault and no work (late, malformed, unreachable)
+    void       the verdict found no fault and no work (late, malformed, unreachable), or nobody
+               answers for the file on chain: it was rooted too late (`answered_for`)
     unjudged   no verdict within the validity: our fault, unpaid, unpunished, counted
 
 Amounts are cumulative per node and never shrink: what a settlement has paid stays paid.
@@ -130,7 +131,8 @@ class JudgedFact:
 @dataclass(frozen=True)
 class LeafFact:
     """A leaf of a confirmed root. `expires` is the end of its validity (root's block time +
-    validity); `refused` whether the contract marks it rejected."""
+    validity); `refused` whether the contract marks it rejected; `answered` whether somebody answers
+    for it (`answered_for`)."""
 
     submission_digest: Digest
     node: Address
@@ -140,6 +142,7 @@ class LeafFact:
     receipt: Signature
     judged: JudgedFact | None
     refused: bool = False
+    answered: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,12 @@ class SlashFact:
     received_at: int
     receipt: Signature
     state: SlashState
+
+
+def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
+    """Whether a lie in a submission rooted at `rooted_at` can be slashed: Work refuses a proposal
+    with `RootedLate` if not. `accountable` is slash + dispute window; all in (Unix) seconds."""
+    return rooted_at <= valid_until + accountable
 
 
 def covers(slash: SlashFact, node: Address, received_at: int) -> bool:
@@ -180,6 +189,8 @@ def judge_leaf(leaf: LeafFact, slashes: Sequence[SlashFact]) -> tuple[FileState,
     judged = leaf.judged
     if leaf.refused or (judged is not None and judged.outcome is Outcome.REJECTED):
         return "rejected", ZERO_DIGEST
+    if not leaf.answered:  # work without liability is not bought, however good it looks
+        return "void", ZERO_DIGEST
     if judged is None or judged.judged_at > leaf.expires or judged.outcome is Outcome.ABSTAINED:
         return "unjudged", ZERO_DIGEST
     if judged.outcome is Outcome.VOID:

@@ -17,7 +17,7 @@ from typing import Any
 from protocol.chain.amounts import prime
 from protocol.core.ids import ZERO_DIGEST, Address, Digest
 from protocol.core.settlement import SettledFile
-from protocol.core.verdict import Reason
+from protocol.core.verdict import Outcome, Reason
 from protocol.verification.rewards import Rebuilder
 
 
@@ -75,6 +75,9 @@ class Explanation:
         return [*said, *(f"  ✗ {problem}" for problem in self.problems)]
 
 
+ROOTED_LATE = "rooted so late that nobody answers for it on chain: unpaid and unpunished"
+
+
 def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Explanation:
     """Why `node` is owed what the reward root of `epoch` (the newest if None) gives it.
 
@@ -130,8 +133,13 @@ def _why(rebuilder: Rebuilder, file: SettledFile, price: int) -> str:
             return f"{file.units} tokens lost: the node was slashed for {file.because} within a day"
         case "unjudged":
             return "no verdict within its validity: the pool's fault, unpaid and unpunished"
+        case "rejected" if file.verdict == ZERO_DIGEST:
+            return "it was rejected on chain"
+        case "void" if file.verdict == ZERO_DIGEST:
+            return ROOTED_LATE
         case _:
-            if file.verdict == ZERO_DIGEST:
-                return "it was rejected on chain"
-            reason = Reason(rebuilder.verdict(file.verdict).reason)
+            verdict = rebuilder.verdict(file.verdict)
+            if file.state == "void" and Outcome(verdict.outcome) is not Outcome.VOID:
+                return ROOTED_LATE
+            reason = Reason(verdict.reason)
             return f"{reason.name}: {reason.sentence}"

@@ -44,6 +44,7 @@ from protocol.core.settlement import (
     Settlement,
     SlashFact,
     SlashState,
+    answered_for,
     settle,
 )
 from protocol.core.signing import Strict
@@ -61,6 +62,16 @@ class Objects(Protocol):
     def get_object(self, digest: Digest, limit: int) -> bytes:
         """Bytes that hash to `digest`. Raises NotFoundError, UnavailableError."""
         ...
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of a root. `valid_until` (Unix seconds) as its node signed it; None for one that its
+    node posted, which the contract refuses once nobody answers for it."""
+
+    node: Address
+    digest: Digest
+    valid_until: int | None
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ class Rebuilder:
         if created.run_digest != run.digest():
             raise UntrustedError("the run definition is not the pool's")
         self._manager = created.manager
-        self._leaves: dict[Digest, list[tuple[Address, Digest]]] = {}
+        self._leaves: dict[Digest, list[_Leaf]] = {}
         self._validators = {e.validator for e in self._events if isinstance(e, ValidatorSet)}
 
     def posted(self) -> list[RewardRootPosted]:
@@ -201,11 +212,11 @@ class Rebuilder:
         held = (f for f in previous.files if f.state == "held") if previous else ()
         names = {file.submission_digest for file in held}
         leaves = [
-            (root, node, digest)
+            (root, leaf)
             for root in self._roots(published.as_of_block)
             if root.epoch <= published.epoch
-            for node, digest in self._leaves_of(root, claims)
-            if root.epoch > after or digest in names
+            for leaf in self._leaves_of(root, claims)
+            if root.epoch > after or leaf.digest in names
         ]
         with ThreadPoolExecutor(PARALLEL) as pool:
             facts = list(
@@ -233,10 +244,8 @@ class Rebuilder:
                 first.setdefault(event.root, event)
         return list(first.values())
 
-    def _leaves_of(
-        self, root: RootPosted, claims: dict[Digest, SettledFile]
-    ) -> list[tuple[Address, Digest]]:
-        """Each leaf's node and digest; held to the root, and each to its node, once.
+    def _leaves_of(self, root: RootPosted, claims: dict[Digest, SettledFile]) -> list[_Leaf]:
+        """The leaves of a root; held to the root, and each to its node, once.
 
         A root without leaves object was posted by a node for its own leaf, which is the root: it
         counts if the settlement settles the leaf by it, and is passed over if by another or not.
@@ -245,7 +254,7 @@ class Rebuilder:
             claim = claims.get(root.root)
             if claim is None or claim.root_seq != root.seq:
                 return []
-            return [(self._poster(root), root.root)]
+            return [_Leaf(self._poster(root), root.root, None)]
         if root.root not in self._leaves:
             leaves = decode_leaves(self._get(root.leaves_object))
             digests = []
@@ -256,8 +265,10 @@ class Rebuilder:
                     raise UntrustedError(f"submission {digests[-1]} is not signed by its node")
             if len(leaves) != root.count or encoding.merkle_root(digests) != root.root:
                 raise UntrustedError(f"the list of leaves of root {root.seq} is not that root's")
-            nodes = [leaf.node for leaf in leaves]
-            self._leaves[root.root] = list(zip(nodes, digests, strict=True))
+            self._leaves[root.root] = [
+                _Leaf(leaf.node, digest, leaf.submission.valid_until)
+                for leaf, digest in zip(leaves, digests, strict=True)
+            ]
         return self._leaves[root.root]
 
     def _poster(self, root: RootPosted) -> Address:
@@ -270,19 +281,19 @@ class Rebuilder:
     def _fact(
         self,
         root: RootPosted,
-        node: Address,
-        digest: Digest,
+        leaf: _Leaf,
         *,
         claims: dict[Digest, SettledFile],
         block: int,
     ) -> LeafFact:
+        digest = leaf.digest
         claim = claims.get(digest)
         if claim is None:
             raise UntrustedError(f"the settlement leaves out submission {digest}")
         self._check_receipt(digest, claim.received_at, claim.receipt)
         return LeafFact(
             submission_digest=digest,
-            node=node,
+            node=leaf.node,
             root_seq=root.seq,
             expires=root.block_time + self._deployment.periods.validity,
             received_at=claim.received_at,
@@ -291,6 +302,12 @@ class Rebuilder:
             refused=any(
                 isinstance(e, LeafRejected) and e.leaf == digest and e.block <= block
                 for e in self._events
+            ),
+            answered=leaf.valid_until is None
+            or answered_for(
+                rooted_at=root.block_time,
+                valid_until=leaf.valid_until,
+                accountable=self._deployment.periods.accountable,
             ),
         )
 

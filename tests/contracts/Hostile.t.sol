@@ -196,6 +196,7 @@ contract HostileTest is Network {
     function test_Refund_CannotBeReentered_NorPaidTwice() public {
         hostilePool();
         act(address(pools), abi.encodeCall(pools.end, (pool)));
+        vm.warp(rewards.refundableAt(pool));
         bad.arm(address(rewards), abi.encodeCall(rewards.refund, (pool)));
         act(address(rewards), abi.encodeCall(rewards.refund, (pool)));
         refusedReentry();

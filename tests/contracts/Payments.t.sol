@@ -111,33 +111,91 @@ contract PaymentsTest is Network {
         vm.assertEq(total, 40);
     }
 
-    function test_Refund_OfUnclaimedRewardsOnlyAYearAfterTheEnd_AtTheEdge() public {
-        post(E, 30, 10, 60); // 20 are promised to nobody
+    function end() private returns (uint256 refundableAt) {
         vm.prank(manager);
         pools.end(pool);
-        uint256 ended = block.timestamp;
+        return rewards.refundableAt(pool);
+    }
+
+    function refund() private {
         vm.prank(manager);
         rewards.refund(pool);
+    }
+
+    function test_Refund_WaitsForTheLastWorksRewards_AtTheEdge() public {
+        uint256 from = end();
+        vm.assertEq(from, block.timestamp + 3 * EPOCH + 2 * VALIDITY + WINDOW + DISPUTE + 2 * DELAY);
+        expect(abi.encodeWithSelector(Errors.RefundNotYet.selector, pool, from));
+        refund();
+        vm.warp(from - 1);
+        expect(abi.encodeWithSelector(Errors.RefundNotYet.selector, pool, from));
+        refund();
+        vm.warp(from);
+        refund();
+        vm.assertEq(token.balanceOf(manager), 100);
+    }
+
+    /// @dev The slowest way: a file comes an epoch after the end and its node roots it in the last second
+    /// that is its own; a slash of another file of its is proposed in the last second of the validity,
+    /// disputed in the window's last and lapses; the reward root that pays is voided in its last second.
+    function test_Refund_NeverComesBeforeTheSlowestWorkIsPromisedItsPay() public {
+        uint256 refundableAt = end();
+        uint256 received = block.timestamp + EPOCH;
+        uint256 rooted = received + EPOCH + VALIDITY;
+        uint256 decided = rooted + VALIDITY + WINDOW + DISPUTE;
+        uint64 epoch = uint64((decided - VALIDITY) / EPOCH);
+        vm.assertLt(rooted / EPOCH, epoch, "a later epoch decides it");
+        post(epoch, 30, 10, 40);
+        vm.assertLe(block.timestamp, decided + EPOCH);
+        vm.warp(block.timestamp + DELAY - 1);
+        vm.prank(guardian);
+        rewards.disable(pool, epoch);
+        vm.warp(block.timestamp + DELAY);
+        vm.assertLt(block.timestamp, refundableAt, "time to post it anew");
+        expect(abi.encodeWithSelector(Errors.RefundNotYet.selector, pool, refundableAt));
+        refund();
+        post(epoch, 30, 10, 40);
+        vm.warp(refundableAt);
+        refund();
+        vm.assertEq(token.balanceOf(manager), 60);
+        vm.warp(refundableAt + DELAY);
+        rewards.claimMany(both(epoch, 30, 10));
+        vm.assertEq(token.balanceOf(address(rewards)), 0);
+    }
+
+    function test_Refund_AnEndedPoolNeverRunsAgain_SoItsRefundDoesNotMove() public {
+        uint256 from = end();
+        vm.startPrank(manager);
+        pools.pause(pool);
+        pools.start(pool);
+        vm.warp(block.timestamp + 1);
+        expect(abi.encodeWithSelector(Errors.PoolHasEnded.selector, pool));
+        pools.end(pool);
+        vm.stopPrank();
+        vm.assertTrue(pools.hasEnded(pool));
+        vm.assertEq(rewards.refundableAt(pool), from);
+    }
+
+    function test_Refund_OfUnclaimedRewardsOnlyAYearLater_AtTheEdge() public {
+        post(E, 30, 10, 60); // 20 are promised to nobody
+        uint256 from = end();
+        vm.warp(from);
+        refund();
         vm.assertEq(token.balanceOf(manager), 40);
-        vm.warp(ended + rewards.CLAIM_PERIOD() - 1);
+        vm.warp(from + rewards.CLAIM_PERIOD() - 1);
         expect(abi.encodeWithSelector(Errors.NothingToRefund.selector, pool));
-        vm.prank(manager);
-        rewards.refund(pool);
+        refund();
         rewards.claimMany(both(E, 30, 10));
-        vm.warp(ended + rewards.CLAIM_PERIOD());
-        vm.prank(manager);
-        rewards.refund(pool);
+        vm.warp(from + rewards.CLAIM_PERIOD());
+        refund();
         vm.assertEq(token.balanceOf(manager), 60);
         vm.assertEq(token.balanceOf(address(rewards)), 0);
     }
 
     function test_Claim_AfterTheReserveWasTakenBackIsRefusedByName() public {
         post(E, 30, 10, 40);
-        vm.prank(manager);
-        pools.end(pool);
-        vm.warp(block.timestamp + rewards.CLAIM_PERIOD());
-        vm.prank(manager);
-        rewards.refund(pool);
+        vm.warp(end() + rewards.CLAIM_PERIOD());
+        refund();
         vm.assertEq(token.balanceOf(manager), 100);
         bytes32[] memory proof = Tree.proof(leaves(30, 10), 0);
         expect(abi.encodeWithSelector(Errors.ReserveExceeded.selector, 0, 30));

@@ -79,14 +79,15 @@ contract RewardsTest is Network {
         vm.startPrank(manager);
         expect(abi.encodeWithSelector(Errors.PoolNotEnded.selector, pool));
         rewards.refund(pool);
+        vm.assertEq(rewards.refundableAt(pool), 0);
         pools.end(pool);
+        vm.warp(rewards.refundableAt(pool));
         rewards.refund(pool);
         expect(abi.encodeWithSelector(Errors.NothingToRefund.selector, pool));
         rewards.refund(pool);
         vm.stopPrank();
         vm.assertEq(token.balanceOf(manager), 60);
         assertFunds(0, 40);
-        vm.warp(postable(E) + DELAY);
         claim(E, 30, 10);
         claimSecond(E, 30, 10);
         assertFunds(0, 0);

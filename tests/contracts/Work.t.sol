@@ -168,6 +168,19 @@ contract WorkTest is Network {
         postLeaf(x);
     }
 
+    function test_PostLeaf_OfASubmissionThatNobodyAnswersForIsRefused_AtTheEdge() public {
+        Ignored memory x = ignored();
+        x.submission.validUntil = START + 40;
+        x.receipt.submissionDigest = work.submissionDigest(x.submission);
+        sealIt(x);
+        uint256 until = START + 40 + WINDOW + DISPUTE;
+        vm.warp(until + 1);
+        expect(abi.encodeWithSelector(Errors.RootedLate.selector, until + 1, until));
+        postLeaf(x);
+        vm.warp(until);
+        vm.assertEq(postLeaf(x), 1);
+    }
+
     function test_PostLeaf_RefusesALateReceipt() public {
         Ignored memory x = ignored();
         x.receipt.receivedAt += 1;

@@ -7,15 +7,19 @@ import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import GUARDIAN, World
 from money_kit import RUN, TOKEN
-from walk_kit import HONEST, LIAR, OWNER, one, rebuild_root, settled
+from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
 from orchestrator.indexer import derive_root, run_indexer_tick
 from orchestrator.settlement import settle_epochs
 from orchestrator.store import chain, leases, schema
 from orchestrator.store.submissions import SubmissionRow
+from protocol.chain.deployment import DEMO_PERIODS
+from protocol.chain.history import read_events
 from protocol.core.errors import UntrustedError
 from protocol.core.ids import ZERO_DIGEST
 from protocol.core.verdict import Reason
+from protocol.verification.explain import ROOTED_LATE, explain
+from protocol.verification.rewards import Rebuilder
 
 pytestmark = needs_anvil
 
@@ -56,6 +60,51 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(members: Wo
     }
     rebuilt = rebuild_root(world, second.epoch)
     assert rebuilt.match, rebuilt.problems
+
+
+def rooted_late(world: World) -> tuple[SubmissionRow, SubmissionRow]:
+    """Two accepted files, settled; the first was rooted when a slash of it would be refused."""
+    shop = world.shop
+    late = shop.submit(HONEST)
+    shop.judge(late)
+    until = late.signed().submission.valid_until + DEMO_PERIODS.accountable
+    world.forward(until + 1 - int(shop.now()))  # the manager slept
+    good = shop.submit(LIAR)
+    shop.judge(good)
+    world.until_rooted()
+    assert one(world, schema.roots)["posted_at"] > until
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    return late, good
+
+
+def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebuild(
+    members: World,
+) -> None:
+    late, good = rooted_late(members)
+    found = settled(members)
+    states = {f.submission_digest: f.state for f in found.files}
+    assert states == {late.digest: "void", good.digest: "paid"}
+    assert found.amounts() == {LIAR.address: 20 * TOKEN // 1000}
+    rebuilt = rebuild_root(members, found.epoch)
+    assert rebuilt.match, rebuilt.problems
+    events = read_events(members.client, members.deployment)
+    books = Rebuilder(events, members.deployment, 1, members.shop.context.run, Published(members))
+    (told,) = explain(books, HONEST.address).files
+    assert (told.state, told.amount, told.why) == ("void", 0, ROOTED_LATE)
+
+
+def test_rebuild_finds_a_manager_that_pays_work_rooted_too_late(
+    members: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.settlement.answered_for", lambda **_: True)
+    late, _ = rooted_late(members)
+    found = settled(members)
+    assert found.amounts()[HONEST.address] == 20 * TOKEN // 1000
+    rebuilt = rebuild_root(members, found.epoch)
+    assert not rebuilt.match
+    states = {f.submission_digest: f.state for f in rebuilt.settlement.files}
+    assert states[late.digest] == "void"
 
 
 def test_rebuild_finds_a_root_that_promises_more_than_was_earned(members: World) -> None:

@@ -109,8 +109,11 @@ def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
     assert "disputed away" in shown["warning"]
     desk("set-validator", GUARDIAN.address, "--pool", str(pool))
     assert "warning" not in desk("show", "--pool", str(pool), key=False)
-    desk("end", "--pool", str(pool), "--refund")
-    assert desk("show", "--pool", str(pool), key=False)["ended"]
+    when = desk("end", "--pool", str(pool))["refundable_at"]
+    shown = desk("show", "--pool", str(pool), key=False)
+    assert (shown["ended"], shown["refundable_at"]) == (True, when)
+    desk.anvil.forward(when - desk.client.block("latest").time)
+    assert desk("refund", "--pool", str(pool))["refunded"] == str(25 * TOKEN)
     assert desk.contracts.rewards.funds(pool).free == 0
 
 

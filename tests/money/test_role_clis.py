@@ -231,11 +231,19 @@ def test_a_pool_may_let_in_listed_providers_only(office: Office) -> None:
     assert not pools.rules_of(office.pool).list_only
 
 
-def test_an_ended_pool_is_refunded_once(office: Office) -> None:
+def test_an_ended_pool_is_refunded_once_and_not_before_its_last_rewards(office: Office) -> None:
+    deployed = office.deployed
     office("pool", "fund", "--amount", "5", *office.number)
     assert "PoolNotEnded" in office.refused("pool", "refund", *office.number)
-    office("pool", "end", *office.number)
-    office("pool", "refund", *office.number)
+    assert office("pool", "show", *office.number, who=None)["refundable_at"] is None
+    when = office("pool", "end", *office.number)["refundable_at"]
+    assert when > deployed.now()
+    said = office.refused("pool", "refund", *office.number)
+    assert "RefundNotYet" in said
+    assert "can still be promised its pay" in said
+    assert office("pool", "show", *office.number, who=None)["refundable_at"] == when
+    deployed.anvil.forward(when - deployed.now())
+    assert office("pool", "refund", *office.number)["refunded"] == str(5 * ETHER)
     assert "NothingToRefund" in office.refused("pool", "refund", *office.number)
     assert "PoolHasEnded" in office.refused("pool", "fund", "--amount", "5", *office.number)
 

@@ -19,6 +19,7 @@ from protocol.core.settlement import (
     LeafFact,
     Settlement,
     SlashFact,
+    answered_for,
     settle,
 )
 from protocol.core.verdict import Outcome
@@ -206,3 +207,21 @@ def test_proofs_lead_to_the_root() -> None:
         assert merkle_verify(settlement.root(), reward_leaf(node, amount), proof)
     assert Settlement.model_validate_json(settlement.canonical()) == settlement
     assert run([]).previous == ZERO_DIGEST
+
+
+def test_work_that_nobody_answers_for_is_void_and_unpaid_however_good() -> None:
+    settlement = run([leaf(0, answered=False), leaf(1)])
+    assert (state_of(settlement, 0), state_of(settlement, 1)) == ("void", "paid")
+    assert settlement.amounts() == {NODES[0]: 70}
+    unjudged = run([leaf(0, answered=False, judged=None), leaf(1)])
+    assert state_of(unjudged, 0) == "void", "its root came too late: no verdict would have helped"
+    refused = run([leaf(0, answered=False, refused=True), leaf(1)])
+    assert state_of(refused, 0) == "rejected", "what the contract struck stays struck"
+
+
+@pytest.mark.parametrize(("rooted_at", "answered"), [(1140, True), (1141, False)])
+def test_somebody_answers_until_slash_and_dispute_window_after_the_submissions_end(
+    rooted_at: int, answered: bool
+) -> None:
+    """As Work._checkInTime, to the second."""
+    assert answered_for(rooted_at=rooted_at, valid_until=1000, accountable=140) is answered

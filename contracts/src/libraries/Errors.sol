@@ -147,6 +147,8 @@ library Errors {
     error NothingToClaim(address node, uint256 claimed);
     /// @notice The root's leaves promise more than was reserved for them.
     error ReserveExceeded(uint256 reserved, uint256 asked);
+    /// @notice The pool's free funds can be refunded from `from` on; its last rewards come first.
+    error RefundNotYet(uint256 pool, uint256 from);
     /// @notice Nothing is free to be refunded.
     error NothingToRefund(uint256 pool);
 

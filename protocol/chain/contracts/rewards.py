@@ -60,7 +60,12 @@ class Rewards(Contract):
         """Needs an allowance for this contract."""
         return self.write("fund", pool, amount, what=f"fund pool {pool} with {prime(amount)}")
 
+    def refundable_at(self, pool: int, block: BlockId = "latest") -> int | None:
+        """From when on its manager may refund an ended pool (Unix seconds); None while it runs."""
+        return cast(int, self._one("refundableAt", pool, block=block)) or None
+
     def refund(self, pool: int) -> Call:
+        """From `refundable_at` on: until then the pool's last work can be promised its pay."""
         return self.write("refund", pool, what=f"take back what ended pool {pool} does not owe")
 
     def post_reward_root(

@@ -127,8 +127,14 @@ contract Handler is StakeActs {
         }
         (uint256 free,) = rewards.funds(id);
         if (free == 0) return;
+        // The manager tries too early, always; until then the last work can be promised its pay.
+        uint256 last = pools.endedAt(id) + EPOCH + VALIDITY + VALIDITY + WINDOW + DISPUTE;
+        wait(seed >> 64, rewards.refundableAt(id));
         vm.prank(manager);
-        rewards.refund(id);
+        (bool done,) = address(rewards).call(abi.encodeCall(rewards.refund, (id)));
+        vm.assertEq(done, block.timestamp >= rewards.refundableAt(id));
+        if (!done) return;
+        vm.assertLt(last + EPOCH + DELAY, block.timestamp, "refunded before the last rewards");
         refunded[id] += free;
         did("refund");
     }
@@ -281,6 +287,7 @@ contract Handler is StakeActs {
         }
         (uint256 free,) = rewards.funds(id);
         if (free > 0) {
+            if (block.timestamp < rewards.refundableAt(id)) vm.warp(rewards.refundableAt(id));
             vm.prank(manager);
             rewards.refund(id);
         }
