@@ -33,6 +33,7 @@ from protocol.verification.verify import Finding
 FOLDER = ROOT / "var" / "bench" / "detection"
 OUTPUT_TOKENS = 256
 ROWS_OF_A_FILE = 8
+SINGLE_SEQUENCES = 96
 FILES_TOGETHER = 5
 """Files of one attack that are made at once."""
 SERIES_FILES = 40
@@ -62,9 +63,9 @@ class Line:
 
 def honest_lines(sequences: int) -> list[Line]:
     """Every pair of {vLLM, plain} × {float32, bfloat16} × {64, 1}: together `sequences` honest rows
-    of OUTPUT_TOKENS tokens, at most 300 of each set-up in batches of 1."""
+    of OUTPUT_TOKENS tokens, few of each set-up in batches of 1, which are slow to make."""
     every = makers()
-    single = min(296, sequences // len(every))
+    single = min(SINGLE_SEQUENCES, sequences // len(every))
     lots = [maker for maker in every if maker.batch_rows > 1]
     each = (sequences - single * (len(every) - len(lots))) / len(lots)
     lines = []
