@@ -27,14 +27,13 @@ from pathlib import Path
 from blake3 import blake3
 
 from protocol.broadcast.files import create_sized
-from protocol.broadcast.landing import Landing, beginning
+from protocol.broadcast.landing import Landing, beginning, verified_chunks
 from protocol.broadcast.layout import Item
-from protocol.broadcast.running import RunningHash, verified_chunks
 from protocol.broadcast.sources import Fault, Source, SourceBook
 from protocol.broadcast.tasks import HEDGE_AFTER, TOO_SLOW, ChunkStats, Task, sorry
 from protocol.broadcast.transfer import Link, SupersededError, TransferError, WholeOnlyError
 from protocol.core.errors import UnavailableError
-from protocol.core.ids import Digest, to_bytes
+from protocol.core.ids import to_bytes
 
 PATIENCE = 60.0
 """Seconds without one verified chunk after which a fetch gives up."""
@@ -43,7 +42,8 @@ PER_SOURCE = 2
 
 
 class ChunkFetcher:
-    """Fetches every chunk of `items` from `urls` into files `folder/<item name>`.
+    """Fetches every chunk of `items` from `urls` into files `folder/<item name>`. Once `run` has
+    returned, each file is what its manifest says: its digest is made of its chunks'.
 
     `on_chunk(item, index)` is called (from worker threads) once a chunk is verified and on disk,
     for those already there too; `progress(done, total)` after each, in bytes. Sources of the role
@@ -61,7 +61,6 @@ class ChunkFetcher:
         per_source: int = PER_SOURCE,
         patience: float = PATIENCE,
         last_resort: str | None = "origin",
-        whole_digests: bool = False,
         stop: Callable[[], bool] = lambda: False,
         on_chunk: Callable[[Item, int], None] = lambda item, index: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -88,14 +87,7 @@ class ChunkFetcher:
         self._total = sum(item.size for item in items)
         self._done, self._usual = 0, 0.0
         self._begun = self._last_success = clock()
-        self._hashes = {
-            item.name: RunningHash(item, folder / item.name) for item in items if whole_digests
-        }
         self.stats = ChunkStats()
-
-    def digest(self, item: Item) -> Digest:
-        """BLAKE3 of an item's whole file, once `run` has returned; with `whole_digests` only."""
-        return self._hashes[item.name].digest()
 
     def run(self) -> ChunkStats:
         """Returns when every chunk is on disk. Raises UnavailableError, naming each source's last
@@ -144,8 +136,6 @@ class ChunkFetcher:
             for index in range(len(item.chunks)):
                 if index in have:
                     self.stats.kept += 1
-                    if whole := self._hashes.get(item.name):
-                        whole.kept(index)
                     self._done += item.span(index)[1]
                     self._on_chunk(item, index)
                 else:
@@ -330,8 +320,6 @@ class ChunkFetcher:
                 return
         landing.finish()
         self._on_chunk(task.item, task.index)
-        if whole := self._hashes.get(task.item.name):
-            whole.feed(task.index, landing.view)
         with self._change:
             now = self._clock()
             task.done = True

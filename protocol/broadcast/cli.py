@@ -265,7 +265,9 @@ def _publish(
     number = version if version is not None else (present[-1] + 1 if present else 0)
     if version is None and present:
         last = layout.manifest_of(data, present[-1]).manifest
-        same = build_manifest(folder, pool=pool, version=last.version, step=last.step)
+        same = build_manifest(
+            folder, pool=pool, version=last.version, step=last.step, chunk_size=last.chunk_size
+        )
         if same.result_digest == last.result_digest:
             return last
     elif version is not None and present and version < present[-1]:

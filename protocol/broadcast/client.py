@@ -5,7 +5,7 @@ fetch()   1  plan (protocol/broadcast/plans.py): the cheapest of one whole downl
           2  get the chunks (protocol/broadcast/chunks.py), resuming what an earlier try left
           3  apply the deltas, if that was the way; a damaged base falls back to the whole, and
              where nobody has the whole any more, to an anchor and the deltas from it
-          4  check every file's digest, put the manifest beside them
+          4  put the manifest beside the files, every chunk of which was verified as it was written
           5  the folder appears under its name by one rename (protocol/broadcast/durable.py)
 
 The signature on the manifest is the caller's to check (`Trust`), before anything is fetched.
@@ -185,15 +185,7 @@ class _Arriving:
     def _whole(self, policy: Manifest, folder: Path) -> None:
         have = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
         require_space(folder, total_size(policy) - have)
-        items = file_items(policy)
-        fetcher = self._get(items, folder, self.patience, whole_digests=True)
-        for item in items:
-            if fetcher.digest(item) != item.digest:
-                remove_folder(self.partial)
-                raise UntrustedError(
-                    f"the manifest of policy {policy.version} contradicts itself: all chunks "
-                    f"of {item.name} are right and the file is not"
-                )
+        self._get(file_items(policy), folder, self.patience)
 
     def _by_deltas(self, start: Base, plan: Plan, patience: float) -> None:
         self.stats.route = "delta"
@@ -218,23 +210,14 @@ class _Arriving:
                 shutil.rmtree(folder)
             folder, manifest = target, hop.target
 
-    def _get(
-        self, items: Sequence[Item], folder: Path, patience: float, *, whole_digests: bool = False
-    ) -> ChunkFetcher:
+    def _get(self, items: Sequence[Item], folder: Path, patience: float) -> None:
         fetcher = ChunkFetcher(
-            items,
-            folder,
-            self.sources,
-            self.book,
-            patience=patience,
-            whole_digests=whole_digests,
-            **self.options,
+            items, folder, self.sources, self.book, patience=patience, **self.options
         )
         try:
             fetcher.run()
         finally:
             self.stats.add(fetcher.stats)
-        return fetcher
 
 
 def _require_same(dest: Path, policy: Manifest) -> None:

@@ -54,6 +54,12 @@ class Arrival:
         with self._lock:
             return all(self._have)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any chunk may be served already."""
+        with self._lock:
+            return any(self._have)
+
     def ready_until(self, offset: int) -> int:
         """End of the run of verified bytes that begins at `offset` (= `offset` if none)."""
         with self._lock:

@@ -2,7 +2,7 @@
 
     encode(base folder, new folder) → one file:
         magic "PRIMEDL1" · header length u32 · header (canonical JSON) · records
-    apply(base folder, delta) → the new folder's files, each checked against its digest
+    apply(base folder, delta) → the new folder's files, each chunk checked against its digest
 
 The header names the versions, both result digests, the base's files and the new files. The records
 follow the new files' bytes from first to last; each covers `length` bytes and says which bytes of
@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from blake3 import blake3
 from pydantic import Field, ValidationError
 
+from protocol.broadcast.checking import ChunkCheck
 from protocol.broadcast.codec import (
     MAX_BLOCK,
     WIDTHS,
@@ -45,7 +46,7 @@ from protocol.broadcast.files import (
 from protocol.broadcast.manifest import MAX_POLICY_BYTES
 from protocol.broadcast.pipeline import Buffers, in_order, job
 from protocol.broadcast.tensors import Tensor, read_tensors
-from protocol.core import encoding, ids
+from protocol.core import encoding
 from protocol.core.checkpoint import FileEntry, Manifest
 from protocol.core.errors import MalformedError, UntrustedError
 from protocol.core.signing import DigestField, Strict
@@ -61,7 +62,7 @@ _RECORD = struct.Struct("<BBHQQII")
 
 
 class DeltaFile(Strict):
-    """A new file: its name, size and BLAKE3."""
+    """A new file: its name, size and digest."""
 
     name: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     size: int = Field(ge=0, le=MAX_POLICY_BYTES)
@@ -151,14 +152,15 @@ def apply(
     target: Path,
     *,
     threads: int = 2,
-    progress: Callable[[int], None] = lambda count: None,
+    on_chunk: Callable[[str, int], None] = lambda name, index: None,
 ) -> int:
     """Writes the files of policy `new` into the folder `target` (each once, from the base and the
-    delta) and returns the bytes written. `progress` is told of bytes done.
+    delta) and returns the bytes written. `on_chunk(file name, index)` is told of each chunk that
+    is written and verified.
 
-    Raises UntrustedError if the delta is for another base or the result is not bit-identical to
-    the manifest's files (the base rotted, or the delta is wrong), MalformedError if it does not
-    parse, UnavailableError for the disk. The target is then to be thrown away.
+    Raises UntrustedError if the delta is for another base or a chunk of the result is not
+    bit-identical to the manifest's (the base rotted, or the delta is wrong), MalformedError if it
+    does not parse, UnavailableError for the disk. The target is then to be thrown away.
     """
     with ExitStack() as stack:
         source = stack.enter_context(open_regular(delta_path))
@@ -172,29 +174,27 @@ def apply(
         records = _Records(source, position, sizes)
         buffers = Buffers(BLOCK)
         written = 0
-        for file in header.files:
+        for file in new.files:
             out = create_sized(target / file.name, file.size)
+            check = ChunkCheck(file.size, new.chunk_size, file.chunks, partial(on_chunk, file.name))
             try:
-                hasher = blake3()
-                offset = 0
                 jobs = (
                     job(_place_record, bases, buffers, out, *item)
                     for item in records.of_file(file.size)
                 )
                 with closing(in_order(pool, jobs, 2 * threads)) as placed:
                     for data, buffer in placed:
-                        hasher.update(data)
-                        offset += len(data)
-                        progress(len(data))
+                        if not check.feed(data):
+                            break
                         buffers.give_back(buffer)
             finally:
                 os.close(out)
-            if ids.digest(hasher.digest()) != file.digest:
+            if not check.complete:
                 raise UntrustedError(
                     f"{file.name} made from policy {base.version} and its delta is not the "
                     f"published one of policy {new.version}: the base is damaged"
                 )
-            written += offset
+            written += file.size
         records.end()
     return written
 

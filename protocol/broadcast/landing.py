@@ -11,9 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.broadcast.files import read_into, write_at
+from blake3 import blake3
+
+from protocol.broadcast.files import open_regular, read_at, read_into, write_at
+from protocol.broadcast.layout import Item
+from protocol.core.errors import PrimeError
+from protocol.core.ids import to_bytes
 
 STEP = 256 << 10
 MARGIN = 64 << 10
@@ -79,6 +85,22 @@ class Landing:
     def finish(self) -> None:
         """The chunk is verified, and this fetch took it: the rest is written."""
         write_at(self._fd, self.view[self._landed :], self._offset + self._landed)
+
+
+def verified_chunks(path: Path, item: Item) -> Iterator[int]:
+    """Indices of the chunks of a partial file that are there and right; holes cost nothing."""
+    with open_regular(path) as fd:
+        for index, digest in enumerate(item.chunks):
+            offset, length = item.span(index)
+            with contextlib.suppress(OSError):  # ENXIO: no data behind; or no such seek here
+                if os.lseek(fd, offset, os.SEEK_DATA) >= offset + length:
+                    continue
+            try:
+                data = read_at(fd, offset, length)
+            except PrimeError:
+                return
+            if blake3(data).digest() == to_bytes(digest):
+                yield index
 
 
 def beginning(path: Path, offset: int, length: int) -> int:

@@ -1,8 +1,8 @@
 """Manifests: build one for a folder, judge one from outside, verify a folder against one.
 
-A policy is the set of its files, bit for bit. Every file carries the BLAKE3 of the whole and of
-each chunk, so that a chunk is judged alone on arrival; `result_digest` is BLAKE3 over the sorted
-(name, 0, file digest) and so the same however the files came.
+A policy is the set of its files, bit for bit. Every file carries the BLAKE3 of each chunk, so that
+a chunk is judged alone on arrival; its digest is made of these, and `result_digest` of the files'
+digests: a hash tree, in which every byte is hashed once (docs/adr/0005).
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from pathlib import Path
 from blake3 import blake3
 from pydantic import ValidationError
 
-from protocol.broadcast.files import open_regular, read_at
+from protocol.broadcast.files import open_regular, read_at, read_into
 from protocol.core import encoding, ids
-from protocol.core.checkpoint import DeltaEntry, FileEntry, Manifest, SignedManifest
+from protocol.core.checkpoint import (
+    DeltaEntry,
+    FileEntry,
+    Manifest,
+    SignedManifest,
+    file_digest,
+)
 from protocol.core.errors import MalformedError, UntrustedError, UserError
 from protocol.core.ids import Address, Digest
 from protocol.core.signing import Domain
@@ -62,37 +68,19 @@ def result_digest(files: Iterable[FileEntry]) -> Digest:
 
 
 def hash_file(path: Path, chunk_size: int) -> tuple[int, Digest, tuple[Digest, ...]]:
-    """(size, BLAKE3 of the whole, BLAKE3 of each chunk) of a plain file, in bounded memory."""
+    """(size, `file_digest`, BLAKE3 of each chunk) of a plain file, in bounded memory."""
     with open_regular(path) as fd:
-        whole = blake3()
+        size = os.fstat(fd).st_size
+        buffer = memoryview(bytearray(min(READ_SIZE, chunk_size, max(size, 1))))
         chunks: list[Digest] = []
-        size = 0
-        while True:
-            chunk = blake3()
-            filled = 0
-            while filled < chunk_size:
-                part = os.pread(fd, min(READ_SIZE, chunk_size - filled), size)
-                if not part:
-                    break
-                chunk.update(part)
-                whole.update(part)
-                filled += len(part)
-                size += len(part)
-            if filled:
-                chunks.append(ids.digest(chunk.digest()))
-            if filled < chunk_size:
-                return size, ids.digest(whole.digest()), tuple(chunks)
-
-
-def file_digest(path: Path) -> Digest:
-    """BLAKE3 of a plain file."""
-    with open_regular(path) as fd:
-        hasher = blake3()
-        offset = 0
-        while part := os.pread(fd, READ_SIZE, offset):
-            hasher.update(part)
-            offset += len(part)
-        return ids.digest(hasher.digest())
+        for begin in range(0, size, chunk_size):
+            hasher = blake3()
+            for offset in range(begin, min(size, begin + chunk_size), len(buffer)):
+                part = buffer[: min(size, begin + chunk_size) - offset]
+                read_into(fd, part, offset)
+                hasher.update(part)
+            chunks.append(ids.digest(hasher.digest()))
+    return size, file_digest(size, chunk_size, chunks), tuple(chunks)
 
 
 def policy_files(folder: Path) -> list[Path]:
@@ -155,9 +143,9 @@ def build_manifest(
 
 def check_manifest(manifest: Manifest, *, max_bytes: int = MAX_POLICY_BYTES) -> Manifest:
     """Returns `manifest` if it is consistent in itself. Raises MalformedError for two files of one
-    name (letter case aside), a reserved name, a count of chunks that does not fit its size, more
-    than `max_bytes` in all, a delta from itself or from a later version, or a wrong result
-    digest."""
+    name (letter case aside), a reserved name, a count of chunks that does not fit its size, a
+    digest that is not made of its chunks', more than `max_bytes` in all, a delta from itself or
+    from a later version, or a wrong result digest."""
     names: set[str] = set()
     for entry in manifest.files:
         name = entry.name.lower()
@@ -166,13 +154,13 @@ def check_manifest(manifest: Manifest, *, max_bytes: int = MAX_POLICY_BYTES) -> 
         if name == MANIFEST_NAME or name.startswith(DELTA_PREFIX):
             raise MalformedError(f"the manifest uses the reserved name {entry.name!r}")
         names.add(name)
-        _check_chunks(entry.name, entry.size, entry.chunks, manifest.chunk_size)
+        _check_chunks(entry.name, entry, manifest.chunk_size)
     bases: set[int] = set()
     for delta in manifest.deltas:
         if delta.base >= manifest.version or delta.base in bases:
             raise MalformedError(f"the manifest's delta from version {delta.base} cannot be")
         bases.add(delta.base)
-        _check_chunks(f"delta-{delta.base}", delta.size, delta.chunks, manifest.chunk_size)
+        _check_chunks(f"{DELTA_PREFIX}{delta.base}", delta, manifest.chunk_size)
     total = total_size(manifest) + sum(delta.size for delta in manifest.deltas)
     if total > max_bytes:
         raise MalformedError(f"the manifest names {total} bytes; the limit is {max_bytes}")
@@ -306,15 +294,18 @@ def _verify_file(path: Path, entry: FileEntry | DeltaEntry, chunk_size: int) -> 
     size, digest, chunks = hash_file(path, chunk_size)
     if size != entry.size:
         raise UntrustedError(f"{path.name} has {size} bytes, the manifest says {entry.size}")
-    if digest != entry.digest or chunks != entry.chunks:
-        pairs = zip(chunks, entry.chunks, strict=False)
+    if digest != entry.digest:
+        pairs = zip(chunks, entry.chunks, strict=True)
         bad = [index for index, (ours, theirs) in enumerate(pairs) if ours != theirs]
         where = f"chunk {bad[0]} of {len(chunks)}" if bad else "its digest"
         raise UntrustedError(f"{path.name} is not what the manifest says: {where} differs")
 
 
-def _check_chunks(name: str, size: int, chunks: Sequence[Digest], chunk_size: int) -> None:
-    if len(chunks) != chunk_count(size, chunk_size):
+def _check_chunks(name: str, entry: FileEntry | DeltaEntry, chunk_size: int) -> None:
+    if len(entry.chunks) != chunk_count(entry.size, chunk_size):
         raise MalformedError(
-            f"the manifest lists {len(chunks)} chunks for {name}, which has {size} bytes"
+            f"the manifest lists {len(entry.chunks)} chunks for {name}, which has {entry.size} "
+            "bytes"
         )
+    if entry.digest != file_digest(entry.size, chunk_size, entry.chunks):
+        raise MalformedError(f"the manifest's digest of {name} is not made of its chunks'")

@@ -3,7 +3,8 @@
     offer()      judges signed manifests (signature, no contradiction, nothing replayed) and wakes
                  the fetching thread
     the thread   brings the newest missing version: its deltas first, which most nodes want, then
-                 the files: from a delta if their base is here, else chunk by chunk
+                 the files: from a delta if their base is here, else fetched; either way a chunk is
+                 passed on once it is verified
     the server   answers for a version from the moment its manifest is known
 
     the scrubber reads what is there again (protocol/broadcast/scrub.py); a version that rotted on
@@ -362,6 +363,9 @@ class Relay:
                 continue
             if entry.size >= total_size(manifest):
                 continue
+            if any(live.arrivals[item.name].begun for item in file_items(manifest)):
+                return False  # a delta's bytes are verified after they are written: over nothing
+                # that is being served
             try:
                 deltas.apply(
                     base.folder,
@@ -369,12 +373,11 @@ class Relay:
                     live.folder / f"delta-{entry.base}",
                     manifest,
                     live.folder,
+                    on_chunk=lambda name, index: live.arrivals[name].mark(index),
                 )
             except (UntrustedError, MalformedError) as error:
                 self._tell(RelayEvent("fault", manifest.version, str(error)))
                 continue
-            for item in file_items(manifest):
-                live.arrivals[item.name].mark_all()
             return True
         return False
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import Field
 
 from protocol.core import encoding
-from protocol.core.ids import Digest
+from protocol.core.ids import Digest, to_bytes
 from protocol.core.signing import (
     U64,
     U256,
@@ -18,10 +19,20 @@ from protocol.core.signing import (
     Strict,
 )
 
+FILE_TAG = b"prime/file/v1"
+
+
+def file_digest(size: int, chunk_size: int, chunks: Sequence[Digest]) -> Digest:
+    """What names a file of `size` bytes: BLAKE3 over FILE_TAG ‖ size ‖ chunk size (8 bytes each,
+    big endian) ‖ the BLAKE3 of each chunk. Whoever has verified every chunk has verified the file
+    and need not read it again (docs/adr/0005)."""
+    head = FILE_TAG + size.to_bytes(8, "big") + chunk_size.to_bytes(8, "big")
+    return encoding.blake3_digest(head + b"".join(map(to_bytes, chunks)))
+
 
 class FileEntry(Strict):
-    """One file of a policy folder: a plain relative name, its size in bytes, BLAKE3 of the whole
-    and of each chunk of `Manifest.chunk_size` (the last one shorter)."""
+    """One file of a policy folder: a plain relative name, its size in bytes, BLAKE3 of each chunk
+    of `Manifest.chunk_size` bytes (the last one shorter), and `file_digest` of these."""
 
     name: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     size: int = Field(ge=0, le=1 << 44)
@@ -30,7 +41,8 @@ class FileEntry(Strict):
 
 
 class DeltaEntry(Strict):
-    """A delta object that turns base version `base` into this version; BLAKE3 named and chunked."""
+    """A delta object that turns base version `base` into this version; named and chunked as a
+    file is."""
 
     base: int = Field(ge=0)
     base_digest: DigestField
@@ -49,7 +61,7 @@ class Manifest(Strict):
     files: tuple[FileEntry, ...] = Field(min_length=1, max_length=4096)
     result_digest: DigestField
     """BLAKE3 over the sorted (name ‖ 0 ‖ file digest) of all files: the same for a copy fetched
-    whole and one made from deltas."""
+    whole and one made from deltas. It names the chunk size too, through the files' digests."""
     deltas: tuple[DeltaEntry, ...] = Field(default=(), max_length=16)
 
     def canonical(self) -> bytes:

@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.broadcast import codec, delta
+from protocol.broadcast.checking import ChunkCheck
 from protocol.broadcast.codec import Kind, decode_block, encode_block
 from protocol.broadcast.manifest import build_manifest, verify_folder
+from protocol.core import encoding
 from protocol.core.checkpoint import Manifest
 from protocol.core.errors import MalformedError, PrimeError, UntrustedError
 
@@ -270,6 +272,64 @@ def test_a_damaged_base_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UntrustedError, match="base is damaged"):
         pair.apply()
+
+
+def test_what_a_delta_makes_is_told_chunk_by_chunk_up_to_the_first_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "BLOCK", 1000)
+    pair = step_pair(tmp_path, 10_000, 1e-4)
+    count = len(pair.target.files[0].chunks)
+    told: list[tuple[str, int]] = []
+
+    def apply() -> None:
+        delta.apply(
+            pair.old,
+            pair.base,
+            pair.path,
+            pair.target,
+            pair.result,
+            on_chunk=lambda name, index: told.append((name, index)),
+        )
+
+    apply()
+    assert told == [("m.safetensors", index) for index in range(count)]
+    path = pair.old / "m.safetensors"
+    data = bytearray(path.read_bytes())
+    data[3 * 4096 + 7] ^= 1
+    path.write_bytes(data)
+    told.clear()
+    with pytest.raises(UntrustedError, match="base is damaged"):
+        apply()
+    assert told == [("m.safetensors", index) for index in range(3)]
+
+
+@given(
+    size=st.integers(0, 40),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    wrong=st.integers(0, 80),
+    more=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_chunks_in_order_are_judged_alike_however_the_pieces_fall(
+    size: int, cuts: list[int], wrong: int, more: bool
+) -> None:
+    data = bytearray(range(size))
+    chunks = [encoding.blake3_digest(bytes(data[at : at + 8])) for at in range(0, size, 8)]
+    right: list[int] = []
+    check = ChunkCheck(size, 8, chunks, right.append)
+    if wrong < size:
+        data[wrong] ^= 1
+    if more:
+        data += b"x"
+    good, at, number = True, 0, 0
+    while good and at < len(data):
+        step = cuts[number % len(cuts)]
+        good = check.feed(data[at : at + step])
+        at, number = at + step, number + 1
+    assert right == list(range(wrong // 8 if wrong < size else len(chunks)))
+    assert good == (wrong >= size and not more)
+    assert check.complete == (wrong >= size)
 
 
 def test_a_delta_to_another_result_is_refused(tmp_path: Path) -> None:

@@ -580,7 +580,9 @@ def test_a_kill_while_applying_a_delta_leaves_nothing_half_applied(
     assert same_files(tmp_path / "1", run, 1)
 
 
-def test_a_manifest_whose_chunks_and_file_disagree_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_manifest_whose_chunks_and_file_disagree_is_refused_before_a_byte_is_fetched(
+    run: Run, tmp_path: Path
+) -> None:
     from protocol.broadcast.manifest import result_digest
 
     signed = run.publish()
@@ -591,8 +593,10 @@ def test_a_manifest_whose_chunks_and_file_disagree_is_refused(run: Run, tmp_path
     forged = signed.manifest.model_copy(
         update={"files": files, "result_digest": result_digest(files)}
     )
-    with Origin(run.root) as origin, pytest.raises(UntrustedError, match="contradicts itself"):
-        fetch(forged, [origin.url], tmp_path / "0", patience=5.0)
+    with Origin(run.root) as origin:
+        with pytest.raises(MalformedError, match="not made of its chunks"):
+            fetch(forged, [origin.url], tmp_path / "0", patience=5.0)
+        assert origin.counters.requests == 0
     assert not (tmp_path / "0").exists()
 
 

@@ -21,9 +21,9 @@ from protocol.broadcast.manifest import (
     signed_bytes,
     verify_folder,
 )
-from protocol.core.checkpoint import FileEntry, Manifest
+from protocol.core.checkpoint import FileEntry, Manifest, file_digest
 from protocol.core.errors import MalformedError, UntrustedError, UserError
-from protocol.core.ids import Digest
+from protocol.core.ids import Digest, digest
 from protocol.core.signing import Domain
 
 ZERO = "0x" + "00" * 32
@@ -103,18 +103,45 @@ def test_files_with_odd_names_cannot_be_published(tmp_path: Path, name: str) -> 
         built(folder)
 
 
-def test_the_result_digest_is_the_same_whatever_order_and_chunks(tmp_path: Path) -> None:
+def test_the_result_digest_is_the_same_whatever_order(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a", a=os.urandom(9000), b=b"2", c=b"")
-    small, large = built(folder), built(folder, chunk_size=8192)
-    assert small.result_digest == large.result_digest
-    assert result_digest(reversed(small.files)) == small.result_digest
+    made = built(folder)
+    assert result_digest(reversed(made.files)) == made.result_digest
     (folder / "b").rename(folder / "d")
-    assert built(folder).result_digest != small.result_digest
+    assert built(folder).result_digest != made.result_digest
+
+
+def test_a_files_digest_names_its_size_its_chunk_size_and_every_chunk(tmp_path: Path) -> None:
+    """So that no other file, nor the same cut otherwise, can pass for it."""
+    a, b = Digest("0x" + "aa" * 32), Digest("0x" + "bb" * 32)
+    made = {
+        file_digest(8192, 4096, (a, b)),
+        file_digest(8191, 4096, (a, b)),
+        file_digest(8192, 8192, (a, b)),
+        file_digest(8192, 4096, (b, a)),
+        file_digest(8192, 4096, (a, a)),
+        file_digest(8192, 4096, (a,)),
+    }
+    assert len(made) == 6
+    folder = folder_of(tmp_path / "a", a=os.urandom(9000))
+    assert built(folder).result_digest != built(folder, chunk_size=8192).result_digest
+
+
+def test_a_files_digest_is_what_the_page_says() -> None:
+    """A vector for other implementations (docs/adr/0005)."""
+    from blake3 import blake3
+
+    chunks = [blake3(b"one").digest(), blake3(b"two").digest()]
+    preimage = b"prime/file/v1" + (4099).to_bytes(8, "big") + (4096).to_bytes(8, "big")
+    expected = "0x" + blake3(preimage + b"".join(chunks)).hexdigest()
+    assert file_digest(4099, 4096, [digest(chunk) for chunk in chunks]) == expected
+    assert expected == ("0xef787b7b7b700ea02a8642a89d762ac5468a89a063579ff2b2524fb76205738c")
 
 
 def entry(name: str, data_size: int = 0, chunks: int = 0) -> FileEntry:
-    digest = Digest(ZERO)
-    return FileEntry(name=name, size=data_size, digest=digest, chunks=(digest,) * chunks)
+    each = (Digest(ZERO),) * chunks
+    whole = file_digest(data_size, 4096, each)
+    return FileEntry(name=name, size=data_size, digest=whole, chunks=each)
 
 
 def manifest_of(*files: FileEntry, **change: object) -> Manifest:
@@ -138,6 +165,8 @@ def manifest_of(*files: FileEntry, **change: object) -> Manifest:
         (manifest_of(entry("a", 4097, 1)), "lists 1 chunks"),
         (manifest_of(entry("a", 0, 1)), "lists 1 chunks"),
         (manifest_of(entry("a"), result_digest=ZERO), "result digest"),
+        (manifest_of(entry("a", 5, 1).model_copy(update={"digest": ZERO})), "not made of"),
+        (manifest_of(entry("a", 5, 1), chunk_size=8192), "not made of"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(manifest: Manifest, why: str) -> None:
@@ -248,8 +277,10 @@ def test_hashing_does_not_depend_on_how_the_file_is_read(tmp_path: Path) -> None
     path = tmp_path / "f"
     data = os.urandom(3 * 4096 + 5)
     path.write_bytes(data)
-    size, digest, chunks = hash_file(path, 4096)
+    size, whole, chunks = hash_file(path, 4096)
     assert size == len(data)
-    assert digest == "0x" + blake3(data).hexdigest()
+    assert whole == file_digest(len(data), 4096, chunks)
     parts = [data[i : i + 4096] for i in range(0, len(data), 4096)]
     assert list(chunks) == ["0x" + blake3(part).hexdigest() for part in parts]
+    path.write_bytes(b"")
+    assert hash_file(path, 4096) == (0, file_digest(0, 4096, ()), ())

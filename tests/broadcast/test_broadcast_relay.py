@@ -28,6 +28,7 @@ from broadcast_world import (
 
 from protocol.broadcast import layout, relay
 from protocol.broadcast.client import Base, fetch
+from protocol.broadcast.content import live_version
 from protocol.broadcast.manifest import Trust, verify_folder
 from protocol.broadcast.relay import Relay, RelayEvent
 from protocol.broadcast.server import Limits, Origin
@@ -122,6 +123,43 @@ def test_with_its_base_a_relay_makes_the_files_from_the_delta(run: Run, tmp_path
         assert sent == one.manifest.deltas[0].size
         get(one, [watched.relay.url], tmp_path / "1")
     assert same_files(tmp_path / "1", run, 1)
+
+
+def test_a_relay_whose_base_is_damaged_fetches_the_rest_and_serves_nothing_wrong(
+    run: Run, tmp_path: Path
+) -> None:
+    zero, one = run.publish(), run.publish()
+    with Origin(run.root) as origin, relaying(tmp_path / "r", scrub_rate=1.0) as watched:
+        watched.relay.offer([zero], [[origin.url]])
+        watched.wait_for(0)
+        path = layout.version_folder(tmp_path / "r", 0) / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[5 * CHUNK + 3] ^= 1
+        path.write_bytes(data)
+        watched.relay.offer([zero, one], [[origin.url]])
+        watched.wait_for(1)
+        assert "fault" in watched.kinds(1)
+        get(one, [watched.relay.url], tmp_path / "n" / "1")
+    assert same_files(tmp_path / "n" / "1", run, 1)
+
+
+def test_a_delta_is_never_applied_over_chunks_that_are_being_served(
+    run: Run, tmp_path: Path
+) -> None:
+    """What a delta makes is verified after it is written."""
+    zero, one = run.publish(), run.publish()
+    with Origin(run.root) as origin, relaying(tmp_path / "r") as watched:
+        watched.relay.offer([zero], [[origin.url]])
+        watched.wait_for(0)
+        live = live_version(one, tmp_path / "live")
+        live.folder.mkdir()
+        name = f"delta-{zero.manifest.version}"
+        (live.folder / name).write_bytes(run.file(1, name))
+        assert watched.relay._from_delta(one, live)
+        again = live_version(one, tmp_path / "live")
+        again.arrivals["model.safetensors"].mark(2)
+        assert not watched.relay._from_delta(one, again)
+    assert all(arrival.complete for name, arrival in live.arrivals.items() if "delta" not in name)
 
 
 def test_a_relay_keeps_the_newest_five(run: Run, tmp_path: Path) -> None:
