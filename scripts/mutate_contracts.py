@@ -1,11 +1,15 @@
 """Removes one guard of the contracts at a time and shows that a test notices.
 
-    scripts/mutate_contracts.py [--only SUBSTRING] [--invariants] [--check] [--json] [--out FILE]
+    scripts/mutate_contracts.py [--only SUBSTRING] [--invariants | --both] [--check] [--json]
+                                [--out FILE]
 
-Works on a copy; the tree is not touched. By default forge's unit tests are the judge; with
---invariants only the money suite is, and only the mutants that it is meant to catch are tried.
+Works on a copy; the tree is not touched. By default forge's unit and fuzz tests are the judge; with
+--invariants only the money suite is, and only the mutants that it is meant to catch are tried;
+--both asks one after the other, which compiles each mutant once. Tests are linked to the contracts
+when they run, so a mutant costs one compilation of the contracts alone.
 --check compiles nothing: it says whether every mutation still fits the sources. --out writes the
-score (bench/results/mutations-contracts.json is the committed one: --out merges into it).
+score after each mutant (bench/results/mutations-contracts.json is the committed one: results of
+mutants that are not tried now stay, those of mutants that are no more go).
 Exit code 1 if a mutant survives or a mutation no longer fits the sources.
 """
 
@@ -26,31 +30,31 @@ from contract_mutants import MUTANTS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def judge(root: Path, invariants: bool) -> tuple[bool, str]:
+TESTS, INVARIANTS = "tests", "invariants"
+SKIPPED = ("Gas.t.sol", "Vectors.t.sol")
+"""What judges neither rules nor money: figures, and digests shared with Python."""
+
+
+def judge(root: Path, judge_name: str) -> tuple[bool, str]:
     """Whether forge's tests pass in `root`, and why not. The first failure ends the run."""
-    which = "--match-contract" if invariants else "--no-match-contract"
+    which = "--match-contract" if judge_name == INVARIANTS else "--no-match-contract"
     done = subprocess.run(
         [str(root / "scripts" / "forge"), "test", "--fail-fast", which, "MoneyInvariant"],
         cwd=root, capture_output=True, text=True, check=False,
-        env={**os.environ, "FOUNDRY_FUZZ_RUNS": "32"},
+        env={**os.environ, "FOUNDRY_FUZZ_RUNS": "32", "FOUNDRY_DYNAMIC_TEST_LINKING": "true"},
     )  # fmt: skip
     if "Compiler run failed" in done.stdout + done.stderr:
         sys.exit(f"a mutant does not compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = [line.strip() for line in done.stdout.splitlines() if line.startswith("[FAIL")]
+    if done.returncode and not failed:
+        sys.exit(f"forge judged nothing:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == 0, failed[0][:200] if failed else ""
 
 
-def copy_tree(to: Path, invariants: bool) -> None:
-    """What the judge compiles, without the tests that it does not run."""
-    skipped: tuple[str, ...] = ("Gas.t.sol", "Vectors.t.sol")
-    if invariants:
-        skipped = tuple(
-            p.name for p in (ROOT / "tests/contracts").glob("*.t.sol") if "Money" not in p.name
-        )
-    else:
-        skipped += ("Money.invariant.t.sol", "Handler.sol", "StakeActs.sol", "Books.sol")
+def copy_tree(to: Path) -> None:
+    """What the judges compile, without the tests that they do not run."""
     for part in ("contracts/src", "tests/contracts", "tests/vectors", "scripts"):
-        shutil.copytree(ROOT / part, to / part, ignore=shutil.ignore_patterns(*skipped))
+        shutil.copytree(ROOT / part, to / part, ignore=shutil.ignore_patterns(*SKIPPED))
     shutil.copy(ROOT / "foundry.toml", to)
     (to / "node_modules").symlink_to(ROOT / "node_modules")
     if (ROOT / ".venv").exists():
@@ -66,23 +70,29 @@ def misfits() -> list[str]:
     ]
 
 
-def write_score(path: Path, judge_name: str, results: list[dict[str, object]]) -> None:
-    """Puts a score beside those of other judges."""
-    before = json.loads(path.read_text()) if path.exists() else {}
-    before.pop("note", None)
-    before[judge_name] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "killed": sum(1 for result in results if result["killed"]),
-        "mutants": len(results),
-        "results": results,
-    }
-    path.write_text(json.dumps(before, indent=1, sort_keys=True) + "\n")
+def merged(before: list[dict[str, object]], new: list[dict[str, object]]) -> dict[str, object]:
+    """A judge's score: `new` results, and of `before` those of mutants that still are."""
+    known = {mutant.name for mutant in MUTANTS}
+    found = {str(r["mutant"]): r for r in [*before, *new] if r["mutant"] in known}
+    results = [found[name] for name in sorted(found)]
+    killed = sum(1 for result in results if result["killed"])
+    return {"killed": killed, "mutants": len(results), "results": results}
+
+
+def write_score(path: Path, results: dict[str, list[dict[str, object]]]) -> None:
+    """Puts the results of each judge into the file."""
+    score = json.loads(path.read_text()) if path.exists() else {}
+    for name, new in results.items():
+        if new:
+            score[name] = merged(score.get(name, {}).get("results", []), new)
+    path.write_text(json.dumps(score, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="only mutants whose name holds this")
     parser.add_argument("--invariants", action="store_true", help="the money suite is the judge")
+    parser.add_argument("--both", action="store_true", help="the tests, then the money suite")
     parser.add_argument("--check", action="store_true", help="do the mutations fit the sources?")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="the score's file")
@@ -91,30 +101,36 @@ def main() -> int:
     if wrong or arguments.check:
         print("\n".join(wrong) or f"{len(MUTANTS)} mutations fit the sources")
         return int(bool(wrong))
-    chosen = [
-        m for m in MUTANTS if arguments.only in m.name and (m.money or not arguments.invariants)
-    ]
-    results: list[dict[str, object]] = []
+    judges = [INVARIANTS] if arguments.invariants else [TESTS]
+    if arguments.both:
+        judges = [TESTS, INVARIANTS]
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    results: dict[str, list[dict[str, object]]] = {name: [] for name in judges}
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary)
-        copy_tree(copy, arguments.invariants)
-        for mutant in chosen:
+        copy_tree(copy)
+        for mutant in (m for m in MUTANTS if arguments.only in m.name):
             path = copy / "contracts" / "src" / mutant.file
             source = path.read_text()
             path.write_text(source.replace(mutant.old, mutant.new))
-            survived, why = judge(copy, arguments.invariants)
+            for name in (n for n in judges if n == TESTS or mutant.money):
+                survived, why = judge(copy, name)
+                results[name].append(
+                    {"mutant": mutant.name, "killed": not survived, "by": why, "date": today}
+                )
+                if not arguments.json:
+                    end = "SURVIVED" if survived else "killed  "
+                    print(f"{end} by {name}: {mutant.name}: {why}", flush=True)
             path.write_text(source)
-            results.append({"mutant": mutant.name, "killed": not survived, "by": why})
-            if not arguments.json:
-                print(f"{'SURVIVED' if survived else 'killed  '} {mutant.name}: {why}", flush=True)
-    killed = sum(1 for result in results if result["killed"])
-    if arguments.out is not None and not arguments.only:
-        write_score(arguments.out, "invariants" if arguments.invariants else "tests", results)
+            if arguments.out is not None:
+                write_score(arguments.out, results)
+    found = [result for new in results.values() for result in new]
+    killed = sum(1 for result in found if result["killed"])
     if arguments.json:
-        print(json.dumps({"killed": killed, "mutants": len(results), "results": results}))
+        print(json.dumps({"killed": killed, "mutants": len(found), "results": results}))
     else:
-        print(f"{killed} of {len(results)} killed")
-    return int(killed < len(results))
+        print(f"{killed} of {len(found)} killed")
+    return int(killed < len(found))
 
 
 if __name__ == "__main__":
