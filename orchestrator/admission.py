@@ -1,11 +1,13 @@
 """Admission: a hardware challenge, its measured answer, the manager's invite.
 
-    challenge ──► solution (timed, checked by Freivalds) ──► speed class, invite, intent `join`
+    registered, staked? ──► challenge ──► solution (timed, checked by Freivalds)
+                                              └──► speed class, invite, intent `join`
 
 A slow answer lowers the class and never fails a node; a wrong one fails. The outbox carries the
 invite to Pools.join, so that a node needs no ETH; membership itself is the chain's fact and comes
-back through the indexer. A shadow node (see orchestrator/shadow.py) is measured too, and gets no
-invite.
+back through the indexer. Who could not be seated anyway is asked for no work and costs us none: the
+store's copy of the chain says whose node it is and what that provider has staked. A shadow node
+(see orchestrator/shadow.py) needs neither; it is measured too, and gets no invite.
 """
 
 from __future__ import annotations
@@ -15,11 +17,20 @@ from sqlalchemy import Connection
 
 from orchestrator.backend import Backend
 from orchestrator.intents import queue_intent
-from orchestrator.members import derive_node, has_open_slash, membership, slashed_sibling
+from orchestrator.members import (
+    active_stake,
+    derive_node,
+    has_open_slash,
+    membership,
+    provider_of,
+    slashed_sibling,
+)
 from orchestrator.scheduler import speed_class
-from orchestrator.store import challenges, nodes
+from orchestrator.settlement import CHAIN_BLOCK
+from orchestrator.store import challenges, meta, nodes
 from orchestrator.store.challenges import ChallengeRow
 from orchestrator.store.nodes import NodeRow
+from protocol.chain.amounts import prime
 from protocol.core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
 from protocol.core.ids import Address
 from protocol.core.messages import AdmissionAnswer, AdmissionRequest, Challenge
@@ -36,7 +47,8 @@ def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> 
 
     Raises PolicyError if the machine does not meet the requirements, the node was ejected or waits
     for its slash or one of its provider's, has a seat and asks for shadow work, or too many
-    challenges are open.
+    challenges are open; ConflictError (ask again: the chain is read some blocks late) if no
+    provider, or none with enough stake, answers for the node yet.
     """
     run, now = backend.context.run, backend.now()
     missing = run.requirements.shortfalls(request.hardware)
@@ -67,7 +79,8 @@ def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> 
 def _check_admissible(
     connection: Connection, backend: Backend, account: Address, node: NodeRow | None, shadow: bool
 ) -> None:
-    """Raises PolicyError if the account may not be admitted in this way."""
+    """Raises PolicyError if the account may not be admitted in this way, ConflictError if it may
+    once its provider has done its part on chain."""
     if node is not None and node.status in ("ejected", "quarantined"):
         raise PolicyError(f"the node is {node.status} and cannot be admitted")
     if has_open_slash(connection, account):  # it left, and would come back unquarantined
@@ -80,12 +93,35 @@ def _check_admissible(
                 f"a slash of {caught}, a node of the same provider, is under way; "
                 "until it ends no other one is admitted"
             )
+        if not seated and membership(connection, backend.context.pool, account)[0] != "member":
+            _check_provider(connection, backend, account)
         return
     seated = membership(connection, backend.context.pool, account)[0] == "member"
     if seated or (node is not None and node.status in ("active", "silent")):
         raise PolicyError(
             "a node with a seat works for pay: leave the pool (prime-node leave) before "
             "--shadow, or use another wallet"
+        )
+
+
+def _check_provider(connection: Connection, backend: Backend, account: Address) -> None:
+    """Whether Pools.join could seat the node in the lowest class: it asks for more in a higher one,
+    and for what the provider's other seats need, which the contract alone counts."""
+    seen = meta.get(connection, CHAIN_BLOCK)
+    by = "no block has been read yet" if seen is None else f"as of block {seen}"
+    provider = provider_of(connection, account)
+    if provider is None:
+        raise ConflictError(
+            f"node {account} has no provider on chain ({by}); with the owner's wallet type: "
+            "prime-node node add FILE (FILE comes from prime-node node consent)"
+        )
+    least = backend.context.run.stake_per_class
+    staked = active_stake(connection, provider)
+    if staked < least:
+        raise ConflictError(
+            f"provider {provider} has {prime(staked)} of active stake ({by}), and a seat asks for "
+            f"{prime(least)} a speed class; with the owner's wallet type: "
+            f"prime-node stake add {prime(least - staked).removesuffix(' PRIME')}"
         )
 
 

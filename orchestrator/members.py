@@ -20,6 +20,9 @@ from protocol.core.lifecycle import LeaseState, NodeEventKind, NodeState, step_l
 log = logging.getLogger(__name__)
 
 MEMBERSHIP_EVENTS = ("NodeJoined", "NodeLeft", "NodeEjected")
+VAULT_EVENTS = (
+    "Deposited", "UnbondStarted", "Rebonded", "SlashHeld", "SlashReleased", "Slashed",
+)  # fmt: skip
 
 
 def derive_node(connection: Connection, context: PoolContext, node: Address, now: float) -> None:
@@ -105,6 +108,33 @@ def provider_of(connection: Connection, node: Address) -> Address | None:
     if last is None or last.name == "NodeRemoved":
         return None
     return Address(last.arguments()["provider"])
+
+
+def active_stake(connection: Connection, provider: Address) -> int:
+    """`StakeVault.active` of a provider in wei, from the vault's events as far as they are stored:
+    bonded, and not held for a slash. A slash takes bonded stake first."""
+    found = [
+        event
+        for name in VAULT_EVENTS
+        for event in chain.events(connection, name, contains=provider)
+        if event.arguments()["provider"] == provider
+    ]
+    bonded = held = 0
+    for event in sorted(found, key=lambda e: (e.block, e.log_index)):
+        amount = int(event.arguments()["amount"])
+        match event.name:
+            case "Deposited" | "Rebonded":
+                bonded += amount
+            case "UnbondStarted":
+                bonded -= amount
+            case "SlashHeld":
+                held += amount
+            case "SlashReleased":
+                held -= amount
+            case "Slashed":
+                held -= amount
+                bonded -= min(amount, bonded)
+    return max(0, bonded - held)
 
 
 def slashed_sibling(connection: Connection, node: Address) -> Address | None:

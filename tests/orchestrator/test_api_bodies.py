@@ -108,7 +108,7 @@ def test_a_body_that_is_not_the_signed_one_is_refused_once_it_is_read(world: Wor
 
 def test_only_the_solution_that_is_awaited_is_read(world: World) -> None:
     """A challenge of another, of nobody, answered or late: not a byte is taken."""
-    session, other = world.login(signer(1)), world.login(signer(2))
+    session, other = world.newcomer(1), world.newcomer(2)
     mine, late = challenge(world, session), challenge(world, session)
 
     def answer(caller: Session, name: str, content: bytes) -> tuple[int, bool]:
@@ -132,7 +132,7 @@ def test_only_the_solution_that_is_awaited_is_read(world: World) -> None:
 
 
 def test_few_large_bodies_are_taken_into_memory_at_once(world: World) -> None:
-    session = world.login(signer(1))
+    session = world.newcomer(1)
     path = f"/v1/admission/solution/{challenge(world, session).id}"
     held = [http._large.one("") for _ in range(http.MAX_LARGE_BODIES)]
     for one in held:

@@ -156,6 +156,7 @@ def test_shadow_work_is_shown_apart(world: World) -> None:
 def test_a_shadow_node_that_comes_to_stay_joins_like_any_other(world: World) -> None:
     session = enter(world, 1)
     held = world.lease(session).lease
+    world.newcomer(1)  # its owner's part, which no shadow needs
     wish = json.dumps(WISH | {"shadow": False}).encode()
     raw = world.post("/v1/admission/challenge", wish, session).content
     challenge = Challenge.model_validate_json(raw)
