@@ -87,6 +87,7 @@ MUTANTS = (
     Mutant(
         "leaves are liable for ever", "Work.sol",
         "if (block.timestamp > until) revert Errors.ValidityOver(until, block.timestamp);", "",
+        money=True,
     ),
     Mutant(
         "proofs are not checked", "Work.sol",
@@ -99,6 +100,7 @@ MUTANTS = (
     Mutant(
         "reward roots come before validity ends", "Rewards.sol",
         "(uint256(epoch) + 1) * _epochLength + _validity;", "uint256(epoch) * _epochLength;",
+        money=True,
     ),
     Mutant(
         "rewards are claimable at once", "Rewards.sol",
@@ -129,12 +131,14 @@ MUTANTS = (
     Mutant(
         "a submission is slashed twice", "Slasher.sol",
         "if (proposalOf[leaf] != 0) revert Errors.AlreadyProposed(leaf, proposalOf[leaf]);", "",
+        money=True,
     ),
     Mutant(
         "no window before execution", "Slasher.sol",
         "Entry memory p = _in(id, State.Proposed);\n"
         "        if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);",
         "Entry memory p = _in(id, State.Proposed);",
+        money=True,
     ),
     Mutant(
         "a proposal is executed twice", "Slasher.sol",

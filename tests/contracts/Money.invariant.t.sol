@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](28);
+        bytes4[] memory s = new bytes4[](29);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -76,6 +76,7 @@ contract MoneyInvariant {
         s[25] = handler.runAway.selector;
         s[26] = handler.cashIn.selector;
         s[27] = handler.bringBack.selector;
+        s[28] = handler.haste.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }
@@ -124,7 +125,7 @@ contract MoneyInvariant {
         }
         invariant_Money();
         handler.drain();
-        bytes32[28] memory names = [
+        bytes32[29] memory names = [
             bytes32("addStake"),
             "unbond",
             "rebond",
@@ -152,7 +153,8 @@ contract MoneyInvariant {
             "runAway",
             "cashIn",
             "heldBack",
-            "bringBack"
+            "bringBack",
+            "haste"
         ];
         for (uint256 i; i < names.length; ++i) {
             emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));

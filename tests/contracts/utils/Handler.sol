@@ -30,27 +30,40 @@ contract Handler is StakeActs {
         uint64 epoch = uint64((block.timestamp - VALIDITY) / EPOCH - 1);
         (uint256 total, uint64 next) = rewards.progress(id);
         if (epoch < next) return;
-        Table storage t = tables.push();
-        t.pool = id;
-        t.epoch = epoch;
-        t.claimableAt = block.timestamp + DELAY;
-        uint256 sum;
-        for (uint256 i; i < works.length; ++i) {
-            Work_ storage w = works[i];
-            if (w.pool != id || w.rejected || w.postedAt / EPOCH > epoch) continue;
-            t.amounts[w.node] += PAY;
-            w.credited = true;
-            sum += PAY;
-        }
+        uint256 sum = tabulate(id, epoch);
         (uint256 free,) = rewards.funds(id);
         if (sum - total > free) {
             tables.pop();
             return;
         }
-        bytes32 root = Tree.root(leavesOf(t));
+        credit(id, epoch);
+        bytes32 root = Tree.root(leavesOf(tables[tables.length - 1]));
         vm.prank(manager);
         rewards.postRewardRoot(id, epoch, root, sum, keccak256("t"));
         did("postRewards");
+    }
+
+    /// @dev Adds the table of all that the pool's works up to `epoch` earned; returns its sum.
+    function tabulate(uint256 id, uint64 epoch) internal returns (uint256 sum) {
+        Table storage t = tables.push();
+        t.pool = id;
+        t.epoch = epoch;
+        t.claimableAt = block.timestamp + DELAY;
+        for (uint256 i; i < works.length; ++i) {
+            if (!earns(works[i], id, epoch)) continue;
+            t.amounts[works[i].node] += PAY;
+            sum += PAY;
+        }
+    }
+
+    function credit(uint256 id, uint64 epoch) internal {
+        for (uint256 i; i < works.length; ++i) {
+            if (earns(works[i], id, epoch)) works[i].credited = true;
+        }
+    }
+
+    function earns(Work_ storage w, uint256 id, uint64 epoch) internal view returns (bool) {
+        return w.pool == id && !w.rejected && w.postedAt / EPOCH <= epoch;
     }
 
     function leavesOf(Table storage t) internal view returns (bytes32[] memory leaves) {
@@ -137,6 +150,97 @@ contract Handler is StakeActs {
         vm.assertLt(last + EPOCH + DELAY, block.timestamp, "refunded before the last rewards");
         refunded[id] += free;
         did("refund");
+    }
+
+    // -------------------------------------------------------------------------------------- haste
+
+    /// @dev What manager, validator and anybody may do, but too early, too late or twice. None of it is
+    /// done; where a guard is missing it is, and is entered in the books, so that they show it.
+    function haste(uint256 what, uint256 seed) external {
+        did("haste");
+        if (what % 4 == 0) executeEarly(seed);
+        else if (what % 4 == 1) proposeAgain(seed);
+        else if (what % 4 == 2) payAhead(seed);
+        else rejectLate(seed);
+    }
+
+    function executeEarly(uint256 seed) internal {
+        if (seed % 2 == 0) proposeSlash(seed, seed >> 32);
+        (uint256 id, Slasher.Proposal memory p) = someId(seed % 2 == 0 ? 0 : seed);
+        if (p.state != Slasher.State.Proposed || block.timestamp >= p.deadline) return;
+        (bool done,) = address(slasher).call(abi.encodeCall(slasher.execute, (id)));
+        if (!done) return;
+        executed(id, p);
+        vm.assertTrue(block.timestamp >= proposedAt[id] + WINDOW, "slashed before its window");
+    }
+
+    /// @dev A second proposal for one submission; if it came to be, both would be carried out.
+    function proposeAgain(uint256 seed) internal {
+        proposeSlash(seed & ~uint256(1), seed >> 32);
+        if (ids.length == 0) return;
+        uint256 first = ids[ids.length - 1];
+        Work_ storage w = works[workOf[first]];
+        if (block.timestamp > w.postedAt + VALIDITY) return;
+        uint256 bond = slasher.validatorBond();
+        if (bond > 0) stakeFor(validator, bond);
+        uint256 second = slasher.count() + 1;
+        try this.sendAgain(workOf[first], 1 + seed % STAKE) { }
+        catch {
+            return;
+        }
+        (workOf[second], proposedAt[second]) = (workOf[first], block.timestamp);
+        ids.push(second);
+        ++openCount[slasher.proposal(second).provider];
+        for (uint256 i; i < 2; ++i) {
+            Slasher.Proposal memory p = slasher.proposal(i == 0 ? first : second);
+            if (p.state != Slasher.State.Proposed) continue;
+            if (block.timestamp < p.deadline) vm.warp(p.deadline);
+            slasher.execute(i == 0 ? first : second);
+            executed(i == 0 ? first : second, p);
+        }
+    }
+
+    function sendAgain(uint256 which, uint256 amount) external {
+        require(msg.sender == address(this));
+        send(works[which], amount);
+    }
+
+    /// @dev The manager promises pay for work that can still be rejected, then rejects it.
+    function payAhead(uint256 seed) internal {
+        uint256 before = works.length;
+        work_(seed, seed >> 64);
+        if (works.length == before || pools.hasEnded(pool)) return;
+        fundPool(pool, works.length * PAY);
+        uint64 epoch = uint64(block.timestamp / EPOCH);
+        uint256 sum = tabulate(pool, epoch);
+        bytes32 root = Tree.root(leavesOf(tables[tables.length - 1]));
+        vm.prank(manager);
+        (bool done,) = address(rewards)
+            .call(abi.encodeCall(rewards.postRewardRoot, (pool, epoch, root, sum, RUN)));
+        if (!done) {
+            tables.pop();
+            return;
+        }
+        credit(pool, epoch);
+        tryReject(works[before]);
+    }
+
+    /// @dev A validator rejects what was promised its pay.
+    function rejectLate(uint256 seed) internal {
+        for (uint256 i; i < works.length; ++i) {
+            Work_ storage w = works[(seed % works.length + i) % works.length];
+            if (!w.credited || w.rejected) continue;
+            tryReject(w);
+            return;
+        }
+    }
+
+    function tryReject(Work_ storage w) internal {
+        bytes32 leaf = work.submissionDigest(submissionOf(w.pool, w.number));
+        vm.prank(validator);
+        (bool done,) =
+            address(work).call(abi.encodeCall(work.reject, (w.pool, w.seq, leaf, none(), 3)));
+        if (done) w.rejected = true;
     }
 
     // -------------------------------------------------------------------------------------- thief
