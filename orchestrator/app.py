@@ -15,10 +15,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.backend import Backend
+from orchestrator.connections import ForwardedFor, Proxies
 from orchestrator.metrics import RequestCounts
 from orchestrator.routes import nodes, objects, pool, watch
 from orchestrator.routes.http import install_problems, problem
 from orchestrator.routes.watch import StatusFeed
+from protocol.broadcast.peers import place_of
 from protocol.core import messages
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import UnavailableError
@@ -40,8 +42,11 @@ BODIES: tuple[type[Strict], ...] = (
 """Bodies that routes parse by hand; the OpenAPI document lists them all the same."""
 
 
-def create_app(backend: Backend, *, requests_per_second: int = 0) -> FastAPI:
-    """The ASGI application over one pool. `requests_per_second` 0 sets no bound on clients."""
+def create_app(
+    backend: Backend, *, requests_per_second: int = 0, proxies: Proxies | None = None
+) -> FastAPI:
+    """The ASGI application over one pool. `requests_per_second` 0 sets no bound on clients;
+    `proxies` are trusted to say for whom they ask."""
     feed, requests = StatusFeed(backend), RequestCounts()
 
     @asynccontextmanager
@@ -61,6 +66,7 @@ def create_app(backend: Backend, *, requests_per_second: int = 0) -> FastAPI:
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(Gate, requests=requests, per_second=requests_per_second)
+    app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added is the first
     return app
 
 
@@ -84,7 +90,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 class Gate:
-    """Counts answers, and bounds each client address by a token bucket of two seconds' worth."""
+    """Counts answers, and bounds each client address (each /64 network under IPv6, whose holder has
+    2^64 of them) by a token bucket of two seconds' worth."""
 
     MAX_CLIENTS = 10_000
 
@@ -104,7 +111,7 @@ class Gate:
                 self._requests.count(scope["method"], message["status"])
             await send(message)
 
-        client = (scope.get("client") or ("?", 0))[0]
+        client = place_of((scope.get("client") or ("?", 0))[0])
         if self._rate and not self._admit(client, time.monotonic()):
             refusal = problem(UnavailableError("too many requests: slow down"), code=429)
             await refusal(scope, receive, counting)

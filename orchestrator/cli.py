@@ -98,6 +98,14 @@ def serve(
     planted_one_in: Annotated[
         int | None, typer.Option(help="One lease in so many goes to them (default 50).")
     ] = None,
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxy",
+            help="Address or network of a reverse proxy whose X-Forwarded-For says who asks; "
+            "repeat for more. By default nobody's is believed.",
+        ),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Serve the API and run its loops (chain, batches, settlement) until SIGTERM."""
@@ -110,6 +118,7 @@ def serve(
         "rpc": tuple(rpc or ()),
         "allow_relay": tuple(allow_relay or ()),
         "planted": tuple(planted or ()),
+        "trusted_proxies": tuple(trusted_proxies or ()),
     }
     run_server(load(flags | lists, config))
 

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from orchestrator.connections import Proxies
 from orchestrator.planting import Planted
 from protocol.core import ids
 from protocol.core.errors import MalformedError, UserError
@@ -60,6 +61,9 @@ class Settings(BaseSettings):
     """One lease in so many goes to them."""
     requests_per_second: int = Field(default=200, ge=0)
     """Bound on what one client address may ask on average; 0 lifts it."""
+    trusted_proxies: Urls = ()
+    """Reverse proxies, by address or network, whose X-Forwarded-For says who asks. By default
+    nobody's is believed, and everybody behind one proxy counts as one address."""
 
     @field_validator("allow_relay", "planted")
     @classmethod
@@ -68,6 +72,12 @@ class Settings(BaseSettings):
             return tuple(ids.address(one) for one in value)
         except MalformedError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        Proxies(value)
+        return value
 
     @field_validator("public_url")
     @classmethod

@@ -2,6 +2,9 @@
 
 uvicorn bounds how many connections there are, and refuses every request beyond; but it lets one
 that says nothing, or half a request, stay for ever. A few hundred of those would shut a pool.
+
+Behind a reverse proxy every connection comes from the proxy. Where the operator names it
+(`--trusted-proxy`), whoever asks is taken from its X-Forwarded-For; nobody else's is looked at.
 """
 
 from __future__ import annotations
@@ -9,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.broadcast.peers import place_of
@@ -26,6 +30,74 @@ def is_bounded(host: str) -> bool:
         return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:  # no address of the internet: a Unix socket
         return False
+
+
+class Proxies:
+    """Reverse proxies that are trusted to say for whom they ask.
+
+    Each appends the address that it was asked from to X-Forwarded-For, so the list is read from its
+    end and only as far as trusted proxies wrote it: what a stranger put before that is never
+    reached. They must have been told to set the header (nginx: `proxy_set_header X-Forwarded-For
+    $proxy_add_x_forwarded_for`): one that passes a stranger's on as it is lets everybody pose as
+    anybody.
+    """
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        """Addresses, or networks in CIDR notation. Raises ValueError for anything else, and for a
+        network that holds every address there is."""
+        self._networks = [ipaddress.ip_network(one) for one in networks]
+        if any(network.prefixlen == 0 for network in self._networks):
+            raise ValueError("to trust every address would let everybody pose as anybody")
+
+    def __contains__(self, host: str) -> bool:
+        address = _address(host)
+        return address is not None and any(address in network for network in self._networks)
+
+    def client(self, peer: str, forwarded: Iterable[str]) -> str:
+        """Who asks. `peer`: the other end of the connection; `forwarded`: the header's values."""
+        entries = [entry.strip() for value in forwarded for entry in value.split(",")]
+        found = peer
+        while entries and found in self:
+            address = _address(_without_port(entries.pop()))
+            if address is None:  # "unknown", or nonsense: the proxy itself stands for it
+                break
+            found = str(address)
+        return found
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        parsed = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return mapped or parsed
+
+
+def _without_port(entry: str) -> str:
+    """The address of `1.2.3.4:5`, `[2001:db8::1]:5`, or of one without port."""
+    if entry.startswith("["):
+        return entry[1:].partition("]")[0]
+    return entry.partition(":")[0] if entry.count(":") == 1 else entry
+
+
+class ForwardedFor:
+    """ASGI middleware: `scope["client"]` becomes who really asks, wherever a trusted proxy says."""
+
+    def __init__(self, app: ASGIApp, proxies: Proxies) -> None:
+        self._app = app
+        self._proxies = proxies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = scope.get("client")
+        if scope["type"] == "http" and peer:
+            told = [
+                value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name == b"x-forwarded-for"
+            ]
+            scope = {**scope, "client": (self._proxies.client(peer[0], told), peer[1])}
+        await self._app(scope, receive, send)
 
 
 class Places:
@@ -59,8 +131,8 @@ class Places:
 
 
 class PatientH11(H11Protocol):
-    """HTTP/1.1 (h11) of uvicorn with two bounds more. This machine's own addresses, a reverse
-    proxy's among them, may have as many connections as they like."""
+    """HTTP/1.1 (h11) of uvicorn with two bounds more. This machine's own addresses and trusted
+    proxies (`behind`) may have as many connections as they like."""
 
     HEADER_SECONDS: ClassVar[float] = 20.0
     """From a connection's first moment, or a later request's first byte, to its whole header."""
@@ -113,3 +185,12 @@ class PatientH11(H11Protocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def behind(proxies: Proxies) -> type[PatientH11]:
+    """PatientH11 that counts no trusted proxy's connections, which are many people's."""
+
+    class Behind(PatientH11):
+        is_bounded = staticmethod(lambda host: is_bounded(host) and host not in proxies)
+
+    return Behind

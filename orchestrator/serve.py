@@ -30,11 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from orchestrator.app import create_app
 from orchestrator.backend import Backend
 from orchestrator.config import Settings
-from orchestrator.connections import PatientH11
+from orchestrator.connections import Proxies, behind
 from orchestrator.context import PoolContext
 from orchestrator.loops import ManagerLoops
 from orchestrator.presence import LifeTicks
@@ -145,20 +146,9 @@ async def _serve(
     serve_file: Path,
     url: str,
 ) -> None:
-    app = create_app(backend, requests_per_second=settings.requests_per_second)
-    server = Server(
-        uvicorn.Config(
-            app,
-            http=PatientH11,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-            timeout_keep_alive=30,
-            limit_concurrency=1000,
-            h11_max_incomplete_event_size=64 << 10,
-            server_header=False,
-        )
-    )
+    proxies = Proxies(settings.trusted_proxies)
+    app = create_app(backend, requests_per_second=settings.requests_per_second, proxies=proxies)
+    server = make_server(app, proxies)
     loop = asyncio.get_running_loop()
 
     def end() -> None:
@@ -205,6 +195,24 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def make_server(app: ASGIApp, proxies: Proxies) -> Server:
+    """uvicorn, bounded as a server that strangers reach must be."""
+    return Server(
+        uvicorn.Config(
+            app,
+            http=behind(proxies),
+            proxy_headers=False,  # uvicorn's own believes this machine, and $FORWARDED_ALLOW_IPS
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=30,
+            limit_concurrency=1000,
+            h11_max_incomplete_event_size=64 << 10,
+            server_header=False,
+        )
+    )
 
 
 @dataclass(frozen=True)

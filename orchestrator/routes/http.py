@@ -14,6 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from orchestrator.auth import Caller, authenticate
 from orchestrator.backend import Backend
@@ -66,6 +67,8 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise MalformedError(f"a body of this request has at most {limit} bytes")
     except TimeoutError as error:
         raise UnavailableError("the request's body did not arrive in time") from error
+    except ClientDisconnect as error:  # nobody hears the answer; it is no defect of ours
+        raise UnavailableError("the request broke off in its body") from error
     return bytes(body)
 
 

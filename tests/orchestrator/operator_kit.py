@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import subprocess
@@ -24,7 +25,7 @@ from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import save_keystore
 from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
 from protocol.core.encoding import sha256
-from protocol.core.errors import UserError
+from protocol.core.errors import ConflictError, UserError
 from protocol.core.ids import ZERO_DIGEST
 from protocol.core.messages import (
     AdmissionAnswer,
@@ -164,9 +165,18 @@ def register(deployed: Deployed, pool: int) -> None:
 
 
 def admit(client: OrchestratorClient) -> AdmissionAnswer:
+    """Once the orchestrator has read of the node's provider: until then it refuses."""
     machine = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
     request = AdmissionRequest(hardware=machine, task_runtime="process")
-    challenge = client.post("/v1/admission/challenge", request, Challenge)
+    given: list[Challenge] = []
+
+    def challenged() -> bool:
+        with contextlib.suppress(ConflictError):
+            given.append(client.post("/v1/admission/challenge", request, Challenge))
+        return bool(given)
+
+    eventually(challenged)
+    (challenge,) = given
     products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
     return client.post(
         f"/v1/admission/solution/{challenge.id}",
