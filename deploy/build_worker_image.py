@@ -1,6 +1,7 @@
 """Makes the worker's image from this machine's own Python, where no registry can be reached.
 
     .venv/bin/python deploy/build_worker_image.py [--tag prime-worker:local]
+    var/engines/vllm/bin/python deploy/build_worker_image.py --engine vllm --tag prime-worker-vllm
 
     interpreter + standard library ─┐
     installed packages the worker   ├─► one tar stream ─► docker import ─► image id on stdout
@@ -8,8 +9,10 @@
     shared libraries (ldd)          │
     protocol/ and node/            ─┘
 
-The image holds no shell, no package manager and no other program. With a registry, build
-deploy/worker.Dockerfile instead. Linux with glibc only; run it in the environment that has torch.
+The image holds no package manager and no other program but those of PROGRAMS; the plain engine's
+has no shell. With a registry, build deploy/worker.Dockerfile instead. Linux with glibc only; run it
+with the interpreter that has the engine: the project's own for the plain one, that of
+scripts/setup_vllm.sh for vLLM on CPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata as metadata
 import io
+import json
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -28,16 +33,25 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("rollout-base", "families", "torch")
+EXTRAS = {
+    "plain": ("rollout-base", "families", "torch"),
+    "vllm": ("rollout-base", "families", "rollout-cpu"),
+}
 OPTIONAL = ("pycosat",)
 """Left out where this machine could not build it (protocol/environments/reasoning.py)."""
+NOT_NEEDED = ("triton", "torchvision", "torchaudio", "torchcodec", "numba", "anthropic")
+"""What vLLM names and its CPU kernels do without: 1 GB of compilers for GPUs, builds for another
+torch, n-gram speculation, another server's API. The container test fails if that ever changes."""
+PROGRAMS = {"plain": (), "vllm": ("sh", "lscpu")}
+"""What is called by name inside: vLLM asks lscpu, through a shell, which cores there are."""
+NEVER_LOADED = (PurePosixPath("torch/test"), PurePosixPath("torch/include"))
 PREFIX = PurePosixPath("opt/python")
 SOURCE = PurePosixPath("opt/prime")
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = PREFIX / "lib" / VERSION / "site-packages"
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "turtledemo"}
 ENVIRONMENT = {
-    "PATH": f"/{PREFIX}/bin",
+    "PATH": f"/{PREFIX}/bin:/bin",
     # The packages by name too: Debian's own Python looks for `dist-packages`.
     "PYTHONPATH": f"/{SOURCE}:/{PACKAGES}",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -45,16 +59,20 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+COMMAND = {
+    "plain": ["python", "-m", "node.worker"],
+    "vllm": ["python", "-m", "node.worker", "--engine", "vllm"],
+}
 
 
-def distributions() -> list[metadata.Distribution]:
+def distributions(engine: str) -> list[metadata.Distribution]:
     """prime-open's requirements for a worker, and theirs, as installed here."""
     found: dict[str, metadata.Distribution] = {}
-    waiting = [("prime-open", frozenset(EXTRAS))]
+    waiting = [("prime-open", frozenset(EXTRAS[engine]))]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         name, extras = waiting.pop()
-        if (name, extras) in seen:
+        if (name, extras) in seen or (engine == "vllm" and name in NOT_NEEDED):
             continue
         seen.add((name, extras))
         try:
@@ -74,11 +92,13 @@ def distributions() -> list[metadata.Distribution]:
     return list(found.values())
 
 
-def package_files() -> Iterator[tuple[PurePosixPath, Path]]:
+def package_files(engine: str) -> Iterator[tuple[PurePosixPath, Path]]:
     """(place in the image, file here) of every installed file that the worker needs."""
-    for distribution in distributions():
+    for distribution in distributions(engine):
         for file in distribution.files or []:
             here = Path(str(distribution.locate_file(file)))
+            if PurePosixPath(*file.parts[:2]) in NEVER_LOADED:
+                continue
             if file.parts[0] != ".." and here.is_file():
                 yield PACKAGES / PurePosixPath(*file.parts), here
 
@@ -102,10 +122,20 @@ def source_files() -> Iterator[tuple[PurePosixPath, Path]]:
                 yield SOURCE / here.relative_to(ROOT).as_posix(), here
 
 
-def shared_libraries(files: list[Path]) -> dict[PurePosixPath, Path]:
-    """Libraries outside `files` that their binaries load, where the loader looks for them."""
+def program_files(engine: str) -> Iterator[tuple[PurePosixPath, Path]]:
+    """The programs that the engine calls, from this machine."""
+    for name in PROGRAMS[engine]:
+        here = shutil.which(name)
+        if here is None:
+            sys.exit(f"the {engine} engine calls {name}, which this machine lacks")
+        yield PurePosixPath("bin") / name, Path(here).resolve()
+
+
+def shared_libraries(files: list[Path], programs: list[Path]) -> dict[PurePosixPath, Path]:
+    """Libraries outside `files` that their binaries and `programs` load, where the loader looks for
+    them."""
     binaries = [str(file) for file in files if file.suffix == ".so" or ".so." in file.name]
-    binaries.append(str(Path(sys.executable).resolve()))
+    binaries += [str(Path(sys.executable).resolve()), *map(str, programs)]
     carried = {str(file.resolve()) for file in files}
     found: dict[PurePosixPath, Path] = {}
     for start in range(0, len(binaries), 100):
@@ -126,10 +156,11 @@ def shared_libraries(files: list[Path]) -> dict[PurePosixPath, Path]:
     return found
 
 
-def write_image(stream: io.BufferedIOBase) -> int:
+def write_image(stream: io.BufferedIOBase, engine: str) -> int:
     """Writes the image's root as one tar; its number of files."""
-    files = {**dict(interpreter_files()), **dict(package_files()), **dict(source_files())}
-    files |= shared_libraries(list(files.values()))
+    files = {**dict(interpreter_files()), **dict(package_files(engine)), **dict(source_files())}
+    programs = dict(program_files(engine))
+    files |= shared_libraries(list(files.values()), list(programs.values())) | programs
     with tarfile.open(fileobj=stream, mode="w|") as tar:
         for folder, mode in (("tmp", 0o1777), ("prime", 0o755), ("etc", 0o755), ("proc", 0o755)):
             entry = tarfile.TarInfo(folder)
@@ -158,15 +189,17 @@ def write_image(stream: io.BufferedIOBase) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tag", default="prime-worker:local")
-    tag = parser.parse_args().tag
+    parser.add_argument("--engine", choices=sorted(EXTRAS), default="plain")
+    options = parser.parse_args()
+    tag = options.tag
     changes = [f"--change=ENV {name}={value}" for name, value in ENVIRONMENT.items()]
-    changes += ["--change=USER 65532:65532", '--change=CMD ["python", "-m", "node.worker"]']
+    changes += ["--change=USER 65532:65532", f"--change=CMD {json.dumps(COMMAND[options.engine])}"]
     docker = subprocess.Popen(
         ["docker", "import", *changes, "-", tag], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert docker.stdin is not None
     assert docker.stdout is not None
-    count = write_image(docker.stdin)  # type: ignore[arg-type]
+    count = write_image(docker.stdin, options.engine)  # type: ignore[arg-type]
     docker.stdin.close()
     image = docker.stdout.read().decode().strip()
     if docker.wait() != 0:

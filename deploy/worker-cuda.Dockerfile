@@ -4,7 +4,9 @@
 # CPU image it needs no network, no capability and no writable root but /tmp.
 # Not run yet on a GPU machine by its authors: files made with it are judged in shadow until a
 # calibration covers the set-up (orchestrator calibrate --device cuda).
-FROM nvidia/cuda:12.9.1-base-ubuntu24.04
+# vLLM's wheel brings CUDA 13's libraries; this base makes a driver that is too old (below 580) say so
+# at the container's start.
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
 ARG VLLM="vllm==0.32.0"
 RUN apt-get update -q \

@@ -18,7 +18,7 @@ find_python() {
 }
 
 python=$(find_python)
-stamp=$({ "$python" --version; cat pyproject.toml constraints.txt package.json "$0"; } | sha256sum | cut -d' ' -f1)
+stamp=$({ "$python" --version; cat pyproject.toml constraints.txt package.json "$0" scripts/setup_families.sh; } | sha256sum | cut -d' ' -f1)
 if [ "$(cat .venv/.setup-stamp 2>/dev/null || true)" = "$stamp" ] && [ -d node_modules/@foundry-rs ]; then
   exit 0
 fi
@@ -35,25 +35,8 @@ fi
   --constraint constraints.txt --editable '.[dev]' ||
   fail "the Python packages did not install; the lines above say why"
 
-# reasoning-gym wants pycosat, for one family of puzzles; it comes as C source only. A machine without
-# a compiler gets every other family (protocol/environments/reasoning.py).
-if .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-  pycosat >.venv/pycosat.log 2>&1; then
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt reasoning-gym || fail "reasoning-gym did not install; see above"
-else
-  say "pycosat was not built (no C compiler?): the puzzle family zebra_puzzles is left out (.venv/pycosat.log)."
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --no-deps reasoning-gym || fail "reasoning-gym did not install; see above"
-  .venv/bin/python -c '
-from importlib.metadata import requires
-for line in requires("reasoning-gym"):
-    if "extra ==" not in line and not line.startswith("pycosat"):
-        print(line)' >.venv/families.txt
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --requirement .venv/families.txt 2>.venv/families.log ||
-    fail "the packages that reasoning-gym needs did not install; see .venv/families.log"
-fi
+scripts/setup_families.sh .venv/bin/python --constraint constraints.txt ||
+  fail "reasoning-gym did not install; the lines above say why"
 
 say "Foundry's chain and compiler …"
 npm=(npm)

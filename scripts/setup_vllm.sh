@@ -37,6 +37,7 @@ if has_engine; then
 		}
 		echo "$home holds this checkout's packages now"
 	fi
+	"$python" -I -c "import reasoning_gym" 2>/dev/null || scripts/setup_families.sh "$python"
 	echo "$home is ready"
 	exit 0
 fi
@@ -44,6 +45,7 @@ ${PYTHON:-python3.11} -m venv "$home"
 "$python" -m pip install -q "$torch" "$vllm"
 "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec # builds for another torch
 "$python" -m pip install -q -e ".[rollout-base]"
+scripts/setup_families.sh "$python"
 "$python" -c "import vllm; print('vLLM', vllm.__version__)"
 # vLLM goes on without its kernels and dies at the first model: better to say it here.
 "$python" -c "import torch, vllm._C" || {

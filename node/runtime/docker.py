@@ -37,6 +37,8 @@ UNPRIVILEGED_UID = 65532
 DEFAULT_COMMAND = ("python", "-m", "node.worker")
 INSIDE = Mounts(Path("/prime/policies"), Path("/prime/outbox"), Path("/prime/bridge"))
 SCRATCH_MB = 512
+GPU_SCRATCH_MB = 4096
+"""Compiled kernels lie there too. Both count as the task's memory."""
 _POLL_SECONDS = 0.5
 
 
@@ -206,9 +208,7 @@ class DockerRuntime:
                 network_mode="none",
                 # runc gives a tmpfs the mode of the image's own folder, whatever `mode` says: so
                 # the task's user must own it too.
-                tmpfs={
-                    "/tmp": f"rw,nosuid,nodev,size={SCRATCH_MB}m,mode=1777,uid={uid},gid={gid}"  # noqa: S108
-                },
+                tmpfs={"/tmp": scratch_options(task.gpus, uid, gid)},  # noqa: S108
                 mounts=[
                     Mount(str(INSIDE.policies), str(mounts.policies), "bind", read_only=True),
                     Mount(str(INSIDE.outbox), str(mounts.outbox), "bind"),
@@ -237,6 +237,14 @@ class DockerRuntime:
         except (DockerException, requests.RequestException) as error:
             raise UnavailableError(f"the Docker engine does not answer: {error}") from error
         return ContainerHandle(container)
+
+
+def scratch_options(gpus: bool, uid: int, gid: int) -> str:
+    """How /tmp is mounted. Docker adds `noexec` unless told otherwise; on GPUs vLLM loads kernels
+    that it compiles into /tmp."""
+    size = GPU_SCRATCH_MB if gpus else SCRATCH_MB
+    options = f"rw,nosuid,nodev,size={size}m,mode=1777,uid={uid},gid={gid}"
+    return f"{options},exec" if gpus else options
 
 
 def _engine_trouble(error: Exception) -> UserError:

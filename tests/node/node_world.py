@@ -189,9 +189,11 @@ class NodeWorld:
         return path.read_text() if path.exists() else ""
 
 
-def publish_tiny(folder: Path, deployed: Deployment, pool: int, version: int = 0) -> SignedManifest:
-    """Publishes a tiny policy under `folder`/layout; its signed manifest."""
-    source = write_tiny_model(folder / f"model-{version}", seed=version)
+def publish_model(
+    folder: Path, deployed: Deployment, pool: int, model: Path | None = None, version: int = 0
+) -> SignedManifest:
+    """Publishes a policy under `folder`/layout, a tiny one if no model is given; its manifest."""
+    source = model or write_tiny_model(folder / f"model-{version}", seed=version)
     manifest = publish(source, folder / "layout", pool=pool, version=version, step=version)
     statement = PolicyStatement(pool=pool, version=version, manifest_digest=manifest.digest())
     signed = SignedManifest(
@@ -215,10 +217,14 @@ def do_the_owners_part(store: Store, stake: int) -> None:
 
 @contextmanager
 def node_world(
-    folder: Path, deployed: Deployment | None = None, pool: int = POOL, **changes: Any
+    folder: Path,
+    deployed: Deployment | None = None,
+    pool: int = POOL,
+    model: Path | None = None,
+    **changes: Any,
 ) -> Iterator[NodeWorld]:
     """Serves it, and ends every process and thread afterwards. `deployed` and `pool`: a real
-    chain's, where a test has one."""
+    chain's, where a test has one. `model`: policy 0's folder."""
     port = free_port()
     deployed = deployed or deployment()
     store = open_store(sqlite_url(folder / "orchestrator.sqlite"))
@@ -242,7 +248,7 @@ def node_world(
     save_keystore(keystore, NODE.account.key, PASSWORD, light=True)
     world = NodeWorld(backend, store, folder, port, keystore, password_file)
     do_the_owners_part(store, backend.context.run.stake_per_class)
-    signed = publish_tiny(folder, deployed, pool)
+    signed = publish_model(folder, deployed, pool, model)
     with Origin(folder / "layout") as origin:
         with store.begin() as connection:
             policies.add(connection, signed, now=backend.now())

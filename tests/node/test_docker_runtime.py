@@ -15,7 +15,7 @@ import pytest
 from docker.errors import DockerException
 
 from node.runtime.base import Mounts, WorkerOptions
-from node.runtime.docker import ContainerHandle, DockerRuntime
+from node.runtime.docker import ContainerHandle, DockerRuntime, scratch_options
 from protocol.core.errors import PolicyError, UserError
 from protocol.core.task import Task
 
@@ -123,6 +123,24 @@ def test_task_may_write_its_outbox_and_scratch_only(shell: Shell, mounts: Mounts
 
 def test_task_sees_the_policies(shell: Shell) -> None:
     assert shell("/bin/busybox cat /prime/policies/weights") == (0, "policy")
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_only_gpu_tasks_may_run_programs_from_their_scratch(
+    engine: docker.DockerClient, busybox: str, gpus: bool
+) -> None:
+    """On GPUs vLLM loads kernels that it compiles into /tmp; nobody else runs anything there."""
+    line = "/bin/busybox cp /bin/busybox /tmp/busybox && /tmp/busybox true && echo ran"
+    container = engine.containers.create(
+        busybox, ["/bin/busybox", "sh", "-c", line], user="65532:65532", read_only=True,
+        network_mode="none", tmpfs={"/tmp": scratch_options(gpus, 65532, 65532)},
+    )  # fmt: skip
+    try:
+        container.start()
+        assert (container.wait(timeout=60)["StatusCode"] == 0) == gpus
+        assert (b"ran" in container.logs()) == gpus
+    finally:
+        container.remove(force=True)
 
 
 def test_task_beyond_its_memory_is_killed(shell: Shell) -> None:

@@ -1,0 +1,132 @@
+"""vLLM's worker in its container, one lease end to end, and the validator's judgement of its file.
+
+The image is made from the environment of scripts/setup_vllm.sh. The container has no network and
+no writable root but /tmp, as every task's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+from docker.errors import DockerException
+from node_world import NODE, TRAINER, VALIDATOR, NodeWorld, node_world, until
+
+from node.runtime.docker import LABEL
+from orchestrator.draws import DrawSecrets
+from orchestrator.policy_store import PolicyStore
+from orchestrator.validator import Validator
+from protocol.broadcast.manifest import Trust
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.ids import Digest
+from protocol.core.task import Task
+from protocol.core.verdict import Reason
+from protocol.environments.registry import environment_for
+from protocol.storage.base import digest_key
+from protocol.verification.engines import FolderEngines, load_engine
+from protocol.verification.rollout_file import read_rollout_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("PRIME_VLLM_PYTHON", ROOT / "var/engines/vllm/bin/python"))
+MISSING = "vLLM is not installed: scripts/setup_vllm.sh"
+COMMAND = ("python", "-m", "node.worker", "--engine", "vllm")
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[docker.DockerClient]:
+    try:
+        client = docker.from_env(timeout=600)
+        client.ping()
+    except DockerException as error:
+        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def image(engine: docker.DockerClient) -> Iterator[str]:
+    """Id of a freshly built image of vLLM's worker."""
+    script = ROOT / "deploy" / "build_worker_image.py"
+    built = subprocess.run(
+        [PYTHON, script, "--engine", "vllm", "--tag", "prime-test-vllm"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr[-3000:]
+    yield built.stdout.strip()
+    engine.images.remove("prime-test-vllm", force=True)
+
+
+def test_vllm_s_image_makes_a_file_that_the_validator_accepts(
+    image: str, engine: docker.DockerClient, tmp_path: Path
+) -> None:
+    task = Task(image=image, command=COMMAND, memory_mb=6144, pids=256)
+    run = {"max_output_tokens": 24, "samples_per_group": 4, "replay_rows_micro": 1_000_000}
+    with node_world(tmp_path, model=ROOT / "devnet" / "model", task=task, **run) as world:
+        agent = world.join(runtime="docker")
+
+        def lives_and(condition: bool) -> bool:
+            assert agent.poll() is None, world.log()[-3000:] + world.worker_log()[-3000:]
+            return condition
+
+        until(lambda: lives_and(world.node_status() == "admitted"), "it solved its challenge", 120)
+        world.admit()
+        until(lambda: lives_and(bool(world.submissions())), "a file comes from the container", 300)
+        (container,) = engine.containers.list(filters={"label": f"{LABEL}={NODE.address}"})
+        configured = container.attrs["HostConfig"]
+        assert configured["NetworkMode"] == "none"
+        assert configured["ReadonlyRootfs"]
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(60) == 0
+
+        submitted = world.submissions()[0]
+        data = world.backend.objects.get(digest_key(Digest(submitted["sha256"])), 1 << 20)
+        file = read_rollout_file(data)
+        made = file.metadata
+        assert (made.engine, made.dtype, made.device) == ("vllm/1", "float32", "cpu")
+        assert len(file.rows) == world.backend.context.run.rows_per_lease
+        judged = judge(world, Digest(submitted["digest"]))
+        assert (judged["status"], judged["reason"]) == ("accepted", Reason.NONE)
+        assert judged["units"] == sum(len(row.output_tokens) for row in file.rows)
+
+
+def judge(world: NodeWorld, submission: Digest) -> dict[str, object]:
+    """Lets a validator judge until `submission` has its verdict; its row."""
+    backend = world.backend
+    context = backend.context
+    trust = Trust(TRAINER.address, context.domain(PolicyStatement), context.pool)
+    policies = PolicyStore(world.folder / "validator", world.store, trust, now=backend.now)
+    validator = Validator(
+        world.store,
+        backend.objects,
+        context,
+        VALIDATOR,
+        FolderEngines(policies.root, load_engine),
+        environment_for(context.run),
+        policies,
+        DrawSecrets(
+            world.store, backend.objects, context, VALIDATOR, random=os.urandom, now=backend.now
+        ),
+        worker="test",
+        version="test",
+        now=backend.now,
+    )
+    judged: list[Digest | None] = []
+    while submission not in judged:
+        judged.append(validator.judge_next())
+        assert judged[-1] is not None, "nothing is left to judge"
+    (row,) = (row for row in world.submissions() if row["digest"] == submission)
+    return dict(row)
