@@ -79,6 +79,7 @@ class ChunkFetcher:
         self._progress = progress
         self._clock = clock
         self._change = threading.Condition()
+        self._over = threading.Event()
         self._queue: deque[Task] = deque()
         self._open: set[Task] = set()
         self._missing: dict[tuple[str, int], Task] = {}
@@ -104,11 +105,9 @@ class ChunkFetcher:
         for thread in threads:
             thread.start()
         try:
-            with self._change:
-                while self._open and self._error is None:
-                    if self._stop():
-                        raise UnavailableError("the fetch was stopped; it can be resumed")
-                    self._change.wait(0.5)
+            while not self._over.wait(0.5):  # no chunk wakes this thread but the last one
+                if self._stop():
+                    raise UnavailableError("the fetch was stopped; it can be resumed")
         except BaseException as error:
             self._fail(error)
             raise
@@ -183,6 +182,7 @@ class ChunkFetcher:
                     return choice
                 if self._hopeless():
                     self._error = sorry(self._open, self._urls, self._book)
+                    self._over.set()
                     self._change.notify_all()
                     return None
                 self._change.wait(0.05 if self._queue else 0.25)
@@ -330,6 +330,8 @@ class ChunkFetcher:
             self.stats.chunks += 1
             if self.stats.first_chunk_seconds is None:
                 self.stats.first_chunk_seconds = now - self._begun
+            if not self._open:
+                self._over.set()
             self._change.notify_all()
             done = self._done
         self._progress(done, self._total)
@@ -384,4 +386,5 @@ class ChunkFetcher:
         with self._change:
             if self._error is None:
                 self._error = error
+            self._over.set()
             self._change.notify_all()

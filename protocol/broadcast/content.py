@@ -7,6 +7,7 @@ file can be served from the moment it is verified, and a request for a later one
 from __future__ import annotations
 
 import asyncio
+import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,9 +241,12 @@ class LiveContent:
 
 
 def _on_disk(path: Path, *, immutable: bool) -> Resource | None:
-    if path.is_symlink() or not path.is_file():
+    try:
+        status = path.lstat()
+    except (OSError, ValueError):
         return None
-    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        return None
     kind = "application/json" if path.suffix == ".json" else "application/octet-stream"
     etag = f"{status.st_size:x}-{status.st_mtime_ns:x}"
     return Resource(status.st_size, etag, immutable, kind, path=path)

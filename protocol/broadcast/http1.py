@@ -16,6 +16,8 @@ MAX_HEAD = 8 << 10
 def plain(text: str) -> str:
     """`text` for a header or a terminal: anything but printable ASCII becomes "?", so that what a
     stranger chose cannot begin a line of its own."""
+    if text.isascii() and text.isprintable():
+        return text
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text)
 
 

@@ -1,9 +1,10 @@
 """One chunk's bytes on their way to their place: written as they come, so that a kill costs none.
 
-The first to fetch a chunk writes what has arrived, in steps of STEP, before the chunk is verified:
-whoever starts again after a kill finds its beginning there and asks only for the rest. Until it is
-verified nobody reads it (a relay passes on only what is marked), and nothing that came later may
-be overwritten: whoever verified the chunk first claims it, and the other stops.
+The first to fetch a chunk that takes its time writes what has arrived every EARLY_SECONDS, before
+the chunk is verified, and once more if it comes to grief: whoever starts again finds its beginning
+there and asks only for the rest. Until it is verified nobody reads it (a relay passes on only what
+is marked), and nothing that came later may be overwritten: whoever verified the chunk first claims
+it, and the other stops.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from blake3 import blake3
@@ -21,7 +23,8 @@ from protocol.broadcast.layout import Item
 from protocol.core.errors import PrimeError
 from protocol.core.ids import to_bytes
 
-STEP = 256 << 10
+EARLY_SECONDS = 0.25
+"""A chunk that comes faster is written at once: more and smaller writes cost more."""
 MARGIN = 64 << 10
 """The last bytes before a hole are fetched again: their block may have been half written."""
 
@@ -51,30 +54,52 @@ class Claim:
 
 class Landing:
     """Writes a chunk into the file `path` at `offset` while its buffer `view` fills from `begun`
-    on (what is before lies there already). `early` False: nothing before it is verified."""
+    on (what is before lies there already). `early` False: nothing before it is verified. `clock` in
+    seconds, monotonic."""
 
     def __init__(
-        self, path: Path, offset: int, view: memoryview, claim: Claim, begun: int, *, early: bool
+        self,
+        path: Path,
+        offset: int,
+        view: memoryview,
+        claim: Claim,
+        begun: int,
+        *,
+        early: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._offset = offset
         self.view = view
         self._claim = claim
-        self._landed = begun
+        self._landed = self._filled = begun
         self._early = early
+        self._clock = clock
+        self._written_at = clock()
         if begun:
             read_into(self._fd, view[:begun], offset)
 
     def __enter__(self) -> Landing:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._write_early()
+        finally:
+            os.close(self._fd)
 
     def arrived(self, end: int) -> None:
-        """The buffer is filled up to `end`; whole pages of that are written once it pays."""
-        end -= end % MARGIN
-        if self._early and end - self._landed >= STEP:
+        """The buffer is filled up to `end`; it is written now and then, in whole pages."""
+        self._filled = end
+        now = self._clock()
+        if now - self._written_at >= EARLY_SECONDS:
+            self._written_at = now
+            self._write_early()
+
+    def _write_early(self) -> None:
+        end = self._filled - self._filled % MARGIN
+        if self._early and end > self._landed:
             if self._claim.write(
                 self._fd, self.view[self._landed : end], self._offset + self._landed
             ):

@@ -33,23 +33,21 @@ MANIFEST_NAME = "manifest.json"
 DELTA_PREFIX = "delta-"
 
 MIN_CHUNK = 1 << 20
-USUAL_CHUNK = 4 << 20
 MAX_CHUNK = 16 << 20
 """Chunks that this side makes; a receiver holds one chunk a connection in memory."""
-FEWEST_CHUNKS, MOST_CHUNKS = 64, 1024
+FEWEST_CHUNKS = 32
 MAX_POLICY_BYTES = 1 << 42
 """4 TiB: nothing larger is believed."""
 READ_SIZE = 1 << 20
 
 
 def choose_chunk_size(total: int) -> int:
-    """A power of two from 1 to 16 MiB: 64 chunks or more while that is at least 1 MiB, so that
-    relays pass the first one on early; up to 4 MiB, since each chunk costs a receiver about half a
-    millisecond besides its bytes; beyond that, 1024 or more."""
+    """A power of two from 1 to 16 MiB, the largest of which there are 32 or more: a relay passes
+    the first one on early, and a level of relays costs a 32nd of the time at most; while each chunk
+    costs its sender and its receiver most of a millisecond besides its bytes. What a file's digest
+    is made of, so it never changes (docs/adr/0005)."""
     size = MIN_CHUNK
-    while size < USUAL_CHUNK and size * FEWEST_CHUNKS < total:
-        size *= 2
-    while size < MAX_CHUNK and size * MOST_CHUNKS < total:
+    while size < MAX_CHUNK and size * FEWEST_CHUNKS < total:
         size *= 2
     return size
 

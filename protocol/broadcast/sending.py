@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Sender:
         self._limits = limits
         self._counters = counters
         self._clock = clock
+        self._date = (0, "")
         speed = limits.bytes_per_second
         self._bandwidth = Bucket(speed, clock, BURST) if speed else None
 
@@ -162,7 +164,7 @@ class Sender:
         self._counters.by_status[status] = self._counters.by_status.get(status, 0) + 1
         lines = [
             f"HTTP/1.1 {status.value} {status.phrase}",
-            f"Date: {email.utils.formatdate(usegmt=True)}",
+            f"Date: {self._now()}",
             f"Server: prime-broadcast/{self._content.role}",
             f"Content-Length: {length}",
             f"Connection: {'close' if close else 'keep-alive'}",
@@ -170,6 +172,13 @@ class Sender:
         ]
         peer.writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
         await self._drain(peer)
+
+    def _now(self) -> str:
+        """The date as HTTP writes it, made once a second."""
+        second = int(time.time())
+        if self._date[0] != second:
+            self._date = (second, email.utils.formatdate(second, usegmt=True))
+        return self._date[1]
 
     async def _drain(self, peer: Peer) -> None:
         """Waits until the kernel has all that was written. Raises ConnectionError, TimeoutError."""

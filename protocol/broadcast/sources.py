@@ -73,8 +73,10 @@ class SourceBook:
 
     def get(self, url: str) -> Source:
         """The record of a base URL. Raises MalformedError unless it is http(s) with a host."""
-        url = normal_url(url)
         with self._lock:
+            if known := self._sources.get(url):
+                return known
+            url = normal_url(url)
             if url not in self._sources:
                 self._sources[url] = Source(url)
             return self._sources[url]

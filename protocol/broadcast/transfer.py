@@ -1,8 +1,8 @@
 """One HTTP connection to one source: asks for ranges, reads them straight into a buffer.
 
-Uses http.client because its `readinto` moves bytes from the socket into our buffer without a copy.
-Redirects are not followed, answers of any other shape than the one asked for are refused, and
-every read has a deadline.
+Small objects come by http.client; files by the same connection past it, in as few calls as the
+kernel allows (answers.py, deadline.py). Redirects are not followed, answers of any other shape than
+the one asked for are refused, and every read has a deadline.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 from urllib.parse import urlsplit
 
+from protocol.broadcast.answers import Head, read_answer
 from protocol.broadcast.deadline import TimedSocket
 from protocol.broadcast.http1 import plain
 from protocol.core.errors import MalformedError, UnavailableError
@@ -28,7 +30,10 @@ HEAD_TIMEOUT = 10.0
 """From asking to the end of the answer's head, interim answers included."""
 SMALL_TIMEOUT = 30.0
 """For the whole of a small object, once its head is there."""
-READ_SLICE = 4 << 20
+FIRST_PIECE = 256 << 10
+LARGEST_PIECE = 4 << 20
+PIECE_SECONDS = 0.1
+"""A body is read in pieces that come in about this time, as far as was seen; the first is small."""
 SLOWEST = 32 << 10
 """Bytes per second below which a chunk is fetched elsewhere, after GRACE seconds."""
 GRACE = 20.0
@@ -67,6 +72,8 @@ class WholeOnlyError(TransferError):
         super().__init__("it knows no ranges")
 
 
+T = TypeVar("T")
+Answer = http.client.HTTPResponse
 Fill = Callable[[memoryview, Callable[[], bool]], None]
 """Fills a buffer with what comes next; the second argument says when nobody needs it any more."""
 
@@ -82,6 +89,7 @@ class Link:
         self._host = parts.hostname or ""
         self._port = parts.port
         self._secure = parts.scheme == "https"
+        self._authority = parts.netloc
         self._connection: http.client.HTTPConnection | None = None
         self._wire: TimedSocket | None = None
 
@@ -115,55 +123,51 @@ class Link:
         """
         end = offset + len(buffer)
         whole = offset == 0 and end == size
-        headers = {} if whole else {"Range": f"bytes={offset}-{end - 1}"}
         try:
-            answer = self._request("GET", path, headers)
-            if answer.status == 200 and not whole and answer.length == size:
-                raise WholeOnlyError
-            if answer.status != (200 if whole else 206):
-                self._refuse(answer)
-            if (
-                not whole
-                and answer.getheader("Content-Range") != f"bytes {offset}-{end - 1}/{size}"
-            ):
-                raise TransferError("it answered with another range")
-            if answer.length != len(buffer):
-                raise TransferError(f"it offered {answer.length} bytes instead of {len(buffer)}")
-            self._fill(answer, buffer, cancelled, arrived)
-            self._end(answer)
+            with _as_transfer_error():
+                head, early = self._ask(path, None if whole else (offset, end))
+                if head.status == 200 and not whole and head.length == size:
+                    raise WholeOnlyError
+                if head.status != (200 if whole else 206):
+                    raise refusal(head.status, head.reason, head.fields.get)
+                told = head.fields.get("content-range")
+                if not whole and told != f"bytes {offset}-{end - 1}/{size}":
+                    raise TransferError("it answered with another range")
+                if head.length != len(buffer):
+                    raise TransferError(f"it offered {head.length} bytes instead of {len(buffer)}")
+                self._fill(early, buffer, cancelled, arrived)
         except TransferError:
             self.close()
             raise
-        except (OSError, http.client.HTTPException) as error:
+        if head.closes or len(early) > len(buffer):
             self.close()
-            raise TransferError(_say(error)) from error
 
     @contextmanager
     def reading(self, path: str, size: int) -> Iterator[Fill]:
         """The whole of a file of `size` bytes, piece by piece. Raises TransferError as
         `read_range` does; the connection is closed if the reading stops early."""
-        finished = False
+        reusable = False
+        early = b""
         read = 0
 
         def fill(buffer: memoryview, cancelled: Callable[[], bool]) -> None:
-            nonlocal read
+            nonlocal read, early
             with _as_transfer_error():
-                self._fill(answer, buffer, cancelled)
+                self._fill(early, buffer, cancelled)
+            early = early[len(buffer) :]
             read += len(buffer)
 
         try:
             with _as_transfer_error():
-                answer = self._request("GET", path, {})
-                if answer.status != 200:
-                    self._refuse(answer)
-                if answer.length != size:
-                    raise TransferError(f"it offered {answer.length} bytes instead of {size}")
+                head, early = self._ask(path, None)
+                if head.status != 200:
+                    raise refusal(head.status, head.reason, head.fields.get)
+                if head.length != size:
+                    raise TransferError(f"it offered {head.length} bytes instead of {size}")
             yield fill
-            finished = read == size
-            if finished:
-                self._end(answer)
+            reusable = read == size and not head.closes and not early
         finally:
-            if not finished:
+            if not reusable:
                 self.close()
 
     def read_small(self, path: str, limit: int) -> bytes:
@@ -183,7 +187,7 @@ class Link:
                 answer.read()
                 return None
             if answer.status != 200:
-                self._refuse(answer)
+                raise refusal(answer.status, answer.reason, answer.getheader)
             assert self._wire is not None
             self._wire.within(SMALL_TIMEOUT)
             data = answer.read(limit + 1)
@@ -215,28 +219,52 @@ class Link:
         return role if role in ("relay", "origin") else "mirror"
 
     def _request(self, method: str, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        fresh = self._connection is None
-        try:
-            return self._try(method, path, headers)
-        except (ConnectionError, http.client.BadStatusLine):
-            # A kept-alive connection that the server closed meanwhile: once more on a new one.
-            self.close()
-            if fresh:
-                raise
-            return self._try(method, path, headers)
+        """An answer by http.client, its body still to be read."""
 
-    def _try(self, method: str, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        if self._connection is None or self._connection.sock is None:
-            # http.client closes the socket after an answer that ends the connection.
-            self._connection = self._connect()
-        if field := self._authorization():
-            headers = {**headers, "Authorization": field}
-        assert self._wire is not None
-        self._wire.within(HEAD_TIMEOUT)
-        self._connection.request(method, self._prefix + path, headers=headers)
-        answer = self._connection.getresponse()
-        self._wire.within(None)
-        return answer
+        def attempt(wire: TimedSocket, connection: http.client.HTTPConnection) -> Answer:
+            field = self._authorization()
+            signed = {**headers, "Authorization": field} if field else headers
+            connection.request(method, self._prefix + path, headers=signed)
+            return connection.getresponse()
+
+        return self._attempt(attempt)
+
+    def _ask(self, path: str, span: tuple[int, int] | None) -> tuple[Head, bytes]:
+        """The head of the answer to a GET of a file, or of its bytes `span` (begin, end), and what
+        came of the body with it: the rest comes by `_fill`."""
+
+        def attempt(
+            wire: TimedSocket, connection: http.client.HTTPConnection
+        ) -> tuple[Head, bytes]:
+            lines = [f"GET {self._prefix}{path} HTTP/1.1", f"Host: {self._authority}"]
+            if span is not None:
+                lines.append(f"Range: bytes={span[0]}-{span[1] - 1}")
+            if field := self._authorization():
+                lines.append(f"Authorization: {field}")
+            text = "\r\n".join([*lines, "Accept-Encoding: identity", "", ""])
+            wire.sendall(text.encode("ascii"))
+            return read_answer(wire.receive)
+
+        return self._attempt(attempt)
+
+    def _attempt(self, attempt: Callable[[TimedSocket, http.client.HTTPConnection], T]) -> T:
+        """A request and its answer's head, in HEAD_TIMEOUT; once more on a new connection if it was
+        a kept-alive one, which the server may have closed meanwhile."""
+        while True:
+            fresh = self._connection is None or self._connection.sock is None
+            if self._connection is None or self._connection.sock is None:
+                # http.client closes the socket after an answer that ends the connection.
+                self._connection = self._connect()
+            assert self._wire is not None
+            self._wire.within(HEAD_TIMEOUT)
+            try:
+                answer = attempt(self._wire, self._connection)
+                self._wire.within(None)
+                return answer
+            except (ConnectionError, http.client.BadStatusLine):
+                self.close()
+                if fresh:
+                    raise
 
     def _connect(self) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection
@@ -258,44 +286,50 @@ class Link:
 
     def _fill(
         self,
-        answer: http.client.HTTPResponse,
+        early: bytes,
         buffer: memoryview,
         cancelled: Callable[[], bool],
         arrived: Callable[[int], None] = lambda count: None,
     ) -> None:
-        begun = time.monotonic()
-        filled = 0
+        """Fills `buffer` from `early`, which came with the head, and from the connection."""
+        assert self._wire is not None
+        filled = min(len(early), len(buffer))
+        buffer[:filled] = early[:filled]
+        begun = heard = time.monotonic()
+        piece = FIRST_PIECE
         while filled < len(buffer):
-            # One recv at most: `answer.readinto` would loop, and a crawling source could hold us.
-            count = answer.fp.readinto1(buffer[filled : filled + READ_SLICE])
+            count = self._wire.fill(buffer[filled : filled + piece])
+            now = time.monotonic()
             if count == 0:
                 raise TransferError(f"it ended after {filled} of {len(buffer)} bytes")
-            filled += count
-            arrived(filled)
+            if count is None and now - heard > READ_TIMEOUT:
+                raise TimeoutError
+            if count is not None:
+                filled, heard = filled + count, now
+                arrived(filled)
             if cancelled():
                 raise SupersededError("fetched elsewhere meanwhile")
-            spent = time.monotonic() - begun
+            spent = now - begun
             if spent > GRACE and filled < (spent - GRACE) * SLOWEST:
                 raise TransferError(f"it crawls: {filled} bytes in {spent:.0f} s")
+            likely = int(filled / max(spent, 1e-6) * PIECE_SECONDS)
+            piece = max(FIRST_PIECE, min(LARGEST_PIECE, likely))
 
-    def _end(self, answer: http.client.HTTPResponse) -> None:
-        answer.length = 0
-        answer.read()  # reads nothing; http.client then knows that the connection is free again
 
-    def _refuse(self, answer: http.client.HTTPResponse) -> None:
-        pause: float | None = None
-        after = answer.getheader("Retry-After") or ""
-        if after.isascii() and after.isdigit():
-            pause = min(30.0, max(0.1, float(after)))
-        told = plain(answer.getheader("Prime-Reason") or answer.reason)
-        reason = f"it answered {answer.status} {told}"[:160]
-        raise TransferError(
-            reason,
-            pause,
-            waiting=pause is not None,
-            gone=answer.status == 410,
-            missing=answer.status in (403, 404),
-        )
+def refusal(status: int, reason: str, field: Callable[[str], str | None]) -> TransferError:
+    """What an answer says that is not the file."""
+    pause: float | None = None
+    after = field("retry-after") or ""
+    if after.isascii() and after.isdigit():
+        pause = min(30.0, max(0.1, float(after)))
+    told = plain(field("prime-reason") or reason)
+    return TransferError(
+        f"it answered {status} {told}"[:160],
+        pause,
+        waiting=pause is not None,
+        gone=status == 410,
+        missing=status in (403, 404),
+    )
 
 
 @contextmanager
@@ -304,6 +338,8 @@ def _as_transfer_error() -> Iterator[None]:
         yield
     except (OSError, http.client.HTTPException) as error:
         raise TransferError(_say(error)) from error
+    except MalformedError as error:
+        raise TransferError(str(error)) from error
 
 
 def _say(error: Exception) -> str:

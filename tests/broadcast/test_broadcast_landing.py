@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 from broadcast_world import Run, answer, bad_server, same_files
 
+from protocol.broadcast import landing
 from protocol.broadcast.client import fetch
-from protocol.broadcast.landing import MARGIN, STEP, Claim, Landing, beginning
+from protocol.broadcast.landing import EARLY_SECONDS, MARGIN, Claim, Landing, beginning
 from protocol.broadcast.server import Origin
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import UnavailableError
 
 CHUNK = 1 << 20
+STEP = 256 << 10
 
 
 @pytest.fixture
@@ -96,16 +98,21 @@ def test_nothing_is_written_over_a_chunk_that_another_verified(tmp_path: Path) -
     path.write_bytes(bytes(CHUNK))
     claim = Claim()
     wrong, right = memoryview(b"w" * CHUNK), memoryview(b"r" * CHUNK)
+    now = [0.0]
     with (
-        Landing(path, 0, wrong, claim, 0, early=True) as slow,
-        Landing(path, 0, right, claim, 0, early=False) as quick,
+        Landing(path, 0, wrong, claim, 0, early=True, clock=lambda: now[0]) as slow,
+        Landing(path, 0, right, claim, 0, early=False, clock=lambda: now[0]) as quick,
     ):
+        slow.arrived(STEP)
+        assert path.read_bytes() == bytes(CHUNK), "too soon"
+        now[0] += EARLY_SECONDS
         slow.arrived(STEP)
         assert path.read_bytes()[:STEP] == b"w" * STEP
         quick.arrived(CHUNK)
         assert path.read_bytes()[:STEP] == b"w" * STEP, "unverified: the first one's"
         assert claim.take()
         quick.finish()
+        now[0] += EARLY_SECONDS
         slow.arrived(3 * STEP)
         assert not claim.take(), "the second one is too late"
     assert path.read_bytes() == bytes(right)
@@ -119,3 +126,23 @@ def test_the_beginning_is_what_lies_before_the_first_hole(tmp_path: Path) -> Non
         file.write(b"x" * (5 * MARGIN))
     assert beginning(path, 0, CHUNK) == 0
     assert beginning(path, CHUNK, CHUNK) == 4 * MARGIN
+
+
+def test_a_chunk_that_comes_at_once_is_written_by_one_write(
+    big: tuple[Run, SignedManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small writes of it cost more than one; only who is slow needs its beginning kept."""
+    run, signed = big
+    sizes: list[int] = []
+    write = landing.write_at
+
+    def counted(fd: int, data: memoryview, offset: int) -> None:
+        sizes.append(len(data))
+        write(fd, data, offset)
+
+    monkeypatch.setattr(landing, "write_at", counted)
+    monkeypatch.setattr(landing, "EARLY_SECONDS", 1e9)
+    with Origin(run.root) as origin:
+        stats = fetch(signed, [origin.url], tmp_path / "n" / "0", patience=30.0)
+    assert len(sizes) == stats.chunks == sum(len(f.chunks) for f in signed.manifest.files)
+    assert sum(sizes) == stats.policy_bytes

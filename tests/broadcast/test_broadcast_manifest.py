@@ -265,9 +265,9 @@ def test_a_version_has_one_manifest_and_steps_never_run_backwards() -> None:
 def test_chunk_sizes_grow_with_the_policy_and_stay_bounded() -> None:
     assert choose_chunk_size(0) == 1 << 20
     assert choose_chunk_size(32 << 20) == 1 << 20
-    assert choose_chunk_size(256 << 20) == 4 << 20
-    assert choose_chunk_size(1 << 30) == 4 << 20
-    assert choose_chunk_size(5 << 30) == 8 << 20
+    assert choose_chunk_size(33 << 20) == 2 << 20
+    assert choose_chunk_size(256 << 20) == 8 << 20
+    assert choose_chunk_size(1 << 30) == 16 << 20
     assert choose_chunk_size(1 << 40) == 16 << 20
 
 
