@@ -27,7 +27,7 @@ from protocol.environments.graders.base import Grader, grader_class
 from protocol.environments.prompts import with_budget
 from protocol.environments.rows import Bounds, read_lines
 from protocol.environments.sources import locate
-from protocol.environments.tasks import Task, load_json, parse_task
+from protocol.environments.tasks import Task, load_json, parse_task, require_text
 
 PLACES = frozenset({"url", "path"})
 """Arguments that say where the file is, not what it is."""
@@ -92,7 +92,10 @@ class TaskDataset(Environment):
         self._rows = [(where, line) for _order, where, line in sorted(found)]
 
     def _checked(self, line: bytes, where: str) -> Task:
-        task = parse_task(load_json(line, where), where)
+        row = load_json(line, where)
+        task = parse_task(row, where)
+        if b"\\u" in line:
+            require_text(row, where)
         try:
             grader = self.grader(task.task_type)
         except UserError as error:

@@ -1,13 +1,19 @@
 """reasoning-gym's procedural families (Apache-2.0) as environments.
 
-Problem i is the family's entry i under the run's dataset seed; the family's own scorer runs in a
-killable child, because some of them parse or evaluate what the model wrote.
+Problem i is the family's entry i under the run's dataset seed; the family's own scorer grades. Both
+happen in a child (subprocess_grader.py) and nowhere else:
+
+- entries, because some families walk sets of text or draw from the global generators: only a fixed
+  hash seed and a generator set anew for each entry give every machine the same problem
+- scores, because some scorers evaluate what the model wrote: there the child can only compute, and
+  reasoning.py says which answers these scorers are shown
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.metadata import version as installed_version
 from typing import Any
@@ -18,7 +24,13 @@ from protocol.core.ids import Digest
 from protocol.core.run import MICRO, LengthBudgets
 from protocol.environments.base import Environment, Problem, TaskScore
 from protocol.environments.prompts import with_budget
-from protocol.environments.reasoning import reasoning_gym
+from protocol.environments.reasoning import (
+    START_SECONDS,
+    only_data,
+    reasoning_gym,
+    rehearse,
+    require_reasoning_gym,
+)
 from protocol.environments.subprocess_grader import (
     GradingCrashError,
     GradingTimeoutError,
@@ -33,23 +45,8 @@ MAX_ANSWER_CHARACTERS = 8192
 CPU_SECONDS = 5.0
 SLACK = 8
 """A grade that took more than 1/SLACK of the limit may fail on a machine that much slower."""
-
-
-@lru_cache(maxsize=16)
-def _dataset(family: str, seed: int) -> Any:
-    return reasoning_gym().create_dataset(family, seed=seed, size=SIZE)
-
-
-def warm_up() -> None:
-    """Loads the families once, before the child's first fork."""
-    reasoning_gym()
-
-
-def score_answer(request: dict[str, Any]) -> int:
-    """Runs in the child: {family, seed, index, answer} → score in millionths."""
-    dataset = _dataset(request["family"], request["seed"])
-    score = float(dataset.score_answer(request["answer"], dataset[request["index"]]))
-    return round(min(1.0, max(0.0, score)) * MICRO)
+KEPT_ENTRIES = 256
+"""A batch's samples of one problem come one after another."""
 
 
 class ReasoningGym(Environment):
@@ -59,7 +56,7 @@ class ReasoningGym(Environment):
     """
 
     name = "reasoning_gym"
-    version = 1
+    version = 2
     may_give_up = True
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
@@ -67,23 +64,32 @@ class ReasoningGym(Environment):
         family, seed = arguments.get("family"), arguments.get("seed", 0)
         if not isinstance(family, str) or not isinstance(seed, int) or len(arguments) > 2:
             raise UserError("The reasoning_gym environment takes `family` (text) and `seed`.")
+        require_reasoning_gym()
         self._family, self._seed = family, seed
-        try:
-            self._data = _dataset(family, seed)
-        except ValueError as error:
-            raise UserError(f"reasoning-gym has no family {family!r}: {error}.") from error
         here = "protocol.environments.procedural"
         self._grader = SubprocessGrader(
-            f"{here}:score_answer", timeout=CPU_SECONDS, fork=True, warm=f"{here}:warm_up"
+            f"{here}:work",
+            timeout=CPU_SECONDS,
+            start_timeout=START_SECONDS,
+            fork=True,
+            confined=True,
+            warm=f"{here}:warm_up",
+            warm_with=[family, seed],
         )
+        self._entry = lru_cache(maxsize=KEPT_ENTRIES)(self._made)
+        try:
+            self._entry(0)
+        except (GradingCrashError, GradingTimeoutError) as error:
+            self._grader.close()
+            raise UserError(f"reasoning-gym has no family {family!r} for us: {error}") from error
 
     def close(self) -> None:
-        """Ends the grading child."""
+        """Ends the child."""
         self._grader.close()
 
     def data_digest(self) -> Digest:
         """The library's version and the text of the first problems."""
-        sample = [[self._data[i]["question"], str(self._data[i]["answer"])] for i in range(8)]
+        sample = [[self._entry(i)["question"], self._entry(i)["answer"]] for i in range(8)]
         version = installed_version("reasoning_gym")
         return encoding.sha256(encoding.canonical_json({"library": version, "sample": sample}))
 
@@ -92,9 +98,9 @@ class ReasoningGym(Environment):
 
     def problem(self, index: int) -> Problem:
         self._require_index(index)
-        entry = self._data[index]
+        entry = self._entry(index)
         name = f"{self._family}-{self._seed}-{index}"
-        return Problem(name, index, entry["question"], str(entry["answer"]))
+        return Problem(name, index, entry["question"], entry["answer"])
 
     def prompt_text(self, problem: Problem, target_length: int) -> str:
         return f"{with_budget(problem.prompt, target_length)} {ENDING}\n"
@@ -103,10 +109,8 @@ class ReasoningGym(Environment):
         """The entry for the grader of the task type `reasoning_gym`; None where a family's entries
         hold what JSON does not."""
         problem = self.problem(index)
-        entry = self._data[index]
-        try:
-            metadata = json.loads(json.dumps(entry["metadata"], allow_nan=False))
-        except (TypeError, ValueError):
+        metadata = self._entry(index)["metadata"]
+        if metadata is None:
             return None
         return Task(
             problem_id=problem.problem_id,
@@ -126,14 +130,10 @@ class ReasoningGym(Environment):
             return TaskScore(0, "no answer")
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return TaskScore(0, f"an answer of {len(answer)} characters")
-        request = {
-            "family": self._family,
-            "seed": self._seed,
-            "index": problem.index,
-            "answer": answer,
-        }
+        if not only_data(self._family, answer):
+            return TaskScore(0, "the answer is a program, not data or arithmetic")
         try:
-            told = self._grader.ask(request)
+            told = self._grader.ask({"index": problem.index, "answer": answer})
         except GradingTimeoutError:
             return TaskScore(0, "the grader ran out of time", uncertain=True)
         except GradingCrashError as error:
@@ -141,3 +141,53 @@ class ReasoningGym(Environment):
         slow = told.cpu_seconds * SLACK > CPU_SECONDS
         reason = f"scored {told.value / MICRO:g} by {self._family}"
         return TaskScore(told.value, reason, uncertain=slow)
+
+    def _made(self, index: int) -> dict[str, Any]:
+        found: dict[str, Any] = self._grader.call({"index": index})
+        return found
+
+
+# --- in the child --------------------------------------------------------------------------------
+
+_family: tuple[Any, int] | None = None
+
+
+def warm_up(family: str, seed: int) -> None:
+    """Loads the family once, before the child's first fork."""
+    global _family
+    import numpy as np
+
+    random.seed(0)
+    np.random.seed(0)
+    dataset = reasoning_gym().create_dataset(family, seed=seed, size=SIZE)
+    rehearse(dataset)
+    _family = (dataset, seed)
+
+
+def work(request: dict[str, Any]) -> Callable[[], Any]:
+    """{index} → what gives the entry; {index, answer} → what gives the score in millionths."""
+    import numpy as np
+
+    assert _family is not None
+    dataset, seed = _family
+    index = request["index"]
+    random.seed(f"{seed}/{index}")
+    np.random.seed(index)
+    entry = dataset[index]
+    if "answer" not in request:
+        plain = {"question": entry["question"], "answer": str(entry["answer"])}
+        return lambda: {**plain, "metadata": _plain(entry["metadata"])}
+
+    def scored() -> int:
+        score = float(dataset.score_answer(request["answer"], entry))
+        return round(min(1.0, max(0.0, score)) * MICRO)
+
+    return scored
+
+
+def _plain(metadata: Any) -> Any:
+    """As JSON holds it; None if it cannot."""
+    try:
+        return json.loads(json.dumps(metadata, allow_nan=False))
+    except (TypeError, ValueError):
+        return None

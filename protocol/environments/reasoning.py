@@ -1,4 +1,9 @@
-"""How reasoning-gym is imported.
+"""How reasoning-gym is imported, and which answers its scorers are shown.
+
+Some of its scorers hand the answer to Python's `eval` (sympy's `parse_expr` does, too): whoever
+wrote the answer would run what they like on the machine that grades it. Those see only answers that
+are data or arithmetic; and every scorer runs in a process that can do nothing but compute
+(grading_child.py), since what it evaluates of the task's own row is foreign text as well.
 
 It requires pycosat for one family (`zebra_puzzles`), and pycosat comes as C source only. A machine
 without a compiler has every other family: there, that one is refused by name.
@@ -6,13 +11,90 @@ without a compiler has every other family: there, that one is refused by name.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import importlib.util
+import re
 import sys
 from types import ModuleType
 from typing import Any
 
 from protocol.core.errors import UserError
+
+EVALUATED = frozenset({
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting",
+    "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+    "string_insertion",
+})  # fmt: skip
+"""Families whose scorer evaluates the answer as Python (a test looks through the package)."""
+_FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp",
+    "log", "ln", "sqrt", "Abs", "Integral", "pi",
+})  # fmt: skip
+REHEARSED = 3
+_OTHER_KINDS = ("17", "[1, 2, 3]", "sqrt(x) + log(x)/x + C")
+START_SECONDS = 180.0
+"""For a child's warm-up: some seconds of processor time on a machine that may be busy."""
+_NAME = re.compile(r"[A-Za-z_]\d{0,2}|[A-Z]+")
+"""A variable, a board's mark, a row of capitals: nothing that Python or sympy would run."""
+_NODES = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.List,
+    ast.Tuple, ast.expr_context,
+)  # fmt: skip
+
+
+def only_data(family: str, answer: str) -> bool:
+    """Whether `family`'s scorer may see `answer`: always, if it evaluates none; else only numbers,
+    short names, lists of them, arithmetic and the usual functions of it."""
+    if family not in EVALUATED:
+        return True
+    try:
+        tree = ast.parse(answer.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # No Python, but sympy reads a little more ("5!"): then at least no name to do harm with.
+        return all(_harmless(name) for name in re.findall(r"[^\W\d]\w*", answer))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            if not _harmless(node.id):
+                return False
+        elif isinstance(node, ast.Call):
+            named = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+            if not named or node.keywords:
+                return False
+        elif not isinstance(node, _NODES):
+            return False
+    return True
+
+
+def _harmless(name: str) -> bool:
+    return name in _FUNCTIONS or _NAME.fullmatch(name) is not None
+
+
+def require_reasoning_gym() -> None:
+    """Raises UserError if the package is not installed. Imports nothing."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError(
+            "This environment needs the package reasoning-gym.",
+            hint="pip install 'prime-open[families]'",
+        )
+
+
+def warm_up() -> None:
+    """Loads the families before a grading child's first fork, and what their scorers load of sympy
+    only when they score: a confined fork loads nothing."""
+    gym = reasoning_gym()
+    for family in sorted(EVALUATED):
+        rehearse(gym.create_dataset(family, seed=1, size=REHEARSED))
+
+
+def rehearse(dataset: Any) -> None:
+    """Scores the first gold answers of a family, and answers of other kinds."""
+    for index in range(REHEARSED):
+        entry = dataset[index]
+        for answer in (str(entry["answer"]), *_OTHER_KINDS):
+            with contextlib.suppress(Exception):  # what it raises here, it raises again when asked
+                dataset.score_answer(answer, entry)
 
 
 def reasoning_gym() -> ModuleType:
@@ -20,11 +102,7 @@ def reasoning_gym() -> ModuleType:
 
     Raises UserError if it is not installed.
     """
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError(
-            "This environment needs the package reasoning-gym.",
-            hint="pip install 'prime-open[families]'",
-        )
+    require_reasoning_gym()
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
         sys.modules["pycosat"] = _without_pycosat()
     return importlib.import_module("reasoning_gym")

@@ -88,10 +88,16 @@ def _unpack(source: Path, target: Path, bounds: Bounds) -> None:
     if done.returncode == 0:
         return
     said = done.stdout.strip().splitlines()[-1:]
-    reached = target.read_bytes().count(b"\n") if target.exists() else 0
+    reached = _count_lines(target) if target.exists() else 0
     if done.returncode == 65 and said:
         raise MalformedError(f"{source.name} {said[0]}")
     raise MalformedError(
         f"{source.name} row {reached + 1} or after: unpacking it took more than "
         f"{bounds.memory_mb} MiB of memory, or it is no sound Parquet file"
     )
+
+
+def _count_lines(path: Path) -> int:
+    """In pieces: it may be as long as a file may unfold into."""
+    with path.open("rb") as file:
+        return sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))

@@ -2,7 +2,8 @@
 
 The child (`python -m protocol.environments.grading_child`) reads one JSON line a
 request and writes one JSON line an answer. It protects the caller's time and its memory up to
-`memory_bytes` of address space; it does not isolate: run no code from outside in it.
+`memory_bytes` of address space. Only `confined` isolates: without it, run no code from outside in
+it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.core.errors import UnavailableError
+from protocol.core.errors import UnavailableError, UserError
+from protocol.environments.grading_child import CONFINED, MAX_ANSWER_BYTES
+from protocol.environments.sandbox import kernel
 
-MAX_ANSWER_BYTES = 1 << 16
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")
+"""All of our environment that a child sees: no password, no token."""
+_PREFIXES = ("HF_", "OMP_", "MKL_", "OPENBLAS_", "XDG_", "TIKTOKEN_")
 
 
 class GradingTimeoutError(UnavailableError):
@@ -49,8 +55,10 @@ class SubprocessGrader:
 
     With `fork`, `timeout` is processor seconds of a fork of the child for each call: nothing that
     one call leaves behind (caches, settings) reaches the next, and a slow call costs no restart.
-    `warm` names a function that the child calls once before its first request; `python` another
-    interpreter to run it under, with `path` as its PYTHONPATH.
+    `confined` (with `fork`): `target` must return a function, which is called once the fork can do
+    nothing but compute (see grading_child.py). Raises UserError where there is no such wall.
+    `warm` names a function that the child calls once, with `warm_with`, before its first request;
+    `python` another interpreter to run it under, with `path` as its PYTHONPATH.
     Safe to call from several threads (one call at a time). `close` or `with` ends the child.
     """
 
@@ -62,7 +70,9 @@ class SubprocessGrader:
         start_timeout: float = 60.0,
         memory_bytes: int = 2 << 30,
         fork: bool = False,
+        confined: bool = False,
         warm: str = "",
+        warm_with: Sequence[str | int] = (),
         python: str = sys.executable,
         path: Path | None = None,
     ) -> None:
@@ -70,15 +80,18 @@ class SubprocessGrader:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._memory_bytes = memory_bytes
+        if confined and not (fork and kernel.supported()):
+            raise UserError(
+                "answers that a grader evaluates are only graded on Linux, on x86-64 or aarch64: "
+                "elsewhere there is no sandbox for them",
+                hint="grade them on another machine, or choose another environment",
+            )
         self._fork = fork
+        self._confined = confined
         self._warm = warm
+        self._warm_with = json.dumps(list(warm_with))
         self._python = python
-        known = os.environ.get("PYTHONPATH", "")
-        self._environment = (
-            {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(path), known)))}
-            if path
-            else None
-        )
+        self._environment = _environment(path)
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._lock = threading.Lock()
@@ -139,6 +152,8 @@ class SubprocessGrader:
                 str(self._memory_bytes),
                 str(self._timeout if self._fork else 0),
                 self._warm,
+                self._warm_with,
+                CONFINED if self._confined else "",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -146,7 +161,9 @@ class SubprocessGrader:
             env=self._environment,
         )
         try:
-            self._read_line(self._child, self._start_timeout)  # the child's "ready"
+            said = json.loads(self._read_line(self._child, self._start_timeout))
+            if said != "ready":
+                raise GradingRaisedError(f"The grader {self._target} raised {said['raised']}.")
         except BaseException:
             self._kill()
             raise
@@ -161,7 +178,7 @@ class SubprocessGrader:
                 raise GradingTimeoutError(
                     f"The grader {self._target} did not answer within {timeout:g} s."
                 )
-            data = child.stdout.read1(4096)  # type: ignore[attr-defined]
+            data = child.stdout.read1(1 << 16)  # type: ignore[attr-defined]
             if not data:
                 raise GradingCrashError(f"The grader {self._target} ended without an answer.")
             self._buffer += data
@@ -180,3 +197,16 @@ class SubprocessGrader:
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):  # unsent bytes to a dead child
                     stream.close()
+
+
+def _environment(path: Path | None) -> dict[str, str]:
+    """What the child's interpreter is told. The same hash seed everywhere: sets of text come in the
+    same order, so that a scorer or an algebra system that walks one finds the same."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or name.startswith(_PREFIXES)
+    }
+    known = os.environ.get("PYTHONPATH", "")
+    paths = os.pathsep.join(filter(None, (str(path or ""), known)))
+    return {**kept, "PYTHONHASHSEED": "0", **({"PYTHONPATH": paths} if paths else {})}

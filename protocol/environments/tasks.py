@@ -17,6 +17,7 @@ from typing import Any
 from protocol.core.errors import MalformedError
 
 MAX_ID = 256
+MAX_DEPTH = 64
 MAX_PROMPT = 1 << 18
 MAX_SOLUTION = 1 << 20
 COLUMNS = frozenset({
@@ -107,7 +108,8 @@ def _object(row: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def load_json(text: str | bytes, what: str) -> Any:
-    """Parsed JSON, without NaN and infinities. Raises MalformedError that begins with `what`."""
+    """Parsed JSON, without NaN and infinities, at most MAX_DEPTH deep, so that whoever walks it
+    later does not run out of stack. Raises MalformedError that begins with `what`."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON number")
@@ -119,8 +121,42 @@ def load_json(text: str | bytes, what: str) -> Any:
         return number
 
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=finite)
+        value = json.loads(text, parse_constant=refuse, parse_float=finite)
     except RecursionError as error:
         raise MalformedError(f"{what} is nested too deeply") from error
     except (ValueError, UnicodeDecodeError) as error:
         raise MalformedError(f"{what} is not JSON: {error}") from error
+    if _openings(text) > MAX_DEPTH and _deeper(value, MAX_DEPTH):
+        raise MalformedError(f"{what} is nested too deeply")
+    return value
+
+
+def _openings(text: str | bytes) -> int:
+    """At least as many as the text is deep."""
+    if isinstance(text, bytes):
+        return text.count(b"[") + text.count(b"{")
+    return text.count("[") + text.count("{")
+
+
+def _deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects stand in one another more than `depth` deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [container for container in level if isinstance(container, dict | list)]
+        if not level:
+            return False
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return True
+
+
+def require_text(value: Any, where: str) -> None:
+    """Raises MalformedError if a text in `value` holds half of a surrogate pair: JSON can name one,
+    and nothing can be made of it, no prompt, no file, no digest."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise MalformedError(f"{where} holds what is no valid text ({error.reason})") from error

@@ -90,7 +90,7 @@ def last_json_object(text: str) -> dict[str, Any] | None:
     if len(found) != 1 or position != len(body):
         return None
     try:
-        parsed = load_json(json.dumps(found[0]), "the answer")  # refuses NaN and infinities
-    except MalformedError:
+        parsed = load_json(json.dumps(found[0]), "the answer")  # refuses NaN, infinities, depth
+    except (MalformedError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None

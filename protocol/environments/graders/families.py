@@ -7,7 +7,7 @@ the last `Answer:`.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from typing import Any
 
@@ -16,7 +16,7 @@ from protocol.core.run import MICRO
 from protocol.environments.base import TaskScore
 from protocol.environments.graders.answers import final_section
 from protocol.environments.graders.base import Grader
-from protocol.environments.reasoning import reasoning_gym
+from protocol.environments.reasoning import START_SECONDS, only_data, reasoning_gym
 from protocol.environments.subprocess_grader import (
     GradingCrashError,
     GradingTimeoutError,
@@ -27,18 +27,22 @@ from protocol.environments.tasks import Task, load_json
 CPU_SECONDS = 5.0
 SLACK = 8
 MAX_ANSWER = 8192
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 class Families(Grader):
     """See the module's docstring."""
 
-    version = 1
+    version = 2
 
     def __init__(self) -> None:
-        here = "protocol.environments.graders.families"
         self._child = SubprocessGrader(
-            f"{here}:score_entry", timeout=CPU_SECONDS, fork=True, warm=f"{here}:warm_up"
+            "protocol.environments.graders.families:score_entry",
+            timeout=CPU_SECONDS,
+            start_timeout=START_SECONDS,
+            fork=True,
+            confined=True,
+            warm="protocol.environments.reasoning:warm_up",
         )
 
     def close(self) -> None:
@@ -61,6 +65,9 @@ class Families(Grader):
             return TaskScore(0, f"{count} answers after the thinking", parts=parts)
         if not 0 < len(answers[0]) <= MAX_ANSWER:
             return TaskScore(0, f"an answer of {len(answers[0])} characters", parts=parts)
+        if not only_data(_entry(task)["metadata"]["source_dataset"], answers[0]):
+            reason = "the answer is a program, not data or arithmetic"
+            return TaskScore(0, reason, parts=parts)
         try:
             told = self._child.ask({"entry": _entry(task), "answer": answers[0]})
         except GradingTimeoutError:
@@ -73,8 +80,13 @@ class Families(Grader):
 
 
 def answers_in(text: str) -> list[str]:
-    """What stands in `<answer>` tags; without any, what follows each `Answer:`."""
-    tagged = [found.strip() for found in _TAG.findall(text)]
+    """What stands in `<answer>` tags; without any, what follows each `Answer:`. One pass, whatever
+    the text: a search for the end from every opening would take hours on a wall of them."""
+    tagged = []
+    start = text.find(_OPEN)
+    while start >= 0 and (end := text.find(_CLOSE, start)) >= 0:
+        tagged.append(text[start + len(_OPEN) : end].strip())
+        start = text.find(_OPEN, end)
     if tagged:
         return tagged
     return [part.strip() for part in text.split("Answer:")[1:]]
@@ -98,14 +110,13 @@ def _entry(task: Task) -> dict[str, Any]:
 # --- in the child --------------------------------------------------------------------------------
 
 
-def warm_up() -> None:
-    """Loads the families once, before the first fork."""
-    reasoning_gym()
-
-
-def score_entry(request: dict[str, Any]) -> int:
-    """{entry, answer} → score in millionths, by the entry's family."""
+def score_entry(request: dict[str, Any]) -> Callable[[], int]:
+    """{entry, answer} → what gives the score in millionths, by the entry's family."""
     entry = request["entry"]
     scorer = reasoning_gym().get_score_answer_fn(entry["metadata"]["source_dataset"])
-    score = float(scorer(request["answer"], entry))
-    return round(min(1.0, max(0.0, score)) * MICRO)
+
+    def scored() -> int:
+        score = float(scorer(request["answer"], entry))
+        return round(min(1.0, max(0.0, score)) * MICRO)
+
+    return scored

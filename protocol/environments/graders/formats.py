@@ -21,6 +21,7 @@ from protocol.environments.tasks import Task
 
 MAX_RULES = 32
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_STOP = re.compile(r"[.!?]+")
 Rule = Callable[[str, dict[str, Any]], bool]
 
 
@@ -29,7 +30,15 @@ def _words(text: str) -> int:
 
 
 def _sentences(text: str) -> int:
-    return len(re.findall(r"[^.!?\s][^.!?]*[.!?]+(?=\s|$)", text))
+    """Full stops (`.`, `!`, `?`, or several) before a blank or the end, with something before them.
+    In one pass: one expression for all of it takes hours on a long text without a full stop."""
+    count = begin = 0
+    for stop in _STOP.finditer(text):
+        ends = text[stop.end() : stop.end() + 1]
+        if (not ends or ends.isspace()) and text[begin : stop.start()].strip():
+            count += 1
+        begin = stop.end()
+    return count
 
 
 def _paragraphs(text: str) -> int:

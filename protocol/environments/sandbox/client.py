@@ -14,8 +14,10 @@ What holds, whatever the program does:
 What it does not protect from: bugs of the kernel in the few calls that remain, and of the processor
 (Spectre and its kin: a program could time what shares its core); time spent: a program may use all
 of its limits each time. In "limits" as root without the right to change user, the program keeps our
-user (the filter still refuses everything that would use it). A clock can be read, so a program may
-behave differently from run to run: graders call such answers uncertain (graders/code.py).
+user (the filter still refuses everything that would use it), and anywhere in "limits" it may learn
+that a file exists, how large and how old it is, of paths that it guesses (newfstatat). A clock can
+be read, so a program may behave differently from run to run: graders call such answers uncertain
+(graders/code.py).
 """
 
 from __future__ import annotations

@@ -26,6 +26,9 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 1 << 18, 2
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 22, 38, 4
 _SECCOMP_MODE_FILTER = 2
+_FCNTL = (0, 1, 2, 3, 1030)
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC."""
+_F_SETFL, _O_ASYNC = 4, 0x2000
 _AT_EMPTY_PATH = 0x1000
 
 _X86_64 = {
@@ -53,7 +56,7 @@ _AARCH64 = {
     "ioctl": 29, "clone": 220, "tgkill": 131, "newfstatat": 79, "prlimit64": 261, "clone3": 435,
     "pivot_root": 41, "capset": 91,
 }  # fmt: skip
-_JUDGED = frozenset({"ioctl", "clone", "tgkill", "newfstatat", "prlimit64", "clone3"})
+_JUDGED = frozenset({"ioctl", "clone", "tgkill", "newfstatat", "prlimit64", "clone3", "fcntl"})
 """Calls that are looked at more closely; all others of the tables but these two are allowed."""
 _OURS = frozenset({"pivot_root", "capset"})
 _MACHINES = {"x86_64": (0xC000_003E, _X86_64), "aarch64": (0xC000_00B7, _AARCH64)}
@@ -161,6 +164,13 @@ def _filter(own_pid: int) -> bytes:
     when("ioctl", [refuse(errno.ENOTTY)])  # "is this a terminal?": no
     when("clone3", [refuse(errno.ENOSYS)])  # its flags lie in memory: libc then takes clone
     when("clone", [(_LD, 0, 0, 16), (_JSET, 0, 1, CLONE_THREAD), allow, refuse(errno.EPERM)])
+    when(  # duplicates and flags; F_SETOWN, F_SETSIG and O_ASYNC would send a signal to anybody
+        "fcntl",
+        [(_LD, 0, 0, 24)]
+        + [step for command in _FCNTL for step in ((_JEQ, 0, 1, command), allow)]
+        + [(_JEQ, 0, 3, _F_SETFL), (_LD, 0, 0, 32), (_JSET, 1, 0, _O_ASYNC), allow,
+           refuse(errno.EPERM)],
+    )  # fmt: skip
     when("tgkill", [(_LD, 0, 0, 16), (_JEQ, 0, 1, own_pid), allow, refuse(errno.EPERM)])
     when(
         "newfstatat",
