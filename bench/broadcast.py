@@ -6,8 +6,11 @@ the peer's and the limits' (cp; curl twice, over a server that only calls sendfi
 whole     1 GiB origin → relay → client. The clock starts when the relay hears of a version that
           the origin serves and ends when the client's folder is there, verified. The peer's client
           starts when its relay has every shard: it cannot start earlier without waiting longer.
+          Beside it, the processor seconds of all processes, and those of a bare loop that
+          receives, hashes and writes: where cores are few, they are what limits everybody.
 clients   the same for 16 clients through two relays. The peer runs with 16, 4 and 1; its best
           counts. Clients of the peer share two files on a machine; here each has its own.
+          16 curls from two sendfile servers, without relays, show what unverified bytes cost.
 depth     a chain of relays; every server is held to 30 MB/s by its own limiter and serves one.
 shaped    8 nodes in network namespaces (bench/broadcast_net.py), whole and by delta.
 delta     bench/broadcast_delta.py, and the devnet's own policies (bench/broadcast_policies.py).
@@ -31,6 +34,7 @@ from bench.form import ROOT, Row
 from protocol.core.errors import UnavailableError
 
 PACKAGES = ("blake3", "numpy", "zstandard")
+GIB = 1 << 30
 EARLIER_WHOLE = 0.13e9
 """Bytes/s of the peer, origin → relay → client, 1 GiB on loopback, measured earlier elsewhere."""
 EARLIER = f"{PEER}, measured earlier"
@@ -106,6 +110,11 @@ def _whole(made: Stage, python: Path | None, sizes: Sizes) -> list[Row]:
         Row("first_byte_ms", statistics.median(found.first_byte) * 1e3, "ms", None, "lower",
             sizes.whole / peer * 1e3, f"{name}: verified only at the end"),
         Row("write_amplification", max(found.amplification), "bytes written per byte", 1.05),
+        Row("whole_cpu", found.processor["ours"] * GIB, "processor s a GiB, all processes", None,
+            "lower", found.processor.get("peer", 0.0) * GIB or None, name),
+        Row("floor_cpu", found.processor["floor"] * GIB,
+            "processor s a GiB: recv, BLAKE3, write in a bare loop"),
+        Row("curl_vs_peer", curl / peer, "×, two hops, nothing verified", None, "higher", 1, name),
     ]  # fmt: skip
 
 
@@ -114,24 +123,28 @@ def _spread(found: Whole, who: str) -> float:
 
 
 def _clients(made: Stage, python: Path | None, sizes: Sizes) -> list[Row]:
-    mine, others, finished = many_clients(made, python, sizes.client, CLIENTS, sizes.repeats)
-    ours = CLIENTS * sizes.client / statistics.median(mine)
+    found = many_clients(made, python, sizes.client, CLIENTS, sizes.repeats)
+    ours = CLIENTS * sizes.client / statistics.median(found.ours)
+    curl = CLIENTS * sizes.client / statistics.median(found.curl)
     rows = [
-        Row("clients16_done", finished, f"of {CLIENTS}", CLIENTS, "higher"),
+        Row("clients16_done", found.finished, f"of {CLIENTS}", CLIENTS, "higher"),
         Row("clients16_gbs", ours / 1e9, "GB/s, all together", None, "higher"),
+        Row("clients16_cpu", found.processor * GIB, "processor s a GiB delivered", None, "lower"),
+        Row("curl16_gbs", curl / 1e9, f"GB/s, {CLIENTS} curls, no relay, nothing verified"),
     ]
-    if not others:
+    if not found.peer:
         return [*rows, Row("clients16_ratio", ours / EARLIER_WHOLE, "×", 5, "higher", 1, EARLIER)]
     rates: dict[int, list[float]] = {}
-    for seconds, asked, done in others:
+    for seconds, asked, done in found.peer:
         rates.setdefault(asked, []).append(done * sizes.client / seconds)
     best = max(rates, key=lambda asked: statistics.median(rates[asked]))
     peer = statistics.median(rates[best])
-    worst = min(done for _, asked, done in others if asked == CLIENTS)
+    worst = min(done for _, asked, done in found.peer if asked == CLIENTS)
     name = f"{PEER}, best with {best} clients ({worst} of {CLIENTS} finish)"
     return [
         *rows,
         Row("clients16_ratio", ours / peer, "×", 5, "higher", peer / 1e9, f"{name}, GB/s"),
+        Row("curl16_vs_peer", curl / peer, "×", None, "higher", peer / 1e9, f"{name}, GB/s"),
     ]
 
 

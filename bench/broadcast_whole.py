@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.broadcast_floor import curls, floor_seconds
 from bench.broadcast_parts import Child, Stage, copy_seconds, curl_seconds, remove, settle
 from protocol.core.errors import UntrustedError
 
@@ -46,6 +47,8 @@ class Whole:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     first_byte: list[float] = field(default_factory=list)
     amplification: list[float] = field(default_factory=list)
+    processor: dict[str, float] = field(default_factory=dict)
+    """Processor seconds a byte delivered, by who: "ours", "peer", "floor" (broadcast_floor.py)."""
 
     def add(self, who: str, seconds: float) -> None:
         self.seconds.setdefault(who, []).append(seconds)
@@ -71,6 +74,11 @@ class Ours:
         self._url = self.origin.ask(do="origin", root=str(root), rate=rate)["url"]
         self.relays = [stage.ours(f"relay-{number}") for number in range(relays)]
         self.clients = [stage.ours(f"client-{number}") for number in range(clients)]
+        self.processor: list[float] = []
+        """Processor seconds of all of them together, each round."""
+
+    def _processor(self) -> float:
+        return sum(one.processor() for one in (self.origin, *self.relays, *self.clients))
 
     def round(self, *, chain: int = 0) -> tuple[float, list[dict[str, object]]]:
         """Seconds from the relays' hearing of the version until every client has it, and each
@@ -84,6 +92,7 @@ class Ours:
         dests = [self._stage.fresh("client") / "0" for _ in self.clients]
         sources = urls[-1:] if chain else urls
         settle(TOUCHED)
+        used = self._processor()
         begun = time.perf_counter()
         for number, relay in enumerate(relays):
             above = urls[number - 1] if chain and number else self._url
@@ -94,6 +103,7 @@ class Ours:
             client.send(do="fetch", manifest=self._manifest, sources=sources, dest=str(dest))
         stats = [client.receive() for client in self.clients]
         seconds = time.perf_counter() - begun
+        self.processor.append(self._processor() - used)
         for dest in dests:
             require_same(self._source, dest / FILE)
             remove(dest.parent)
@@ -118,6 +128,11 @@ class Theirs:
         self._version = published["version"]
         self._relays = [stage.peer(python, f"peer-relay-{tag}-{n}") for n in range(relays)]
         self._clients = [stage.peer(python, f"peer-client-{tag}-{n}") for n in range(clients)]
+        self.processor: list[float] = []
+        """Processor seconds of all of them together, each round."""
+
+    def _processor(self) -> float:
+        return sum(one.processor() for one in (self._origin, *self._relays, *self._clients))
 
     def round(self, clients: int | None = None) -> tuple[float, int]:
         """(seconds, clients that ended with the right bytes). Its clients start the moment its
@@ -126,6 +141,7 @@ class Theirs:
         roots = [self._stage.fresh("peer-relay") for _ in self._relays]
         dests = [self._stage.fresh("peer-client") for _ in asked]
         settle(TOUCHED)
+        used = self._processor()
         begun = time.perf_counter()
         for relay, root in zip(self._relays, roots, strict=True):
             relay.send(do="relay", root=str(root), sources=[self._url])
@@ -135,6 +151,7 @@ class Theirs:
             client.send(do="fetch", version=self._version, sources=urls, dest=str(dest))
         paths = [client.receive()["path"] for client in asked]
         seconds = time.perf_counter() - begun
+        self.processor.append(self._processor() - used)
         done = 0
         for path in paths:
             if path is not None:
@@ -164,30 +181,49 @@ def one_client(stage: Stage, python: Path | None, size: int, repeats: int) -> Wh
             found.add("peer", theirs.round()[0])
         found.add("curl", _curl(stage, folder / FILE))
         found.add("cp", _copy(stage, folder / FILE))
+    found.processor["ours"] = statistics.median(ours.processor) / size
+    if theirs is not None:
+        found.processor["peer"] = statistics.median(theirs.processor) / size
+    settle(TOUCHED)
+    found.processor["floor"] = floor_seconds(folder / FILE, stage.fresh, repeats)
     return found
 
 
-def many_clients(
-    stage: Stage, python: Path | None, size: int, clients: int, repeats: int
-) -> tuple[list[float], list[tuple[float, int, int]], int]:
-    """(our seconds, the peer's (seconds, asked, done), clients of ours that finished in every
-    repetition) for `clients` at once through two relays."""
+@dataclass
+class Many:
+    """Many clients at once through two relays: our seconds, the peer's (seconds, asked, done),
+    those of as many curls without relays; `finished`: clients of ours that did in every round."""
+
+    finished: int
+    ours: list[float] = field(default_factory=list)
+    peer: list[tuple[float, int, int]] = field(default_factory=list)
+    curl: list[float] = field(default_factory=list)
+    processor: float = 0.0
+    """Processor seconds of ours a byte delivered."""
+
+
+def many_clients(stage: Stage, python: Path | None, size: int, clients: int, repeats: int) -> Many:
+    """`clients` at once through two relays; the peer's; curls over two sendfile servers."""
     folder = random_folder(stage, size, 2)
     ours = Ours(stage, folder, relays=2, clients=clients)
     theirs = Theirs(stage, python, folder / FILE, relays=2, clients=clients) if python else None
-    mine: list[float] = []
-    others: list[tuple[float, int, int]] = []
-    finished = clients
+    found = Many(clients)
     for number in range(repeats):
         seconds, stats = ours.round()
-        mine.append(seconds)
-        finished = min(finished, len(stats))
+        found.ours.append(seconds)
+        found.finished = min(found.finished, len(stats))
         if theirs is not None:
             asked = [clients, 1, 4] if number == 0 else [clients]  # fewer may suit it better
             for count in asked:
                 spent, done = theirs.round(count)
-                others.append((spent, count, done))
-    return mine, others, finished
+                found.peer.append((spent, count, done))
+        targets = [stage.fresh("curl") for _ in range(clients)]
+        settle(TOUCHED)
+        found.curl.append(curls(folder / FILE, targets, 2))
+        for target in targets:
+            target.unlink()
+    found.processor = statistics.median(ours.processor) / (clients * size)
+    return found
 
 
 def chains(stage: Stage, size: int, rate: float, repeats: int) -> dict[int, list[float]]:

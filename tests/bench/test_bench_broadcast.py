@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from bench.broadcast_delta import WARM_UP, adamw_pair, entropy_bytes, shapes, write_pair
+from bench.broadcast_floor import curls, receive
 from bench.broadcast_paper import Network, by_delta, enough_relays, levels, rate, whole
-from bench.broadcast_parts import Child
+from bench.broadcast_parts import Child, sendfile_server
 from bench.broadcast_whole import FILE, require_same
 from protocol.broadcast.manifest import build_manifest
 from protocol.core.errors import UnavailableError, UntrustedError
@@ -116,5 +117,37 @@ def test_a_process_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None
     try:
         with pytest.raises(UnavailableError, match=r"victim died.*no such thing"):
             child.receive()
+    finally:
+        child.close()
+
+
+def test_the_bare_receiver_and_the_curls_get_the_very_bytes(tmp_path: Path) -> None:
+    """The floor is of the same work: what it counts has arrived whole."""
+    file = tmp_path / "file"
+    file.write_bytes(np.random.default_rng(4).bytes((9 << 20) + 17))
+    with sendfile_server(file) as url:
+        told = receive(int(url.rstrip("/").rpartition(":")[2]), tmp_path / "floor")
+    require_same(file, tmp_path / "floor")
+    assert told["bytes"] == file.stat().st_size
+    assert told["processor"] > 0
+    targets = [tmp_path / f"curl-{number}" for number in range(3)]
+    assert curls(file, targets, 2) > 0
+    for target in targets:
+        require_same(file, target)
+
+
+def test_the_processor_seconds_of_a_child_include_its_own_childrens(tmp_path: Path) -> None:
+    """The peer fetches by wget processes."""
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    script = (
+        "import json, subprocess, sys\nprint(json.dumps({}), flush=True)\nsys.stdin.readline()\n"
+        f"subprocess.run([sys.executable, '-c', {burn!r}])\n"
+        "print(json.dumps({}), flush=True)\nsys.stdin.readline()"
+    )
+    child = Child("burner", [sys.executable, "-c", script], tmp_path / "log")
+    try:
+        before = child.processor()
+        child.ask(do="burn")
+        assert child.processor() - before >= 0.29
     finally:
         child.close()
