@@ -1,10 +1,10 @@
 """A finding becomes a verdict: objects first, then one store transaction.
 
-    accepted  submission, lease, credit, groups for batches, job done
+    accepted  submission, lease, credit, groups for batches, marks of its rows, job done
     rejected  submission, lease, node quarantined, slash and its `propose` intent, job done
     void      submission, lease, job done
     (where another validator is to be heard first: its opinion, and the job goes on to that one)
-    (of a shadow lease, whatever the verdict: submission, lease, job done, and nothing else)
+    (of a shadow lease, whatever the verdict: submission, lease, marks, job done, nothing else)
     abstained the job goes back; nothing is decided about the file or its node
 
 Killed between the objects and the transaction, the job's claim runs out and the file is judged
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import Connection
@@ -33,6 +33,7 @@ from orchestrator.store import (
     leases,
     nodes,
     opinions,
+    row_marks,
     schema,
     submissions,
 )
@@ -67,6 +68,10 @@ class Judgement:
     """Of an accepted file: what made it, and its statistics as shares of their limits."""
     compute_share: float | None = None
     """What the replay computed, as a share of what making the file did."""
+    repeated_rows: int | None = None
+    """How many rows other files had before; None where nobody looked."""
+    marks: Sequence[str] = ()
+    """Of an accepted file: what its rows are remembered by."""
 
     def __post_init__(self) -> None:
         outcome = self.reason.outcome
@@ -165,6 +170,7 @@ def record_verdict(
             evidence=None if verdict.evidence == ZERO_DIGEST else verdict.evidence,
             validator=published.signed.validator,
             compute_share=judgement.compute_share,
+            repeated_rows=judgement.repeated_rows,
             judged_at=float(verdict.judged_at),
         )
         if not fresh:
@@ -172,6 +178,7 @@ def record_verdict(
             return False
         nodes.lock_row(connection, row.node)  # two verdicts on one node follow one another
         _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
+        row_marks.remember(connection, submission, judgement.marks, now=now)
         if row.shadow:
             log.info("shadow submission: nothing follows from its verdict")
         elif outcome is Outcome.ACCEPTED:

@@ -61,6 +61,8 @@ def render(backend: Backend, requests: RequestCounts) -> str:
             *_family("prime_intents", "gauge", "status", intents.counts(connection)),
             *_single("prime_next_step", batches.next_step(connection)),
         ]
+        repeating = submissions.repeating(connection)
+        lines += _family("prime_repeating_submissions", "gauge", "status", repeating)
         lines += _drift(drift.every(connection))
         lines += _validators(opinions.track_records(connection))
         share = submissions.mean_compute_share(connection)

@@ -15,6 +15,7 @@ from orchestrator.store import (
     leases,
     nodes,
     policies,
+    row_marks,
     schema,
     sessions,
     submissions,
@@ -156,5 +157,6 @@ class LifeTicks:
                 leases.set_status(connection, lease.digest, after.status)
             sessions.forget(connection, now)
             challenges.forget(connection, now)
+            row_marks.forget(connection, now)
             policies.forget_relays(connection, now - 10 * RELAY_SECONDS)
         self._ticked_at = now

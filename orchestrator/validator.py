@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from orchestrator import judging
 from orchestrator.claims import Claims, Patience
@@ -26,7 +27,7 @@ from orchestrator.opinions import needed
 from orchestrator.outbox import run_outbox_tick
 from orchestrator.policy_store import PolicyStore
 from orchestrator.slashing import queue_executions, requeue_proposals
-from orchestrator.store import jobs, leases, opinions, submissions
+from orchestrator.store import jobs, leases, opinions, row_marks, submissions
 from orchestrator.store.engine import Store
 from orchestrator.store.leases import LeaseRow
 from orchestrator.store.opinions import OpinionRow
@@ -209,6 +210,8 @@ class Validator:
             finding.setup,
             finding.shares(),
             finding.statistics.get("compute_share"),
+            None if finding.repeated is None else len(finding.repeated),
+            finding.marks,
         )
         published = judging.publish_verdict(
             self._objects,
@@ -310,6 +313,7 @@ class Validator:
                 submission=claim,
                 calibration=self._calibration,
                 draw_count=rows or draw_count(self._context.run, job.accepted_before, draw.secret),
+                seen=None if rows else partial(self._seen, job.row.digest),
             )
         except MemoryError as error:
             raise _AbstainError(Reason.OUT_OF_RESOURCES, f"out of memory: {error}") from error
@@ -320,6 +324,10 @@ class Validator:
             raise _AbstainError(
                 Reason.VALIDATOR_CRASHED, f"{type(error).__name__}: {error}"
             ) from error
+
+    def _seen(self, digest: Digest, marks: Sequence[str]) -> frozenset[str]:
+        with self._store.read() as connection:
+            return row_marks.seen(connection, marks, but=digest)
 
     def _evidence(self, job: _Job, finding: Finding, draw: Draw) -> Evidence:
         statistics = finding.decimal_statistics() | {

@@ -123,6 +123,7 @@ submissions = Table(
     Column("leaf_index", Integer),
     Column("shadow", Boolean, nullable=False, default=False),  # of a shadow lease: only judged
     Column("compute_share", Float),  # what the replay computed, as a share of making the file
+    Column("repeated_rows", Integer),  # that other files had before; None: not looked at
     Index("submissions_status", "status"),
     Index("submissions_root", "root_id"),
     Index("submissions_node", "node", "received_at"),
@@ -368,6 +369,15 @@ opinions = Table(  # what each validator said of a file; two that agree make its
     Column("evidence", Text),
     Column("at", Float, nullable=False),
     PrimaryKeyConstraint("submission_digest", "validator"),
+)
+
+row_marks = Table(  # of accepted files' rows: see protocol/verification/repeats.py
+    "row_marks",
+    metadata,
+    Column("mark", Text, primary_key=True),
+    Column("submission_digest", Text, nullable=False),  # the first that had it
+    Column("at", Float, nullable=False),
+    Index("row_marks_at", "at"),
 )
 
 planted = Table(  # files of the manager's own, whose truth is known; a row once they are judged

@@ -43,6 +43,7 @@ class SubmissionRow:
     leaf_index: int | None
     shadow: bool
     compute_share: float | None
+    repeated_rows: int | None
 
     def signed(self) -> SignedSubmission:
         """The submission as the node signed it."""
@@ -107,6 +108,7 @@ def judge(
     evidence: Digest | None = None,
     validator: Address | None = None,
     compute_share: float | None = None,
+    repeated_rows: int | None = None,
     judged_at: float,
 ) -> bool:
     """Writes a verdict on a submission that has none. False if it was already judged."""
@@ -122,6 +124,7 @@ def judge(
             evidence=evidence,
             validator=validator,
             compute_share=compute_share,
+            repeated_rows=repeated_rows,
             judged_at=judged_at,
         )
     )
@@ -189,6 +192,16 @@ def counts_by_node(
         if status == "accepted":
             entry["units"] += int(units)
     return found
+
+
+def repeating(connection: Connection) -> dict[str, int]:
+    """Number of files by status that held rows which other files had before."""
+    query = (
+        sa.select(_submissions.status, sa.func.count())
+        .where(_submissions.repeated_rows > 0)
+        .group_by(_submissions.status)
+    )
+    return {status: int(n) for status, n in connection.execute(query)}
 
 
 def mean_compute_share(connection: Connection) -> float | None:

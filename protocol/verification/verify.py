@@ -7,6 +7,7 @@
     proofs          decode strictly; no sketch occurs twice  → void, or rejected
     two humps       too many claimed improbabilities         → rejected
     rewards         every row graded again                   → rejected
+    repeats         a row that another file had                 → every row is replayed
     replay          drawn rows: sampling, states, log-probs  → rejected, or shadow if uncalibrated
 
 What refutes itself (a file that contradicts its own words, or does not parse) is *void*: no honest
@@ -19,7 +20,7 @@ An exception that escapes is the validator's own trouble: its caller abstains.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protocol.core import encoding, seeds
 from protocol.core.errors import MalformedError, PolicyError, UnavailableError
@@ -31,7 +32,7 @@ from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment
 from protocol.proofs.thresholds import Calibration, Limits, SetupLimits, shipped
-from protocol.verification import replay
+from protocol.verification import repeats, replay
 from protocol.verification.build import PlannedRow, plan_rows
 from protocol.verification.checks import (
     RulingError,
@@ -41,6 +42,7 @@ from protocol.verification.checks import (
     check_rows,
 )
 from protocol.verification.engines import EngineProvider
+from protocol.verification.repeats import Seen
 from protocol.verification.rollout_file import (
     FileError,
     RolloutFile,
@@ -58,6 +60,8 @@ class Finding:
 
     `rows_drawn` are the rows replayed; `row_statistics` those of each; `table` and `units` are set
     for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
+    `repeated`: rows that were seen before (None: not looked for); `marks` of an accepted file's
+    rows are to be remembered (repeats.py).
     Statistics are named in proofs.thresholds; beside them `tokens`, `equal`, `tail_probability`
     (replay.combine) and `compute_share`, the replay's cost.
     """
@@ -71,6 +75,8 @@ class Finding:
     table: tuple[VerdictRow, ...] = ()
     units: Units = _NO_UNITS
     setup: str = ""
+    repeated: tuple[int, ...] | None = None
+    marks: tuple[str, ...] = ()
 
     def shares(self) -> dict[str, float]:
         """Each judged statistic of the file as a share of its limit; empty without a replay."""
@@ -115,13 +121,15 @@ def verify_file(
     submission: Submission | None = None,
     calibration: Calibration | None = None,
     draw_count: int | None = None,
+    seen: Seen | None = None,
 ) -> Finding:
     """Judges the bytes of a rollout file against its lease.
 
     The lease's signature and deadline are the caller's to check. `draw_secret` (core.draws
     .file_secret; any fresh digest in a pre-flight) and `submission_digest` draw the rows to replay.
     `calibration` is the object that run.calibration names; None takes the shipped one.
-    `draw_count`: how many rows to replay, if that is more than the run's share.
+    `draw_count`: how many rows to replay, if that is more than the run's share. `seen`: which rows
+    other files had; one that has any is replayed whole.
     Raises PolicyError if `run` is not the lease's run.
     """
     if signed.lease.run_digest != run.digest():
@@ -138,11 +146,16 @@ def verify_file(
         table = check_rewards(file.rows, plan, environment, engine)
     except RulingError as ruling:
         return Finding(ruling.reason, ruling.detail)
+    repeated = None if seen is None else repeats.repeated(file.rows, seen)
     count = max(run.least_drawn(len(file.rows)), draw_count or 0)
+    if repeated:
+        count = len(file.rows)
     numbers = seeds.drawn_rows(draw_secret, submission_digest, len(file.rows), count)
-    return _judge_replay(
+    finding = _judge_replay(
         file, numbers, plan, table, signed, lease_digest, run, engine, engines, calibration
     )
+    marks = repeats.memorable(file.rows) if finding.outcome is Outcome.ACCEPTED else ()
+    return replace(finding, repeated=repeated, marks=marks)
 
 
 def _read(data: bytes, lease_digest: Digest) -> RolloutFile:

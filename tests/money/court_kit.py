@@ -116,6 +116,9 @@ class Court:
         assert self.validator.judge_next() == row.digest
         return self.shop.row(row.digest)
 
+    def file(self, row: SubmissionRow) -> bytes:
+        return self.shop.objects.get(digest_key(row.sha256), 1 << 20)
+
     def evidence(self, row: SubmissionRow) -> Evidence:
         assert row.evidence is not None
         raw = self.shop.objects.get(digest_key(row.evidence), 1 << 20)
