@@ -6,7 +6,8 @@
 Works on a copy; the tree is not touched. By default forge's unit and fuzz tests are the judge; with
 --invariants only the money suite is, and only the mutants that it is meant to catch are tried;
 --both asks one after the other, which compiles each mutant once. Tests are linked to the contracts
-when they run, so a mutant costs one compilation of the contracts alone.
+when they run, so a mutant costs one compilation of the contract that it is in; before the first,
+contracts compiled in this way must be those that forge compiles, and the judges must pass them.
 --check compiles nothing: it says whether every mutation still fits the sources. --out writes the
 score after each mutant (bench/results/mutations-contracts.json is the committed one: results of
 mutants that are not tried now stay, those of mutants that are no more go).
@@ -23,9 +24,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from contract_mutants import MUTANTS
+from contract_mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,22 +35,98 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS, INVARIANTS = "tests", "invariants"
 SKIPPED = ("Gas.t.sol", "Vectors.t.sol")
 """What judges neither rules nor money: figures, and digests shared with Python."""
+CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher")
+PARTS = {
+    "PoolState.sol": ("Pools",),
+    "Terms.sol": ("Slasher",),
+    "libraries/Queue.sol": ("StakeVault",),
+    "libraries/Statements.sol": CONTRACTS,
+}
+"""Contracts whose code a file that is none of them is part of. They know each other by call only,
+so a mutant of one changes no other's code."""
 
 
-def judge(root: Path, judge_name: str) -> tuple[bool, str]:
-    """Whether forge's tests pass in `root`, and why not. The first failure ends the run."""
-    which = "--match-contract" if judge_name == INVARIANTS else "--no-match-contract"
-    done = subprocess.run(
-        [str(root / "scripts" / "forge"), "test", "--fail-fast", which, "MoneyInvariant"],
-        cwd=root, capture_output=True, text=True, check=False,
-        env={**os.environ, "FOUNDRY_FUZZ_RUNS": "32", "FOUNDRY_DYNAMIC_TEST_LINKING": "true"},
-    )  # fmt: skip
-    if "Compiler run failed" in done.stdout + done.stderr:
-        sys.exit(f"a mutant does not compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    failed = [line.strip() for line in done.stdout.splitlines() if line.startswith("[FAIL")]
-    if done.returncode and not failed:
-        sys.exit(f"forge judged nothing:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 0, failed[0][:200] if failed else ""
+class Court:
+    """A copy of contracts and tests, compiled once; `root` is its folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        copy_tree(root)
+        self._forge("build", "contracts/src", "--build-info", "--out", "whole")
+        (info,) = (root / "whole" / "build-info").glob("*.json")
+        given = json.loads(info.read_text())["input"]
+        self._input = {key: given[key] for key in ("language", "sources", "settings")}
+        self._forge("build")
+        self._honest = self.compile("", CONTRACTS)
+        for name, code in self._honest.items():
+            if json.loads(self._artifact(name).read_text())["bytecode"]["object"] != "0x" + code:
+                sys.exit(f"{name} is compiled to other code than forge's")
+
+    def _forge(self, *words: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(self.root / "scripts" / "forge"), *words],
+            cwd=self.root, capture_output=True, text=True, check=False,
+            env={**os.environ, "FOUNDRY_FUZZ_RUNS": "32", "FOUNDRY_DYNAMIC_TEST_LINKING": "true"},
+        )  # fmt: skip
+        if words[0] == "build" and done.returncode:
+            sys.exit(f"forge does not compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return done
+
+    def _artifact(self, name: str) -> Path:
+        return self.root / "contracts" / "out" / f"{name}.sol" / f"{name}.json"
+
+    def compile(self, file: str, names: Sequence[str], source: str = "") -> dict[str, str]:
+        """Creation code (hex) of contracts, with `source` in place of contracts/src/`file`."""
+        task = json.loads(json.dumps(self._input))
+        if file:
+            task["sources"][f"contracts/src/{file}"] = {"content": source}
+        task["settings"]["outputSelection"] = {
+            f"contracts/src/{name}.sol": {name: ["evm.bytecode.object"]} for name in names
+        }
+        done = subprocess.run(
+            [str(self.root / "scripts" / "solc-shim"), "--standard-json"],
+            input=json.dumps(task), capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        answer = json.loads(done.stdout)
+        wrong = [e for e in answer.get("errors", ()) if e["severity"] == "error"]
+        if wrong:
+            sys.exit(f"a mutant does not compile: {wrong[0]['formattedMessage']}")
+        files = answer["contracts"]
+        return {
+            name: files[f"contracts/src/{name}.sol"][name]["evm"]["bytecode"]["object"]
+            for name in names
+        }
+
+    def put(self, codes: Mapping[str, str]) -> None:
+        """What the tests deploy from now on."""
+        for name, code in codes.items():
+            body = json.loads(self._artifact(name).read_text())
+            body["bytecode"]["object"] = "0x" + code
+            self._artifact(name).write_text(json.dumps(body))
+
+    def mutate(self, mutant: Mutant) -> None:
+        """Puts a mutant in the place of what it mutates."""
+        names = PARTS.get(mutant.file, (mutant.file.removesuffix(".sol"),))
+        source = (self.root / "contracts" / "src" / mutant.file).read_text()
+        codes = self.compile(mutant.file, names, source.replace(mutant.old, mutant.new))
+        if codes == {name: self._honest[name] for name in names}:
+            sys.exit(f"{mutant.name}: it changes no code")
+        self.put(self._honest | codes)
+
+    def pardon(self) -> None:
+        """Puts the contracts as they are back."""
+        self.put(self._honest)
+
+    def judge(self, judge_name: str) -> tuple[bool, str]:
+        """Whether forge's tests pass, and why not. The first failure ends the run."""
+        which = "--match-contract" if judge_name == INVARIANTS else "--no-match-contract"
+        done = self._forge("test", "--fail-fast", which, "MoneyInvariant")
+        if "Compiling" in done.stdout:
+            sys.exit("forge compiled anew: what it judged is not the mutant")
+        failed = [line.strip() for line in done.stdout.splitlines() if line.startswith("[FAIL")]
+        if done.returncode and not failed:
+            sys.exit(f"forge judged nothing:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return done.returncode == 0, failed[0][:200] if failed else ""
 
 
 def copy_tree(to: Path) -> None:
@@ -107,21 +185,24 @@ def main() -> int:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     results: dict[str, list[dict[str, object]]] = {name: [] for name in judges}
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary)
-        copy_tree(copy)
+        court = Court(Path(temporary))
+        for name in judges:
+            passed, why = court.judge(name)
+            if not passed:
+                sys.exit(f"the contracts as they are do not pass the {name}: {why}")
         for mutant in (m for m in MUTANTS if arguments.only in m.name):
-            path = copy / "contracts" / "src" / mutant.file
-            source = path.read_text()
-            path.write_text(source.replace(mutant.old, mutant.new))
-            for name in (n for n in judges if n == TESTS or mutant.money):
-                survived, why = judge(copy, name)
+            chosen = [name for name in judges if name == TESTS or mutant.money]
+            if chosen:
+                court.mutate(mutant)
+            for name in chosen:
+                survived, why = court.judge(name)
                 results[name].append(
                     {"mutant": mutant.name, "killed": not survived, "by": why, "date": today}
                 )
                 if not arguments.json:
                     end = "SURVIVED" if survived else "killed  "
                     print(f"{end} by {name}: {mutant.name}: {why}", flush=True)
-            path.write_text(source)
+            court.pardon()
             if arguments.out is not None:
                 write_score(arguments.out, results)
     found = [result for new in results.values() for result in new]
