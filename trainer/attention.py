@@ -44,6 +44,10 @@ def packed_attention(
             raise ValueError(f"the samples of row {row} do not follow one another at {start}")
         rows[row].append(end - start)
     grouped = query.shape[1] != key.shape[1]
+    if grouped and wants_whole_heads(query, sliding_window):
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1)
+                      for part in (key, value))  # fmt: skip
+        grouped = False
     found = []
     # Cut by unbind and split, whose gradients are put together once: that of a slice is a tensor
     # as large as all rows together, for each sample anew.
@@ -58,6 +62,14 @@ def packed_attention(
             attended.append(value.new_zeros(sizes[-1], query.shape[1], value.shape[-1]))
         found.append(torch.cat(attended))
     return torch.stack(found), None
+
+
+def wants_whole_heads(query: Tensor, window: int | None) -> bool:
+    """Whether keys must be repeated for each query head. On CUDA only the flash kernel shares them,
+    and it takes half precision without a mask; anything else would fall back to the kernel that
+    holds a sample's whole square."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and (not half or window is not None)
 
 
 def _attend(

@@ -230,11 +230,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """The last step trained, from the metrics file."""
+    from trainer.finished import read_lines
+
     path = data / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = read_lines(path)
     if not lines:
         raise UserError(f"no step is recorded in {path}", hint="name the folder by --data")
-    last = json.loads(lines[-1])
+    last = lines[-1]
     if as_json:
         print(json.dumps(last))
     else:

@@ -94,7 +94,9 @@ def measured_prompt(run: RunDefinition, folder: Path) -> int:
 
     environment = environment_for(run)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         target = max(t for allowed in run.budgets.by_class.values() for t in allowed)
         count = min(SAMPLED_PROMPTS, run.environment.train_size)
         sizes = [

@@ -64,11 +64,13 @@ def export_run(data: Path, out: Path, version: int | None = None) -> int:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file. Raises UserError naming a line that is none."""
+    """The whole lines of a metrics file (the last may be being written). Raises UserError naming a
+    line that is none."""
     if not path.is_file():
         return []
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    text = path.read_text()
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
             found.append(json.loads(line))
         except ValueError as error:

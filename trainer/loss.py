@@ -134,7 +134,8 @@ def _statistics(
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     positive = tokens.advantages > 0
     clipped = torch.where(positive, ratio > 1 + s.clip, ratio < 1 - s.clip)
-    clipped |= ~positive & (ratio > s.delta)
+    if form_of(s.normalisation).bounded:
+        clipped |= ~positive & (ratio > s.delta)
     behind = (logprobs - tokens.old_logprobs).clamp(max=MAX_LOG_RATIO)
     kl_old = behind.exp() - 1.0 - behind
     sums = {

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from protocol.core.errors import UserError
 from protocol.core.rollout import Rollout
 from trainer.disk import writing
 
@@ -61,12 +62,24 @@ class MetricsFile:
             text = self.path.read_text()
             whole = text[: text.rfind("\n") + 1].splitlines()
         newest = -1 if last is None else int(last["step"])
-        kept = [line for line in whole if json.loads(line)["step"] <= newest]
-        if last is not None and (not kept or json.loads(kept[-1])["step"] < newest):
+        known = [(self._step_of(number, line), line) for number, line in enumerate(whole, start=1)]
+        kept = [line for step, line in known if step <= newest]
+        if last is not None and all(step != newest for step, _ in known):
             kept.append(json.dumps(last))
         staging = self.path.with_name(f".{self.path.name}.tmp")
         staging.write_text("".join(line + "\n" for line in kept))
         staging.replace(self.path)
+
+    def _step_of(self, number: int, line: str) -> int:
+        """Raises UserError naming a line that is damaged: what was measured is never thrown away
+        unasked."""
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"line {number} of {self.path} is no step's line: {error}",
+                hint="mend or move the file away; training goes on from the checkpoint",
+            ) from error
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Adds a line. Raises UnavailableError if the disk refuses; `repair` then mends the file,

@@ -142,6 +142,7 @@ def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.flo
             folder,
             dtype=dtype,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             attn_implementation=attention.NAME,
         )

@@ -272,8 +272,9 @@ def verify_loadable(folder: Path) -> None:
     disable_progress_bar()  # a log is no terminal
 
     lm = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    )
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
+        use_safetensors=True,
+    )  # fmt: skip
     with torch.inference_mode():
         logits = lm(input_ids=torch.arange(4)[None]).logits
     if not torch.isfinite(logits).all():

@@ -148,6 +148,8 @@ class Trainer:
         with watch.timed("wait_batch"):
             if self.prefetcher is not None:
                 try:
+                    if self.stop.is_set():  # however many batches lie ready
+                        raise StoppedError
                     fetched = self.prefetcher.take(state.step)
                     fetched.batch.require_new(self.recent)
                     self.observers.background(fetched.watch.seconds)

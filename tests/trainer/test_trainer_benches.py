@@ -112,7 +112,8 @@ def test_a_chart_draws_every_run_and_names_every_mode(tmp_path: Path) -> None:
     ]  # fmt: skip
     paths = {path.name: path.read_text() for path in write(tmp_path, runs)}
     assert set(paths) == {
-        "reward.svg", "clipping.svg", "norms.svg", "ablations.svg", "rates.svg", "lengths.svg"
+        "reward.svg", "clipping.svg", "norms.svg", "clip.svg", "filter.svg", "rates.svg",
+        "lengths.svg",
     }  # fmt: skip
     for svg in paths.values():
         ElementTree.fromstring(svg)

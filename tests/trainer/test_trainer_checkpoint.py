@@ -171,3 +171,12 @@ def test_each_step_has_one_line_of_metrics_after_any_crash(
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == expected
     file.append({"step": 9})
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 9}
+
+
+def test_a_damaged_line_of_metrics_is_named_and_nothing_is_thrown_away(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = '{"step": 0}\n\x00\x00\n{"step": 2}\n'
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"line 2 of .* is no step's line"):
+        MetricsFile(path).repair({"step": 2})
+    assert path.read_text() == text

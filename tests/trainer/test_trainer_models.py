@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.core.errors import UserError
 from protocol.engine.tiny import character_tokenizer
-from trainer.attention import packed_attention
+from trainer.attention import packed_attention, wants_whole_heads
 from trainer.collate import collate
 from trainer.learner import backward
 from trainer.lora import add_adapters
@@ -85,6 +85,24 @@ def test_attention_by_samples_is_the_masked_attention_of_whole_rows() -> None:
     (fast,) = torch.autograd.grad(found[inside].square().sum(), query, retain_graph=True)
     (plain,) = torch.autograd.grad(slow[inside].square().sum(), query)
     torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_heads_that_share_keys_and_heads_with_their_own_attend_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CUDA device repeats the keys where its kernel cannot share them."""
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 7, 8, dtype=torch.float64)
+    key, value = (torch.randn(1, 2, 7, 8, dtype=torch.float64) for _ in range(2))
+    segments = ((0, 0, 3), (0, 3, 6))
+    found = []
+    for whole in (False, True):
+        monkeypatch.setattr("trainer.attention.wants_whole_heads", lambda *_, w=whole: w)
+        made, _ = packed_attention(torch.nn.Module(), query, key, value, None, segments=segments)
+        found.append(made)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+    monkeypatch.undo()
+    assert not wants_whole_heads(query, None)
 
 
 def test_a_sliding_window_forgets_what_is_too_far_back() -> None:

@@ -59,6 +59,19 @@ def test_decoupled_ppo_is_its_formula_in_float64(seed: int) -> None:
     np.testing.assert_allclose(logprobs.grad.numpy(), expected, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_the_share_called_clipped_is_the_share_without_gradient(name: str) -> None:
+    ratios = [0.5, 0.9, 1.1, 1.5, 3.9, 4.1, 150.0]
+    advantages = [sign for sign in (1.0, -1.0) for _ in ratios]
+    logprobs = torch.tensor([math.log(r) for r in ratios] * 2, requires_grad=True)
+    count = len(advantages)
+    tokens = Tokens(torch.zeros(count), torch.tensor(advantages), torch.ones(count))
+    terms = policy_loss(logprobs, torch.zeros(count), tokens, ObjectiveSettings(normalisation=name))
+    terms.loss.backward()
+    assert logprobs.grad is not None
+    assert float(terms.sums["clipped"]) == int((logprobs.grad == 0).sum())
+
+
 def test_without_a_recomputed_policy_the_present_one_is_proximal() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = Tokens(torch.tensor([-1.5, -1.0]), torch.ones(2), torch.ones(2))

@@ -130,6 +130,20 @@ def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
     assert len(lines(data)) == 1
 
 
+def test_a_trainer_that_is_told_to_stop_leaves_the_batches_that_lie_ready(
+    pool: Pool, tmp_path: Path
+) -> None:
+    sealed = 30
+    for step in range(sealed):
+        pool.seal_random(step)
+    data = tmp_path / "data"
+    with started(pool.command(data)) as child:
+        wait_until(lambda: len(lines(data)) > 0, "the first step")
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=60) == 0
+    assert 0 < len(lines(data)) < sealed
+
+
 def test_an_orchestrator_that_comes_late_is_waited_for(pool: Pool, tmp_path: Path) -> None:
     with started(
         [*pool.command(tmp_path / "data"), "--orchestrator", "http://127.0.0.1:9"]

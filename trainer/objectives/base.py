@@ -61,10 +61,12 @@ Surrogate = Callable[[Tensor, Tensor, ObjectiveSettings], Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """One objective, as the registry holds it."""
+    """One objective, as the registry holds it. `bounded`: whether a token of negative advantage is
+    without gradient above δ."""
 
     weights: Weights
     surrogate: Surrogate
+    bounded: bool = True
 
 
 def two_sided_clip(log_ratio: Tensor, advantages: Tensor, clip: float, delta: float) -> Tensor:

@@ -16,4 +16,4 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, settings: ObjectiveSettings
     return two_sided_clip(log_ratio, advantages, settings.clip, math.inf)
 
 
-FORM = Form(grpo.weights, surrogate)
+FORM = Form(grpo.weights, surrogate, bounded=False)
