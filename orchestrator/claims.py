@@ -25,6 +25,8 @@ class Patience:
     judge_seconds: float = 900.0
     retry_seconds: float = 15.0
     max_abstentions: int = 20
+    lone_seconds: float = 3600.0
+    """After so long, an acceptance that was to be looked at twice stands alone."""
 
 
 class Claims:
@@ -38,6 +40,7 @@ class Claims:
         *,
         seconds: float,
         judge_seconds: float,
+        lone_seconds: float | None = None,
         now: Callable[[], float],
     ) -> None:
         self._store = store
@@ -45,6 +48,7 @@ class Claims:
         self._validator = validator
         self._seconds = seconds
         self._judge_seconds = judge_seconds
+        self._lone_seconds = lone_seconds
         self._now = now
 
     def waiting(self) -> bool:
@@ -52,7 +56,11 @@ class Claims:
         nobody."""
         with self._store.read() as connection:
             return jobs.waiting(
-                connection, self._worker, now=self._now(), validator=self._validator
+                connection,
+                self._worker,
+                now=self._now(),
+                validator=self._validator,
+                lone_seconds=self._lone_seconds,
             )
 
     def take(self, most: int) -> list[Digest]:
@@ -68,6 +76,7 @@ class Claims:
                     now=self._now(),
                     seconds=self._seconds,
                     validator=self._validator,
+                    lone_seconds=self._lone_seconds,
                     beside=beside,
                 )
                 if job is None:

@@ -65,6 +65,8 @@ def render(backend: Backend, requests: RequestCounts) -> str:
         lines += _family("prime_repeating_submissions", "gauge", "status", repeating)
         lines += _drift(drift.every(connection))
         lines += _validators(opinions.track_records(connection))
+        lines += _second_opinions(opinions.waiting(connection), backend.now())
+        lines += _single("prime_rejections_lapsed", opinions.lapsed(connection))
         share = submissions.mean_compute_share(connection)
         if share is not None:
             lines += _single("prime_verification_compute_share", share)
@@ -116,6 +118,16 @@ def _validators(records: Sequence[Record]) -> list[str]:
             lines.append(f'{planted[0]}{{{who},kind="{kind}"}} {judged}')
             lines.append(f'{planted[1]}{{{who},kind="{kind}"}} {wrong}')
     return lines
+
+
+def _second_opinions(waiting: Mapping[str, tuple[int, float]], now: float) -> list[str]:
+    """Files that wait for another validator, by what was said of them, and since when."""
+    counts = {kind: waiting.get(kind, (0, now))[0] for kind in ("accepted", "rejected")}
+    ages = {kind: round(now - waiting.get(kind, (0, now))[1]) for kind in counts}
+    return [
+        *_family("prime_second_opinions_waiting", "gauge", "said", counts),
+        *_family("prime_second_opinions_oldest_seconds", "gauge", "said", ages),
+    ]
 
 
 def _escaped(text: str) -> str:

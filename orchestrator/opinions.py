@@ -4,6 +4,13 @@
     accepted                               one; two for a share of files, by the file's own secret
     void                                   one: anybody can see it
 
+Where the others are away, the two differ on purpose. An *acceptance* whose lot asks for a second
+opinion stands alone after `Patience.lone_seconds` (its author judges the file once more): 15 in 16
+do anyway, and no honest node should lose its pay to our outage. A *rejection* waits for as long as
+the file is valid, then ends void, unpaid and unpunished, counted as `prime_rejections_lapsed`: what
+takes stake never rests on one key where the lease names two, or whoever silences one validator
+could slash with the other. The liar gains nothing meanwhile: no file of its is paid or trained on.
+
 A second opinion on a rejection replays the very rows that the evidence names, by its secret: it
 asks whether the evidence holds on another machine. One on an acceptance draws rows of its own. Who
 may be asked are the validators whose draws the lease names; where there is one alone, it decides

@@ -111,6 +111,7 @@ class Validator:
         self._claims = Claims(
             store, worker, signer.address, seconds=self._patience.claim_seconds,
             judge_seconds=self._patience.judge_seconds, now=now,
+            lone_seconds=min(self._patience.lone_seconds, context.run.validity_seconds / 4),
         )  # fmt: skip
         self._owed: list[Digest] = []
 

@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 from orchestrator.store import schema
 from orchestrator.store.rows import insert_new, record
 from protocol.core.ids import Address, Digest
+from protocol.core.verdict import Reason
 
 _jobs = schema.jobs.c
 
@@ -62,12 +63,14 @@ def claim(
     seconds: float,
     max_deaths: int = 3,
     validator: Address | None = None,
+    lone_seconds: float | None = None,
     beside: Digest | None = None,
 ) -> JobRow | None:
     """Takes the oldest job that is ready, or whose claim has run out, for `seconds`.
 
-    Files of which `validator` has given an opinion are left to others. With `beside`: only one of
-    the same policy as that submission, that nobody has claimed in vain.
+    Files of which `validator` has given an opinion are left to others, but for those it accepted
+    `lone_seconds` ago or longer and of which nobody else has said a word. With `beside`: only one
+    of the same policy as that submission, that nobody has claimed in vain.
 
     A job from which `worker` itself abstained last waits for its `not_before`; others may take it
     at once. One whose claims ran out `max_deaths` times (its holders died) is quarantined.
@@ -80,7 +83,7 @@ def claim(
         .where(ran_out, _jobs.attempts >= max_deaths)
         .values(status="quarantined", claimed_by=None, claimed_until=None)
     )
-    free = _free(worker, now, validator)
+    free = _free(worker, now, validator, lone_seconds)
     if beside is not None:
         free = sa.and_(free, _jobs.attempts == 0, _of_same_policy(beside))
     oldest = (
@@ -160,10 +163,16 @@ def counts(connection: Connection) -> dict[str, int]:
 
 
 def waiting(
-    connection: Connection, worker: str, *, now: float, validator: Address | None = None
+    connection: Connection,
+    worker: str,
+    *,
+    now: float,
+    validator: Address | None = None,
+    lone_seconds: float | None = None,
 ) -> bool:
     """Whether `claim` would find a job: a look that takes no lock."""
-    query = sa.select(_jobs.submission_digest).where(_free(worker, now, validator)).limit(1)
+    free = _free(worker, now, validator, lone_seconds)
+    query = sa.select(_jobs.submission_digest).where(free).limit(1)
     return connection.execute(query).first() is not None
 
 
@@ -178,13 +187,26 @@ def hand_on(connection: Connection, submission: Digest, worker: str) -> bool:
     return done.rowcount == 1
 
 
-def _free(worker: str, now: float, validator: Address | None) -> sa.ColumnElement[bool]:
-    opinions = schema.opinions.c
-    given = sa.exists().where(
-        opinions.submission_digest == _jobs.submission_digest, opinions.validator == validator
-    )
+def _free(
+    worker: str, now: float, validator: Address | None, lone_seconds: float | None
+) -> sa.ColumnElement[bool]:
     ready = _ready(worker, now)
-    return ready if validator is None else sa.and_(ready, sa.not_(given))
+    if validator is None:
+        return ready
+    opinions = schema.opinions.c
+    of_it = opinions.submission_digest == _jobs.submission_digest
+    given = sa.exists().where(of_it, opinions.validator == validator)
+    mine = sa.not_(given)
+    if lone_seconds is not None:
+        accepted_long_ago = sa.exists().where(
+            of_it,
+            opinions.validator == validator,
+            opinions.reason == int(Reason.NONE),
+            opinions.at <= now - lone_seconds,
+        )
+        others = sa.exists().where(of_it, opinions.validator != validator)
+        mine = sa.or_(mine, sa.and_(accepted_long_ago, sa.not_(others)))
+    return sa.and_(ready, mine)
 
 
 def _of_same_policy(submission: Digest) -> sa.ColumnElement[bool]:

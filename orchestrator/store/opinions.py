@@ -50,6 +50,38 @@ def of(connection: Connection, submission: Digest) -> list[OpinionRow]:
     return records(OpinionRow, connection.execute(query).mappings().all())
 
 
+def waiting(connection: Connection) -> dict[str, tuple[int, float]]:
+    """Files that wait for another validator: by "rejected" (somebody rejected it) or "accepted",
+    their number and when the oldest was first judged."""
+    submissions = schema.submissions.c
+    accused = sa.func.max(sa.case((_rejecting(), 1), else_=0))
+    query = (
+        sa.select(accused.label("accused"), sa.func.min(_opinions.at).label("at"))
+        .join(schema.submissions, submissions.digest == _opinions.submission_digest)
+        .where(submissions.status == "submitted")
+        .group_by(_opinions.submission_digest)
+    )
+    since: dict[str, list[float]] = {"accepted": [], "rejected": []}
+    for row in connection.execute(query):
+        since["rejected" if row.accused else "accepted"].append(float(row.at))
+    return {kind: (len(times), min(times)) for kind, times in since.items() if times}
+
+
+def lapsed(connection: Connection) -> int:
+    """Files that somebody rejected and that ended void, since nobody else judged them in time."""
+    submissions = schema.submissions.c
+    query = (
+        sa.select(sa.func.count(sa.distinct(_opinions.submission_digest)))
+        .join(schema.submissions, submissions.digest == _opinions.submission_digest)
+        .where(_rejecting(), submissions.reason == int(Reason.UNAVAILABLE))
+    )
+    return int(connection.execute(query).scalar_one())
+
+
+def _rejecting() -> sa.ColumnElement[bool]:
+    return _opinions.reason.in_([int(r) for r in Reason if r.outcome is Outcome.REJECTED])
+
+
 def plant(connection: Connection, submission: Digest, kind: str, *, now: float) -> None:
     """Notes what a judged file of the manager's own was; `kind` is HONEST or a lie's name."""
     values = {"submission_digest": submission, "kind": kind, "at": now}

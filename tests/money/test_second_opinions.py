@@ -12,7 +12,8 @@ from money_kit import VALIDATOR, key
 
 from orchestrator import judging
 from orchestrator import opinions as rules
-from orchestrator.store import jobs, leases, opinions, schema
+from orchestrator.claims import Patience
+from orchestrator.store import jobs, leases, opinions, schema, submissions
 from orchestrator.store.opinions import OpinionRow
 from protocol.core.encoding import sha256
 from protocol.core.ids import ZERO_DIGEST, Digest
@@ -178,3 +179,64 @@ def test_a_validators_record_counts_planted_files_by_what_they_were(court: Court
             )
         (record,) = opinions.track_records(connection)
     assert (record.honest, record.accused, record.lying, record.missed) == (2, 1, 3, 1)
+
+
+def twice_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every acceptance is to be looked at twice."""
+    monkeypatch.setattr(rules, "ACCEPTED_ONE_IN", 1)
+
+
+def test_an_acceptance_stands_alone_once_nobody_else_has_come_for_long(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second validator is down: the honest node is paid all the same."""
+    twice_looked_at(monkeypatch)
+    court.another(SECOND)
+    row = court.shop.submit(HONEST, make=court.honest)
+    assert court.validator.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "submitted"
+    long = min(Patience().lone_seconds, court.shop.context.run.validity_seconds / 4)
+    court.shop.now.time += long - 1
+    assert court.validator.judge_next() is None
+    court.shop.now.time += 1
+    assert court.validator.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "accepted"
+    assert said(court, row.digest) == [(VALIDATOR.address, Reason.NONE)]
+
+
+def test_an_acceptance_does_not_stand_alone_once_somebody_contradicts(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice_looked_at(monkeypatch)
+    court.another(SECOND)
+    row = court.shop.submit(HONEST, make=court.honest)
+    assert court.validator.judge_next() == row.digest
+    with court.shop.store.begin() as connection:
+        opinions.add(
+            connection,
+            OpinionRow(
+                row.digest, SECOND.address, int(Reason.WRONG_SAMPLING), ZERO_DIGEST, None, 1.0
+            ),
+        )
+    court.shop.now.time += 10 * Patience().lone_seconds
+    assert court.validator.judge_next() is None
+
+
+def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_it_lapses(
+    court: Court,
+) -> None:
+    court.another(SECOND)
+    row = court.shop.submit(LIAR, make=court.forged)
+    assert court.validator.judge_next() == row.digest
+    at = court.shop.now()
+    court.shop.now.time += 10 * Patience().lone_seconds
+    assert court.validator.judge_next() is None
+    with court.shop.store.begin() as connection:
+        assert opinions.waiting(connection) == {"rejected": (1, at)}
+        assert opinions.lapsed(connection) == 0
+        submissions.judge(
+            connection, row.digest, "void", reason=int(Reason.UNAVAILABLE), judged_at=1.0
+        )
+        assert opinions.waiting(connection) == {}
+        assert opinions.lapsed(connection) == 1
+    assert count(court, schema.slashes) == 0

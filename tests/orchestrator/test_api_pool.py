@@ -280,6 +280,8 @@ def test_metrics_are_prometheus_text(world: World) -> None:
     assert all(line.startswith("# TYPE ") or pattern.fullmatch(line) for line in lines)
     assert 'prime_nodes{status="active"} 1' in lines
     assert 'prime_submissions{status="submitted"} 1' in lines
+    assert 'prime_second_opinions_waiting{said="rejected"} 0' in lines
+    assert "prime_rejections_lapsed 0" in lines
     assert any(line.startswith('prime_http_requests_total{method="other"') for line in lines)
 
 
