@@ -1,7 +1,7 @@
 """The engine under every fetch: named chunks from several sources into sized files, in place.
 
-A worker takes the next chunk and the best free source, reads the chunk into its buffer, writes it
-as it comes, once, where it belongs (landing.py), and verifies it before anybody is told. Failures:
+A worker takes the next chunk and the best free source, hashes and writes the chunk as it comes,
+once, where it belongs (landing.py), and tells of it only if it is right. Failures:
 
 - bytes that do not hash: the sender is banned and named, the chunk is fetched elsewhere;
 - a dead, slow or refusing source rests, each time longer, and the others go on;
@@ -27,7 +27,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from protocol.broadcast.files import create_sized
-from protocol.broadcast.landing import Landing, beginning, verified_chunks
+from protocol.broadcast.landing import PIECE, Landing, beginning, verified_chunks
 from protocol.broadcast.layout import Item
 from protocol.broadcast.sources import Fault, Source, SourceBook
 from protocol.broadcast.tasks import HEDGE_AFTER, TOO_SLOW, ChunkStats, Task, sorry
@@ -149,7 +149,8 @@ class ChunkFetcher:
 
     def _work(self) -> None:
         links: dict[str, Link] = {}
-        buffer = bytearray(max(min(item.chunk_size, item.size) for item in self._items))
+        largest = max(min(item.chunk_size, item.size) for item in self._items)
+        buffer = memoryview(bytearray(min(PIECE, largest)))
         try:
             while True:
                 choice = self._next()
@@ -228,9 +229,8 @@ class ChunkFetcher:
 
     # One chunk
 
-    def _attempt(self, task: Task, source: Source, link: Link, buffer: bytearray) -> None:
+    def _attempt(self, task: Task, source: Source, link: Link, buffer: memoryview) -> None:
         offset, length = task.item.span(task.index)
-        view = memoryview(buffer)[:length]
         begun = self._clock()
         alone = len(task.running) == 1  # else the one before is writing, until it is verified
         have = task.beginning if alone else 0
@@ -243,16 +243,15 @@ class ChunkFetcher:
                     return
             if source.whole_only:
                 raise WholeOnlyError
-            with task.landing(self._folder, view, have, early=alone) as landing:
-                link.read_range(
+            with task.landing(self._folder, buffer, have, early=alone) as landing:
+                link.read_span(
                     task.item.address,
-                    offset + have,
+                    (offset + have, offset + length),
                     task.item.size,
-                    view[have:],
+                    landing,
                     cancelled=lambda: self._unneeded(task, source, begun),
-                    arrived=lambda count: landing.arrived(have + count),
                 )
-                if blake3(view).digest() == to_bytes(task.item.chunks[task.index]):
+                if landing.digest() == to_bytes(task.item.chunks[task.index]):
                     self._book.good(source, length - have, self._clock() - begun)
                     self._store(task, source, landing, length - have, self._clock() - begun)
                 else:
@@ -260,21 +259,22 @@ class ChunkFetcher:
         except (WholeOnlyError, SupersededError) as error:
             source.whole_only |= isinstance(error, WholeOnlyError)
             if isinstance(error, WholeOnlyError) and source.in_use == 1:
-                self._stream(task, source, link, buffer)
+                self._stream(task, source, link)
             else:  # a server without ranges sends the whole over one connection
                 self._put_back(task, source)
                 self._book.release(source)
         except TransferError as error:
             self._note_failure(task, source, error)
 
-    def _stream(self, asked: Task, source: Source, link: Link, buffer: bytearray) -> None:
+    def _stream(self, asked: Task, source: Source, link: Link) -> None:
         """Reads the whole file that `asked` is of, and keeps every chunk that is still missing."""
         item, begun, index = asked.item, self._clock(), 0
+        buffer = memoryview(bytearray(min(item.chunk_size, item.size)))
         try:
             with link.reading(item.address, item.size) as fill:
                 for index, digest in enumerate(item.chunks):
                     length = item.span(index)[1]
-                    view = memoryview(buffer)[:length]
+                    view = buffer[:length]
                     since = self._clock()
                     fill(view, lambda: self._error is not None)
                     if blake3(view).digest() != to_bytes(digest):
@@ -324,7 +324,7 @@ class ChunkFetcher:
             now = self._clock()
             task.done = True
             self._open.discard(task)
-            self._done += len(landing.view)
+            self._done += task.item.span(task.index)[1]
             self._last_success = now
             self.stats.bytes_written += received
             self.stats.chunks += 1

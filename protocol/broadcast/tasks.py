@@ -54,10 +54,11 @@ class Task:
     def claimed(self) -> bool:
         return self.claim.taken
 
-    def landing(self, folder: Path, view: memoryview, begun: int, *, early: bool) -> Landing:
+    def landing(self, folder: Path, buffer: memoryview, begun: int, *, early: bool) -> Landing:
         """Its way into its file under `folder`."""
-        offset = self.item.span(self.index)[0]
-        return Landing(folder / self.item.name, offset, view, self.claim, begun, early=early)
+        offset, length = self.item.span(self.index)
+        path = folder / self.item.name
+        return Landing(path, offset, length, self.claim, begun, buffer, early=early)
 
 
 def sorry(missing: Collection[Task], urls: Sequence[str], book: SourceBook) -> UnavailableError:

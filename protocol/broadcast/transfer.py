@@ -15,7 +15,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from protocol.broadcast.answers import Head, read_answer
@@ -78,6 +78,28 @@ Fill = Callable[[memoryview, Callable[[], bool]], None]
 """Fills a buffer with what comes next; the second argument says when nobody needs it any more."""
 
 
+class Sink(Protocol):
+    """Where a body goes. `room` gives the place for the next bytes, never empty while some are
+    still to come; `arrived` is told how many were put there."""
+
+    def room(self) -> memoryview: ...
+
+    def arrived(self, count: int) -> None: ...
+
+
+class Into:
+    """A buffer as a sink."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._left = buffer
+
+    def room(self) -> memoryview:
+        return self._left
+
+    def arrived(self, count: int) -> None:
+        self._left = self._left[count:]
+
+
 class Link:
     """A kept-alive connection. Not thread-safe: one thread has it at a time. `authorization` gives
     the Authorization field of each request, or None."""
@@ -113,15 +135,26 @@ class Link:
         buffer: memoryview,
         *,
         cancelled: Callable[[], bool] = lambda: False,
-        arrived: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Fills `buffer` with the bytes of `path` (whose full size is `size`) from `offset`;
-        `arrived` is told how far it is filled.
+        """Fills `buffer` with the bytes of `path` (whose full size is `size`) from `offset`. Raises
+        as `read_span` does."""
+        self.read_span(path, (offset, offset + len(buffer)), size, Into(buffer), cancelled)
+
+    def read_span(
+        self,
+        path: str,
+        span: tuple[int, int],
+        size: int,
+        sink: Sink,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Gives `sink` the bytes `span` (begin, end) of `path`, whose full size is `size`.
 
         Raises TransferError if the source is away, refuses, answers with another shape, stops
         early or crawls; SupersededError once `cancelled()` is true.
         """
-        end = offset + len(buffer)
+        offset, end = span
+        length = end - offset
         whole = offset == 0 and end == size
         try:
             with _as_transfer_error():
@@ -133,13 +166,13 @@ class Link:
                 told = head.fields.get("content-range")
                 if not whole and told != f"bytes {offset}-{end - 1}/{size}":
                     raise TransferError("it answered with another range")
-                if head.length != len(buffer):
-                    raise TransferError(f"it offered {head.length} bytes instead of {len(buffer)}")
-                self._fill(early, buffer, cancelled, arrived)
+                if head.length != length:
+                    raise TransferError(f"it offered {head.length} bytes instead of {length}")
+                self._fill(early, length, sink, cancelled)
         except TransferError:
             self.close()
             raise
-        if head.closes or len(early) > len(buffer):
+        if head.closes or len(early) > length:
             self.close()
 
     @contextmanager
@@ -153,7 +186,7 @@ class Link:
         def fill(buffer: memoryview, cancelled: Callable[[], bool]) -> None:
             nonlocal read, early
             with _as_transfer_error():
-                self._fill(early, buffer, cancelled)
+                self._fill(early, len(buffer), Into(buffer), cancelled)
             early = early[len(buffer) :]
             read += len(buffer)
 
@@ -287,26 +320,31 @@ class Link:
     def _fill(
         self,
         early: bytes,
-        buffer: memoryview,
+        length: int,
+        sink: Sink,
         cancelled: Callable[[], bool],
-        arrived: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Fills `buffer` from `early`, which came with the head, and from the connection."""
+        """Gives `sink` `length` bytes: those of `early`, which came with the head, and more from
+        the connection."""
         assert self._wire is not None
-        filled = min(len(early), len(buffer))
-        buffer[:filled] = early[:filled]
+        filled = 0
+        while part := early[filled:length]:
+            room = sink.room()[: len(part)]
+            room[:] = part[: len(room)]
+            sink.arrived(len(room))
+            filled += len(room)
         begun = heard = time.monotonic()
         piece = FIRST_PIECE
-        while filled < len(buffer):
-            count = self._wire.fill(buffer[filled : filled + piece])
+        while filled < length:
+            count = self._wire.fill(sink.room()[: min(piece, length - filled)])
             now = time.monotonic()
             if count == 0:
-                raise TransferError(f"it ended after {filled} of {len(buffer)} bytes")
+                raise TransferError(f"it ended after {filled} of {length} bytes")
             if count is None and now - heard > READ_TIMEOUT:
                 raise TimeoutError
             if count is not None:
                 filled, heard = filled + count, now
-                arrived(filled)
+                sink.arrived(count)
             if cancelled():
                 raise SupersededError("fetched elsewhere meanwhile")
             spent = now - begun

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from broadcast_world import Run, answer, bad_server, same_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protocol.broadcast import landing
 from protocol.broadcast.client import fetch
@@ -97,25 +101,64 @@ def test_nothing_is_written_over_a_chunk_that_another_verified(tmp_path: Path) -
     path = tmp_path / "file"
     path.write_bytes(bytes(CHUNK))
     claim = Claim()
-    wrong, right = memoryview(b"w" * CHUNK), memoryview(b"r" * CHUNK)
     now = [0.0]
-    with (
-        Landing(path, 0, wrong, claim, 0, early=True, clock=lambda: now[0]) as slow,
-        Landing(path, 0, right, claim, 0, early=False, clock=lambda: now[0]) as quick,
-    ):
-        slow.arrived(STEP)
+
+    def opened(*, early: bool) -> Landing:
+        buffer = memoryview(bytearray(CHUNK))
+        return Landing(path, 0, CHUNK, claim, 0, buffer, early=early, clock=lambda: now[0])
+
+    def put(landing: Landing, letter: bytes, count: int) -> None:
+        landing.room()[:count] = letter * count
+        landing.arrived(count)
+
+    with opened(early=True) as slow, opened(early=False) as quick:
+        put(slow, b"w", STEP)
         assert path.read_bytes() == bytes(CHUNK), "too soon"
         now[0] += EARLY_SECONDS
-        slow.arrived(STEP)
-        assert path.read_bytes()[:STEP] == b"w" * STEP
-        quick.arrived(CHUNK)
-        assert path.read_bytes()[:STEP] == b"w" * STEP, "unverified: the first one's"
+        put(slow, b"w", STEP)
+        assert path.read_bytes()[: 2 * STEP] == b"w" * (2 * STEP)
+        put(quick, b"r", CHUNK)
+        assert path.read_bytes()[: 2 * STEP] == b"w" * (2 * STEP), "unverified: the first one's"
+        assert quick.digest() == blake3(b"r" * CHUNK).digest()
         assert claim.take()
         quick.finish()
         now[0] += EARLY_SECONDS
-        slow.arrived(3 * STEP)
+        put(slow, b"w", STEP)
         assert not claim.take(), "the second one is too late"
-    assert path.read_bytes() == bytes(right)
+    assert path.read_bytes() == b"r" * CHUNK
+
+
+@given(
+    size=st.integers(1, 60),
+    room=st.integers(1, 20),
+    begun=st.integers(0, 60),
+    counts=st.lists(st.integers(1, 20), min_size=1, max_size=10),
+    early=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_chunk_comes_down_whole_whatever_the_pieces(
+    size: int, room: int, begun: int, counts: list[int], early: bool
+) -> None:
+    """Each byte is hashed and written once, by whatever buffer, from wherever it was left."""
+    begun = min(begun, size) if early else 0
+    data = bytes(range(100, 100 + size))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(b"...." + data[:begun] + bytes(size - begun) + b"....")
+        claim = Claim()
+        buffer = memoryview(bytearray(room))
+        with Landing(path, 4, size, claim, begun, buffer, early=early) as landing:
+            at, number = begun, 0
+            while at < size:
+                place = landing.room()
+                count = min(len(place), counts[number % len(counts)])
+                place[:count] = data[at : at + count]
+                landing.arrived(count)
+                at, number = at + count, number + 1
+            assert landing.digest() == blake3(data).digest()
+            assert claim.take()
+            landing.finish()
+        assert path.read_bytes() == b"...." + data + b"...."
 
 
 def test_the_beginning_is_what_lies_before_the_first_hole(tmp_path: Path) -> None:
