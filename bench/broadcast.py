@@ -1,4 +1,5 @@
-"""The broadcast beside SHARDCAST: `python -m bench broadcast [--json] [--quick]`.
+"""The broadcast beside SHARDCAST: `python -m bench broadcast [--json] [--quick]`; some parts alone
+by `python -m bench.broadcast whole clients …`, one row a line.
 
 Every figure is of separate processes on this machine, each repetition of ours followed at once by
 the peer's and the limits' (cp; curl twice, over a server that only calls sendfile), medians of all.
@@ -19,11 +20,13 @@ delta     bench/broadcast_delta.py, and the devnet's own policies (bench/broadca
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.broadcast_delta import RATES, Measured, measure, write_pair
@@ -31,7 +34,7 @@ from bench.broadcast_net import LOSS, MBIT, NODES, shaped
 from bench.broadcast_parts import PEER, Stage, peer_python, stage
 from bench.broadcast_whole import Whole, chains, many_clients, one_client
 from bench.form import ROOT, Row
-from protocol.core.errors import UnavailableError
+from protocol.core.errors import UnavailableError, UserError
 
 PACKAGES = ("blake3", "numpy", "zstandard")
 GIB = 1 << 30
@@ -70,7 +73,7 @@ def run(quick: bool) -> list[Row]:
         _tell(f"the peer does not run: {why}")
     rows: list[Row] = []
     peaks: dict[str, int] = {}
-    for part in (_whole, _clients, _depth, _deltas, _devnet, _shaped):
+    for part in PARTS:
         with stage() as made:
             try:
                 found = part(made, python, sizes)
@@ -86,6 +89,27 @@ def run(quick: bool) -> list[Row]:
     worst = max(peaks, key=lambda name: peaks[name])
     rows.append(Row("peak_mb", peaks[worst] / 1e6, f"MB RssAnon ({worst})", 150))
     rows.append(Row("load", os.getloadavg()[0], "1-minute load average at the end"))
+    return rows
+
+
+def parts(names: Sequence[str]) -> list[Row]:
+    """The rows of some parts only ("whole", "clients", "depth", "deltas", "devnet", "shaped"), at
+    full size: for measuring again what one change concerns. Raises UserError for another name."""
+    known = {part.__name__[1:]: part for part in PARTS}
+    for name in names:
+        if name not in known:
+            raise UserError(f"there is no part {name!r}", hint=f"name some of: {', '.join(known)}")
+    python, why = peer_python()
+    if python is None:
+        _tell(f"the peer does not run: {why}")
+    rows: list[Row] = []
+    for name in names:
+        with stage() as made:
+            rows += known[name](made, python, Sizes())
+            rows += [
+                Row(f"{name}_peak_mb", peak / 1e6, f"MB RssAnon of {child}")
+                for child, peak in sorted(made.peaks().items(), key=lambda entry: -entry[1])[:1]
+            ]
     return rows
 
 
@@ -217,3 +241,12 @@ def _shaped(made: Stage, python: Path | None, sizes: Sizes) -> list[Row]:
             f"{link}, delta of {found.delta / 1e6:.2f} MB", None, "lower", peer,
             f"{name}: always whole" if name else ""),
     ]  # fmt: skip
+
+
+PARTS: tuple[Callable[[Stage, Path | None, Sizes], list[Row]], ...] = (
+    _whole, _clients, _depth, _deltas, _devnet, _shaped,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    for _row in parts(sys.argv[1:]):
+        print(json.dumps(asdict(_row)), flush=True)

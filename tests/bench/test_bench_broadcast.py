@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.broadcast import parts
 from bench.broadcast_delta import WARM_UP, adamw_pair, entropy_bytes, shapes, write_pair
 from bench.broadcast_floor import curls, receive
 from bench.broadcast_paper import Network, by_delta, enough_relays, levels, rate, whole
 from bench.broadcast_parts import Child, sendfile_server
 from bench.broadcast_whole import FILE, require_same
 from protocol.broadcast.manifest import build_manifest
-from protocol.core.errors import UnavailableError, UntrustedError
+from protocol.core.errors import UnavailableError, UntrustedError, UserError
 
 LINK = 590e6 / 8
 
@@ -151,3 +152,8 @@ def test_the_processor_seconds_of_a_child_include_its_own_childrens(tmp_path: Pa
         assert child.processor() - before >= 0.29
     finally:
         child.close()
+
+
+def test_a_part_that_there_is_not_is_named_before_anything_runs() -> None:
+    with pytest.raises(UserError, match="no part 'depths'"):
+        parts(["whole", "depths"])
