@@ -23,6 +23,8 @@ NAMES = {
     "inject_two_sided": "two-sided clip",
     "inject_one_sided": "one-sided clip",
     "unfiltered": "online filter off",
+    "twos": "groups of two",
+    "twos_unfiltered": "groups of two, filter off",
     "clip_0.1": "gradient clip 0.1",
     "clip_off": "gradient clip off",
     "half_sync": "synchronous, step ×2",
@@ -33,7 +35,8 @@ NAMES = {
     "demo_stale4": "4 stale, step ×4",
 }
 CLIPPING = ("inject_two_sided", "inject_one_sided")
-OTHERS = ("stale2", "unfiltered", "clip_0.1", "clip_off")
+CLIPS = ("stale2", "clip_0.1", "clip_off")
+FILTER = ("twos", "twos_unfiltered")
 RATES = ("half_sync", "half_stale4", "demo_sync", "demo_stale4")
 
 
@@ -50,7 +53,8 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
             "Held-out reward by step size: rate and batch doubled, and the demo's own",
         ),
         "norms.svg": norms(records, CLIPPING),
-        "ablations.svg": rewards(records, OTHERS, "Held-out reward, one thing changed"),
+        "clip.svg": rewards(records, CLIPS, "Held-out reward by the limit of the gradient norm"),
+        "filter.svg": rewards(records, FILTER, "Held-out reward, groups of two samples"),
         "lengths.svg": lengths([r for r in records if r.mode == "stale2"]),
     }
     return {name: chart.svg() for name, chart in charts.items() if chart.lines}

@@ -47,7 +47,7 @@ MODEL = ROOT / "devnet" / "model"
 HELDOUT = 256
 TARGETS = (2, 6, 10, 14)
 GOAL = 0.75
-SAMPLES, FILE_GROUPS = 16, 4
+FILE_GROUPS = 4
 EVALUATE_EVERY = 4
 EVALUATION_SEED = 7
 BATCH_ROWS = 256
@@ -57,7 +57,10 @@ OLDER = 2
 @dataclass(frozen=True)
 class Mode:
     """What one arm of the experiment does otherwise. `liars`: share of files; `inject`: share of
-    tokens whose behaviour log-probability is lowered by 5 (ratios near 150).
+    tokens whose behaviour log-probability is lowered by 5 (ratios near 150); `samples` of a group.
+
+    Sixteen answers are never all paid alike here (the reward counts each dot), so the online filter
+    finds nothing to leave out: it is measured with as many rows in groups of two.
 
     The demo takes 32 groups a batch at a rate of 3e-4 and is there in some 12 steps, most of them
     warm-up; a delay of four is a third of such a run, which then swings to and fro. Staleness costs
@@ -65,6 +68,7 @@ class Mode:
     has some tens of them: a quarter of the batch at a quarter of the rate."""
 
     groups: int = 8
+    samples: int = 16
     delay: int = 0
     liars: float = 0.0
     objective: str = "grpo"
@@ -82,6 +86,8 @@ MODES: dict[str, Mode] = {
     "inject_two_sided": Mode(delay=2, inject=0.02),
     "inject_one_sided": Mode(delay=2, inject=0.02, objective="one_sided"),
     "unfiltered": Mode(delay=2, filtered=False),
+    "twos": Mode(groups=64, samples=2, delay=2),
+    "twos_unfiltered": Mode(groups=64, samples=2, delay=2, filtered=False),
     "clip_0.1": Mode(delay=2, gradient_clip=0.1),
     "clip_off": Mode(delay=2, gradient_clip=1e9),
     "half_sync": Mode(groups=16, learning_rate=1.5e-4),
@@ -148,7 +154,7 @@ def learning_definition(mode: Mode) -> RunDefinition:
         ),
         objective=Objective(name=mode.objective),
         max_output_tokens=40,
-        samples_per_group=SAMPLES,
+        samples_per_group=mode.samples,
         groups_per_lease=FILE_GROUPS,
         groups_per_batch=mode.groups,
         max_staleness=4,
@@ -241,7 +247,7 @@ class Learning:
         rows = [row for group in groups for row in group]
         if self.mode.inject:
             rows = [self.injected(row) for row in rows]
-        line = train_step(self.learner, batch_of(rows, SAMPLES, step), Stopwatch())
+        line = train_step(self.learner, batch_of(rows, self.mode.samples, step), Stopwatch())
         self.record.gradient_norms.append(float(line["gradient_norm"]))
         self.record.steps += 1
         state = published_state(self.learner.policy, self.learner.world)
@@ -281,7 +287,7 @@ class Learning:
             )
             made.append(Draft(lease, lies, engine, plan))
             self.files += 1
-            self.record.samples += FILE_GROUPS * SAMPLES
+            self.record.samples += FILE_GROUPS * self.mode.samples
         for lies in (False, True):
             mine = [draft for draft in made if draft.lies is lies]
             if mine:
@@ -313,7 +319,7 @@ class Learning:
         self.record.missed += draft.lies and accepted
         self.record.wronged += not draft.lies and not accepted
         if not accepted:
-            self.record.rejected += FILE_GROUPS * SAMPLES
+            self.record.rejected += FILE_GROUPS * self.mode.samples
             return []
         table = found.verdict_table(
             lease.lease_digest, encoding.sha256(data), lease.signed.policy_version, 0

@@ -197,7 +197,7 @@ def summary(model: Path, seed: int, run: RunDefinition, answered: Sequence[Answe
         seed=seed,
         samples=len(answered[0].grades),
         reward=whole.reward,
-        task=interval([_mean([g.parts["task_micro"] / 1e6 for g in a.grades]) for a in answered]),
+        task=share([_mean([g.parts["task_micro"] / 1e6 for g in a.grades]) for a in answered]),
         length_error=whole.length_error,
         pass_1=whole.pass_1,
         pass_k=whole.pass_k,
