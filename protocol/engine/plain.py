@@ -35,6 +35,10 @@ from protocol.engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 NAME = "plain/1"
 _LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
+CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
+"""Tokens of one prefill. On a CPU what lies between two layers should stay in its cache: 3.4 M
+parameters validate a fifth faster than with 16,384."""
+
 
 class PlainEngine(PolicyFacts):
     """A causal language model loaded from a policy folder. See protocol.engine.base.Engine.
@@ -53,7 +57,7 @@ class PlainEngine(PolicyFacts):
         dtype: str = "float32",
         device: str = "cpu",
         batch_rows: int = 64,
-        replay_tokens: int = 16_384,
+        replay_tokens: int | None = None,
         logit_elements: int = 1 << 25,
         prepare: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
@@ -64,7 +68,7 @@ class PlainEngine(PolicyFacts):
         self._noise = noise
         self._torch_device = torch.device(device)
         self._batch_rows = batch_rows
-        self._replay_tokens = replay_tokens
+        self._replay_tokens = replay_tokens or (CPU_PREFILL if device == "cpu" else GPU_PREFILL)
         self._logit_elements = logit_elements
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
