@@ -77,7 +77,7 @@ def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> Batch
     """The manifest, once it is the manager's for this pool, run and step, and well formed.
 
     Raises UntrustedError (signature, wrong pool, run or step) or MalformedError (unsorted or
-    repeated files or groups).
+    repeated files or groups, more groups than the run's batch).
     """
     manifest = signed.manifest
     signer = signed.statement().recover(rules.domain, signed.signature)
@@ -96,6 +96,11 @@ def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> Batch
     for file in manifest.files:
         if not file.groups or list(file.groups) != sorted(set(file.groups)):
             raise MalformedError(f"the groups taken of file {file.sha256} are not sorted, distinct")
+    groups = sum(len(file.groups) for file in manifest.files)
+    if groups > rules.run.groups_per_batch:  # known before a byte is fetched: memory is bounded
+        raise MalformedError(
+            f"batch {step} names {groups} groups, and the run takes {rules.run.groups_per_batch}"
+        )
     return manifest
 
 

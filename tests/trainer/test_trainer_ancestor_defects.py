@@ -43,7 +43,7 @@ from trainer.parallel import World, full_state
 from trainer.prefetch import Prefetcher
 from trainer.publish import export
 
-RUN = kit.run_definition()
+RUN = kit.run_definition(groups=8)
 STEP = 4
 
 

@@ -32,7 +32,7 @@ from trainer import feed
 from trainer.data import TrainingBatch, assemble
 from trainer.feed import fetcher, insist
 
-RUN = kit.run_definition(groups=3)
+RUN = kit.run_definition(groups=8)
 STEP = 4
 
 
@@ -187,6 +187,20 @@ def _output_beyond_the_runs_limit(objects: kit.Objects) -> SignedBatch:
     part = rollouts(1)
     part[0] = replace(part[0], output_tokens=(5,) * 41, logprobs=(-1.0,) * 41)
     return kit.seal([kit.seal_file(objects, part, [0, 1], STEP)], STEP, RUN)
+
+
+def test_a_batch_of_more_groups_than_the_runs_is_refused_before_anything_is_fetched() -> None:
+    objects = kit.Objects()
+    small = kit.run_definition(groups=3)
+    signed = kit.seal(
+        [kit.seal_file(objects, rollouts(1, groups=4), [0, 1, 2, 3], STEP)], STEP, small
+    )
+
+    def fetch(*_: object) -> bytes:
+        raise AssertionError("nothing is fetched")
+
+    with pytest.raises(MalformedError, match="names 4 groups, and the run takes 3"):
+        assemble(signed, STEP, kit.rules(small), fetch)
 
 
 @pytest.mark.parametrize(
