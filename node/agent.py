@@ -33,6 +33,7 @@ from node.courier import Courier
 from node.desk import Desk
 from node.fingerprint import read_hardware
 from node.heartbeat import Pulse
+from node.inbox import Inbox
 from node.join import Join, check_pool
 from node.link import Link, connect
 from node.outbox import Outbox
@@ -225,7 +226,7 @@ class Agent:
             domain=api.client.domain("work"),
             policies=keeper,
             outbox=outbox,
-            handed_in=self._data.task_outbox,
+            inbox=Inbox(self._data.task_inbox),
             now=self._now,
         )
         late.append(desk)

@@ -1,8 +1,9 @@
 """The worker's only way out: HTTP over a Unix socket, each answer from the Desk.
 
-Trusted: nothing that comes in. Bounds: body 16 KiB, one request a connection, 8 connections, 10 s
-to send a request. Only the task's user may connect (SO_PEERCRED), and nothing said here can name a
-path, a key or another node's lease.
+Trusted: nothing that comes in. Bounds: body 16 KiB (of a file what a rollout file may have, one at
+a time: inbox.py), one request a connection, 8 connections, 10 s without a byte. Only
+the task's user may connect (SO_PEERCRED), and nothing said here can name a path, a key or another
+node's lease.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from node.bridge_messages import MAX_BODY_BYTES, Abandon, Done, HandIn, LeaseWish
+from node.bridge_messages import FILES, MAX_BODY_BYTES, Abandon, Done, HandIn, LeaseWish
 from node.desk import Desk
+from node.inbox import PIECE_BYTES
 from node.watched import WatchedThread
 from protocol.core.errors import MalformedError, NotFoundError, PrimeError, UserError
+from protocol.core.rollout import MAX_FILE_BYTES
 from protocol.core.signing import Strict
 from protocol.transport.problems import CONTENT_TYPE, to_problem
 
@@ -133,6 +136,29 @@ class _Handler(BaseHTTPRequestHandler):
             }
         )
 
+    def do_PUT(self) -> None:
+        name = self.path.removeprefix(FILES)
+
+        def receive(_: bytes) -> bytes:
+            size = self._length()
+            left = size if size <= MAX_FILE_BYTES else 0
+
+            def read(most: int) -> bytes:
+                nonlocal left
+                piece = self.rfile.read(most)
+                left -= len(piece)
+                return piece
+
+            try:
+                self.server.desk.receive(name, size, read)
+            except PrimeError:
+                while left > 0 and read(min(left, PIECE_BYTES)):
+                    pass  # a worker that cannot send on would never read why
+                raise
+            return _json(Done())
+
+        self._answer({FILES + name: receive})
+
     def _answer(self, routes: dict[str, Callable[[bytes], bytes]]) -> None:
         status, kind = 200, "application/json"
         try:
@@ -150,13 +176,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
 
-    def _read_body(self) -> bytes:
+    def _length(self) -> int:
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or len(length) > 9:
             raise MalformedError("a request needs a Content-Length")
-        if int(length) > MAX_BODY_BYTES:
+        return int(length)
+
+    def _read_body(self) -> bytes:
+        length = self._length()
+        if length > MAX_BODY_BYTES:
             raise MalformedError(f"a body of {length} bytes exceeds {MAX_BODY_BYTES}")
-        return self.rfile.read(int(length))
+        return self.rfile.read(length)
 
     def address_string(self) -> str:
         return "worker"

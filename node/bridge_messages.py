@@ -4,6 +4,7 @@
 |---|---|
 | GET  /run | → canonical RunDefinition bytes |
 | POST /lease | LeaseWish → LeaseOffer (held open up to `wait_seconds`) |
+| PUT /file/NAME | a finished file's bytes → {} ; replaces the one sent before |
 | POST /submit | HandIn → HandInAnswer |
 | POST /abandon | Abandon → {} |
 
@@ -18,6 +19,7 @@ from protocol.core.messages import ReceiptAnswer
 from protocol.core.signing import DigestField, Domain, Strict
 from protocol.core.task import SignedLease
 
+FILES = "/file/"
 MAX_BODY_BYTES = 16 << 10
 MAX_WAIT_SECONDS = 30
 MAX_ANSWER_BYTES = 4 << 20
@@ -37,8 +39,8 @@ class LeaseOffer(Strict):
 
 
 class HandIn(Strict):
-    """`file`: plain name of a finished file in the outbox. `tokens` generated in `milliseconds`
-    (advisory, shown in heartbeats)."""
+    """`file`: plain name under which the finished file was sent. `tokens` generated in
+    `milliseconds` (advisory, shown in heartbeats)."""
 
     lease_digest: DigestField
     file: str = Field(max_length=255)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from node.api import NodeApi
 from node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
+from node.inbox import Inbox
 from node.outbox import Outbox
 from protocol.core.errors import ConflictError, PrimeError, UnavailableError
 from protocol.core.ids import Digest
@@ -59,7 +59,7 @@ class Desk:
         domain: Domain,
         policies: Policies,
         outbox: Outbox,
-        handed_in: Path,
+        inbox: Inbox,
         now: Callable[[], float],
     ) -> None:
         self._api = api
@@ -68,7 +68,7 @@ class Desk:
         self._domain = domain
         self._policies = policies
         self._outbox = outbox
-        self._handed_in = handed_in
+        self._inbox = inbox
         self._now = now
         self._wishes = 0
         self._api_lock = threading.Lock()
@@ -190,13 +190,20 @@ class Desk:
             return f"policy {signed.policy_version} on disk is not the one that the lease names"
         return ""
 
+    def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
+        """Takes the bytes of a finished file, before it is handed in by `submit`. Raises what
+        `Inbox.receive` does, and ConflictError if no lease is open that it could answer."""
+        if self._open is None:
+            raise ConflictError("no lease is open: no file is taken")
+        self._inbox.receive(name, size, read)
+
     def submit(self, hand_in: HandIn) -> HandInAnswer:
-        """Takes a finished file into the journal, signs its submission, waits a while for the
+        """Takes a file that was sent into the journal, signs its submission, waits a while for the
         receipt. Raises MalformedError (bad name, size), ConflictError (not the open lease)."""
         signed = self._open
         if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
             raise ConflictError("this lease is not the one that is open")
-        file = self._outbox.take_in(self._handed_in, hand_in.file)
+        file = self._outbox.take_in(self._inbox.folder, hand_in.file)
         submission = Submission(
             pool=signed.lease.pool,
             lease_digest=hand_in.lease_digest,
@@ -215,7 +222,7 @@ class Desk:
         )
         self._outbox.add(digest, body, signed)
         self._open = None
-        (self._handed_in / hand_in.file).unlink(missing_ok=True)
+        (self._inbox.folder / hand_in.file).unlink(missing_ok=True)
         if hand_in.milliseconds:
             self.tokens_per_second = hand_in.tokens * 1000 // hand_in.milliseconds
         return self._await_receipt(hand_in.lease_digest, digest)

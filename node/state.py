@@ -5,7 +5,8 @@ settings.json what `join` was told, so that `status`, `rewards`, … need no fla
 status.json   the agent's last heartbeat, for `prime-node status`
 policies/     verified policies, one folder a version      (protocol/broadcast/folder.py)
 outbox/       finished files with their journal            (node/outbox.py)
-task/outbox/  what the worker writes; task/bridge/ the socket it speaks to
+task/inbox/   the file that the worker handed over last (node/inbox.py); task/bridge/ the socket it
+              speaks to; task/outbox/ where it writes if no container bounds it
 logs/         the worker's output
 chain/        the sender's journal, where the owner acts from this machine
 """
@@ -54,6 +55,7 @@ class DataFolder:
         self.policies = self.root / "policies"
         self.outbox = self.root / "outbox"
         self.task_outbox = self.root / "task" / "outbox"
+        self.task_inbox = self.root / "task" / "inbox"
         self.bridge = self.root / "task" / "bridge"
         self.logs = self.root / "logs"
         self.chain = self.root / "chain"
@@ -108,11 +110,7 @@ class DataFolder:
 
     def empty_task_outbox(self) -> None:
         """Removes what an earlier worker left, folders too. Call it while no task runs."""
-        for left in self.task_outbox.iterdir():
-            if left.is_symlink() or not left.is_dir():
-                left.unlink()
-            else:
-                _remove_folder(left)
+        empty_folder(self.task_outbox)
 
     def write_status(self, status: AgentStatus) -> None:
         _write(self.root / "status.json", status.model_dump_json())
@@ -139,6 +137,15 @@ def remembered(data: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", hint="remove it and join again") from error
     return found if isinstance(found, dict) else {}
+
+
+def empty_folder(folder: Path) -> None:
+    """Removes all that somebody else wrote into `folder`, folders too. Links are not followed."""
+    for left in folder.iterdir():
+        if left.is_symlink() or not left.is_dir():
+            left.unlink()
+        else:
+            _remove_folder(left)
 
 
 def _remove_folder(folder: Path) -> None:

@@ -14,7 +14,8 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Mounts:
-    """What a task may see of the host: policies (read-only), its outbox, the bridge's folder."""
+    """What a task may see of the host: policies (read-only) and the bridge's folder. `outbox` is
+    where it writes; only a task without container writes there on the host itself."""
 
     policies: Path
     outbox: Path

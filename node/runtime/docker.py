@@ -1,11 +1,13 @@
 """The container runtime: a task in Docker with nothing it does not need.
 
 No network, no capability, no new privileges, read-only root, a user that is not root, bounded
-memory, CPU and processes. It sees three folders: policies (read-only), its outbox, and the bridge's
-socket, which is its only way out.
+memory, CPU and processes. It sees two folders of the host, both read-only: policies, and the one
+with the bridge's socket, which is its only way out; finished files go through it, too (inbox.py).
+What it writes lies in two file systems in memory, of bounded size, that end with it: /tmp, and its
+outbox. Both count as its memory. The engine bounds its log.
 
 Not protected: the host's kernel is shared (a kernel bug breaks out); a task with GPUs talks to the
-driver; a task may burn its CPU share and fill its outbox (the agent empties and bounds each file).
+driver; a task may burn its CPU share.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 
 from node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
 from protocol.core.errors import PolicyError, UnavailableError, UserError
+from protocol.core.rollout import MAX_FILE_BYTES
 from protocol.core.task import Task
 
 log = logging.getLogger("prime.node.docker")
@@ -37,6 +40,8 @@ UNPRIVILEGED_UID = 65532
 DEFAULT_COMMAND = ("python", "-m", "node.worker")
 INSIDE = Mounts(Path("/prime/policies"), Path("/prime/outbox"), Path("/prime/bridge"))
 SCRATCH_MB = 512
+OUTBOX_MB = 2 * MAX_FILE_BYTES >> 20
+"""One finished file, and room for the next."""
 GPU_SCRATCH_MB = 4096
 """Compiled kernels lie there too. Both count as the task's memory."""
 _POLL_SECONDS = 0.5
@@ -189,8 +194,6 @@ class DockerRuntime:
         image = self._image(task)
         uid = self.task_uid
         gid = os.getgid() or UNPRIVILEGED_UID
-        if uid != os.getuid():
-            os.chown(mounts.outbox, uid, gid)
         command = [*(task.command or DEFAULT_COMMAND), *options.arguments(INSIDE)]
         try:
             container = self._engine().containers.create(
@@ -208,10 +211,13 @@ class DockerRuntime:
                 network_mode="none",
                 # runc gives a tmpfs the mode of the image's own folder, whatever `mode` says: so
                 # the task's user must own it too.
-                tmpfs={"/tmp": scratch_options(task.gpus, uid, gid)},  # noqa: S108
+                tmpfs={
+                    "/tmp": scratch_options(task.gpus, uid, gid),  # noqa: S108
+                    str(INSIDE.outbox): f"rw,nosuid,nodev,noexec,size={OUTBOX_MB}m,mode=700,"
+                    f"uid={uid},gid={gid}",
+                },
                 mounts=[
                     Mount(str(INSIDE.policies), str(mounts.policies), "bind", read_only=True),
-                    Mount(str(INSIDE.outbox), str(mounts.outbox), "bind"),
                     Mount(str(INSIDE.bridge), str(mounts.bridge), "bind", read_only=True),
                 ],
                 environment={

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from node.bridge_messages import (
+    FILES,
     MAX_ANSWER_BYTES,
     Abandon,
     Done,
@@ -48,6 +49,14 @@ class BridgeClient:
 
     def lease(self, wish: LeaseWish) -> LeaseOffer:
         return self._post("/lease", wish, LeaseOffer)
+
+    def send_file(self, path: Path) -> None:
+        """Sends a finished file's bytes; `submit` names it afterwards by its own name."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
+        self._request("PUT", FILES + path.name, content)
 
     def submit(self, body: HandIn) -> HandInAnswer:
         return self._post("/submit", body, HandInAnswer)

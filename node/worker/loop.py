@@ -16,7 +16,7 @@ from types import FrameType
 
 from node.bridge_messages import Abandon, HandIn, LeaseWish
 from node.worker.client import BridgeClient
-from node.worker.workshop import Job, Workshop
+from node.worker.workshop import Built, Job, Workshop
 from protocol.core.errors import ConflictError, MalformedError, UnavailableError
 
 log = logging.getLogger("prime.worker")
@@ -89,7 +89,7 @@ def work(
                 raise
             sleep(1.0)
             continue
-        _hand_in(bridge, job, built.name, built.tokens, built.seconds)
+        _hand_in(bridge, job, built)
 
 
 def _next_job(bridge: BridgeClient) -> Job | None:
@@ -99,15 +99,22 @@ def _next_job(bridge: BridgeClient) -> Job | None:
     return Job(offer.lease, offer.lease.lease.digest(offer.domain))
 
 
-def _hand_in(bridge: BridgeClient, job: Job, name: str, tokens: int, seconds: float) -> None:
+def _hand_in(bridge: BridgeClient, job: Job, built: Built) -> None:
+    tokens, seconds = built.tokens, built.seconds
     body = HandIn(
-        lease_digest=job.lease_digest, file=name, tokens=tokens, milliseconds=int(seconds * 1000)
+        lease_digest=job.lease_digest,
+        file=built.path.name,
+        tokens=tokens,
+        milliseconds=int(seconds * 1000),
     )
     try:
+        bridge.send_file(built.path)
         answer = bridge.submit(body)
     except (ConflictError, MalformedError) as error:
-        log.error("the agent did not take %s: %s", name, error)
+        log.error("the agent did not take %s: %s", built.path.name, error)
         return
+    finally:
+        built.path.unlink(missing_ok=True)  # where it is written there is room for few
     if answer.refused:
         log.error("the file for lease %s was refused: %s", job.lease_digest[:10], answer.refused)
     else:

@@ -49,9 +49,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished file of the outbox: its plain name, the tokens in it, the time it took."""
+    """A finished file of the outbox, the tokens in it, the time it took."""
 
-    name: str
+    path: Path
     tokens: int
     seconds: float
 
@@ -107,7 +107,7 @@ class Workshop:
             seconds *= self.options.throttle
         name = f"{job.lease_digest[2:]}.parquet"
         put_file(self.options.outbox, name, content)
-        return Built(name, tokens, seconds)
+        return Built(self.options.outbox / name, tokens, seconds)
 
 
 def put_file(folder: Path, name: str, content: bytes) -> None:

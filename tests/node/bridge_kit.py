@@ -17,6 +17,7 @@ from node.bridge import Bridge
 from node.bridge_messages import HandIn, LeaseWish
 from node.courier import Courier
 from node.desk import Desk
+from node.inbox import Inbox
 from node.outbox import Outbox
 from node.worker.client import BridgeClient
 from orchestrator.store import nodes
@@ -53,7 +54,7 @@ class Kit:
     courier: Courier
     client: BridgeClient
     folder: Path
-    """What the worker may write."""
+    """Where the agent puts what the worker sent."""
     socket_path: Path
 
     def raw(self, request: bytes) -> bytes:
@@ -84,8 +85,7 @@ def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
     api = NodeApi(world.url, NODE)
     policies = api.client.get("/v1/policies", PolicyList).policies
     shelf = Shelf({p.manifest.version: p.manifest.digest() for p in policies})
-    written = folder / "written"
-    written.mkdir(parents=True)
+    inbox = Inbox(folder / "inbox")
     outbox = Outbox(folder / "outbox", now=time.time)
     desk = Desk(
         api=api,
@@ -94,7 +94,7 @@ def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
         domain=api.client.domain("work"),
         policies=shelf,
         outbox=outbox,
-        handed_in=written,
+        inbox=inbox,
         now=time.time,
     )
     desk.set_working(True)
@@ -105,7 +105,7 @@ def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
     )
     client = BridgeClient(bridge.path, timeout=40)
     try:
-        yield Kit(world, desk, shelf, outbox, courier, client, written, bridge.path)
+        yield Kit(world, desk, shelf, outbox, courier, client, inbox.folder, bridge.path)
     finally:
         desk.close()
         bridge.close()

@@ -15,7 +15,13 @@ import pytest
 from docker.errors import DockerException
 
 from node.runtime.base import Mounts, WorkerOptions
-from node.runtime.docker import ContainerHandle, DockerRuntime, scratch_options
+from node.runtime.docker import (
+    OUTBOX_MB,
+    SCRATCH_MB,
+    ContainerHandle,
+    DockerRuntime,
+    scratch_options,
+)
 from protocol.core.errors import PolicyError, UserError
 from protocol.core.task import Task
 
@@ -118,7 +124,27 @@ def test_task_root_is_read_only_and_so_are_the_policies(shell: Shell) -> None:
 def test_task_may_write_its_outbox_and_scratch_only(shell: Shell, mounts: Mounts) -> None:
     status, output = shell("echo result > /prime/outbox/file && echo 1 > /tmp/x && echo ok")
     assert (status, output.strip()) == (0, "ok")
-    assert (mounts.outbox / "file").read_text() == "result\n"
+    assert not list(mounts.outbox.iterdir()), "nothing that it writes lies on this machine's disk"
+
+
+@pytest.mark.parametrize(("place", "most"), [("/prime/outbox", OUTBOX_MB), ("/tmp", SCRATCH_MB)])
+def test_a_task_that_writes_endlessly_runs_out_of_its_own_room(
+    shell: Shell, place: str, most: int
+) -> None:
+    """Of its own room, not of this machine's; what it says of it is its last word."""
+    line = (
+        f"/bin/busybox dd if=/dev/zero of={place}/endless bs=1M; status=$?; "
+        f"/bin/busybox du -m {place}/endless | /bin/busybox cut -f1; exit $status"
+    )
+    status, output = shell(line, memory_mb=1024, cpus_milli=2000)
+    assert status == 1
+    assert "No space left on device" in output
+    assert int(output.split()[-1]) == most
+
+
+def test_a_task_whose_room_is_more_than_its_memory_is_killed(shell: Shell) -> None:
+    status, _ = shell("/bin/busybox dd if=/dev/zero of=/prime/outbox/x bs=1M", memory_mb=64)
+    assert status == 137
 
 
 def test_task_sees_the_policies(shell: Shell) -> None:

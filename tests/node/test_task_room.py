@@ -1,0 +1,269 @@
+"""How much of this machine's disk a task can take: what it sends, and what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bridge_kit import Kit, bridge_kit, hand_in
+from node_world import NodeWorld, until
+
+from node.bridge_messages import FILES, HandIn, LeaseWish
+from node.inbox import Inbox
+from node.runtime import process as process_runtime
+from node.runtime.base import Mounts, WorkerOptions
+from node.runtime.process import ProcessHandle, ProcessRuntime, holds_more_than
+from node.worker.loop import _hand_in
+from node.worker.workshop import Built, Job
+from protocol.core.errors import ConflictError, MalformedError, UnavailableError
+from protocol.core.ids import Digest
+from protocol.core.rollout import MAX_FILE_BYTES
+from protocol.core.task import Task
+
+
+@pytest.fixture
+def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
+    with bridge_kit(world, tmp_path / "k") as made:
+        yield made
+
+
+def take_lease(kit: Kit) -> Digest:
+    offer = kit.client.lease(LeaseWish(wait_seconds=10))
+    assert offer.lease is not None, offer.reason
+    assert offer.domain is not None
+    return offer.lease.lease.digest(offer.domain)
+
+
+def put(kit: Kit, name: str, body: bytes, length: int | None = None) -> bytes:
+    """The answer to a file sent byte by byte as given."""
+    size = len(body) if length is None else length
+    head = f"PUT {FILES}{name} HTTP/1.0\r\nContent-Length: {size}\r\n\r\n".encode()
+    return kit.raw(head + body)
+
+
+def test_a_sent_file_is_handed_in_and_nothing_of_it_is_left(kit: Kit, tmp_path: Path) -> None:
+    lease = take_lease(kit)
+    (tmp_path / "f.parquet").write_bytes(b"file")
+    kit.courier.start()
+    kit.client.send_file(tmp_path / "f.parquet")
+    answer = kit.client.submit(HandIn(lease_digest=lease, file="f.parquet"))
+    assert answer.receipt is not None
+    assert kit.courier.stop(10) == 0
+    assert not list(kit.folder.iterdir())
+
+
+def test_the_worker_keeps_no_file_that_it_sent(kit: Kit, tmp_path: Path) -> None:
+    """Where a container writes there is room for two."""
+    offer = kit.client.lease(LeaseWish(wait_seconds=10))
+    assert offer.lease is not None
+    assert offer.domain is not None
+    job = Job(offer.lease, offer.lease.lease.digest(offer.domain))
+    built = Built(tmp_path / "f.parquet", tokens=1, seconds=1.0)
+    built.path.write_bytes(b"file")
+    kit.desk._closed = True  # answers at once instead of waiting for the receipt
+    _hand_in(kit.client, job, built)
+    assert not built.path.exists()
+    assert len(kit.outbox.waiting()) == 1
+
+
+def test_however_much_a_task_sends_one_file_lies_here(kit: Kit) -> None:
+    take_lease(kit)
+    for number in range(20):
+        assert b" 200 " in put(kit, f"f{number}", b"x" * 1000)
+    assert [path.name for path in kit.folder.iterdir()] == ["f19"]
+
+
+def test_a_file_larger_than_any_rollout_file_is_refused_unread(kit: Kit) -> None:
+    take_lease(kit)
+    for size in (0, MAX_FILE_BYTES + 1, 10**8):
+        assert b"400" in put(kit, "f", b"", size).split(b"\r\n")[0]
+    assert not list(kit.folder.iterdir())
+
+
+def test_a_file_that_ends_too_early_is_not_kept(tmp_path: Path) -> None:
+    inbox, pieces = Inbox(tmp_path / "i"), [b"12", b""]
+    with pytest.raises(MalformedError, match="ended 2 bytes too early"):
+        inbox.receive("f", 4, lambda most: pieces.pop(0))
+    assert not list(inbox.folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "../f", "a/b", ".receiving", "..", "%2e%2e", "x" * 200])
+def test_a_sent_files_name_can_name_no_other_place(kit: Kit, name: str) -> None:
+    take_lease(kit)
+    assert put(kit, name, b"x").split(b"\r\n")[0].split()[1] in (b"400", b"404")
+    assert not list(kit.folder.iterdir())
+
+
+def test_no_file_is_taken_while_no_lease_is_open(kit: Kit, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x" * (8 << 20))
+    with pytest.raises(ConflictError, match="no lease is open"):
+        kit.client.send_file(tmp_path / "f")
+    assert not list(kit.folder.iterdir())
+
+
+def test_one_file_is_received_at_a_time(tmp_path: Path) -> None:
+    inbox, begun, go_on = Inbox(tmp_path / "i"), threading.Event(), threading.Event()
+
+    def slowly(most: int) -> bytes:
+        begun.set()
+        go_on.wait(30)
+        return b"1"
+
+    first = threading.Thread(target=lambda: inbox.receive("first", 1, slowly))
+    first.start()
+    assert begun.wait(30)
+    with pytest.raises(ConflictError, match="one is sent at a time"):
+        inbox.receive("second", 1, lambda most: b"2")
+    go_on.set()
+    first.join(30)
+    assert [path.read_bytes() for path in inbox.folder.iterdir()] == [b"1"]
+
+
+# -- a disk that is really full --------------------------------------------------------------------
+
+MOUNT = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    if os.getuid() != 0:
+        pytest.skip("only root may mount")
+    place = tmp_path / "disk"
+    place.mkdir()
+    if MOUNT.mount(b"tmpfs", bytes(place), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip(f"only root with rights may mount: {os.strerror(ctypes.get_errno())}")
+    yield place
+    MOUNT.umount2(bytes(place), 2)  # MNT_DETACH
+
+
+def fill(file: Path) -> None:
+    """Writes until nothing more fits."""
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as filler:
+        while True:
+            filler.write(b"x" * 4096)
+    with pytest.raises(OSError, match="No space left"):
+        file.with_name("one more").write_bytes(b"x" * 4096)
+
+
+def test_a_full_disk_loses_nothing_that_was_handed_in(world: NodeWorld, small_disk: Path) -> None:
+    """The next file is refused in one sentence; the one before is delivered; with room again the
+    next is taken, too."""
+    with bridge_kit(world, small_disk / "k") as kit:
+        first = hand_in(kit, b"first")
+        kit.courier.start()
+        until(lambda: kit.outbox.find(first).state == "receipted", "the first is delivered")  # type: ignore[union-attr]
+        lease = take_lease(kit)
+        filler = small_disk / "filler"
+        fill(filler)
+        file_to_send = world.folder / "f"
+        file_to_send.write_bytes(b"y" * 50_000)
+        with pytest.raises(UnavailableError, match="cannot keep the file 'f': No space left"):
+            kit.client.send_file(file_to_send)
+        assert not list(kit.folder.iterdir())
+        filler.unlink()
+        kept = kit.outbox.find(first)
+        assert kept is not None
+        assert kept.receipt is not None
+        kit.client.send_file(file_to_send)
+        answer = kit.client.submit(HandIn(lease_digest=lease, file="f"))
+        assert answer.receipt is not None
+        assert kit.courier.stop(10) == 0
+
+
+# -- the process runtime ---------------------------------------------------------------------------
+
+
+def start(tmp_path: Path, code: str) -> tuple[ProcessHandle, Path]:
+    """A task without container that runs `code` in its outbox."""
+    mounts = Mounts(tmp_path / "policies", tmp_path / "outbox", tmp_path / "bridge")
+    for folder in (mounts.policies, mounts.outbox, mounts.bridge):
+        folder.mkdir()
+    (mounts.outbox / "left by an earlier one").write_bytes(b"x")
+    command = (sys.executable, "-c", code)
+    return ProcessRuntime(tmp_path / "logs", command).start(
+        Task(image="process"), mounts, WorkerOptions()
+    ), mounts.outbox
+
+
+ENDLESS_FILE = "f = open('f', 'wb')\nwhile True: f.write(b'x' * 65536); f.flush()"
+ENDLESS_FILES = "n = 0\nwhile True: open(f'{n}', 'w').close(); n += 1"
+IN_A_CHILD = (
+    "import subprocess, sys, time\n"
+    f"subprocess.Popen([sys.executable, '-c', {ENDLESS_FILE!r}])\n"
+    "time.sleep(600)"
+)
+ENDLESS_WORDS = "while True: print('x' * 65536)"
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (ENDLESS_FILE, "wrote more than 1 MiB"),
+        (ENDLESS_FILES, "(or 1000 files)"),
+        (IN_A_CHILD, "wrote more than 1 MiB"),
+        (ENDLESS_WORDS, "its log"),
+    ],
+    ids=["one file", "many files", "in a child", "its log"],
+)
+def test_a_task_that_writes_endlessly_is_ended_with_one_sentence(
+    tmp_path: Path,
+    code: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(process_runtime, "OUTBOX_BYTES", 1 << 20)
+    monkeypatch.setattr(process_runtime, "LARGEST_LOG", 1 << 20)
+    handle, outbox = start(tmp_path, code)
+    assert handle.wait(60) == -9
+    handle.stop(0.0)
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(said) == 1
+    assert said[0].startswith("the task was ended: ")
+    assert sentence in said[0]
+    assert said[0] in handle.logs()
+    assert not list(outbox.iterdir()), "there is room again"
+    until(lambda: not working_in(outbox), "nobody of the task's own is left")
+
+
+def working_in(folder: Path) -> list[Path]:
+    """Processes whose working folder this is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").resolve(strict=True) == folder:
+                found.append(process)
+    return found
+
+
+def test_a_task_that_writes_what_it_should_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = "open('f', 'wb').write(b'x' * 1000); print('done')"
+    handle, outbox = start(tmp_path, code)
+    assert handle.wait(60) == 0
+    handle.stop(0.0)
+    assert [path.name for path in outbox.iterdir()] == ["f"], "and no earlier one's"
+    assert not caplog.records
+    assert handle.logs() == "done\n"
+
+
+def test_room_is_counted_as_the_disk_counts_it(tmp_path: Path) -> None:
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 1 << 30)
+    assert not holds_more_than(tmp_path, 1 << 20, 10)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "full").write_bytes(b"x" * (2 << 20))
+    assert holds_more_than(tmp_path, 1 << 20, 10)
+    assert holds_more_than(tmp_path, 1 << 30, 3)
+    (tmp_path / "a" / "b" / "full").unlink()
+    (tmp_path / "link").symlink_to("/")
+    assert not holds_more_than(tmp_path, 1 << 20, 10)
