@@ -190,10 +190,19 @@ def _memory(
         gradients=4 * trained // ranks,
         optimizer=8 * trained // ranks,
         reference=4 * parameters // ranks if run.objective.kl_micro else 0,
-        gathered=0 if ranks == 1 and not settings.bf16 else 2 * width * parameters // layers,
+        gathered=0 if ranks == 1 and not settings.bf16 else width * _gathered(config, shape),
         activations=kept,
         logits=3 * 4 * logits,
         host=2 * parameters + (4 * whole + 8 * trained) // ranks,
+    )
+
+
+def _gathered(config: Any, shape: Shape) -> int:
+    """Weights whole on a rank at once: two layers, one of them on its way, and embedding and head,
+    which stay from the first layer to the last."""
+    ends = 1 if getattr(config, "tie_word_embeddings", False) else 2
+    return 2 * shape.layer_parameters // int(config.num_hidden_layers) + ends * (
+        shape.head_parameters
     )
 
 

@@ -15,6 +15,7 @@ from protocol.core.errors import UserError
 from protocol.engine.tiny import character_tokenizer
 from trainer.attention import packed_attention, wants_whole_heads
 from trainer.collate import collate
+from trainer.dryrun import _gathered
 from trainer.learner import backward
 from trainer.lora import add_adapters
 from trainer.model import Policy, block_causal_mask, load_policy, shape_of
@@ -236,6 +237,18 @@ def test_a_models_costs_come_from_its_configuration(model: Path) -> None:
     # 6 a parameter and token, and nothing for tokens that are only read
     one = shape.training_flops([10], [4])
     assert one == 6 * (10 * layers + 4 * shape.head_parameters) + 6 * shape.attention_width * 100
+
+
+@pytest.mark.parametrize(("tied", "ends"), [(True, 1), (False, 2)])
+def test_a_plan_counts_embedding_and_head_among_what_a_rank_holds_whole(
+    tied: bool, ends: int
+) -> None:
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(**(SIZES | {"tie_word_embeddings": tied}))
+    shape = shape_of(config)
+    layer = shape.layer_parameters // SIZES["num_hidden_layers"]
+    assert _gathered(config, shape) == 2 * layer + ends * 64 * 32
 
 
 def test_a_truncated_weights_file_is_one_sentence(model: Path, tmp_path: Path) -> None:
