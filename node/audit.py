@@ -11,9 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from node.api import NodeApi
+from node.audit_export import gather, submission_of, write
 from node.config import Settings
 from node.link import Link, connect
 from node.state import DataFolder
@@ -147,6 +149,20 @@ def published(settings: Settings, subject: str) -> dict[str, Any]:
         if info.verdict is not None:
             verdict = from_json(library.object(info.verdict, MAX_OBJECT_BYTES))
         return {"submission": info.model_dump(mode="json"), "verdict": verdict}
+
+
+def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
+    """Writes all that an audit of `subject` rests on into `folder` (audit_export.py); the files.
+
+    Raises UserError if it names nothing of this pool, NotFoundError if a part is not published.
+    """
+    digest = ids.digest(subject)
+    with _opened(settings) as (api, link):
+        library = OrchestratorLibrary(api)
+        slash = find_slash(link, digest)
+        submission = submission_of(digest, slash, library)
+        run = api.run(link.contracts.pools.pool_of(link.pool).run_digest)
+        return write(gather(submission, slash, run, library), folder)
 
 
 def find_slash(link: Link, digest: Digest) -> Slash | None:

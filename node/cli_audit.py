@@ -1,10 +1,11 @@
 """`prime-node audit`: every slash from the chain, and the validator's own check run again.
 
-`list` and `show` need neither torch nor docker; `replay` needs the engine (torch).
+`list`, `show` and `export` need neither torch nor docker; `replay` needs the engine (torch).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ Subject = Annotated[
     str,
     typer.Argument(help="Transaction, evidence digest or submission digest (0x + 64 digits)."),
 ]
+Folder = Annotated[Path, typer.Argument(help="A new or empty folder.")]
 Subjects = Annotated[
     list[str],
     typer.Argument(help="Transactions, evidence digests or submission digests."),
@@ -66,6 +68,21 @@ def audit_show(settings: Settings, subject: Subject, as_json: Json = False) -> N
         print_json(found)
     else:
         typer.echo("\n".join([subject, *tree_lines(found, indent=1)]))
+
+
+@audit_app.command("export")
+@configured
+def audit_export(
+    settings: Settings, subject: Subject, folder: Folder, as_json: Json = False
+) -> None:
+    """Write all that an audit rests on into a folder: file, lease, run, verdict, evidence."""
+    from node.audit import export
+
+    written = [str(path) for path in export(settings, subject, folder)]
+    if as_json:
+        print_json(written)
+    else:
+        typer.echo("\n".join(written))
 
 
 @audit_app.command("replay")

@@ -103,7 +103,7 @@ def test_reading_commands_need_neither_torch_nor_docker() -> None:
 def test_every_reading_command_has_json() -> None:
     for words in (
         ["status"], ["doctor"], ["wallet", "show"], ["stake", "show"], ["rewards", "show"],
-        ["audit", "list"], ["audit", "show"], ["audit", "replay"],
+        ["audit", "list"], ["audit", "show"], ["audit", "replay"], ["audit", "export"],
     ):  # fmt: skip
         said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"}).output
         assert "--json" in said, words

@@ -224,6 +224,8 @@ def test_dead_rpc_does_not_stop_a_member(chain: Chain) -> None:
     shown = chain.cli("audit", "show", digest).stdout.splitlines()
     assert shown[:2] == [digest, "  submission"]
     assert not [line for line in shown if "{" in line or "'" in line]
+    case = chain.world.folder / "case"
+    assert str(case / "rollout.parquet") in chain.json("audit", "export", digest, str(case))
     dead = ("--rpc", "http://127.0.0.1:9", "--deployment", str(chain.deployed.path))
     chain.world.join(*dead)
     until(lambda: len(chain.world.submissions()) > handed_in, "it works without the chain")

@@ -1,0 +1,77 @@
+"""`prime-node audit export`: everything that an audit rests on, as files named by what they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+from court_kit import LIAR, Court, Shelf
+from money_kit import Shop
+
+from node.audit_export import gather, submission_of, write
+from orchestrator.store.submissions import SubmissionRow
+from protocol.core import encoding
+from protocol.core.errors import NotFoundError, UserError
+from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.messages import SubmissionInfo
+from protocol.core.run import RunDefinition
+from protocol.core.task import SignedLease
+
+
+class Published(Shelf):
+    """With what the orchestrator says of submissions."""
+
+    def __init__(self, shop: Shop) -> None:
+        super().__init__(shop)
+        self._rows = shop
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        if digest == ZERO_DIGEST:
+            raise NotFoundError("no such submission")
+        row: SubmissionRow = self._rows.row(digest)
+        return SubmissionInfo(
+            submission_digest=row.digest, node=row.node, lease_digest=row.lease_digest,
+            step=row.step, sha256=row.sha256, status=row.status, reason=row.reason,
+            units=row.units, root=None, verdict=row.verdict, evidence=row.evidence,
+        )  # fmt: skip
+
+
+def test_a_slash_s_folder_holds_evidence_file_lease_and_run_as_published(
+    court: Court, tmp_path: Path
+) -> None:
+    row = court.judged(court.tampered, LIAR)
+    slash, library = court.slash(row), Published(court.shop)
+    assert submission_of(row.evidence or ZERO_DIGEST, slash, library) == row.digest
+    folder = tmp_path / "case"
+    paths = write(gather(row.digest, slash, court.shop.context.run, library), folder)
+    assert {path.name for path in paths} == {
+        "slash.json", "evidence.json", "submission.json", "lease.json", "run.json",
+        "rollout.parquet", "verdict.json", "index.json",
+    }  # fmt: skip
+    index = json.loads((folder / "index.json").read_text())
+    assert index.pop("rollout.parquet") == row.sha256
+    assert index["evidence.json"] == row.evidence
+    assert index["verdict.json"] == row.verdict
+    for name, digest in index.items():
+        assert encoding.sha256((folder / name).read_bytes()) == digest
+    run = RunDefinition.model_validate_json((folder / "run.json").read_text())
+    lease = SignedLease.model_validate_json((folder / "lease.json").read_text())
+    assert lease.lease.run_digest == run.digest()
+    with pytest.raises(UserError, match="not an empty folder"):
+        write({}, folder)
+
+
+def test_an_accepted_file_s_folder_holds_its_table(court: Court) -> None:
+    row = court.judged(court.honest)
+    found = gather(row.digest, None, court.shop.context.run, Published(court.shop))
+    assert encoding.sha256(found["verdict_table.json"]) == row.verdict_table
+    assert "evidence.json" not in found
+
+
+def test_a_subject_of_nothing_is_a_user_s_mistake(court: Court) -> None:
+    with pytest.raises(UserError, match="no submission and no slash"):
+        submission_of(ZERO_DIGEST, None, Published(court.shop))
