@@ -7,6 +7,7 @@ the store, and handing in again completes it; after it, handing in again returns
 
 from __future__ import annotations
 
+from orchestrator import uploads
 from orchestrator.backend import Backend
 from orchestrator.store import jobs, leases, nodes, submissions
 from orchestrator.store.leases import LeaseRow
@@ -22,7 +23,6 @@ from protocol.core.lifecycle import LeaseState, step_lease
 from protocol.core.messages import ReceiptAnswer
 from protocol.core.rollout import MAX_FILE_BYTES, Receipt, SignedSubmission
 from protocol.core.task import Lease
-from protocol.storage.base import digest_key
 
 
 def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
@@ -51,8 +51,11 @@ def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
     _check_open(row, backend.now())
     if signed.submission.valid_until < backend.now():
         raise PolicyError("the submission's own validity has ended")
-    _check_file(backend, signed)
-    return _accept(backend, signed, digest)
+    found = _check_file(backend, signed, row.deadline)
+    uploads.keep(backend.objects, found, signed.submission.size, signed.submission.sha256)
+    answer = _accept(backend, signed, digest)
+    backend.objects.delete(uploads.staged_key(row.deadline, signed.submission.sha256))
+    return answer
 
 
 def check_claim(signed: SignedSubmission, lease: Lease) -> None:
@@ -82,16 +85,17 @@ def _check_open(row: LeaseRow, now: float) -> None:
         raise ConflictError(f"the lease is {ended}: the file came too late")
 
 
-def _check_file(backend: Backend, signed: SignedSubmission) -> None:
-    """The stored object must be exactly what the node signed for."""
+def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> str:
+    """The key of the stored object, which must be exactly what the node signed for."""
     claim = signed.submission
-    key = digest_key(claim.sha256)
-    if not backend.objects.exists(key):
+    key = uploads.find(backend.objects, deadline, claim.sha256)
+    if key is None:
         raise NotFoundError("the file is not in the store: upload it first")
     if backend.objects.size(key) != claim.size:
         raise UntrustedError("the stored file has another size than the submission says")
     if backend.objects.digest(key) != claim.sha256:
         raise UntrustedError("the stored file has another SHA-256 than the submission says")
+    return key
 
 
 def _accept(backend: Backend, signed: SignedSubmission, digest: Digest) -> ReceiptAnswer:

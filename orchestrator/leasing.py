@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection
 
-from orchestrator import scheduler, shadow
+from orchestrator import scheduler, shadow, uploads
 from orchestrator.backend import Backend
 from orchestrator.scheduler import Asker, Grant, Rules, Supply, Wait
 from orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
@@ -27,7 +27,6 @@ from protocol.core.rollout import (
 )
 from protocol.core.run import RunDefinition
 from protocol.core.task import Lease, SignedLease, shadow_pool
-from protocol.storage.base import digest_key
 
 WAIT_MS = 500
 """How long a node waits before it asks again."""
@@ -193,7 +192,6 @@ def upload(
     most = largest_file(backend.context.run)
     if request.size > most:
         raise PolicyError(f"a rollout file of this run has at most {most} bytes")
-    key = digest_key(request.sha256)
     with backend.store.begin() as connection:
         row = _own(leases.lock_row(connection, digest), account)
         submitted = submissions.of_lease(connection, digest)
@@ -207,8 +205,10 @@ def upload(
             if row.uploads >= MAX_UPLOADS:
                 raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
             leases.announce_upload(connection, digest, sha256=request.sha256, size=request.size)
-    if backend.objects.exists(key) and backend.objects.size(key) == request.size:
+    found = uploads.find(backend.objects, row.deadline, request.sha256)
+    if found is not None and backend.objects.size(found) == request.size:
         return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
+    key = uploads.staged_key(row.deadline, request.sha256)
     target = backend.objects.signed_put(key, request.size, request.sha256, row.deadline)
     return UploadAnswer(url=target.url, headers=target.headers, expiry=target.expires_at)
 

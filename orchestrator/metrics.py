@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from orchestrator import reach
+from orchestrator import reach, uploads
 from orchestrator.backend import Backend
 from orchestrator.history import excess, others_of
 from orchestrator.store import (
@@ -77,6 +77,8 @@ def render(backend: Backend, requests: RequestCounts) -> str:
         for batch in batches.latest(connection, 1):
             lines += _single("prime_batch_mean_reward", batch.mean_reward_micro / 1e6)
             lines += _single("prime_batch_staleness_max", batch.staleness_max)
+        lines.append("# TYPE prime_uploads_swept_total counter")
+        lines.append(f"prime_uploads_swept_total {uploads.swept_so_far(connection)}")
         seen = meta.get(connection, meta.CHAIN_SEEN_AT)
         if seen is not None:
             lines += _single("prime_chain_seen_timestamp_seconds", float(seen))

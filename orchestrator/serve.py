@@ -32,6 +32,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from orchestrator import uploads
 from orchestrator.app import create_app
 from orchestrator.backend import Backend
 from orchestrator.config import Settings
@@ -171,6 +172,7 @@ async def _serve(
                 ("batches", manager.batch_tick, BATCH_SECONDS),
                 ("money", manager.money_tick, MONEY_SECONDS),
                 ("lives", LifeTicks(backend).tick, LIFE_SECONDS),
+                ("uploads", lambda: uploads.sweep(backend), uploads.SWEEP_SECONDS),
             )
             for name, tick, every in ticks:
                 loops.start(name, while_held(lease, tick), every)

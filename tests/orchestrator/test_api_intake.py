@@ -13,6 +13,7 @@ from orchestrator_world import AUDIENCE, Session, World, signer
 from orchestrator import intake
 from orchestrator.app import create_app
 from orchestrator.store import jobs, leases, nodes, submissions
+from orchestrator.uploads import staged_key
 from protocol.core.encoding import sha256
 from protocol.core.ids import Digest
 from protocol.core.messages import ReceiptAnswer
@@ -161,7 +162,7 @@ def test_a_file_damaged_in_the_store_is_refused(
 ) -> None:
     world.upload(node, lease, b"file")
     root = world.backend.objects.root  # type: ignore[attr-defined]
-    (root / digest_key(sha256(b"file"))).write_bytes(b"fil3")
+    (root / staged_key(lease.lease.deadline, sha256(b"file"))).write_bytes(b"fil3")
     answer = world.post("/v1/submissions", world.claim(node.account, lease, b"file"))
     assert (answer.status_code, "SHA-256" in answer.text) == (401, True)
 
@@ -200,7 +201,11 @@ def test_a_large_file_arrives_whole_in_pieces(
 ) -> None:
     data = os.urandom(3 * CHUNK_BYTES + 5)
     assert world.upload(node, lease, data).status_code == 204
-    url = world.http.get(f"/v1/objects/{sha256(data)}").headers["location"]
+    where = f"/v1/objects/{sha256(data)}"
+    assert world.http.get(where).status_code == 404, "nobody else sees it before it is handed in"
+    signed = world.claim(node.account, lease, data)
+    assert world.post("/v1/submissions", signed).status_code == 200
+    url = world.http.get(where).headers["location"]
     assert world.http.get(url).content == data
 
 

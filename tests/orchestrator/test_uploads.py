@@ -1,0 +1,72 @@
+"""Files that were uploaded and never handed in: deleted, and nothing else ever is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from orchestrator_world import World
+
+from orchestrator import uploads
+from protocol.core.encoding import sha256
+from protocol.storage.base import digest_key, put_object
+
+
+def staged(world: World) -> list[str]:
+    return list(world.backend.objects.keys(uploads.PREFIX))
+
+
+def test_what_is_handed_in_stays_and_what_is_not_goes_after_the_grace(world: World) -> None:
+    first, second = world.member(1), world.member(2)
+    world.hand_in(first, b"handed in")
+    assert staged(world) == [], "no second copy is kept"
+    lease = world.lease(second)
+    assert world.upload(second, lease, b"never handed in").status_code == 204
+    (key,) = staged(world)
+    world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS)
+    assert uploads.sweep(world.backend) == 0, "the grace is not over"
+    assert staged(world) == [key]
+    world.clock.advance(1)
+    assert uploads.sweep(world.backend) == 1
+    assert staged(world) == []
+    assert uploads.sweep(world.backend) == 0
+    assert world.backend.objects.get(digest_key(sha256(b"handed in")), 100) == b"handed in"
+    assert "\nprime_uploads_swept_total 1\n" in world.http.get("/metrics").text
+
+
+def test_a_node_cannot_have_an_object_of_ours_deleted(world: World) -> None:
+    """It uploads the very bytes of one, before or after we write it."""
+    session = world.member(1)
+    lease = world.lease(session)
+    assert world.upload(session, lease, b"a root's leaves").status_code == 204
+    ours = put_object(world.backend.objects, b"a root's leaves")
+    world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
+    assert uploads.sweep(world.backend) == 1
+    assert world.backend.objects.get(digest_key(ours), 100) == b"a root's leaves"
+
+
+def test_an_upload_is_handed_in_at_the_last_moment_while_others_sweep(world: World) -> None:
+    """Another orchestrator on the store, whose clock runs ahead by less than the grace."""
+    session = world.member(1)
+    lease = world.lease(session)
+    assert world.upload(session, lease, b"late").status_code == 204
+    world.clock.advance(lease.lease.deadline - world.clock())
+    now = world.clock() + uploads.GRACE_SECONDS
+    other = dataclasses.replace(world.backend, now=lambda: now)
+    assert uploads.sweep(other) == 0
+    answer = world.post("/v1/submissions", world.claim(session.account, lease, b"late"))
+    assert answer.status_code == 200, answer.text
+    assert world.backend.objects.get(digest_key(sha256(b"late")), 100) == b"late"
+
+
+def test_every_file_of_a_lease_is_swept_however_many_it_announced(world: World) -> None:
+    session = world.member(1)
+    lease = world.lease(session)
+    for number in range(4):
+        assert world.upload(session, lease, b"file %d" % number).status_code == 204
+    assert len(staged(world)) == 4
+    assert all(re.fullmatch(r"uploads/\d+/[0-9a-f]{64}", key) for key in staged(world))
+    signed = world.claim(session.account, lease, b"file 2")
+    assert world.post("/v1/submissions", signed).status_code == 200
+    world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
+    assert uploads.sweep(world.backend) == 3
