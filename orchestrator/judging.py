@@ -152,7 +152,8 @@ def record_verdict(
             if not jobs.hand_on(connection, submission, worker):
                 return False
             log.info("submission %s: a second opinion is asked for", submission)
-            return _opine(connection, submission, published, now)
+            _opine(connection, submission, published, now)
+            return True
         if not jobs.finish(connection, submission, worker):
             return False
         _opine(connection, submission, published, now)
@@ -198,9 +199,11 @@ def record_verdict(
 
 def _opine(
     connection: Connection, submission: Digest, published: PublishedVerdict, now: float
-) -> bool:
+) -> None:
+    """What a validator found at its second look takes the place of its first: an acceptance that it
+    no longer gives must neither stand nor bring the file back to it."""
     evidence = published.signed.verdict.evidence
-    return opinions.add(
+    opinions.replace(
         connection,
         OpinionRow(
             submission,

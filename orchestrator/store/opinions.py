@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.store import schema
-from orchestrator.store.rows import insert_new, records
+from orchestrator.store.rows import insert_new, records, upsert
 from protocol.core.ids import Address, Digest
 from protocol.core.verdict import Outcome, Reason
 
@@ -38,6 +38,12 @@ class OpinionRow:
 def add(connection: Connection, row: OpinionRow) -> bool:
     """Writes an opinion; False if this validator has given one."""
     return insert_new(connection, schema.opinions, vars(row))
+
+
+def replace(connection: Connection, row: OpinionRow) -> None:
+    """Writes an opinion in the place of what this validator said before, if it did: what it says
+    now is what others are asked about."""
+    upsert(connection, schema.opinions, vars(row))
 
 
 def of(connection: Connection, submission: Digest) -> list[OpinionRow]:

@@ -222,6 +222,31 @@ def test_an_acceptance_does_not_stand_alone_once_somebody_contradicts(
     assert court.validator.judge_next() is None
 
 
+def test_a_validator_that_changes_its_mind_says_so_and_goes_on_to_other_files(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its second look, alone, it finds a lie that it missed: it waits for another like any
+    rejection, and neither is judged again and again nor holds up what came later."""
+    twice_looked_at(monkeypatch)
+    second = court.another(SECOND)
+    row = court.shop.submit(LIAR, make=court.forged)
+    with court.shop.store.begin() as connection:
+        missed = OpinionRow(
+            row.digest, VALIDATOR.address, int(Reason.NONE), ZERO_DIGEST, None, court.shop.now()
+        )
+        opinions.add(connection, missed)
+    court.shop.now.time += Patience().lone_seconds
+    later = court.shop.submit(HONEST, make=court.honest)
+    assert court.validator.judge_next() == row.digest
+    assert said(court, row.digest) == [(VALIDATOR.address, Reason.TAMPERED_LOGPROBS)]
+    assert court.shop.row(row.digest).status == "submitted", "it is still one key alone"
+    assert count(court, schema.slashes) == 0
+    assert court.validator.judge_next() == later.digest
+    assert second.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "rejected"
+    assert count(court, schema.slashes) == 1
+
+
 def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_it_lapses(
     court: Court,
 ) -> None:
