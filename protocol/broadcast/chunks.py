@@ -116,6 +116,9 @@ class ChunkFetcher:
                 link.abort()
             for thread in threads:
                 thread.join(1.0)
+            with self._change:
+                for task in self._open:  # whoever still waits for an answer writes nothing any more
+                    task.claim.take()
         if self._error is not None:
             raise self._error
         return self.stats

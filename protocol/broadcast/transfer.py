@@ -114,6 +114,7 @@ class Link:
         self._authority = parts.netloc
         self._connection: http.client.HTTPConnection | None = None
         self._wire: TimedSocket | None = None
+        self._aborted = False
 
     def close(self) -> None:
         if self._connection is not None:
@@ -121,7 +122,8 @@ class Link:
             self._connection = None
 
     def abort(self) -> None:
-        """Ends a read that another thread is in."""
+        """Ends a read that another thread is in, and asks nothing again."""
+        self._aborted = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):
@@ -296,7 +298,7 @@ class Link:
                 return answer
             except (ConnectionError, http.client.BadStatusLine):
                 self.close()
-                if fresh:
+                if fresh or self._aborted:
                     raise
 
     def _connect(self) -> http.client.HTTPConnection:

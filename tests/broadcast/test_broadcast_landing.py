@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import tempfile
+import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from broadcast_world import Run, answer, bad_server, same_files
+from broadcast_world import Run, answer, bad_server, same_files, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.broadcast import landing
+from protocol.broadcast import chunks, landing
+from protocol.broadcast.chunks import ChunkFetcher
 from protocol.broadcast.client import fetch
 from protocol.broadcast.landing import EARLY_SECONDS, MARGIN, Claim, Landing, beginning
+from protocol.broadcast.layout import file_items
 from protocol.broadcast.server import Origin
+from protocol.broadcast.sources import SourceBook
+from protocol.broadcast.transfer import Link, Sink, SupersededError, TransferError
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import UnavailableError
 
@@ -126,6 +132,73 @@ def test_nothing_is_written_over_a_chunk_that_another_verified(tmp_path: Path) -
         put(slow, b"w", STEP)
         assert not claim.take(), "the second one is too late"
     assert path.read_bytes() == b"r" * CHUNK
+
+
+class _SlowLink(Link):
+    """A source that is still being connected to when its fetch is stopped, and lies then."""
+
+    asked: threading.Event
+    late: threading.Event
+
+    def read_span(
+        self,
+        path: str,
+        span: tuple[int, int],
+        size: int,
+        sink: Sink,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.asked.set()
+        assert self.late.wait(60.0)
+        room = sink.room()[: span[1] - span[0]]
+        room[:] = b"w" * len(room)
+        sink.arrived(len(room))
+        raise SupersededError("fetched elsewhere meanwhile")
+
+
+def test_a_fetch_that_was_stopped_writes_nothing_over_what_the_next_one_verified(
+    big: tuple[Run, SignedManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, signed = big
+    items = [item for item in file_items(signed.manifest) if item.name == "model.safetensors"]
+    book = SourceBook()
+    book.get("http://127.0.0.1:1").role = "relay"
+    before = set(threading.enumerate())
+    _SlowLink.asked, _SlowLink.late = threading.Event(), threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(chunks, "Link", _SlowLink)
+        stopped = ChunkFetcher(
+            items, tmp_path, ["http://127.0.0.1:1"], book, per_source=1, stop=_SlowLink.asked.is_set
+        )
+        with pytest.raises(UnavailableError, match="stopped"):
+            stopped.run()
+    with Origin(run.root) as origin:
+        ChunkFetcher(items, tmp_path, [origin.url], SourceBook()).run()
+    _SlowLink.late.set()
+    until(lambda: set(threading.enumerate()) <= before, "the stopped fetch's thread ends")
+    assert (tmp_path / "model.safetensors").read_bytes() == run.file(0)
+
+
+def test_an_aborted_link_asks_nothing_again(big: tuple[Run, SignedManifest]) -> None:
+    run, signed = big
+    (item,) = (item for item in file_items(signed.manifest) if item.name == "model.safetensors")
+    asked: list[str] = []
+
+    def dies_then_serves(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        asked.append(handler.path)
+        if len(asked) == 2:  # the connection is a kept-alive one: it would be asked for anew
+            link.abort()
+            return
+        answer(handler, body)
+
+    with bad_server(run.root, dies_then_serves) as url:
+        link = Link(url)
+        buffer = memoryview(bytearray(1000))
+        link.read_range(item.address, 0, item.size, buffer)
+        with pytest.raises(TransferError):
+            link.read_range(item.address, 1000, item.size, buffer)
+        link.close()
+    assert len(asked) == 2
 
 
 @given(
