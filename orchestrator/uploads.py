@@ -1,6 +1,6 @@
 """Files between their upload and their submission: apart from all other objects, and not for long.
 
-    signed URL ──► uploads/<lease's deadline>/<sha256>      whatever a node sends
+    signed URL ──► uploads/<lease's deadline>-<sha256>      whatever a node sends
     submission ──► sha256/<sha256>                          what was handed in, checked once more
     sweep          the rest, GRACE_SECONDS after its lease's deadline
 
@@ -26,8 +26,9 @@ SWEPT = "uploads_swept"
 
 
 def staged_key(deadline: int, sha256: Digest) -> str:
-    """Where the upload for a lease of this deadline (Unix seconds) lies until it is handed in."""
-    return f"{PREFIX}{deadline}/{sha256[2:]}"
+    """Where the upload for a lease of this deadline (Unix seconds) lies until it is handed in. In no
+    folder of its own: on a disk that would be left, and looked through by every sweep."""
+    return f"{PREFIX}{deadline}-{sha256[2:]}"
 
 
 def find(objects: ObjectStore, deadline: int, sha256: Digest) -> str | None:
@@ -55,7 +56,7 @@ def sweep(backend: Backend) -> int:
     not answer: the next sweep goes on."""
     swept = 0
     for key in backend.objects.keys(PREFIX):
-        deadline = key.removeprefix(PREFIX).partition("/")[0]
+        deadline = key.removeprefix(PREFIX).partition("-")[0]
         if deadline.isdigit() and int(deadline) + GRACE_SECONDS < backend.now():
             backend.objects.delete(key)
             swept += 1

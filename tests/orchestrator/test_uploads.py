@@ -10,6 +10,7 @@ from orchestrator_world import World
 from orchestrator import uploads
 from protocol.core.encoding import sha256
 from protocol.storage.base import digest_key, put_object
+from protocol.storage.directory import DirectoryStore
 
 
 def staged(world: World) -> list[str]:
@@ -65,8 +66,21 @@ def test_every_file_of_a_lease_is_swept_however_many_it_announced(world: World) 
     for number in range(4):
         assert world.upload(session, lease, b"file %d" % number).status_code == 204
     assert len(staged(world)) == 4
-    assert all(re.fullmatch(r"uploads/\d+/[0-9a-f]{64}", key) for key in staged(world))
+    assert all(re.fullmatch(r"uploads/\d+-[0-9a-f]{64}", key) for key in staged(world))
     signed = world.claim(session.account, lease, b"file 2")
     assert world.post("/v1/submissions", signed).status_code == 200
     world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
     assert uploads.sweep(world.backend) == 3
+
+
+def test_nothing_is_left_on_a_disk_of_files_that_were_handed_in_or_swept(world: World) -> None:
+    """Not even empty folders, of which there would be one for each second of leases."""
+    first, second = world.member(1), world.member(2)
+    world.hand_in(first, b"handed in")
+    lease = world.lease(second)
+    assert world.upload(second, lease, b"never handed in").status_code == 204
+    world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
+    assert uploads.sweep(world.backend) == 1
+    objects = world.backend.objects
+    assert isinstance(objects, DirectoryStore)
+    assert not list((objects.root / uploads.PREFIX).iterdir())
