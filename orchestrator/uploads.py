@@ -26,8 +26,8 @@ SWEPT = "uploads_swept"
 
 
 def staged_key(deadline: int, sha256: Digest) -> str:
-    """Where the upload for a lease of this deadline (Unix seconds) lies until it is handed in: in no
-    folder of its own, which would be left on a disk, and looked through by every sweep."""
+    """Where the upload for a lease of this deadline (Unix seconds) lies until it is handed in: in
+    no folder of its own, which would be left on a disk, and looked through by every sweep."""
     return f"{PREFIX}{deadline}-{sha256[2:]}"
 
 
