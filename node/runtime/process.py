@@ -55,7 +55,7 @@ class ProcessHandle:
 
     def _look_after(self) -> None:
         while not self._done.wait(LOOK_SECONDS) and self._process.poll() is None:
-            if self._log.stat().st_size > LARGEST_LOG:
+            if self._log.exists() and self._log.stat().st_size > LARGEST_LOG:
                 self._end(f"its log {self._log} holds more than {LARGEST_LOG >> 20} MiB")
             elif holds_more_than(self._outbox, OUTBOX_BYTES, OUTBOX_FILES):
                 self._end(
@@ -178,12 +178,12 @@ class ProcessRuntime:
 
 def holds_more_than(folder: Path, most_bytes: int, most_files: int) -> bool:
     """Whether what lies below `folder` takes more room on the disk than that. Links are not
-    followed; what goes away while it is looked at counts as nothing."""
+    followed; what goes away while it is looked at, or may not be, counts as nothing."""
     taken = entries = 0
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             entries += 1
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it went away, or lies in a closed folder
                 taken += os.lstat(os.path.join(place, name)).st_blocks * 512  # noqa: PTH118
             if taken > most_bytes or entries > most_files:
                 return True

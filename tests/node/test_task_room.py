@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from bridge_kit import Kit, bridge_kit, hand_in
 from node_world import NodeWorld, until
+from other_user import NOBODY, as_nobody, open_path
 
 from node.bridge_messages import FILES, HandIn, LeaseWish
 from node.inbox import Inbox
@@ -267,3 +268,34 @@ def test_room_is_counted_as_the_disk_counts_it(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "full").unlink()
     (tmp_path / "link").symlink_to("/")
     assert not holds_more_than(tmp_path, 1 << 20, 10)
+
+
+def test_a_folder_that_the_task_closed_ends_no_watch(tmp_path: Path) -> None:
+    """Names in it can be read, what they name cannot: that must not end the thread that counts."""
+    closed = tmp_path / "room" / "closed"
+    closed.mkdir(parents=True)
+    (closed / "f").write_bytes(b"x")
+    (tmp_path / "room" / "full").write_bytes(b"x" * (2 << 20))
+    os.chown(closed, NOBODY if os.getuid() == 0 else -1, -1)
+    closed.chmod(0o444)
+
+    def counts() -> str:
+        return f"{holds_more_than(tmp_path / 'room', 8 << 20, 10)}"
+
+    open_path(closed)
+    try:
+        assert (as_nobody(counts) if os.getuid() == 0 else counts()) == "False"
+    finally:
+        closed.chmod(0o755)
+
+
+def test_a_task_without_its_log_is_looked_after_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_runtime, "OUTBOX_BYTES", 1 << 20)
+    code = "import os, time; os.remove('../logs/worker.log'); time.sleep(0.5)\n" + ENDLESS_FILE
+    handle, outbox = start(tmp_path, code)
+    assert handle.wait(60) == -9
+    handle.stop(0.0)
+    assert "wrote more than 1 MiB" in caplog.text
+    assert not list(outbox.iterdir())
