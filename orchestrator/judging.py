@@ -37,7 +37,7 @@ from orchestrator.store import (
     schema,
     submissions,
 )
-from orchestrator.store.engine import Store
+from orchestrator.store.engine import Store, lock
 from orchestrator.store.groups import GroupRow
 from orchestrator.store.opinions import OpinionRow
 from orchestrator.store.rows import insert_new
@@ -72,6 +72,8 @@ class Judgement:
     """How many rows other files had before; None where nobody looked."""
     marks: Sequence[str] = ()
     """Of an accepted file: what its rows are remembered by."""
+    unseen: Sequence[str] = ()
+    """Of an accepted file that was not replayed whole: what no other file had when we looked."""
 
     def __post_init__(self) -> None:
         outcome = self.reason.outcome
@@ -141,7 +143,9 @@ def record_verdict(
     """Writes an opinion and, if `needed` validators agree by now, the verdict and all that follows
     from it, in one transaction. Otherwise the job waits for another validator.
 
-    False, and nothing written, if `worker` lost its claim or the submission was judged already.
+    False, and nothing written, if `worker` lost its claim or the submission was judged already;
+    or if a file that was judged beside it, and was accepted first, has rows of it: it is judged
+    once more, and whole.
     """
     verdict, judgement = published.signed.verdict, published.judgement
     outcome = judgement.reason.outcome
@@ -154,6 +158,14 @@ def record_verdict(
             log.info("submission %s: a second opinion is asked for", submission)
             _opine(connection, submission, published, now)
             return True
+        if outcome is Outcome.ACCEPTED:
+            lock(connection, "row_marks")  # one acceptance sees the rows of the one before it
+        if row_marks.seen(connection, judgement.unseen, but=submission):
+            log.info(
+                "submission %s: its rows came in another file meanwhile; once more", submission
+            )
+            jobs.hand_on(connection, submission, worker)
+            return False
         if not jobs.finish(connection, submission, worker):
             return False
         _opine(connection, submission, published, now)

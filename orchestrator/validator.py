@@ -213,6 +213,7 @@ class Validator:
             finding.statistics.get("compute_share"),
             None if finding.repeated is None else len(finding.repeated),
             finding.marks,
+            finding.unseen,
         )
         published = judging.publish_verdict(
             self._objects,

@@ -7,8 +7,8 @@ was seen before is replayed whole. That is all: the repetition accuses nobody, t
 lease has noise of its own, so a copied answer is not what its seed gives, and anybody can see so
 without our records; an honest coincidence replays without fault and costs a prefill.
 
-Not found: answers whose chance their first author overstated (if nobody replayed that row), and
-those changed by a token.
+Not found: answers whose chance their first author overstated (if nobody replayed that row), those
+changed by a token, and a copy that was accepted before its original (if nobody replayed that row).
 """
 
 from __future__ import annotations

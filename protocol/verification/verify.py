@@ -61,7 +61,8 @@ class Finding:
     `rows_drawn` are the rows replayed; `row_statistics` those of each; `table` and `units` are set
     for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
     `repeated`: rows that were seen before (None: not looked for); `marks` of an accepted file's
-    rows are to be remembered (repeats.py).
+    rows are to be remembered (repeats.py). `unseen`: marks of all rows of an accepted file that was
+    not replayed whole since nobody had them before: to be asked for once more as it is accepted.
     Statistics are named in proofs.thresholds; beside them `tokens`, `equal`, `tail_probability`
     (replay.combine) and `compute_share`, the replay's cost.
     """
@@ -77,6 +78,7 @@ class Finding:
     setup: str = ""
     repeated: tuple[int, ...] | None = None
     marks: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     def shares(self) -> dict[str, float]:
         """Each judged statistic of the file as a share of its limit; empty without a replay."""
@@ -154,8 +156,15 @@ def verify_file(
     finding = _judge_replay(
         file, numbers, plan, table, signed, lease_digest, run, engine, engines, calibration
     )
-    marks = repeats.memorable(file.rows) if finding.outcome is Outcome.ACCEPTED else ()
-    return replace(finding, repeated=repeated, marks=marks)
+    if finding.outcome is not Outcome.ACCEPTED:
+        return replace(finding, repeated=repeated)
+    asked = seen is not None and len(numbers) < len(file.rows)
+    return replace(
+        finding,
+        repeated=repeated,
+        marks=repeats.memorable(file.rows),
+        unseen=tuple(map(repeats.mark, file.rows)) if asked else (),
+    )
 
 
 def _read(data: bytes, lease_digest: Digest) -> RolloutFile:

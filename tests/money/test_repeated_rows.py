@@ -15,6 +15,8 @@ import sqlalchemy as sa
 from court_kit import HONEST, LIAR, Court, small_run
 
 from orchestrator.store import row_marks, schema, submissions
+from orchestrator.validator import Validator
+from protocol.core import seeds
 from protocol.core.encoding import sha256
 from protocol.core.ids import Digest
 from protocol.core.run import LengthBudgets, RunDefinition
@@ -89,6 +91,42 @@ def test_a_row_copied_from_an_earlier_file_is_found_whichever_rows_are_drawn(cou
     assert audit.result == "match", audit.detail
     with court.shop.store.read() as connection:
         assert submissions.repeating(connection) == {"rejected": 1}
+
+
+def test_a_copy_judged_beside_its_original_is_found_all_the_same(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither was accepted when the other was looked at; the copied row is not drawn, and said to
+    be probable."""
+    whole = seeds.drawn_rows
+    monkeypatch.setattr(
+        seeds,
+        "drawn_rows",
+        lambda secret, digest, rows, count: (
+            whole(secret, digest, rows, count) if count >= rows else (0, 1)
+        ),
+    )
+    kept: list[Generation] = []
+
+    def keep(_: list[PlannedRow], rows: list[Generation]) -> list[Generation]:
+        kept.extend(rows)
+        return rows
+
+    def copy_one(_: list[PlannedRow], rows: list[Generation]) -> list[Generation]:
+        best = min(kept, key=lambda row: float(row.logprobs.sum()))
+        return [*rows[:3], replace(best, logprobs=best.logprobs / 2), *rows[4:]]
+
+    assert court.judged(lambda *lease: made(court, *lease, keep)).status == "accepted"
+    copied = court.shop.submit(LIAR, make=lambda *lease: made(court, *lease, copy_one))
+    with monkeypatch.context() as before:  # it was looked at before the original was accepted
+        before.setattr(Validator, "_seen", lambda *_: frozenset())
+        assert court.validator.judge_next() == copied.digest
+    assert court.shop.row(copied.digest).status == "submitted", "one more look, now whole"
+    assert court.validator.judge_next() == copied.digest
+    judged = court.shop.row(copied.digest)
+    assert (judged.status, judged.reason) == ("rejected", Reason.WRONG_SAMPLING)
+    assert judged.repeated_rows == 1
+    assert court.validator.judge_next() is None
 
 
 def test_an_honest_coincidence_is_replayed_whole_and_accused_of_nothing(court: Court) -> None:
