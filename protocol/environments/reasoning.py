@@ -38,9 +38,10 @@ START_SECONDS = 180.0
 """For a child's warm-up: some seconds of processor time on a machine that may be busy."""
 _NAME = re.compile(r"[A-Za-z_]\d{0,2}|[A-Z]+")
 """A variable, a board's mark, a row of capitals: nothing that Python or sympy would run."""
+_NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
 _NODES = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.List,
-    ast.Tuple, ast.expr_context,
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.List, ast.Tuple,
+    ast.expr_context,
 )  # fmt: skip
 
 
@@ -52,8 +53,10 @@ def only_data(family: str, answer: str) -> bool:
     try:
         tree = ast.parse(answer.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        # No Python, but sympy reads a little more ("5!"): then at least no name to do harm with.
-        return all(_harmless(name) for name in re.findall(r"[^\W\d]\w*", answer))
+        # No Python, but sympy reads a little more ("5!"): then at least no name to do harm with,
+        # and no text, which might spell one by escapes.
+        names = re.findall(r"[^\W\d]\w*", answer)
+        return not {"'", '"'} & set(answer) and all(map(_harmless, names))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             if not _harmless(node.id):
@@ -62,6 +65,9 @@ def only_data(family: str, answer: str) -> bool:
             named = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
             if not named or node.keywords:
                 return False
+        elif isinstance(node, ast.Constant):
+            if not _plain(node.value):
+                return False
         elif not isinstance(node, _NODES):
             return False
     return True
@@ -69,6 +75,14 @@ def only_data(family: str, answer: str) -> bool:
 
 def _harmless(name: str) -> bool:
     return name in _FUNCTIONS or _NAME.fullmatch(name) is not None
+
+
+def _plain(value: object) -> bool:
+    """A constant that is a number, or text of numbers and short names: sympy's functions evaluate
+    what text they are given, as `exp("…")`."""
+    if not isinstance(value, str):
+        return not isinstance(value, bytes)
+    return all(_NUMBER.fullmatch(word) or _harmless(word) for word in value.split())
 
 
 def require_reasoning_gym() -> None:

@@ -67,6 +67,13 @@ def family_task(family: str, metadata: dict[str, Any]) -> Task:
         ("spiral_matrix", "entry['answer']", False),
         ("binary_matrix", "(y := 5)", False),
         ("number_sorting", "eval ('5') !", False),
+        ("number_sorting", "['-69', '4.5', '1e3']", True),
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),
+        ("simple_integration", "exp('5 + x')", False),  # sympy evaluates a function's text
+        ("simple_integration", "exp('print(5)')", False),
+        ("simple_integration", r"exp('\160\162\151\156\164(5)')", False),
+        ("simple_integration", r"exp('\160\162\151\156\164(5)') + 0!", False),
+        ("simple_integration", "exp(b'5')", False),
     ],
 )
 def test_a_scorer_that_evaluates_is_shown_data_and_arithmetic_only(
@@ -109,6 +116,21 @@ def test_an_answer_that_is_a_program_starts_nothing(
     finally:
         environment.close()
     assert not mark.exists()
+
+
+@needs_filter
+def test_an_answer_that_is_a_program_in_text_earns_nothing() -> None:
+    """It would change the scorer that grades it: every answer would be right."""
+    pytest.importorskip("reasoning_gym", reason="pip install 'prime-open[families]'")
+    program = """eval("setattr(__import__('sympy'), 'simplify', lambda e: 0)") or Integer(0)"""
+    spelt = "".join(f"\\{ord(letter):03o}" for letter in program)
+    environment = ReasoningGym({"family": "simple_integration", "seed": 1}, BUDGETS)
+    try:
+        for answer in (f'exp("{spelt}")', f'exp("{spelt}") + 0!'):
+            score = environment.check(environment.problem(0), f"Answer: {answer}", 5)
+            assert (score.task_micro, score.uncertain) == (0, False)
+    finally:
+        environment.close()
 
 
 @needs_filter
