@@ -70,7 +70,8 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
     for entry in entries:
         assert entry.receipt is not None, "only receipted entries are asked for"
         since = entry.receipt.receipt.received_at + periods.epoch_length
-        until = since + periods.validity
+        answered = entry.body.submission.valid_until + periods.accountable
+        until = min(since + periods.validity, answered)  # as Work.postLeaf has it
         state: State
         if entry.submission_digest in posted:
             state = "rooted"
