@@ -67,6 +67,10 @@ def family_task(family: str, metadata: dict[str, Any]) -> Task:
         ("spiral_matrix", "entry['answer']", False),
         ("binary_matrix", "(y := 5)", False),
         ("number_sorting", "eval ('5') !", False),
+        ("countdown", "(x - x)*(29 + 3) + x/x + x/x", False),  # any number, of none that is given
+        ("countdown", "5 # 29 3", False),
+        ("puzzle24", "-cos(pi) + 0*29", False),
+        ("simple_integration", "Integral(2*x, x)", False),  # the question itself
         ("number_sorting", "['-69', '4.5', '1e3']", True),
         ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),
         ("simple_integration", "exp('5 + x')", False),  # sympy evaluates a function's text
