@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant("stake that seats need is a bond", "StakeVault.sol",
         "uint256 free = _unbondable(account);", "(uint256 free,) = _split(account);"),
     Mutant("enroll carries another node's invite", "Registry.sol",
-        "if (invite.node != consent.node) revert Errors.UnknownNode(invite.node);", "", money=True),
+        "if (invite.node != consent.node) revert Errors.UnknownNode(invite.node);", ""),
     Mutant("the accused judges its own dispute", "Slasher.sol",
         "if (msg.sender == p.provider) revert Errors.OwnProposal(id, msg.sender);", ""),
     Mutant(
