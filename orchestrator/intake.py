@@ -1,8 +1,10 @@
 """Intake: a signed submission and its file become a row, a job and the manager's receipt.
 
 Everything that can be refused is refused first; then one transaction writes the submission, ends
-the lease and queues the judging. A crash before the commit leaves the lease open and the file in
-the store, and handing in again completes it; after it, handing in again returns the same receipt.
+the lease and queues the judging; then the file is moved to where it stays, so that nothing lies
+there that no submission names, however many files come in at once. A crash before the commit leaves
+the lease open and the file among the uploads, and handing in again completes it; after it, handing
+in again returns the same receipt, and the next sweep of the uploads moves the file.
 """
 
 from __future__ import annotations
@@ -51,10 +53,9 @@ def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
     _check_open(row, backend.now())
     if signed.submission.valid_until < backend.now():
         raise PolicyError("the submission's own validity has ended")
-    found = _check_file(backend, signed, row.deadline)
-    uploads.keep(backend.objects, found, signed.submission.size, signed.submission.sha256)
+    _check_file(backend, signed, row.deadline)
     answer = _accept(backend, signed, digest)
-    backend.objects.delete(uploads.staged_key(row.deadline, signed.submission.sha256))
+    uploads.keep(backend.objects, row.deadline, signed.submission.sha256)
     return answer
 
 
@@ -85,8 +86,8 @@ def _check_open(row: LeaseRow, now: float) -> None:
         raise ConflictError(f"the lease is {ended}: the file came too late")
 
 
-def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> str:
-    """The key of the stored object, which must be exactly what the node signed for."""
+def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> None:
+    """The stored object must be exactly what the node signed for."""
     claim = signed.submission
     key = uploads.find(backend.objects, deadline, claim.sha256)
     if key is None:
@@ -95,7 +96,6 @@ def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> st
         raise UntrustedError("the stored file has another size than the submission says")
     if backend.objects.digest(key) != claim.sha256:
         raise UntrustedError("the stored file has another SHA-256 than the submission says")
-    return key
 
 
 def _accept(backend: Backend, signed: SignedSubmission, digest: Digest) -> ReceiptAnswer:

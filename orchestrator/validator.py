@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from orchestrator import judging
+from orchestrator import judging, uploads
 from orchestrator.claims import Claims, Patience
 from orchestrator.context import PoolContext, read_object
 from orchestrator.draws import Draw, DrawSecrets
@@ -295,7 +295,7 @@ class Validator:
         if received_at > min(promise.deadline, claim.valid_until):
             return Finding(Reason.LATE, f"received at {received_at}, due by {promise.deadline}")
         try:
-            data = read_object(self._objects, claim.sha256, MAX_FILE_BYTES)
+            data = uploads.read(self._objects, promise.deadline, claim.sha256, MAX_FILE_BYTES)
         except (NotFoundError, UnavailableError, UntrustedError) as error:
             raise _AbstainError(Reason.OUT_OF_RESOURCES, f"our store lost it: {error}") from error
         try:

@@ -96,6 +96,22 @@ def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | No
     return record(SubmissionRow, connection.execute(query).mappings().first())
 
 
+def names_upload(connection: Connection, deadline: int, sha256: Digest) -> bool:
+    """Whether a file of this SHA-256 was handed in for a lease of this deadline (Unix seconds)."""
+    leases = schema.leases.c
+    query = (
+        sa.select(_submissions.digest)
+        .join(schema.leases, leases.digest == _submissions.lease_digest)
+        .where(
+            leases.status.in_(("submitted", "accepted", "rejected", "void")),  # by its index
+            leases.deadline == deadline,
+            _submissions.sha256 == sha256,
+        )
+        .limit(1)
+    )
+    return connection.execute(query).first() is not None
+
+
 def judge(
     connection: Connection,
     digest: Digest,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
+import threading
+from typing import Any
 
+import pytest
 from orchestrator_world import World
 
-from orchestrator import uploads
+from orchestrator import intake, uploads
+from orchestrator.store import submissions
 from protocol.core.encoding import sha256
+from protocol.core.errors import ConflictError, NotFoundError, UntrustedError
 from protocol.storage.base import digest_key, put_object
 from protocol.storage.directory import DirectoryStore
 
@@ -84,3 +91,109 @@ def test_nothing_is_left_on_a_disk_of_files_that_were_handed_in_or_swept(world: 
     objects = world.backend.objects
     assert isinstance(objects, DirectoryStore)
     assert not list((objects.root / uploads.PREFIX).iterdir())
+
+
+def kept(world: World) -> set[str]:
+    return set(world.backend.objects.keys("sha256/"))
+
+
+def test_of_files_handed_in_at_once_for_one_lease_only_the_one_that_is_taken_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has passed every check when the first of them is written down."""
+    session = world.member(1)
+    lease = world.lease(session)
+    files = [b"file %d" % number for number in range(4)]
+    for data in files:
+        assert world.upload(session, lease, data).status_code == 204
+    before, real, together = kept(world), intake._check_file, threading.Barrier(4, timeout=60)
+
+    def checked(*arguments: Any) -> None:
+        real(*arguments)
+        together.wait()
+
+    monkeypatch.setattr(intake, "_check_file", checked)
+    ended: list[Exception | None] = []
+
+    def hand_in(data: bytes) -> None:
+        try:
+            intake.submit(world.backend, world.claim(session.account, lease, data))
+        except ConflictError as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    threads = [threading.Thread(target=hand_in, args=(data,)) for data in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(one is None for one in ended) == [False, False, False, True]
+    with world.backend.store.read() as connection:
+        taken = submissions.of_lease(connection, world.lease_digest(lease))
+    assert taken is not None
+    assert kept(world) - before == {digest_key(taken.sha256)}
+    world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
+    assert uploads.sweep(world.backend) == 3
+    assert kept(world) - before == {digest_key(taken.sha256)}
+
+
+def test_a_file_whose_intake_was_killed_before_it_was_moved_is_never_swept_away(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its receipt: validators read it where it lies, and the sweep moves it."""
+    session = world.member(1)
+    lease = world.lease(session)
+    data = b"handed in"
+    assert world.upload(session, lease, data).status_code == 204
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(uploads, "keep", killed)
+        with pytest.raises(KeyboardInterrupt):
+            intake.submit(world.backend, world.claim(session.account, lease, data))
+    objects, deadline = world.backend.objects, lease.lease.deadline
+    assert uploads.read(objects, deadline, sha256(data), 100) == data
+    world.clock.advance(deadline - world.clock() + uploads.GRACE_SECONDS + 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        assert uploads.sweep(world.backend) == 0
+    assert len(staged(world)) == 1, "no room to move it: it stays where it is"
+    assert uploads.sweep(world.backend) == 0
+    assert staged(world) == []
+    assert uploads.read(objects, deadline, sha256(data), 100) == data
+    assert objects.get(digest_key(sha256(data)), 100) == data
+
+
+def test_a_full_disk_after_the_receipt_was_written_takes_no_file_away(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = world.member(1)
+    lease = world.lease(session)
+    assert world.upload(session, lease, b"file").status_code == 204
+    signed = world.claim(session.account, lease, b"file")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        assert world.post("/v1/submissions", signed).status_code == 200
+    assert uploads.read(world.backend.objects, lease.lease.deadline, sha256(b"file"), 9) == b"file"
+    assert uploads.sweep(world.backend) == 0
+    assert staged(world) == []
+    assert digest_key(sha256(b"file")) in kept(world)
+
+
+def test_a_damaged_file_is_not_read_as_what_it_was(world: World) -> None:
+    session = world.member(1)
+    lease = world.lease(session)
+    assert world.upload(session, lease, b"file").status_code == 204
+    (key,) = staged(world)
+    world.backend.objects.put(key, b"fil3")
+    with pytest.raises(UntrustedError, match="does not hash"):
+        uploads.read(world.backend.objects, lease.lease.deadline, sha256(b"file"), 100)
+    with pytest.raises(NotFoundError):
+        uploads.read(world.backend.objects, lease.lease.deadline, sha256(b"none"), 100)
+
+
+def full(_descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
