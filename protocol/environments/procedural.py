@@ -25,11 +25,14 @@ from protocol.core.run import MICRO, LengthBudgets
 from protocol.environments.base import Environment, Problem, TaskScore
 from protocol.environments.prompts import with_budget
 from protocol.environments.reasoning import (
+    SIZES,
     START_SECONDS,
     only_data,
     reasoning_gym,
     rehearse,
+    require_fit,
     require_reasoning_gym,
+    score,
 )
 from protocol.environments.subprocess_grader import (
     GradingCrashError,
@@ -40,7 +43,7 @@ from protocol.environments.tasks import Task
 
 ENDING = "End with a line `Answer:` and your answer."
 SIZE = 1_000_000
-"""Entries are made on demand, so a family is as large as we say."""
+"""Entries are made on demand, so a family is as large as we say (but for those of SIZES)."""
 MAX_ANSWER_CHARACTERS = 8192
 CPU_SECONDS = 5.0
 SLACK = 8
@@ -56,7 +59,7 @@ class ReasoningGym(Environment):
     """
 
     name = "reasoning_gym"
-    version = 2
+    version = 3
     may_give_up = True
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
@@ -64,6 +67,7 @@ class ReasoningGym(Environment):
         family, seed = arguments.get("family"), arguments.get("seed", 0)
         if not isinstance(family, str) or not isinstance(seed, int) or len(arguments) > 2:
             raise UserError("The reasoning_gym environment takes `family` (text) and `seed`.")
+        require_fit(family)
         require_reasoning_gym()
         self._family, self._seed = family, seed
         here = "protocol.environments.procedural"
@@ -94,7 +98,7 @@ class ReasoningGym(Environment):
         return encoding.sha256(encoding.canonical_json({"library": version, "sample": sample}))
 
     def __len__(self) -> int:
-        return SIZE
+        return size_of(self._family)
 
     def problem(self, index: int) -> Problem:
         self._require_index(index)
@@ -118,7 +122,7 @@ class ReasoningGym(Environment):
             prompt=f"{problem.prompt}\n\n{ENDING}",
             verification_info={"answer": problem.answer, "metadata": metadata},
             source=f"reasoning-gym {self._family}",
-            gold_standard_solution=problem.answer,
+            gold_standard_solution=problem.answer or None,
             metadata={},
         )
 
@@ -131,7 +135,7 @@ class ReasoningGym(Environment):
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return TaskScore(0, f"an answer of {len(answer)} characters")
         if not only_data(self._family, answer):
-            return TaskScore(0, "the answer is a program, not data or arithmetic")
+            return TaskScore(0, "the answer is a program, or not what was asked for")
         try:
             told = self._grader.ask({"index": problem.index, "answer": answer})
         except GradingTimeoutError:
@@ -147,9 +151,14 @@ class ReasoningGym(Environment):
         return found
 
 
+def size_of(family: str) -> int:
+    """How many entries a family has."""
+    return SIZES.get(family, SIZE)
+
+
 # --- in the child --------------------------------------------------------------------------------
 
-_family: tuple[Any, int] | None = None
+_family: tuple[Any, str, int] | None = None
 
 
 def warm_up(family: str, seed: int) -> None:
@@ -159,9 +168,9 @@ def warm_up(family: str, seed: int) -> None:
 
     random.seed(0)
     np.random.seed(0)
-    dataset = reasoning_gym().create_dataset(family, seed=seed, size=SIZE)
+    dataset = reasoning_gym().create_dataset(family, seed=seed, size=size_of(family))
     rehearse(dataset)
-    _family = (dataset, seed)
+    _family = (dataset, family, seed)
 
 
 def work(request: dict[str, Any]) -> Callable[[], Any]:
@@ -169,20 +178,17 @@ def work(request: dict[str, Any]) -> Callable[[], Any]:
     import numpy as np
 
     assert _family is not None
-    dataset, seed = _family
+    dataset, family, seed = _family
     index = request["index"]
     random.seed(f"{seed}/{index}")
     np.random.seed(index)
     entry = dataset[index]
     if "answer" not in request:
-        plain = {"question": entry["question"], "answer": str(entry["answer"])}
+        gold = "" if entry["answer"] is None else str(entry["answer"])  # some have none
+        plain = {"question": entry["question"], "answer": gold}
         return lambda: {**plain, "metadata": _plain(entry["metadata"])}
 
-    def scored() -> int:
-        score = float(dataset.score_answer(request["answer"], entry))
-        return round(min(1.0, max(0.0, score)) * MICRO)
-
-    return scored
+    return lambda: score(family, dataset.score_answer, request["answer"], entry)
 
 
 def _plain(metadata: Any) -> Any:

@@ -1,9 +1,12 @@
-"""How reasoning-gym is imported, and which answers its scorers are shown.
+"""How reasoning-gym is imported, which answers its scorers are shown, and what they forget to ask.
 
 Some of its scorers hand the answer to Python's `eval` (sympy's `parse_expr` does, too): whoever
 wrote the answer would run what they like on the machine that grades it. Those see only answers that
 are data or arithmetic; and every scorer runs in a process that can do nothing but compute
 (grading_child.py), since what it evaluates of the task's own row is foreign text as well.
+
+A few pay for no work at all: `score` asks what they forget, or the family is refused (UNFIT). A
+test gives every family the same free answers.
 
 It requires pycosat for one family (`zebra_puzzles`), and pycosat comes as C source only. A machine
 without a compiler has every other family: there, that one is refused by name.
@@ -15,12 +18,16 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import math
 import re
 import sys
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
 from protocol.core.errors import UserError
+from protocol.core.run import MICRO
 
 EVALUATED = frozenset({
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting",
@@ -29,7 +36,18 @@ EVALUATED = frozenset({
 })  # fmt: skip
 """Families whose scorer evaluates the answer as Python (a test looks through the package)."""
 NUMBERS_ONLY = frozenset({"countdown", "puzzle24"})
-"""Whose answers are the given numbers and no others: `x/x + x/x` would be any number of none."""
+"""Whose answers are sums of the given numbers: `x/x + x/x` would be any number of none, and so
+would a power, a factorial, or `2.9` of a 2 and a 9."""
+INTEGRALS = frozenset({"simple_integration", "intermediate_integration"})
+"""Whose question is no answer: an integral that is left to be worked out."""
+NO_NAN = frozenset({"complex_arithmetic", "number_sorting"})
+"""Whose scorers find NaN as close as anything to any number."""
+COIN_TOLERANCE = 1e-4
+"""That of coin_flip's own scorer; beyond it, it pays in full for `0`, the first digit of most."""
+UNFIT = {"propositional_logic": "its scorer pays in full for a premise said again"}
+"""Families that nobody can train on, and why."""
+SIZES = {"acre": 10_000}
+"""Families that make all of their entries before they give the first."""
 _FUNCTIONS = frozenset({
     "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp",
     "log", "ln", "sqrt", "Abs", "Integral", "pi",
@@ -41,6 +59,7 @@ START_SECONDS = 180.0
 _NAME = re.compile(r"[A-Za-z_]\d{0,2}|[A-Z]+")
 """A variable, a board's mark, a row of capitals: nothing that Python or sympy would run."""
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
+_SUM = re.compile(r"(?!.*(?:\*\*|//))[0-9+\-*/()\s]+", re.S)
 _NODES = (
     ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.List, ast.Tuple,
     ast.expr_context,
@@ -52,9 +71,9 @@ def only_data(family: str, answer: str) -> bool:
     short names, lists of them, arithmetic and the usual functions of it."""
     if family not in EVALUATED:
         return True
-    if family in NUMBERS_ONLY and re.search(r"[^\W\d]|#", answer):
+    if family in NUMBERS_ONLY and not _SUM.fullmatch(answer):
         return False
-    if family == "simple_integration" and "Integral" in answer:  # the question is no answer
+    if family in INTEGRALS and "Integral" in answer:
         return False
     try:
         tree = ast.parse(answer.strip(), mode="eval")
@@ -89,6 +108,49 @@ def _plain(value: object) -> bool:
     if not isinstance(value, str):
         return not isinstance(value, bytes)
     return all(_NUMBER.fullmatch(word) or _harmless(word) for word in value.split())
+
+
+def score(
+    family: str,
+    scorer: Callable[[str, Mapping[str, Any]], float],
+    answer: str,
+    entry: Mapping[str, Any],
+) -> int:
+    """Millionths: what the family's own scorer finds, once what it forgets to ask is asked. Where a
+    grade is computed, in the child."""
+    if not _keeps_to_the_question(family, answer, entry):
+        return 0
+    if family == "game_of_life_halting":  # its scorer takes any text for any other
+        return MICRO
+    found = float(scorer(answer, entry))
+    return round(min(1.0, max(0.0, found)) * MICRO) if math.isfinite(found) else 0
+
+
+def _keeps_to_the_question(family: str, answer: str, entry: Mapping[str, Any]) -> bool:
+    if family == "puzzle24":
+        given = sorted(map(str, entry["metadata"]["numbers"]))
+        return sorted(re.findall(r"\d+", answer)) == given
+    if family == "game_of_life_halting":
+        return answer.strip().lower() == str(entry["answer"]).strip().lower()
+    if family == "coin_flip":
+        try:
+            told, gold = (
+                float(Fraction(text.replace(",", "")))
+                for text in (answer.strip(), str(entry["answer"]))
+            )
+        except (ValueError, ZeroDivisionError, OverflowError):
+            return False
+        return abs(told - gold) <= COIN_TOLERANCE
+    return family not in NO_NAN or "nan" not in answer.lower()
+
+
+def require_fit(family: str) -> None:
+    """Raises UserError if a family is one that nobody can train on."""
+    if family in UNFIT:
+        raise UserError(
+            f"reasoning-gym's family {family} is refused: {UNFIT[family]}",
+            hint="choose another family",
+        )
 
 
 def require_reasoning_gym() -> None:

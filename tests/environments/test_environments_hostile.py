@@ -46,7 +46,7 @@ def family_task(family: str, metadata: dict[str, Any]) -> Task:
         ("countdown", "29 + 3*(7 - 4)/2", True),
         ("puzzle24", "8*(5*1 - 2)", True),
         ("simple_integration", "7*X**9 - 2*sin(X) + C", True),
-        ("intermediate_integration", "3*Integral(x**3*cos(3*x), x) + C", True),
+        ("intermediate_integration", "3*x**3*sin(3*x) + C", True),
         ("polynomial_multiplication", "-38000*z**9 + 64*z", True),
         ("spiral_matrix", "1 2 3 4", True),
         ("spiral_matrix", "[1, 2, 3]", True),
@@ -71,6 +71,13 @@ def family_task(family: str, metadata: dict[str, Any]) -> Task:
         ("countdown", "5 # 29 3", False),
         ("puzzle24", "-cos(pi) + 0*29", False),
         ("simple_integration", "Integral(2*x, x)", False),  # the question itself
+        ("intermediate_integration", "3*Integral(x**3*cos(3*x), x) + C", False),
+        ("puzzle24", "4!*1*1*1", False),  # sums of the given numbers, and nothing else
+        ("puzzle24", "2**3*3*1", False),
+        ("countdown", "29//3", False),
+        ("countdown", "2.9 * 3", False),  # a 2 and a 9
+        ("countdown", "[5 + 3][0]", False),
+        ("countdown", "(29 + 3) *\n 4 - -2", True),
         ("number_sorting", "['-69', '4.5', '1e3']", True),
         ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),
         ("simple_integration", "exp('5 + x')", False),  # sympy evaluates a function's text

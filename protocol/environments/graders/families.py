@@ -11,12 +11,18 @@ from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from typing import Any
 
-from protocol.core.errors import MalformedError
+from protocol.core.errors import MalformedError, UserError
 from protocol.core.run import MICRO
 from protocol.environments.base import TaskScore
 from protocol.environments.graders.answers import final_section
 from protocol.environments.graders.base import Grader
-from protocol.environments.reasoning import START_SECONDS, only_data, reasoning_gym
+from protocol.environments.reasoning import (
+    START_SECONDS,
+    only_data,
+    reasoning_gym,
+    require_fit,
+    score,
+)
 from protocol.environments.subprocess_grader import (
     GradingCrashError,
     GradingTimeoutError,
@@ -33,7 +39,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 class Families(Grader):
     """See the module's docstring."""
 
-    version = 2
+    version = 3
 
     def __init__(self) -> None:
         self._child = SubprocessGrader(
@@ -52,10 +58,18 @@ class Families(Grader):
         return {"reasoning_gym": installed_version("reasoning_gym")}
 
     def require(self, task: Task) -> None:
-        _entry(task)
+        try:
+            require_fit(_entry(task)["metadata"]["source_dataset"])
+        except UserError as error:
+            raise MalformedError(f"{task.where}: {error}") from error
 
-    def gold(self, task: Task) -> str:
-        return f"<answer>{_entry(task)['answer']}</answer>"
+    def gold(self, task: Task) -> str | None:
+        """None where a family gives none, or one that it would not be paid for (an integral that
+        sympy could not work out)."""
+        entry = _entry(task)
+        answer = str(entry["answer"])
+        shown = answer and only_data(entry["metadata"]["source_dataset"], answer)
+        return f"<answer>{answer}</answer>" if shown else None
 
     def grade(self, task: Task, output_text: str) -> TaskScore:
         answers = answers_in(final_section(output_text))
@@ -66,7 +80,7 @@ class Families(Grader):
         if not 0 < len(answers[0]) <= MAX_ANSWER:
             return TaskScore(0, f"an answer of {len(answers[0])} characters", parts=parts)
         if not only_data(_entry(task)["metadata"]["source_dataset"], answers[0]):
-            reason = "the answer is a program, not data or arithmetic"
+            reason = "the answer is a program, or not what was asked for"
             return TaskScore(0, reason, parts=parts)
         try:
             told = self._child.ask({"entry": _entry(task), "answer": answers[0]})
@@ -113,10 +127,6 @@ def _entry(task: Task) -> dict[str, Any]:
 def score_entry(request: dict[str, Any]) -> Callable[[], int]:
     """{entry, answer} → what gives the score in millionths, by the entry's family."""
     entry = request["entry"]
-    scorer = reasoning_gym().get_score_answer_fn(entry["metadata"]["source_dataset"])
-
-    def scored() -> int:
-        score = float(scorer(request["answer"], entry))
-        return round(min(1.0, max(0.0, score)) * MICRO)
-
-    return scored
+    family = entry["metadata"]["source_dataset"]
+    scorer = reasoning_gym().get_score_answer_fn(family)
+    return lambda: score(family, scorer, request["answer"], entry)
