@@ -5,6 +5,7 @@
     void      submission, lease, job done
     (where another validator is to be heard first: its opinion, and the job goes on to that one)
     (of a shadow lease, whatever the verdict: submission, lease, marks, job done, nothing else)
+    (of an accepted file that is looked at once more: reviews.py says what)
     abstained the job goes back; nothing is decided about the file or its node
 
 Killed between the objects and the transaction, the job's claim runs out and the file is judged
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sqlalchemy import Connection
 
-from orchestrator import slashing
+from orchestrator import reviews, slashing
 from orchestrator.context import PoolContext
 from orchestrator.intents import queue_intent
 from orchestrator.members import apply_node_event
@@ -69,11 +70,16 @@ class Judgement:
     compute_share: float | None = None
     """What the replay computed, as a share of what making the file did."""
     repeated_rows: int | None = None
-    """How many rows other files had before; None where nobody looked."""
-    marks: Sequence[str] = ()
-    """Of an accepted file: what its rows are remembered by."""
-    unseen: Sequence[str] = ()
-    """Of an accepted file that was not replayed whole: what no other file had when we looked."""
+    """How many rows other files had; None where nobody looked."""
+    marks: Mapping[str, bool] = field(default_factory=dict)
+    """Of an accepted file: what its rows are remembered by (protocol.verification.repeats)."""
+    whole: bool = False
+    """Whether every row was replayed."""
+
+    @property
+    def partly_seen(self) -> bool:
+        """Whether only some rows were replayed since no other file had any of them, then."""
+        return self.repeated_rows is not None and not self.whole
 
     def __post_init__(self) -> None:
         outcome = self.reason.outcome
@@ -145,12 +151,19 @@ def record_verdict(
 
     False, and nothing written, if `worker` lost its claim or the submission was judged already;
     or if a file that was judged beside it, and was accepted first, has rows of it: it is judged
-    once more, and whole.
+    once more, and whole. A file with rows of one that was replayed whole goes back (reviews.py).
     """
     verdict, judgement = published.signed.verdict, published.judgement
     outcome = judgement.reason.outcome
     status: LeaseStatus = _STATUS[outcome]
     with store.begin() as connection:
+        row = submissions.get(connection, submission)
+        if row is None:
+            raise FatalError(f"a job names submission {submission}, which the store does not hold")
+        if row.status == "accepted" and not _withdrawn(
+            connection, context, row, published, worker=worker, now=now
+        ):
+            return jobs.finish(connection, submission, worker)
         earlier = opinions.of(connection, submission)
         if not agreed(outcome, [opinion.outcome for opinion in earlier], needed):
             if not jobs.hand_on(connection, submission, worker):
@@ -160,7 +173,7 @@ def record_verdict(
             return True
         if outcome is Outcome.ACCEPTED:
             lock(connection, "row_marks")  # one acceptance sees the rows of the one before it
-        if row_marks.seen(connection, judgement.unseen, but=submission):
+        if judgement.partly_seen and row_marks.seen(connection, judgement.marks, but=submission):
             log.info(
                 "submission %s: its rows came in another file meanwhile; once more", submission
             )
@@ -169,9 +182,6 @@ def record_verdict(
         if not jobs.finish(connection, submission, worker):
             return False
         _opine(connection, submission, published, now)
-        row = submissions.get(connection, submission)
-        if row is None:
-            raise FatalError(f"a job names submission {submission}, which the store does not hold")
         fresh = submissions.judge(
             connection,
             submission,
@@ -189,6 +199,8 @@ def record_verdict(
         if not fresh:
             log.warning("submission %s was judged already; this verdict is dropped", submission)
             return False
+        if judgement.whole:
+            reviews.send_back(connection, context, submission, judgement.marks)
         nodes.lock_row(connection, row.node)  # two verdicts on one node follow one another
         _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
         row_marks.remember(connection, submission, judgement.marks, now=now)
@@ -207,6 +219,26 @@ def record_verdict(
         judgement.units,
     )
     return True
+
+
+def _withdrawn(
+    connection: Connection,
+    context: PoolContext,
+    row: SubmissionRow,
+    published: PublishedVerdict,
+    *,
+    worker: str,
+    now: float,
+) -> bool:
+    """What a look at a file that stands accepted brings; whether it is to be judged anew."""
+    if not jobs.holds(connection, row.digest, worker):
+        return False
+    judgement = published.judgement
+    if judgement.reason.outcome is Outcome.REJECTED:
+        return reviews.withdraw(connection, context, row)
+    reviews.uphold(connection, row, judgement.repeated_rows)
+    _opine(connection, row.digest, published, now)
+    return False
 
 
 def _opine(

@@ -12,7 +12,7 @@ judging lasts; if the process dies, it runs out, and a job that did so three tim
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -213,7 +213,7 @@ class Validator:
             finding.statistics.get("compute_share"),
             None if finding.repeated is None else len(finding.repeated),
             finding.marks,
-            finding.unseen,
+            finding.whole,
         )
         published = judging.publish_verdict(
             self._objects,
@@ -327,7 +327,7 @@ class Validator:
                 Reason.VALIDATOR_CRASHED, f"{type(error).__name__}: {error}"
             ) from error
 
-    def _seen(self, digest: Digest, marks: Sequence[str]) -> frozenset[str]:
+    def _seen(self, digest: Digest, marks: Mapping[str, bool]) -> frozenset[str]:
         with self._store.read() as connection:
             return row_marks.seen(connection, marks, but=digest)
 

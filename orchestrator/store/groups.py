@@ -68,6 +68,12 @@ def take(connection: Connection, chosen: Sequence[tuple[Digest, int]], step: int
     return taken
 
 
+def drop_free(connection: Connection, submission: Digest) -> None:
+    """Drops those groups of a file that no batch has taken."""
+    free = sa.and_(_groups.submission_digest == submission, _groups.batch_step.is_(None))
+    connection.execute(sa.delete(schema.groups).where(free))
+
+
 def informative_share(connection: Connection, recent: int) -> tuple[int, int]:
     """(informative, all) among the last `recent` accepted groups."""
     last = (

@@ -187,6 +187,22 @@ def hand_on(connection: Connection, submission: Digest, worker: str) -> bool:
     return done.rowcount == 1
 
 
+def reopen(connection: Connection, submission: Digest) -> bool:
+    """Makes a done job ready again, as if nobody had tried it. False if it is not done."""
+    done = connection.execute(
+        sa.update(schema.jobs)
+        .where(_jobs.submission_digest == submission, _jobs.status == "done")
+        .values(status="ready", attempts=0, abstentions=0, not_before=0.0)
+    )
+    return done.rowcount == 1
+
+
+def holds(connection: Connection, submission: Digest, worker: str) -> bool:
+    """Whether `worker` holds the job; nobody else takes it until the transaction ends."""
+    query = sa.select(_jobs.submission_digest).where(_held(submission, worker)).with_for_update()
+    return connection.execute(query).first() is not None
+
+
 def _free(
     worker: str, now: float, validator: Address | None, lone_seconds: float | None
 ) -> sa.ColumnElement[bool]:

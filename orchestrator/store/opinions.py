@@ -46,6 +46,11 @@ def replace(connection: Connection, row: OpinionRow) -> None:
     upsert(connection, schema.opinions, vars(row))
 
 
+def forget(connection: Connection, submission: Digest) -> None:
+    """Drops the opinions on a file that is to be judged anew."""
+    connection.execute(sa.delete(schema.opinions).where(_opinions.submission_digest == submission))
+
+
 def of(connection: Connection, submission: Digest) -> list[OpinionRow]:
     """The opinions on a file, oldest first."""
     query = (

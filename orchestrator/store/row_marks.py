@@ -1,14 +1,18 @@
-"""Marks of accepted files' rows (protocol.verification.repeats), to see which come again."""
+"""Marks of accepted files' rows (protocol.verification.repeats), to see which come again.
+
+A mark is given with whether its file claims an answer that nobody draws twice; two files have a row
+in common if they share a mark of which either claims so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from orchestrator.store import schema
-from orchestrator.store.rows import insert_new
+from orchestrator.store.rows import insert_all_new
 from protocol.core.ids import Digest
 
 KEPT_SECONDS = 7 * 86400.0
@@ -18,25 +22,48 @@ _marks = schema.row_marks.c
 
 
 def remember(
-    connection: Connection, submission: Digest, marks: Sequence[str], *, now: float
+    connection: Connection, submission: Digest, marks: Mapping[str, bool], *, now: float
 ) -> None:
-    """Writes an accepted file's marks; those known already stay with their first file."""
-    for mark in marks:
-        values = {"mark": mark, "submission_digest": submission, "at": now}
-        insert_new(connection, schema.row_marks, values)
+    """Writes an accepted file's marks."""
+    rows = [
+        {"mark": mark, "improbable": improbable, "submission_digest": submission, "at": now}
+        for mark, improbable in sorted(marks.items())
+    ]
+    insert_all_new(connection, schema.row_marks, rows)
 
 
-def seen(connection: Connection, marks: Sequence[str], *, but: Digest) -> frozenset[str]:
-    """Those of `marks` that belong to another submission than `but`."""
-    found: set[str] = set()
-    for start in range(0, len(marks), _AT_ONCE):
-        query = sa.select(_marks.mark).where(
-            _marks.mark.in_(marks[start : start + _AT_ONCE]), _marks.submission_digest != but
-        )
-        found.update(connection.execute(query).scalars())
-    return frozenset(found)
+def seen(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> frozenset[str]:
+    """Those of `marks` that another submission than `but` has in common with it."""
+    return frozenset(mark for mark, _ in _common(connection, marks, but))
+
+
+def holders(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> list[Digest]:
+    """The other submissions that have any of `marks` in common with `but`, sorted."""
+    return sorted({Digest(other) for _, other in _common(connection, marks, but)})
+
+
+def forget_file(connection: Connection, submission: Digest) -> None:
+    """Drops the marks of a file that stands accepted no longer."""
+    connection.execute(sa.delete(schema.row_marks).where(_marks.submission_digest == submission))
 
 
 def forget(connection: Connection, now: float) -> None:
     """Drops what is older than KEPT_SECONDS."""
     connection.execute(sa.delete(schema.row_marks).where(_marks.at < now - KEPT_SECONDS))
+
+
+def _common(
+    connection: Connection, marks: Mapping[str, bool], but: Digest
+) -> Iterator[tuple[str, str]]:
+    """Pairs of mark and submission. A foreseeable answer has very many holders: of these, only who
+    claims otherwise is looked up."""
+    for claim in (True, False):
+        names = [mark for mark, improbable in marks.items() if improbable is claim]
+        for start in range(0, len(names), _AT_ONCE):
+            query = sa.select(_marks.mark, _marks.submission_digest).where(
+                _marks.mark.in_(names[start : start + _AT_ONCE]), _marks.submission_digest != but
+            )
+            if not claim:
+                query = query.where(_marks.improbable == sa.true())
+            for row in connection.execute(query):
+                yield row.mark, row.submission_digest

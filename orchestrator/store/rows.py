@@ -28,6 +28,13 @@ def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) 
     return done.rowcount == 1
 
 
+def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Inserts those of `rows` whose keys are not there, by one statement prepared once."""
+    if rows:
+        statement = _insert(connection, table).on_conflict_do_nothing()
+        connection.execute(statement, [dict(row) for row in rows])
+
+
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
     """Inserts a row, or overwrites the given columns of the one with the same primary key."""
     keys = [column.name for column in table.primary_key.columns]

@@ -374,9 +374,12 @@ opinions = Table(  # what each validator said of a file; two that agree make its
 row_marks = Table(  # of accepted files' rows: see protocol/verification/repeats.py
     "row_marks",
     metadata,
-    Column("mark", Text, primary_key=True),
-    Column("submission_digest", Text, nullable=False),  # the first that had it
+    Column("mark", Text, nullable=False),
+    Column("improbable", Boolean, nullable=False),  # the file claims that nobody draws it twice
+    Column("submission_digest", Text, nullable=False),
     Column("at", Float, nullable=False),
+    PrimaryKeyConstraint("mark", "improbable", "submission_digest"),
+    Index("row_marks_submission", "submission_digest"),
     Index("row_marks_at", "at"),
 )
 

@@ -1,14 +1,16 @@
 """Rows that repeat earlier ones: the same prompt and the very same answer, under other noise.
 
-A row is known by its *mark*, a digest of its prompt and output tokens. Of an accepted file those
-rows are remembered whose answer had, by its own log-probabilities, a chance below COINCIDENCE:
-short or foreseeable answers honestly come again, and are never looked for. A file with a row that
-was seen before is replayed whole. That is all: the repetition accuses nobody, the replay does. Each
-lease has noise of its own, so a copied answer is not what its seed gives, and anybody can see so
-without our records; an honest coincidence replays without fault and costs a prefill.
+A row is known by its *mark*, a digest of its prompt and output tokens, which is remembered of every
+accepted file. Two files have a row in common if the answer had, by the log-probabilities of at
+least one of them, a chance below COINCIDENCE: short or foreseeable answers honestly come again, and
+are never looked for. A file with a row that another had is replayed whole; if no fault is found,
+the other is, too, whatever was said of it (orchestrator/reviews.py): either may be the copy. That
+is all: the repetition accuses nobody, the replay does. Each lease has noise of its own, so a copied
+answer is not what its seed gives, and anybody can see so without our records; an honest coincidence
+replays without fault and costs a prefill.
 
-Not found: answers whose chance their first author overstated (if nobody replayed that row), those
-changed by a token, and a copy that was accepted before its original (if nobody replayed that row).
+Not found: answers changed by a token, and those whose chance both files overstate (if nobody
+replayed that row).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -24,8 +26,8 @@ from protocol.verification.rollout_file import FileRow
 
 COINCIDENCE = 1e-9
 """An answer less probable than this does not come a second time by chance."""
-Seen = Callable[[Sequence[str]], Collection[str]]
-"""Which of these marks belong to other files."""
+Seen = Callable[[Mapping[str, bool]], Collection[str]]
+"""Which of these marks (as `marks` gives them) belong to other files."""
 
 
 def mark(row: FileRow) -> str:
@@ -41,16 +43,20 @@ def improbable(row: FileRow) -> bool:
     return float(row.logprobs.astype(np.float64).sum()) < math.log(COINCIDENCE)
 
 
-def memorable(rows: Sequence[FileRow]) -> tuple[str, ...]:
-    """The marks to remember of a file, each once, in order."""
-    return tuple(dict.fromkeys(mark(row) for row in rows if improbable(row)))
+def marks(rows: Sequence[FileRow]) -> dict[str, bool]:
+    """What a file is remembered by: the mark of each row → whether a row that has it claims an
+    answer that nobody draws twice."""
+    found: dict[str, bool] = {}
+    for row in rows:
+        name = mark(row)
+        found[name] = found.get(name, False) or improbable(row)
+    return found
 
 
 def repeated(rows: Sequence[FileRow], seen: Seen) -> tuple[int, ...]:
     """Numbers of the rows that were seen in another file, or occur twice in this one although one
     of them claims an improbable answer."""
-    marks = [mark(row) for row in rows]
-    elsewhere = frozenset(seen(marks))
-    often = {name for name, times in Counter(marks).items() if times > 1}
-    twice = often.intersection(memorable(rows))
-    return tuple(n for n, name in enumerate(marks) if name in elsewhere or name in twice)
+    names, claims = [mark(row) for row in rows], marks(rows)
+    elsewhere = frozenset(seen(claims))
+    twice = {name for name, times in Counter(names).items() if times > 1 and claims[name]}
+    return tuple(n for n, name in enumerate(names) if name in elsewhere or name in twice)

@@ -7,7 +7,7 @@
     proofs          decode strictly; no sketch occurs twice  → void, or rejected
     two humps       too many claimed improbabilities         → rejected
     rewards         every row graded again                   → rejected
-    repeats         a row that another file had                 → every row is replayed
+    repeats         a row that another file has              → every row is replayed
     replay          drawn rows: sampling, states, log-probs  → rejected, or shadow if uncalibrated
 
 What refutes itself (a file that contradicts its own words, or does not parse) is *void*: no honest
@@ -60,9 +60,8 @@ class Finding:
 
     `rows_drawn` are the rows replayed; `row_statistics` those of each; `table` and `units` are set
     for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
-    `repeated`: rows that were seen before (None: not looked for); `marks` of an accepted file's
-    rows are to be remembered (repeats.py). `unseen`: marks of all rows of an accepted file that was
-    not replayed whole since nobody had them before: to be asked for once more as it is accepted.
+    `repeated`: rows that were seen in other files (None: not looked for); `marks` of an accepted
+    file's rows are to be remembered (repeats.py). `whole`: every row was replayed.
     Statistics are named in proofs.thresholds; beside them `tokens`, `equal`, `tail_probability`
     (replay.combine) and `compute_share`, the replay's cost.
     """
@@ -77,8 +76,8 @@ class Finding:
     units: Units = _NO_UNITS
     setup: str = ""
     repeated: tuple[int, ...] | None = None
-    marks: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
+    marks: Mapping[str, bool] = field(default_factory=dict)
+    whole: bool = False
 
     def shares(self) -> dict[str, float]:
         """Each judged statistic of the file as a share of its limit; empty without a replay."""
@@ -158,12 +157,11 @@ def verify_file(
     )
     if finding.outcome is not Outcome.ACCEPTED:
         return replace(finding, repeated=repeated)
-    asked = seen is not None and len(numbers) < len(file.rows)
     return replace(
         finding,
         repeated=repeated,
-        marks=repeats.memorable(file.rows),
-        unseen=tuple(map(repeats.mark, file.rows)) if asked else (),
+        marks=repeats.marks(file.rows),
+        whole=len(numbers) == len(file.rows),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,61 +10,26 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 import court_kit
-import sqlalchemy as sa
-from court_kit import HONEST, LIAR, Court, small_run
+from copy_kit import made, one_problem
+from court_kit import HONEST, LIAR, Court
 
-from orchestrator.store import row_marks, schema, submissions
+from orchestrator.store import row_marks, submissions
 from orchestrator.validator import Validator
 from protocol.core import seeds
 from protocol.core.encoding import sha256
-from protocol.core.ids import Digest
-from protocol.core.run import LengthBudgets, RunDefinition
-from protocol.core.task import SignedLease
 from protocol.core.verdict import Reason
 from protocol.engine.base import Generation
-from protocol.environments.registry import environment_ref
-from protocol.verification import build
 from protocol.verification.build import PlannedRow
-from protocol.verification.repeats import mark, memorable, repeated
-from protocol.verification.rollout_file import FileRow, read_rollout_file, write_rollout_file
+from protocol.verification.repeats import mark, marks, repeated
+from protocol.verification.rollout_file import FileRow, read_rollout_file
 
 ROWS = 8
 OTHER = sha256(b"another file")
 
 
-def one_problem() -> RunDefinition:
-    """Every row has the same prompt, answers are improbable, one row in eight is drawn (two of a
-    newcomer's)."""
-    budgets = LengthBudgets(by_class={"1": (6,)}, penalty_micro=150_000)
-    return small_run().model_copy(
-        update={
-            "environment": environment_ref("reverse", {}, budgets, train_size=1, heldout_size=1),
-            "budgets": budgets,
-            "temperature_micro": 3_000_000,
-            "replay_rows_micro": 125_000,
-        }
-    )
-
-
 @pytest.fixture(autouse=True)
 def _its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(court_kit, "small_run", one_problem)
-
-
-def made(
-    court: Court,
-    signed: SignedLease,
-    lease_digest: Digest,
-    change: Callable[[list[PlannedRow], list[Generation]], list[Generation]],
-) -> bytes:
-    """A file whose generations went through `change`; all else is honest."""
-    run, engine = court.shop.context.run, court.engines.engine(0, signed.lease.policy_digest)
-    plan = build.plan_rows(signed.lease, lease_digest, run, court.environment, engine.tokenizer)
-    rows = change(plan, build.generate_rows(plan, run, engine))
-    rewards = build.grade_rows(plan, rows, court.environment, engine.tokenizer)
-    proofs = build.prove_rows(lease_digest, plan, rows)
-    whole = build.assemble_rows(signed, plan, rows, rewards, proofs)
-    return write_rollout_file(whole, build.metadata_of(lease_digest, engine))
 
 
 def test_a_row_copied_from_an_earlier_file_is_found_whichever_rows_are_drawn(court: Court) -> None:
@@ -134,8 +98,7 @@ def test_an_honest_coincidence_is_replayed_whole_and_accused_of_nothing(court: C
     row = shop.submit(HONEST, make=court.honest)
     file = read_rollout_file(court.file(row))
     with shop.store.begin() as connection:
-        marks = [mark(file.rows[5])]
-        row_marks.remember(connection, OTHER, marks, now=shop.now())
+        row_marks.remember(connection, OTHER, {mark(file.rows[5]): True}, now=shop.now())
     assert court.validator.judge_next() == row.digest
     judged = shop.row(row.digest)
     assert (judged.status, judged.repeated_rows) == ("accepted", 1)
@@ -145,23 +108,12 @@ def test_an_honest_coincidence_is_replayed_whole_and_accused_of_nothing(court: C
 def test_a_file_is_not_its_own_repetition(court: Court) -> None:
     """A second validator, or a claim that ran out, judges the same file again."""
     row = court.judged(court.honest)
-    file = read_rollout_file(court.file(row))
-    marks = memorable(file.rows)
-    assert marks
+    its = marks(read_rollout_file(court.file(row)).rows)
+    rare = {name for name, improbable in its.items() if improbable}
+    assert rare
     with court.shop.store.read() as connection:
-        assert row_marks.seen(connection, marks, but=row.digest) == frozenset()
-        assert row_marks.seen(connection, marks, but=OTHER) == frozenset(marks)
-
-
-def test_marks_are_kept_a_week_and_stay_with_the_first_file(court: Court) -> None:
-    store, now = court.shop.store, court.shop.now()
-    with store.begin() as connection:
-        row_marks.remember(connection, OTHER, ["aa", "bb"], now=now)
-        row_marks.remember(connection, sha256(b"later"), ["bb", "cc"], now=now + 1)
-        assert row_marks.seen(connection, ["bb"], but=OTHER) == frozenset()
-        row_marks.forget(connection, now + row_marks.KEPT_SECONDS + 0.5)
-        left = connection.execute(sa.select(schema.row_marks.c.mark)).scalars().all()
-    assert left == ["cc"]
+        assert row_marks.seen(connection, its, but=row.digest) == frozenset()
+        assert row_marks.seen(connection, its, but=OTHER) == rare
 
 
 def a_row(tokens: tuple[int, ...], logprob: float, prompt: tuple[int, ...] = (1, 2)) -> FileRow:
@@ -178,7 +130,7 @@ def nothing_seen(marks: object) -> frozenset[str]:
 
 def test_foreseeable_answers_are_never_looked_for() -> None:
     sure = [a_row((5, 6, 7), -0.5), a_row((5, 6, 7), -0.5)]
-    assert memorable(sure) == ()
+    assert list(marks(sure).values()) == [False]
     assert repeated(sure, nothing_seen) == ()
 
 

@@ -1,0 +1,268 @@
+"""A copy that was accepted before its original is judged once more, and found; whoever is honest
+keeps all it has, and nobody is asked for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+import court_kit
+import sqlalchemy as sa
+from copy_kit import Copyist, one_problem
+from court_kit import HONEST, LIAR, Court
+from money_kit import key
+
+from orchestrator import reviews
+from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
+from orchestrator.store import groups, jobs, meta, opinions, row_marks, schema
+from orchestrator.store.submissions import SubmissionRow
+from orchestrator.validator import Validator
+from protocol.core import seeds
+from protocol.core.encoding import sha256
+from protocol.core.ids import Digest
+from protocol.core.verdict import Reason
+from protocol.verification.repeats import marks
+from protocol.verification.rollout_file import read_rollout_file
+
+OTHER = sha256(b"another file")
+SECOND, THIRD = key(70), key(71)
+
+
+@pytest.fixture(autouse=True)
+def _its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(court_kit, "small_run", one_problem)
+    whole = seeds.drawn_rows
+    monkeypatch.setattr(  # row 3, which lies, is replayed only with all others
+        seeds,
+        "drawn_rows",
+        lambda secret, digest, rows, count: (
+            whole(secret, digest, rows, count) if count >= rows else [0, 1]
+        ),
+    )
+
+
+@contextmanager
+def held(court: Court, digest: Digest) -> Iterator[None]:
+    """Another validator's claim on the oldest job, which comes to nothing."""
+    with court.shop.store.begin() as connection:
+        job = jobs.claim(connection, "slow", now=court.shop.now(), seconds=60)
+    assert job is not None
+    assert job.submission_digest == digest
+    yield
+    with court.shop.store.begin() as connection:
+        jobs.hand_on(connection, digest, "slow")
+
+
+def accepted_first(
+    court: Court, judges: Validator, claimed: float = 1.0
+) -> tuple[SubmissionRow, SubmissionRow]:
+    """(original, copy): the copy is accepted, the original waits."""
+    copyist = Copyist(court)
+    original = court.shop.submit(HONEST, make=copyist.original)
+    copy = court.shop.submit(LIAR, make=copyist.copy(claimed))
+    with held(court, original.digest):
+        assert judges.judge_next() == copy.digest
+    assert court.shop.row(copy.digest).status == "accepted"
+    return original, copy
+
+
+def of_file(court: Court, table: sa.Table, digest: Digest) -> list[Any]:
+    with court.shop.store.read() as connection:
+        query = sa.select(table).where(table.c.submission_digest == digest)
+        return list(connection.execute(query).mappings())
+
+
+def root_posted(court: Court, row: SubmissionRow, *, ago: int) -> None:
+    """Its root is on chain since `ago` seconds."""
+    now = int(court.shop.now())
+    with court.shop.store.begin() as connection:
+        meta.put(connection, CHAIN_BLOCK, "1")
+        meta.put(connection, CHAIN_TIME, str(now))
+        connection.execute(sa.delete(schema.roots))
+        connection.execute(
+            sa.insert(schema.roots).values(
+                id=1, root=OTHER, leaves_object=OTHER, count=1, created_at=1.0, chain_seq=0,
+                epoch=0, posted_at=now - ago, block=1,
+            )
+        )  # fmt: skip
+        mine = schema.submissions.c.digest == row.digest
+        connection.execute(sa.update(schema.submissions).where(mine).values(root_id=1))
+
+
+@pytest.mark.parametrize("claimed", [1.0, 0.001])
+def test_a_copy_accepted_before_its_original_is_found_when_the_original_is_judged(
+    court: Court, claimed: float
+) -> None:
+    """Whether or not it says that the copied answer is a probable one."""
+    shop = court.shop
+    original, copy = accepted_first(court, court.validator, claimed)
+    assert of_file(court, schema.credits, copy.digest)
+    assert court.validator.judge_next() == original.digest
+    assert shop.row(original.digest).status == "accepted"
+    assert shop.row(copy.digest).status == "accepted", "nothing is taken before it is judged"
+
+    assert court.validator.judge_next() == copy.digest
+    judged = shop.row(copy.digest)
+    assert (judged.status, judged.repeated_rows) == ("rejected", 1)
+    assert judged.reason == Reason.WRONG_SAMPLING
+    assert of_file(court, schema.credits, copy.digest) == []
+    assert of_file(court, schema.groups, copy.digest) == []
+    assert len(of_file(court, schema.slashes, copy.digest)) == 1
+    assert shop.node_status(LIAR.address) == "quarantined"
+    audit = court.audit(court.slash(judged))
+    assert audit.result == "match", audit.detail
+
+    assert shop.node_status(HONEST.address) == "active"
+    assert of_file(court, schema.credits, original.digest)
+    assert court.validator.judge_next() is None
+
+
+def test_a_copy_accepted_while_its_original_was_looked_at_is_found(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, copy = accepted_first(court, court.validator)
+    with monkeypatch.context() as before:  # nobody had the row when the original was looked at
+        before.setattr(Validator, "_seen", lambda *_: frozenset())
+        assert court.validator.judge_next() == original.digest
+    assert court.shop.row(original.digest).status == "submitted", "once more, whole"
+    assert court.validator.judge_next() == original.digest
+    assert court.validator.judge_next() == copy.digest
+    assert court.shop.row(original.digest).status == "accepted"
+    assert court.shop.row(copy.digest).status == "rejected"
+
+
+def test_an_honest_file_that_is_sent_back_keeps_its_verdict_and_is_never_sent_back_again(
+    court: Court,
+) -> None:
+    shop = court.shop
+    row = court.judged(Copyist(court).original)
+    its = marks(read_rollout_file(court.file(row)).rows)
+    credit = of_file(court, schema.credits, row.digest)
+    for again in (False, True):
+        with shop.store.begin() as connection:
+            row_marks.remember(connection, OTHER, its, now=shop.now())
+            sent = reviews.send_back(connection, shop.context, OTHER, its)
+        assert sent == ([] if again else [row.digest])
+        assert court.validator.judge_next() == (None if again else row.digest)
+    after = shop.row(row.digest)
+    assert (after.status, after.verdict, after.units) == ("accepted", row.verdict, row.units)
+    assert after.repeated_rows == sum(its.values())
+    assert of_file(court, schema.credits, row.digest) == credit
+
+
+def test_what_was_said_to_be_rare_and_is_not_makes_files_be_replayed_only_until_it_is_found(
+    court: Court,
+) -> None:
+    """A liar calls a foreseeable answer improbable, so that every file with it is replayed whole:
+    the first of them sends the liar's back."""
+    shop, copyist = court.shop, Copyist(court)
+    assert court.judged(copyist.original).status == "accepted"
+    copyist.kept = [min(copyist.kept, key=lambda row: len(row.output_tokens))]
+    with shop.store.begin() as connection:
+        connection.execute(sa.delete(schema.row_marks))  # the honest file is another one
+    lying = court.judged(copyist.copy(claimed=50.0), LIAR)
+    assert lying.status == "accepted"
+    its = marks(read_rollout_file(court.file(lying)).rows)
+    with shop.store.begin() as connection:
+        probable = dict.fromkeys(its, False)
+        row_marks.remember(connection, OTHER, probable, now=shop.now())
+        sent = reviews.send_back(connection, shop.context, OTHER, probable)
+    assert sent == [lying.digest]
+    assert court.validator.judge_next() == lying.digest
+    assert shop.row(lying.digest).status == "rejected"
+    with shop.store.read() as connection:
+        assert row_marks.seen(connection, probable, but=sha256(b"a third")) == frozenset()
+
+
+def test_what_is_paid_for_good_is_neither_sent_back_nor_taken_back(court: Court) -> None:
+    shop, validity = court.shop, court.shop.context.run.validity_seconds
+    original, copy = accepted_first(court, court.validator)
+    root_posted(court, copy, ago=validity + 1)
+    assert court.validator.judge_next() == original.digest
+    assert court.validator.judge_next() is None, "too late to send it back"
+
+    with shop.store.begin() as connection:  # it becomes too late while it is judged
+        assert jobs.reopen(connection, copy.digest)
+        opinions.forget(connection, copy.digest)
+    assert court.validator.judge_next() == copy.digest
+    assert shop.row(copy.digest).status == "accepted"
+    assert of_file(court, schema.credits, copy.digest)
+    assert of_file(court, schema.slashes, copy.digest) == []
+    assert court.validator.judge_next() is None
+
+
+def test_groups_that_a_batch_took_stay_there(court: Court) -> None:
+    original, copy = accepted_first(court, court.validator)
+    with court.shop.store.begin() as connection:
+        assert groups.take(connection, [(copy.digest, 0)], 0) == 1
+    root_posted(court, copy, ago=1)
+    for digest in (original.digest, copy.digest):
+        assert court.validator.judge_next() == digest
+    assert court.shop.row(copy.digest).status == "rejected"
+    assert [row["group_no"] for row in of_file(court, schema.groups, copy.digest)] == [0]
+
+
+def test_one_validator_alone_takes_no_stake_but_what_it_contradicts_is_not_paid(
+    court: Court,
+) -> None:
+    """The second is down: the file is as good as never judged, and lapses."""
+    court.another(SECOND)
+    original, copy = accepted_first(court, court.validator)
+    for digest in (original.digest, copy.digest):
+        assert court.validator.judge_next() == digest
+    waiting = court.shop.row(copy.digest)
+    assert (waiting.status, waiting.verdict, waiting.units) == ("submitted", None, 0)
+    assert of_file(court, schema.credits, copy.digest) == []
+    assert of_file(court, schema.slashes, copy.digest) == []
+    assert court.shop.node_status(LIAR.address) == "active"
+    assert court.validator.judge_next() is None
+    root_posted(court, copy, ago=court.shop.context.run.validity_seconds + 1)
+    assert void_unjudged(court.shop.store, court.shop.context, court.shop.now) == 1
+    assert court.shop.row(copy.digest).reason == Reason.UNAVAILABLE
+
+
+def test_a_second_validator_confirms_what_the_first_found_in_a_file_sent_back(
+    court: Court,
+) -> None:
+    second = court.another(SECOND)
+    original, copy = accepted_first(court, court.validator)
+    for digest in (original.digest, copy.digest):
+        assert court.validator.judge_next() == digest
+    assert second.judge_next() == copy.digest
+    judged = court.shop.row(copy.digest)
+    assert (judged.status, judged.reason) == ("rejected", Reason.WRONG_SAMPLING)
+    assert len(of_file(court, schema.slashes, copy.digest)) == 1
+
+
+def test_what_two_others_find_honest_is_accepted_again_and_paid(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first validator accuses a file that was sent back, wrongly: another machine's rounding,
+    say."""
+    shop, others = court.shop, [court.another(SECOND), court.another(THIRD)]
+    row = court.judged(Copyist(court).original)
+    its = marks(read_rollout_file(court.file(row)).rows)
+    with shop.store.begin() as connection:
+        row_marks.remember(connection, OTHER, its, now=shop.now())
+        assert reviews.send_back(connection, shop.context, OTHER, its) == [row.digest]
+    verify = Validator._verify
+
+    def wrong(*arguments: Any) -> Any:
+        finding = verify(*arguments)
+        changed = {**vars(finding), "reason": Reason.WRONG_SAMPLING, "table": (), "whole": False}
+        return type(finding)(**changed)
+
+    with monkeypatch.context() as first:
+        first.setattr(Validator, "_verify", wrong)
+        assert court.validator.judge_next() == row.digest
+    assert of_file(court, schema.credits, row.digest) == []
+    assert [other.judge_next() for other in others] == [row.digest, row.digest]
+    assert shop.row(row.digest).status == "accepted"
+    assert len(of_file(court, schema.credits, row.digest)) == 1
+    assert len(of_file(court, schema.groups, row.digest)) == 2
+    assert shop.node_status(HONEST.address) == "active"

@@ -1,0 +1,76 @@
+"""What is remembered of accepted files' rows, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import command
+
+from orchestrator.store import Store, migrate, row_marks, schema
+from protocol.core.encoding import sha256
+
+FIRST, SECOND, THIRD = (sha256(word) for word in (b"first", b"second", b"third"))
+SURE, RARE = False, True
+
+
+def test_two_files_have_a_row_in_common_if_either_says_that_nobody_draws_it_twice(
+    either_store: Store,
+) -> None:
+    with either_store.begin() as connection:
+        row_marks.remember(connection, FIRST, {"aa": SURE, "bb": RARE, "cc": RARE}, now=1.0)
+        row_marks.remember(connection, SECOND, {"aa": SURE, "cc": SURE}, now=2.0)
+        assert row_marks.seen(connection, {"aa": SURE}, but=THIRD) == set()
+        assert row_marks.seen(connection, {"aa": RARE}, but=THIRD) == {"aa"}
+        assert row_marks.seen(connection, {"bb": SURE, "dd": RARE}, but=THIRD) == {"bb"}
+        assert row_marks.holders(connection, {"aa": RARE}, but=THIRD) == sorted([FIRST, SECOND])
+        assert row_marks.holders(connection, {"cc": SURE}, but=THIRD) == [FIRST]
+        assert row_marks.holders(connection, {"aa": SURE}, but=THIRD) == []
+        assert row_marks.holders(connection, {"bb": RARE}, but=FIRST) == [], "not its own"
+
+
+def test_marks_are_kept_a_week_or_until_their_file_is_withdrawn(either_store: Store) -> None:
+    week = row_marks.KEPT_SECONDS
+    with either_store.begin() as connection:
+        row_marks.remember(connection, FIRST, {"aa": RARE, "bb": RARE}, now=0.0)
+        row_marks.remember(connection, SECOND, {"bb": RARE, "cc": RARE}, now=1.0)
+        row_marks.remember(connection, THIRD, {"cc": RARE}, now=1.0)
+        row_marks.forget(connection, week + 0.5)
+        every = {"aa": RARE, "bb": RARE, "cc": RARE}
+        assert row_marks.seen(connection, every, but=sha256(b"x")) == {"bb", "cc"}
+        row_marks.forget_file(connection, SECOND)
+        assert row_marks.seen(connection, every, but=sha256(b"x")) == {"cc"}
+
+
+def test_a_files_marks_are_written_by_one_statement_and_twice_without_harm(
+    either_store: Store,
+) -> None:
+    many = {f"{number:032x}": number % 2 == 0 for number in range(4096)}
+    statements: list[Any] = []
+
+    def note(_c: Any, _cursor: Any, statement: str, _v: Any, _x: Any, _many: bool) -> None:
+        statements.append(statement)
+
+    sa.event.listen(either_store.engine, "before_cursor_execute", note)
+    with either_store.begin() as connection:
+        row_marks.remember(connection, FIRST, many, now=1.0)
+        assert sum(word.startswith("INSERT") for word in statements) == 1
+        row_marks.remember(connection, FIRST, many, now=2.0)
+        row_marks.remember(connection, FIRST, {}, now=2.0)
+        count = sa.select(sa.func.count()).select_from(schema.row_marks)
+        assert connection.execute(count).scalar_one() == 4096
+        assert row_marks.seen(connection, many, but=SECOND) == {
+            m for m, rare in many.items() if rare
+        }
+
+
+def test_marks_of_before_stay_those_of_improbable_rows(empty_database: Store) -> None:
+    with empty_database.begin() as connection:
+        command.upgrade(migrate._config(connection), "0002")
+        connection.execute(
+            sa.text("INSERT INTO row_marks (mark, submission_digest, at) VALUES ('aa', :of, 5)"),
+            {"of": FIRST},
+        )
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        assert row_marks.holders(connection, {"aa": SURE}, but=SECOND) == [FIRST]
