@@ -9,8 +9,9 @@ orchestrator that shares the secret keeps its files from the chain. At any other
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from protocol.engine.base import Engine
 from protocol.verification.engines import FolderEngines, load_engine
 from protocol.verification.lies import LIES, Make
 from protocol.verification.planting import HONEST, kind, read_secret
+from protocol.verification.rollout_file import FileError, FileRow, read_rollout_file
 from protocol.verification.scene import Scene
 
 
@@ -35,18 +37,23 @@ class LyingWorkshop(Workshop):
         super().__init__(run, options)
         self._choose = choose
         self._variants: dict[str, FolderEngines] = {}
+        self._earlier: Sequence[FileRow] = ()
         self.engines = self._loaded(None, keep=2)  # an older policy beside the leased one
 
     def make(self, job: Job) -> bytes:
         lie = self._choose(job)
-        if lie is None:
-            return super().make(job)
+        content = super().make(job) if lie is None else lie(self._scene(job))
+        with contextlib.suppress(FileError):  # some lies are no files
+            self._earlier = read_rollout_file(content).rows
+        return content
+
+    def _scene(self, job: Job) -> Scene:
         version, policy = job.signed.policy_version, job.signed.lease.policy_digest
 
         def older() -> Engine | None:
             return next((engine for _, engine in self.engines.earlier(version)), None)
 
-        scene = Scene(
+        return Scene(
             job.signed,
             job.lease_digest,
             self.run,
@@ -54,8 +61,8 @@ class LyingWorkshop(Workshop):
             self.engines.engine(version, policy),
             variant=lambda name: self._variant(name).engine(version, policy),
             older=older,
+            earlier=self._earlier,
         )
-        return lie(scene)
 
     def _variant(self, name: str) -> FolderEngines:
         """The node's policies, each with its weights changed once it is loaded."""

@@ -265,6 +265,25 @@ def _other_prompts(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows
     ]
 
 
+def _copied_earlier(scene: Scene) -> bytes:
+    """Answers of an earlier file, scored by the true policy: to the prompts that it had, too, or if
+    there is none of those, to all. Honest while there is no earlier file."""
+    made = scene.generate()
+    earlier = scene.earlier
+    if not earlier:
+        return scene.file(made)
+    known = {tuple(row.prompt_tokens): row.output_tokens for row in earlier}
+    prompts = [tuple(row.prompt_tokens) for row in scene.plan]
+    if known.keys().isdisjoint(prompts):
+        known = {
+            prompt: earlier[n % len(earlier)].output_tokens for n, prompt in enumerate(prompts)
+        }
+    texts = [
+        known.get(prompt, one.output_tokens) for prompt, one in zip(prompts, made, strict=True)
+    ]
+    return scene.file(scene.score(texts))
+
+
 def _truncated(scene: Scene) -> bytes:
     honest = scene.file(scene.generate())
     return honest[: len(honest) // 2]
@@ -306,6 +325,7 @@ LIES: Mapping[str, Lie] = {
     "tampered_reward": Lie(_changed(_reward)),
     "tampered_logprobs": Lie(_changed(_logprobs)),
     "copied_rows": Lie(_changed(_copied)),
+    "copied_earlier": Lie(_copied_earlier),
     "copied_proof": Lie(_changed(_copied_proof)),
     "made_up_proof": Lie(_changed(_made_up)),
     "forged_const": Lie(_forged("const")),

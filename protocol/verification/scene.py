@@ -44,6 +44,8 @@ class Scene:
     engine: Engine
     variant: Callable[[str], Engine]
     older: Callable[[], Engine | None] = field(default=_none_older)
+    earlier: Sequence[FileRow] = ()
+    """Rows of a file made before, for another lease."""
 
     @cached_property
     def plan(self) -> list[PlannedRow]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.attacks import AS_VLLM, ATTACKS
 from protocol.core.ids import digest
 from protocol.core.verdict import Outcome, Reason
 from protocol.engine.variants import VARIANTS
 from protocol.verification.calibrate import HonestFile
 from protocol.verification.engines import load_engine
 from protocol.verification.lies import LIES
+from protocol.verification.rollout_file import FileRow, read_rollout_file
 from protocol.verification.scene import Scene
-from protocol.verification.verify import verify_file
+from protocol.verification.verify import Finding, verify_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 LEASES = range(300, 306)
@@ -38,9 +40,9 @@ def _variant(name: str) -> Any:
     return load_engine(TRAINED, prepare=VARIANTS[name])
 
 
-def _judged(small: Any, name: str, number: int) -> Any:
+def _scene(small: Any, number: int) -> Scene:
     lease: HonestFile = small.lease(number)
-    scene = Scene(
+    return Scene(
         lease.signed,
         lease.lease_digest,
         small.run,
@@ -49,16 +51,31 @@ def _judged(small: Any, name: str, number: int) -> Any:
         variant=_variant,
         older=lambda: _variant("old1_1e4"),
     )
+
+
+def _rows(data: bytes) -> list[FileRow]:
+    return list(read_rollout_file(data).rows)
+
+
+def _verified(small: Any, scene: Scene, data: bytes) -> Finding:
     return verify_file(
-        LIES[name].make(scene),
-        lease.signed,
-        lease.lease_digest,
+        data,
+        scene.signed,
+        scene.digest,
         small.run,
         small.environment,
         small.policies,
         draw_secret=digest(bytes(32)),
-        submission_digest=lease.lease_digest,
+        submission_digest=scene.digest,
     )
+
+
+def _judged(small: Any, name: str, number: int) -> Finding:
+    scene = _scene(small, number)
+    if name == "copied_earlier":
+        before = _scene(small, number - 1)
+        scene = replace(scene, earlier=_rows(before.file(before.generate())))
+    return _verified(small, scene, LIES[name].make(scene))
 
 
 @pytest.mark.parametrize("name", sorted(LIES))
@@ -79,6 +96,7 @@ def test_a_lie_ends_as_its_table_says(small: Any, name: str) -> None:
         ("best_of_4", {Reason.WRONG_SAMPLING}),
         ("copied_proof", {Reason.COPIED_ROWS}),
         ("copied_rows", {Reason.COPIED_ROWS}),
+        ("copied_earlier", {Reason.WRONG_SAMPLING, Reason.TWO_HUMPED}),
         ("made_up_proof", {Reason.FORGED_PROOF}),
         ("sign_flip", {Reason.FORGED_PROOF}),
         ("early_end", {Reason.EARLY_END}),
@@ -93,22 +111,23 @@ def test_the_reason_says_which_lie(small: Any, name: str, reasons: set[Reason]) 
     assert _judged(small, name, LEASES[0]).reason in reasons
 
 
+def test_every_attack_of_the_bench_is_a_way_to_lie() -> None:
+    attacks = {name.removesuffix(AS_VLLM) for name in ATTACKS}
+    assert attacks <= set(LIES)
+
+
+def test_answers_of_an_earlier_file_to_the_very_same_prompts_are_no_better(small: Any) -> None:
+    scene = _scene(small, LEASES[0])
+    earlier = _rows(scene.file(scene.generate(flip=1)))  # of a lease with the same prompts
+    copied = LIES["copied_earlier"].make(replace(scene, earlier=earlier))
+    answers = {tuple(row.prompt_tokens): tuple(row.output_tokens) for row in earlier}
+    for row in _rows(copied):
+        assert tuple(row.output_tokens) == answers[tuple(row.prompt_tokens)]
+    assert _verified(small, scene, copied).reason is Reason.WRONG_SAMPLING
+
+
 def test_without_a_lie_the_same_file_is_accepted(small: Any) -> None:
     """What the scenes share is honest: only the one step replaced is found."""
-    lease = small.lease(LEASES[0])
-    honest: Callable[[Scene], bytes] = lambda scene: scene.file(scene.generate())  # noqa: E731
-    scene = Scene(
-        lease.signed, lease.lease_digest, small.run, small.environment, small.engine,
-        variant=_variant,
-    )  # fmt: skip
-    found = verify_file(
-        honest(scene),
-        lease.signed,
-        lease.lease_digest,
-        small.run,
-        small.environment,
-        small.policies,
-        draw_secret=digest(bytes(32)),
-        submission_digest=lease.lease_digest,
-    )
+    scene = _scene(small, LEASES[0])
+    found = _verified(small, scene, scene.file(scene.generate()))
     assert found.outcome is Outcome.ACCEPTED, found.detail
