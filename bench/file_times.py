@@ -25,7 +25,7 @@ from bench.form import Row
 from devnet.__main__ import QUICK_PERIODS
 from devnet.model import COMMITTED, END, IGNORED, training_words
 from devnet.network import Network
-from devnet.plan import CHALLENGE_SIZE, NodePlan, Plan, class_threshold, run_definition
+from devnet.plan import CHALLENGE_ROUNDS, NodePlan, Plan, class_threshold, run_definition
 from devnet.walk import Walk
 from orchestrator.store import open_store, schema, sqlite_url
 from protocol.core.errors import UnavailableError
@@ -35,11 +35,13 @@ from protocol.environments.lengths import balanced_targets
 from protocol.environments.registry import environment_ref
 
 SLOWED = 4
-MENU = tuple(range(2, 43, 4))
-ANSWER_TOKENS = 10
-"""Of a file's time beside its dots: the word, its end, and what any file costs."""
-ROUNDS = 4
-"""Of the challenge: long enough that a fourfold difference stands clear of the carrying."""
+MENU = tuple(range(2, 59, 4))
+ANSWER_TOKENS = 15
+"""Of a file's time beside its dots, in dots: the word, its end, and what any file costs. Measured:
+files with targets of 2 took the slow node 1.33 times as long as those of 36 took the fast one."""
+CHALLENGE = 2048
+"""Its size. Twice the demo's: eight times the work for four times the carrying, which takes longer
+than the work does at 1,024, and hides a fourfold difference."""
 FILES = 10
 """Of each node, before its times are looked at; the first two warm up."""
 PACKAGES = ("torch", "transformers")
@@ -66,8 +68,8 @@ class EvenFiles(Network):
                 "environment": environment_ref("reverse", {}, budgets, **sizes),
                 "max_output_tokens": 2 * max(MENU),
                 "speed": SpeedClasses(
-                    thresholds=(class_threshold(ROUNDS, 2.2, 0.1),),
-                    challenge_size=CHALLENGE_SIZE, challenge_rounds=ROUNDS,
+                    thresholds=(class_threshold(CHALLENGE, slower=2.5, carry=0.35),),
+                    challenge_size=CHALLENGE, challenge_rounds=CHALLENGE_ROUNDS,
                 ),
             }
         )  # fmt: skip
@@ -162,8 +164,8 @@ def live_file_times(root: Path, files: int) -> list[Row]:
         classes = {names[node.node]: node.speed_class for node in network.status().nodes}
         if classes != {"fast": 2, "slow": 1}:
             raise UnavailableError(
-                f"the challenge did not part the nodes ({classes}): this machine is busy with "
-                "other work, and both answers came late; measure when it is quiet"
+                f"the challenge did not part the nodes ({classes}): if this machine is busy with "
+                "other work, both answers came late; measure when it is quiet"
             )
         found = times(database, names)
     finally:

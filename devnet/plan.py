@@ -118,21 +118,28 @@ def node_plans(
 
 
 def class_threshold(
-    rounds: int = CHALLENGE_ROUNDS, slower: float = 3.2, carry: float = CARRY_SECONDS
+    size: int = CHALLENGE_SIZE,
+    rounds: int = CHALLENGE_ROUNDS,
+    slower: float = 3.2,
+    carry: float = CARRY_SECONDS,
 ) -> int:
     """Million multiply-adds a second that part two speed classes on this machine: an answer that
     took `slower` times this machine's own solving time is the slow one's.
 
-    The orchestrator's clock also counts hashing and carrying 8 MiB a round: `carry` for two.
+    The orchestrator's clock also counts hashing and carrying the answer: `carry` seconds for the
+    demo's 16 MiB, as much more for a longer one.
     """
     seed = Digest("0x" + "5e" * 32)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        hardware.solve(seed, CHALLENGE_SIZE, rounds)
+        hardware.solve(seed, size, rounds)
         best = min(best, time.perf_counter() - start)
-    work = hardware.multiply_adds(CHALLENGE_SIZE, rounds)
-    return int(work / (slower * best + carry * rounds / 2) / 1e6)
+    answers = hardware.solution_bytes(size, rounds) / hardware.solution_bytes(
+        CHALLENGE_SIZE, CHALLENGE_ROUNDS
+    )
+    work = hardware.multiply_adds(size, rounds)
+    return int(work / (slower * best + carry * answers) / 1e6)
 
 
 def run_definition(plan: Plan, base_model: Digest, threshold: int) -> RunDefinition:
