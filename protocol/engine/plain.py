@@ -31,6 +31,7 @@ from protocol.engine.base import (
     ReplayRequest,
 )
 from protocol.engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
+from protocol.engine.linears import native_bfloat16, widen
 
 NAME = "plain/1"
 _LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -94,6 +95,8 @@ class PlainEngine(PolicyFacts):
         model.to(self._torch_device).eval().requires_grad_(False)
         if prepare is not None:
             prepare(model)
+        if self._torch_device.type == "cpu" and not native_bfloat16():
+            widen(model)
         self.model = model
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()

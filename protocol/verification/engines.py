@@ -74,13 +74,17 @@ def load_engine(
     return loader(folder, noise=gumbel, dtype=dtype, device=device, **options)
 
 
-EXPANSION = 3
-"""Memory of a loaded policy by the size of its bfloat16 files: float32, and a bfloat16 twin."""
+EXPANSION, WIDENED = 3, 5
+"""Memory of a loaded policy by the size of its bfloat16 files: float32, and a bfloat16 twin; with
+the twin's float32 copies where the processor has no bfloat16 instructions."""
 
 
 def loaded_bytes(folder: Path) -> int:
     """What the policy in `folder` may take once loaded, by the size of its weights."""
-    return EXPANSION * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    from protocol.engine.linears import native_bfloat16
+
+    expansion = EXPANSION if native_bfloat16() else WIDENED
+    return expansion * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 class FolderEngines:
