@@ -57,6 +57,22 @@ def test_jobs_are_claimed_oldest_first_and_one_by_one(either_store: Store) -> No
     assert [job and job.submission_digest for job in claimed] == [name(1), name(2), name(3), None]
 
 
+def test_only_a_done_job_opens_again_as_if_nobody_had_tried_it(either_store: Store) -> None:
+    with either_store.begin() as connection:
+        jobs.add(connection, name(1), now=1.0)
+        assert not jobs.reopen(connection, name(1)), "it waits already"
+        assert jobs.claim(connection, "a", now=2.0, seconds=60) is not None
+        assert jobs.holds(connection, name(1), "a")
+        assert not jobs.holds(connection, name(1), "b")
+        assert not jobs.reopen(connection, name(1)), "it is being judged"
+        assert jobs.finish(connection, name(1), "a")
+        assert not jobs.holds(connection, name(1), "a")
+        assert jobs.reopen(connection, name(1))
+        again = jobs.claim(connection, "a", now=3.0, seconds=60)
+        assert again is not None
+        assert (again.attempts, again.abstentions) == (1, 0)
+
+
 def test_no_job_is_claimed_twice_by_validators_at_once(either_store: Store) -> None:
     with either_store.begin() as connection:
         for number in range(12):
