@@ -209,7 +209,8 @@ def _require_whole(
     where = f"group {number} of {file.sha256}"
     if [row.sample for row in rows] != list(range(run.samples_per_group)):
         raise UntrustedError(f"{where} has {len(rows)} of {run.samples_per_group} samples")
-    if len({(row.problem_id, row.prompt_tokens) for row in rows}) != 1:
+    asked = (rows[0].problem_id, rows[0].prompt_tokens)
+    if any((row.problem_id, row.prompt_tokens) != asked for row in rows):
         raise UntrustedError(f"{where} mixes prompts")
     if len({row.reward for row in rows}) == 1:
         raise UntrustedError(f"{where} has equal rewards: it carries no gradient, so no place here")

@@ -30,7 +30,8 @@ MAX_HEADER = 64 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank's device, and on rank 0's host."""
+    """Bytes on one rank's device, and on a host: the copy that is written and published, and the
+    batch that trains with the one ahead of it."""
 
     weights: int
     gradients: int
@@ -40,11 +41,12 @@ class Memory:
     activations: int
     logits: int
     host: int
+    batches: int
 
     @property
     def device(self) -> int:
         """All of it on the device."""
-        return int(sum(asdict(self).values())) - self.host
+        return int(sum(asdict(self).values())) - self.host - self.batches
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,13 @@ def estimate(
     output = min(run.max_output_tokens, round(sum(targets) / len(targets)))
     length = (PROMPT_TOKENS if prompt is None else prompt) + output
     rows = run.groups_per_batch * run.samples_per_group
+    held = 2 * rows * 4 * (length + output)  # two batches: tokens, and log-probabilities
     passes = _passes(run, settings)
     flops = shape.training_flops([length] * rows, [output] * rows) * passes
     trained = parameters
     if settings.lora_rank:
         trained = min(parameters, _adapter_parameters(config, settings.lora_rank))
-    memory = _memory(run, settings, config, shape, parameters, trained, ranks)
+    memory = _memory(run, settings, config, shape, parameters, trained, ranks, held)
     return Estimate(
         parameters=parameters,
         trained_parameters=trained,
@@ -174,7 +177,7 @@ def _adapter_parameters(config: Any, rank: int) -> int:
 
 def _memory(
     run: RunDefinition, settings: Settings, config: Any, shape: Shape, parameters: int,
-    trained: int, ranks: int,
+    trained: int, ranks: int, held: int,
 ) -> Memory:  # fmt: skip
     width = 2 if settings.bf16 else 4
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
@@ -194,6 +197,7 @@ def _memory(
         activations=kept,
         logits=3 * 4 * logits,
         host=2 * parameters + (4 * whole + 8 * trained) // ranks,
+        batches=held,
     )
 
 
@@ -264,7 +268,8 @@ def report(run: RunDefinition, found: Estimate, resolved: Mapping[str, tuple[str
         f"gradients {_bytes(m.gradients)}, optimizer {_bytes(m.optimizer)}, "
         f"reference {_bytes(m.reference)}, gathered {_bytes(m.gathered)}, "
         f"activations {_bytes(m.activations)}, logits {_bytes(m.logits)}",
-        f"host        {_bytes(m.host)} for the copy that is written and published",
+        f"host        {_bytes(m.host)} for the copy that is written and published, "
+        f"{_bytes(m.batches)} for two batches",
         f"work        {found.flops_per_batch:.3g} operations a batch, "
         + (
             "time unknown: name --peak-tflops"

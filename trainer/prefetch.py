@@ -3,7 +3,8 @@
     rank 0's thread:   wait for batch s ─► fetch by signed URLs ─► check to the last row ─► one slot
     the loop:          take batch s (waits only for what is not there yet) ─► the slot is free
 
-Exactly one batch is held ahead, so memory is bounded by two. A download that fails raises in the
+Exactly one batch is held ahead, so memory is bounded by two: 4 bytes a prompt token, 8 a generated
+one (`Rollout`), and one file while it is read. A download that fails raises in the
 loop, never nowhere (an ancestor's prefetcher swallowed errors and marked the file fetched).
 """
 

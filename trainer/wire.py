@@ -1,7 +1,7 @@
 """What rank 0 tells the other ranks of a run, as typed bytes: a batch, why one is skipped, or that
 the run stops. Nothing that could be code travels, and what does not fit its header is an error.
 
-    header's length (8 bytes) │ header (JSON) │ tokens (int32) │ log-probabilities (float64)
+    header's length (8 bytes) │ header (JSON) │ tokens (int32) │ log-probabilities (float32)
 
 A header names, for each row, its fields and how many prompt and output tokens are its own.
 """
@@ -9,9 +9,8 @@ A header names, for each row, its fields and how many prompt and output tokens a
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any, cast
-
-import numpy as np
 
 from protocol.core.errors import FatalError, MalformedError, PolicyError, UntrustedError
 from protocol.core.ids import Digest, Step
@@ -50,9 +49,11 @@ def encode(told: Told) -> bytes:
         ],
     }  # fmt: skip
     body = [
-        np.asarray(row.prompt_tokens + row.output_tokens, np.int32).tobytes() for row in rows
-    ]  # fmt: skip
-    body += [np.asarray(row.logprobs, np.float64).tobytes() for row in rows]
+        array("i", part).tobytes()
+        for row in rows
+        for part in (row.prompt_tokens, row.output_tokens)
+    ]
+    body += [array("f", row.logprobs).tobytes() for row in rows]
     return _framed(header, b"".join(body))
 
 
@@ -82,29 +83,27 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
     prompts = sum(int(row[7]) for row in header["rows"])
     outputs = sum(int(row[8]) for row in header["rows"])
     middle = 4 * (prompts + outputs)
-    if len(body) != middle + 8 * outputs:
+    if len(body) != middle + 4 * outputs:
         raise ValueError(f"{len(body)} bytes of tokens for {prompts} + {outputs}")
-    tokens = np.frombuffer(body[:middle], np.int32).tolist()
-    logprobs = np.frombuffer(body[middle:], np.float64).tolist()
     rows: list[Rollout] = []
-    at = end = 0
+    at, end = 0, middle
     for name, group, sample, target, reason, version, reward, prompt, output in header["rows"]:
-        cut, stop = at + prompt, at + prompt + output
+        cut, stop = at + 4 * prompt, at + 4 * (prompt + output)
         rows.append(
             Rollout(
                 problem_id=name,
                 group=group,
                 sample=sample,
-                prompt_tokens=tuple(tokens[at:cut]),
-                output_tokens=tuple(tokens[cut:stop]),
-                logprobs=tuple(logprobs[end : end + output]),
+                prompt_tokens=array("i", body[at:cut]),
+                output_tokens=array("i", body[cut:stop]),
+                logprobs=array("f", body[end : end + 4 * output]),
                 target_length=target,
                 finish_reason=cast(FinishReason, reason),
                 policy_version=version,
                 reward=reward,
             )
         )
-        at, end = stop, end + output
+        at, end = stop, end + 4 * output
     if sum(header["groups"]) != len(rows):
         raise ValueError(f"groups of {sum(header['groups'])} rows, but {len(rows)} came")
     each = iter(rows)

@@ -5,6 +5,7 @@ The Parquet schema and every limit on a file live here, in one place.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -110,16 +111,24 @@ def decode_leaves(data: bytes) -> list[SignedSubmission]:
 class Rollout:
     """One verified row, ready to train on. Only protocol.verification makes these from files.
 
-    tokens int, logprobs in nats at temperature T, reward recomputed by the validator.
+    tokens int, logprobs in nats at temperature T, reward recomputed by the validator. Tokens and
+    log-probabilities are held as the file holds them, 4 bytes each (int32, float32), whatever they
+    came as: a batch may be tens of millions of tokens.
     """
 
     problem_id: str
     group: int
     sample: int
-    prompt_tokens: tuple[int, ...]
-    output_tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    logprobs: Sequence[float]
     target_length: int
     finish_reason: FinishReason
     policy_version: int
     reward: float
+
+    def __post_init__(self) -> None:
+        for name, kind in (("prompt_tokens", "i"), ("output_tokens", "i"), ("logprobs", "f")):
+            given = getattr(self, name)
+            if not isinstance(given, array) or given.typecode != kind:
+                object.__setattr__(self, name, array(kind, given))

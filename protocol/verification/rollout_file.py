@@ -7,6 +7,7 @@ Every malformed input ends in one FileError that names its reason; nothing else 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -284,7 +285,7 @@ def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
                 sample=row.sample,
                 prompt_tokens=row.prompt_tokens,
                 output_tokens=row.output_tokens,
-                logprobs=tuple(row.logprobs.tolist()),
+                logprobs=array("f", row.logprobs.tobytes()),
                 target_length=row.target_length,
                 finish_reason=row.finish_reason,
                 policy_version=row.policy_version,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import http.server
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +33,9 @@ from protocol.waiting import StoppedError
 from trainer import feed
 from trainer.data import TrainingBatch, assemble
 from trainer.feed import fetcher, insist
+from trainer.wire import decode, encode
 
-RUN = kit.run_definition(groups=8)
+RUN = kit.run_definition(groups=12)
 STEP = 4
 
 
@@ -53,14 +56,40 @@ def test_an_honest_batch_comes_whole_with_the_validators_rewards() -> None:
     batch = assemble(sealed(objects), STEP, kit.rules(RUN), objects.fetch)
     assert len(batch.groups) == 4
     assert len(set(batch.keys)) == 4
-    expected = {(r.prompt_tokens, r.sample): r for r in rollouts(1) + rollouts(2, STEP - 2)}
+    expected = {(*r.prompt_tokens, r.sample): r for r in rollouts(1) + rollouts(2, STEP - 2)}
     for row in batch.rollouts:
-        twin = expected.pop((row.prompt_tokens, row.sample))
+        twin = expected.pop((*row.prompt_tokens, row.sample))
         # The file says 0.123 for every row (kit.file_of): the node's word counts for nothing.
         assert row.reward == pytest.approx(twin.reward, abs=1e-6)
         assert row.logprobs == twin.logprobs
         assert row.output_tokens == twin.output_tokens
     assert not expected
+
+
+def test_a_batch_in_memory_takes_few_bytes_a_token() -> None:
+    """4 a prompt token, 8 a generated one: a long batch is tens of millions of them, twice."""
+    run = RUN.model_copy(update={"max_output_tokens": 4096})
+    part = kit.rows(2, run.samples_per_group, longest=4096, version=STEP)
+    objects = kit.Objects()
+    signed = kit.seal([kit.seal_file(objects, part, [0, 1], STEP)], STEP, run)
+    tokens = sum(len(row.prompt_tokens) + len(row.output_tokens) for row in part)
+
+    def held(make: Callable[[], object]) -> float:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            batch = make()
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] / tokens if batch else 0.0
+        finally:
+            tracemalloc.stop()
+
+    found = assemble(signed, STEP, kit.rules(run), objects.fetch)
+    sent = encode(found)
+    assert len(sent) < 9 * tokens
+    assert held(lambda: assemble(signed, STEP, kit.rules(run), objects.fetch)) < 10
+    assert held(lambda: decode(sent)) < 10
+    assert decode(sent) == found
 
 
 def test_only_the_groups_that_the_manifest_takes_are_trained() -> None:

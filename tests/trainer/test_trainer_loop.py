@@ -166,10 +166,13 @@ def test_the_plan_is_printed_and_nothing_is_done(pool: Pool, tmp_path: Path, mod
     )
     assert told["estimate"]["seconds_per_batch"] > 0
     assert told["estimate"]["memory"]["optimizer"] == 8 * told["estimate"]["parameters"]
+    tokens = told["estimate"]["tokens_per_batch"]
+    assert 8 * tokens < told["estimate"]["memory"]["batches"] < 16 * tokens
     assert not (tmp_path / "data").exists()
     assert pool.published() == []
     plain = finished([word for word in command if word != "--json"])
     assert "activations" in plain.stdout
+    assert "for two batches" in plain.stdout
     assert "objective   grpo" in plain.stdout
 
 

@@ -288,7 +288,7 @@ def _verdict_table(rows: list[FileRow]) -> VerdictTable:
 def test_rollouts_take_their_reward_from_the_verdict_table() -> None:
     rollouts = load_rollouts(FILE, _verdict_table(ROWS))
     assert [r.reward for r in rollouts] == [0.7] * 12
-    assert [r.output_tokens for r in rollouts] == [r.output_tokens for r in ROWS]
+    assert [tuple(r.output_tokens) for r in rollouts] == [r.output_tokens for r in ROWS]
 
 
 def test_a_table_of_another_file_is_refused() -> None:

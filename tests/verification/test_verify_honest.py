@@ -71,9 +71,9 @@ def test_an_accepted_file_yields_its_table_units_and_rollouts(world: Any) -> Non
     rollouts = load_rollouts(file.data, table)
     assert len(rollouts) == 64
     for row, rollout, entry in zip(rows, rollouts, found.table, strict=True):
-        assert rollout.output_tokens == row.output_tokens
+        assert tuple(rollout.output_tokens) == row.output_tokens
         assert rollout.reward == entry.reward_micro / 1e6 == row.reward
-        assert rollout.logprobs == tuple(row.logprobs.tolist())
+        assert list(rollout.logprobs) == row.logprobs.tolist()
 
 
 def test_the_same_inputs_give_the_same_finding(world: Any) -> None:
