@@ -88,6 +88,7 @@ def run(
     peak_tflops: Annotated[float | None, typer.Option(help="A device's peak, for MFU.")] = None,
     progress: Annotated[bool | None, typer.Option(help="A bar on a terminal.")] = None,
     bf16: Annotated[bool | None, typer.Option(help="Compute in bf16 (GPUs).")] = None,
+    head_fp32: Annotated[bool | None, typer.Option(help="With bf16: fp32 logits.")] = None,
     row_tokens: Annotated[int | None, typer.Option(help="Tokens of a packed row.")] = None,
     micro_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch.")] = None,
     delta_from: Annotated[int | None, typer.Option(help="Versions deltas start from.")] = None,

@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     objective should compare with the proximal policy."""
     bf16: bool = False
     """Compute in bf16 (masters and reduction stay fp32); for GPUs."""
+    head_fp32: bool = False
+    """With bf16: logits in fp32, slower and with a head's worth of memory more; default as the
+    engines do, rounded to bf16 before the softmax."""
     recompute: bool = False
     """Compute activations again in the backward pass instead of keeping them (checkpointing)."""
     lora_rank: int = Field(default=0, ge=0, le=4096)

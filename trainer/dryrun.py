@@ -188,6 +188,7 @@ def _memory(
     kept = tokens * width * hidden * layers + layer if settings.recompute else layer * layers
     whole = parameters + trained if settings.lora_rank else parameters
     logits = min(CHUNK_LOGITS, tokens * int(config.vocab_size))
+    wide = 2 * 4 * shape.head_parameters if settings.bf16 and settings.head_fp32 else 0
     return Memory(
         weights=4 * whole // ranks,
         gradients=4 * trained // ranks,
@@ -195,7 +196,7 @@ def _memory(
         reference=4 * parameters // ranks if run.objective.kl_micro else 0,
         gathered=0 if ranks == 1 and not settings.bf16 else width * _gathered(config, shape),
         activations=kept,
-        logits=3 * 4 * logits,
+        logits=3 * 4 * logits + wide,
         host=2 * parameters + (4 * whole + 8 * trained) // ranks,
         batches=held,
     )

@@ -89,12 +89,14 @@ def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learne
     wanted = objective_settings(run)
     policy = load_policy(base, run.temperature)
     policy.entropy_gradient = bool(wanted.entropy)
+    policy.head_fp32 = settings.head_fp32
     if settings.lora_rank:
         add_adapters(policy, settings.lora_rank, settings.lora_alpha or 2 * settings.lora_rank)
     shard(policy, world, bf16=settings.bf16, recompute=settings.recompute)
     reference = None
     if wanted.kl:
         reference = load_policy(base, run.temperature).requires_grad_(False)
+        reference.head_fp32 = settings.head_fp32
         reference = shard(reference, world, bf16=settings.bf16)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in policy.parameters() if parameter.requires_grad],

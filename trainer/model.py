@@ -10,6 +10,7 @@ logits are refused rather than forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ class Policy(nn.Module):
     and the vocabulary is only touched where a generated token is predicted.
 
     `entropy_gradient`: whether the objective has an entropy term; without it the entropy is only
-    measured, which costs less.
+    measured, which costs less. `head_fp32`: where weights are narrower, the logits are still
+    computed and kept in fp32, from the very weights that are published; by default they are
+    rounded as the head's own width has it, and only the softmax is wide.
     """
 
     def __init__(self, lm: Any, temperature: float) -> None:
@@ -71,6 +74,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.temperature = temperature
         self.entropy_gradient = True
+        self.head_fp32 = False
 
     @property
     def decoder(self) -> Any:
@@ -89,6 +93,8 @@ class Policy(nn.Module):
         chosen = hidden.reshape(-1, hidden.shape[-1])[batch.predict]
         head = causal_lm(self.lm).get_output_embeddings()
         rows = max(1, CHUNK_LOGITS // int(head.weight.shape[0]))
+        if self.head_fp32 and head.weight.dtype in (torch.bfloat16, torch.float16):
+            head = wide_head(head)
         if chosen.shape[0] <= rows:
             return self._score(chosen, batch.targets, head)
         parts = [
@@ -97,7 +103,9 @@ class Policy(nn.Module):
         ]
         return torch.cat([one for one, _ in parts]), torch.cat([two for _, two in parts])
 
-    def _score(self, hidden: Tensor, targets: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
         total = torch.logsumexp(logits, dim=-1)
@@ -106,6 +114,14 @@ class Policy(nn.Module):
             shares = torch.softmax(logits, dim=-1)
             entropy = total - (shares * logits).sum(dim=-1)
         return logprobs, entropy
+
+
+def wide_head(head: Any) -> Callable[[Tensor], Tensor]:
+    """The head's map in fp32, of its own weights: widened once, so that gradients of all chunks are
+    summed wide."""
+    weight = head.weight.float()
+    bias = None if getattr(head, "bias", None) is None else head.bias.float()
+    return lambda hidden: nn.functional.linear(hidden.float(), weight, bias)
 
 
 def causal_lm(lm: Any) -> Any:

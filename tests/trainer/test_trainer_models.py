@@ -12,6 +12,7 @@ import trainer_kit as kit
 from safetensors.torch import load_file, save_file
 
 from protocol.core.errors import UserError
+from protocol.core.run import Objective
 from protocol.engine.tiny import character_tokenizer
 from trainer.attention import packed_attention, wants_whole_heads
 from trainer.collate import collate
@@ -144,6 +145,64 @@ def test_computing_in_bf16_reduces_in_fp32_into_fp32_masters(
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
     assert {p.dtype for p in narrow.policy.parameters()} == {torch.float32}
     assert 0 < kit.relative_difference(found, kit.gradients(wide.policy)) < 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_wide_head_gives_the_logits_of_the_published_weights_without_rounding_them(
+    tmp_path: Path, tied: bool
+) -> None:
+    folder = folder_of("Qwen3", tmp_path / "model", tie_word_embeddings=tied)
+    policy = load_policy(folder, 1.0, dtype=torch.bfloat16)
+    with torch.no_grad():
+        policy.lm.get_output_embeddings().weight.mul_(64)  # logits as large as a trained model's
+    rows, zeros = kit.rows(), [0.0] * 12
+    packed, _ = collate([[0, 1, 2]], rows, zeros, zeros, torch.device("cpu"))
+    states: list[torch.Tensor] = []
+    policy.decoder.register_forward_hook(lambda *told: states.append(told[2].last_hidden_state))
+    off = []
+    with torch.no_grad():
+        for policy.head_fp32 in (False, True):
+            found = policy(packed)[0]
+            hidden = states[-1].reshape(-1, states[-1].shape[-1])[packed.predict].double()
+            logits = hidden @ policy.lm.get_output_embeddings().weight.double().T
+            exact = torch.log_softmax(logits, -1).gather(1, packed.targets[:, None])[:, 0]
+            off.append(float((found - exact).abs().max()))
+    assert off[0] > 1e-2
+    assert off[1] < 1e-4
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_wide_head_is_trained_in_chunks_as_whole_and_in_wide_numbers_changes_nothing(
+    model: Path, tmp_path: Path, world: World, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, run = kit.rows(), kit.run_definition(Objective(kl_micro=1000))
+    whole = kit.learner(model, tmp_path, world, run, bf16=True, head_fp32=True, lora_rank=rank)
+    assert whole.reference is not None
+    assert whole.reference.head_fp32
+    backward(whole, rows)
+    gradients = trained_gradients(whole.policy)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    monkeypatch.setattr("trainer.model.CHUNK_LOGITS", 64 * 5)
+    chunked = kit.learner(model, tmp_path, world, run, bf16=True, head_fp32=True, lora_rank=rank)
+    backward(chunked, rows)
+    # the hidden states' gradients are bf16, whatever the head is
+    assert kit.relative_difference(trained_gradients(chunked.policy), gradients) < 1e-2
+    plain, asked = (
+        kit.learner(model, tmp_path, world, run, head_fp32=wide, lora_rank=rank)
+        for wide in (False, True)
+    )
+    backward(plain, rows)
+    backward(asked, rows)
+    one, two = trained_gradients(plain.policy), trained_gradients(asked.policy)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def trained_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """Every whole gradient of what is trained."""
+    frozen = [p for p in policy.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.grad = torch.zeros_like(parameter)
+    return kit.gradients(policy)
 
 
 def test_only_adapters_are_trained_and_what_is_published_holds_them(
