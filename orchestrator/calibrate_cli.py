@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated
 
 import typer
@@ -19,7 +21,7 @@ import typer
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core.calibration import CalibrationStatement, SignedCalibration
-from protocol.core.errors import UserError
+from protocol.core.errors import UnavailableError, UserError
 from protocol.storage.base import put_object
 from protocol.storage.directory import DirectoryStore
 from protocol.verification.engines import ENGINES
@@ -35,9 +37,15 @@ def calibrate(
     ] = None,
     python: Annotated[
         list[str] | None,
-        typer.Option(help="ENGINE=INTERPRETER of an engine installed elsewhere (vllm=PATH)."),
+        typer.Option(
+            help="ENGINE=INTERPRETER of an engine installed elsewhere (vllm=PATH). That of "
+            "scripts/setup_vllm.sh is found by itself."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="cpu or cuda; repeat for both (default: what this machine has)."),
+    ] = None,
     plain: Annotated[
         bool, typer.Option(help="Measure the plain engine, or only those of --python.")
     ] = True,
@@ -71,13 +79,22 @@ def calibrate(
     if wallet is not None:
         prompt = f"Password of {wallet}: "
         signer = load_keystore(wallet, read_password(password_file, password_fd, prompt=prompt))
-    found, left_out = measure(
-        model or [],
-        python_of=_interpreters(python or [], plain),
-        device=device,
-        scale=scale,
-        keep=load(keep) if keep is not None else None,
-    )
+    _try_to_write(out)  # what cannot be written is said now, not in an hour
+    python_of, found = _interpreters(python or [], plain), load(keep) if keep else None
+    left_out: list[str] = []
+    measured = False
+    for one in device or _devices():
+        try:
+            found, lacking = measure(
+                model or [], python_of=python_of, device=one, scale=scale, keep=found
+            )
+        except UnavailableError as error:
+            left_out.append(f"{one}: {error}")
+            continue
+        left_out += lacking
+        measured = True
+    if found is None or not measured:
+        raise UnavailableError("; ".join(left_out))
     out.write_bytes(found.canonical())  # its SHA-256 is its name
     if objects is not None:
         put_object(DirectoryStore(objects), found.canonical())
@@ -105,9 +122,31 @@ def calibrate(
     typer.echo(f"digest {found.digest()} → {out} (for the run definition: calibration = …)")
 
 
+def _try_to_write(out: Path) -> None:
+    """Raises UserError if the calibration could not be written there."""
+    try:
+        with NamedTemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written: {error.strerror}", hint="name another file with --out"
+        ) from error
+
+
+def _devices() -> list[str]:
+    """What this machine can measure on."""
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
 def _interpreters(words: list[str], plain: bool) -> dict[str, Path | None]:
-    """Engines to measure: plain here unless told otherwise, and those that --python names."""
+    """Engines to measure: plain here unless told otherwise, vLLM where scripts/setup_vllm.sh has
+    put it, and those that --python names."""
     found: dict[str, Path | None] = {"plain": None} if plain else {}
+    vllm = Path(os.environ.get("PRIME_VLLM_HOME", "var/engines/vllm")) / "bin" / "python"
+    if vllm.exists():
+        found["vllm"] = vllm
     for word in words:
         engine, _, path = word.partition("=")
         if engine not in ENGINES or not path:

@@ -70,6 +70,9 @@ OTHER_CPUS = (
 """Settings under which this machine computes as others do that lack its newest instructions: their
 files are measured too, in the largest batches, one for every OTHERS_SHARE of its own."""
 OTHERS_SHARE = 4
+LEAST_VALUES = 10
+"""With fewer honest values of a statistic none lies in its tail (tails.SHARE), and what is fitted
+may be tighter than the truth: rows or files of which so few were measured get no limits."""
 
 
 @dataclass
@@ -125,6 +128,7 @@ def _limits(dtype: str, measured: _Measured) -> SetupLimits:
         return {
             name: tails.fit(found, chance_of_one(scope), least_ratio(name, dtype, REPLAY_DTYPE))
             for name, found in measured.ratios[scope].items()
+            if len(found) >= LEAST_VALUES
         }
 
     return SetupLimits(
@@ -150,7 +154,7 @@ def calibrate(
     scale: float = 1.0,
     keep: Calibration | None = None,
 ) -> tuple[Calibration, list[str]]:
-    """(calibration, set-ups that do not run here with the reason).
+    """(calibration, what it lacks with the reason: set-ups that do not run here, long files).
 
     `keep`: an earlier calibration (of another machine, or other engines), whose set-ups stay unless
     they are measured again.
@@ -174,6 +178,12 @@ def calibrate(
                     log.warning("left out: %s", error)
                     left_out.append(str(error))
     setups = [_limits(dtype, found) for (_, dtype), found in measured.items() if found.files]
+    for one in setups:
+        if not one.long:
+            left_out.append(
+                f"{one.engine} {one.dtype} on {one.device}: fewer than {LEAST_VALUES} long "
+                "files were measured, so that they are held to the limits of any file alone"
+            )
     if not setups:
         raise UnavailableError("no set-up runs here: " + "; ".join(left_out))
     source = ", ".join([*(model.name for model in models), "2 tiny random models"])

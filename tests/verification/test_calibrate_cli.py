@@ -15,9 +15,10 @@ from protocol.chain.deployment import Deployment, Periods
 from protocol.chain.keystore import save_keystore
 from protocol.core import encoding, ids
 from protocol.core.calibration import CalibrationStatement, SignedCalibration
-from protocol.core.errors import UserError
+from protocol.core.errors import UnavailableError, UserError
 from protocol.core.messages import ContractAddresses
 from protocol.core.signing import CONTRACT_NAMES, LocalSigner
+from protocol.proofs import thresholds
 from protocol.storage.directory import DirectoryStore
 from protocol.verification import calibrate
 from protocol.verification.setups import synthetic_run
@@ -30,6 +31,11 @@ def _deployment() -> Deployment:
     return Deployment(
         chain_id=31337, contracts=ContractAddresses(**addresses), block=0, periods=Periods()
     )
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_VLLM_HOME", str(tmp_path / "nowhere"))
 
 
 @pytest.mark.slow
@@ -73,6 +79,7 @@ def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
         (["--python", "other=/bin/true"], "names no engine"),
         (["--python", "vllm"], "names no engine"),
         (["--python", "vllm=/nowhere/python"], "no interpreter"),
+        (["--out", "/nowhere/c.json"], "/nowhere/c.json cannot be written"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
@@ -84,3 +91,51 @@ def test_what_is_wrong_is_said_before_anything_is_measured(
             catch_exceptions=False, standalone_mode=False,
         )  # fmt: skip
     assert not (tmp_path / "c.json").exists()
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int]]:
+    """(device, engines, set-ups kept) of each measurement, none of which takes place."""
+    calls: list[tuple[str, list[str], int]] = []
+    shipped = thresholds.shipped()
+
+    def measure(
+        models: list[Path], *, python_of: dict[str, Path | None], device: str, scale: float,
+        keep: thresholds.Calibration | None,
+    ) -> tuple[thresholds.Calibration, list[str]]:  # fmt: skip
+        calls.append((device, sorted(python_of), len(keep.setups) if keep else 0))
+        if device == "cuda":
+            raise UnavailableError("no set-up runs here")
+        return shipped, ["one that is missing"]
+
+    monkeypatch.setattr(calibrate, "calibrate", measure)
+    return calls
+
+
+def test_every_engine_and_device_at_hand_is_measured_and_the_others_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, list[str], int]]
+) -> None:
+    python = tmp_path / "engines" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setenv("PRIME_VLLM_HOME", str(tmp_path / "engines"))
+    out = tmp_path / "c.json"
+    words = ["--out", str(out), "--json", "--device", "cpu", "--device", "cuda"]
+    said = CliRunner().invoke(app, words, catch_exceptions=False)
+    kept = len(thresholds.shipped().setups)
+    assert asked == [("cpu", ["plain", "vllm"], 0), ("cuda", ["plain", "vllm"], kept)]
+    answer = json.loads(said.stdout.strip().splitlines()[-1])
+    assert answer["left_out"] == ["one that is missing", "cuda: no set-up runs here"]
+    assert answer["digest"] == thresholds.shipped().digest() == encoding.sha256(out.read_bytes())
+
+
+def test_where_nothing_could_be_measured_nothing_is_written(
+    tmp_path: Path, asked: list[tuple[str, list[str], int]]
+) -> None:
+    out = tmp_path / "c.json"
+    with pytest.raises(UnavailableError, match="no set-up runs here"):
+        CliRunner().invoke(
+            app, ["--out", str(out), "--device", "cuda"],
+            catch_exceptions=False, standalone_mode=False,
+        )  # fmt: skip
+    assert not out.exists()
