@@ -66,14 +66,22 @@ def challenge(backend: Backend, account: Address, request: AdmissionRequest) -> 
         runtime=request.task_runtime,
         shadow=request.shadow,
     )
+    _look(backend, account, row.shadow)
     with backend.store.begin() as connection:
-        _check_admissible(connection, backend, account, nodes.get(connection, account), row.shadow)
         if challenges.open_for(connection, account, now) >= MAX_OPEN_CHALLENGES:
             raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
         challenges.add(connection, row)
     return Challenge(
         id=row.id, seed=row.seed, size=row.size, rounds=row.rounds, deadline=row.deadline
     )
+
+
+def _look(backend: Backend, account: Address, shadow: bool) -> None:
+    """Refuses as `_check_admissible` does, without keeping anybody from writing: anyone may ask,
+    and to read the chain's events takes its time. It holds for good only where an invite is made.
+    """
+    with backend.store.read() as connection:
+        _check_admissible(connection, backend, account, nodes.get(connection, account), shadow)
 
 
 def _check_admissible(
@@ -180,6 +188,7 @@ def solution(
 
 def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: int) -> AdmissionAnswer:
     context, now = backend.context, backend.now()
+    _look(backend, account, row.shadow)
     with backend.store.begin() as connection:
         node = nodes.lock_row(connection, account)
         _check_admissible(connection, backend, account, node, row.shadow)

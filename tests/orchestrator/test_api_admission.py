@@ -1,20 +1,23 @@
-"""Admission, heartbeats, silence: how a node comes in, and what it is told."""
+"""Admission and heartbeats: how a node comes in, and what it is told."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from orchestrator_world import MakeWorld, Session, World, signer
+from sqlalchemy import Connection
 
+from orchestrator import admission
 from orchestrator.members import active_stake
-from orchestrator.presence import LifeTicks
-from orchestrator.store import chain, challenges, intents, leases, nodes, schema
+from orchestrator.store import Store, chain, challenges, intents, nodes, schema
 from protocol.core.encoding import sha256
-from protocol.core.errors import UnavailableError
-from protocol.core.messages import AdmissionAnswer, Challenge, HeartbeatAnswer
+from protocol.core.errors import ConflictError
+from protocol.core.messages import AdmissionAnswer, AdmissionRequest, Challenge, HeartbeatAnswer
 from protocol.core.node import Requirements
 from protocol.proofs import hardware
 
@@ -342,64 +345,52 @@ def test_the_end_of_the_pool_stops_everybody(world: World) -> None:
     assert beat(world, session).directive == "stop"
 
 
-def lives(world: World, life: LifeTicks, seconds: int) -> str:
-    """Time passes with the orchestrator up; the first node's status then."""
-    for _ in range(seconds):
-        world.clock.advance(1)
-        life.tick()
-    return str(world.http.get("/v1/nodes").json()[0]["status"])
-
-
-def test_a_node_is_silent_after_the_death_period_and_back_with_its_next_heartbeat(
-    world: World,
-) -> None:
-    session = world.member(1)
-    life = LifeTicks(world.backend)
-    assert lives(world, life, 20) == "active"
-    assert lives(world, life, 1) == "silent"
-    answer = world.post("/v1/leases", b'{"policy_version":0}', session).json()
-    assert (answer["lease"], answer["reason"]) == (None, "the node is silent")
-    assert beat(world, session).status == "active"
-
-
-def test_our_own_downtime_counts_against_nobody(world: World) -> None:
-    world.member(1)
-    world.clock.advance(3600)
-    life = LifeTicks(world.backend)  # the orchestrator comes up again
-    life.tick()
-    assert lives(world, life, 20) == "active"
-    assert lives(world, life, 1) == "silent"
-
-
-def test_a_database_that_was_away_counts_against_nobody(
+def test_who_is_refused_keeps_nobody_from_writing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process was up, but no heartbeat could have been written down."""
-    world.member(1)
-    life = LifeTicks(world.backend)
-    assert lives(world, life, 5) == "active"
+    """Strangers may ask as often as they like: the chain's events are read for them, and for those
+    who are challenged, without the store's one write lock."""
+    stranger, newcomer = signer(1).address, world.newcomer(2).account.address
+    request = AdmissionRequest.model_validate_json(wish())
+    events, begin, writing = chain.events, Store.begin, [False]
+    begun: list[str] = []
 
-    def away() -> None:
-        raise UnavailableError("the database is away")
+    @contextmanager
+    def begins(store: Store) -> Iterator[Connection]:
+        with begin(store) as connection:
+            begun.append("begun")
+            writing[0] = True
+            try:
+                yield connection
+            finally:
+                writing[0] = False
 
-    with monkeypatch.context() as outage:
-        outage.setattr(world.backend.store, "begin", away)
-        for _ in range(30):
-            world.clock.advance(1)
-            with pytest.raises(UnavailableError):
-                life.tick()
-    assert lives(world, life, 20) == "active"
-    assert lives(world, life, 2) == "silent"
+    def read_events(*arguments: Any, **options: Any) -> Any:
+        assert not writing[0], "the chain's events are read under the write lock"
+        return events(*arguments, **options)
+
+    monkeypatch.setattr(Store, "begin", begins)
+    monkeypatch.setattr(chain, "events", read_events)
+    with pytest.raises(ConflictError, match="has no provider"):
+        admission.challenge(world.backend, stranger, request)
+    assert begun == []
+    admission.challenge(world.backend, newcomer, request)
+    assert begun == ["begun"]
 
 
-def test_an_overdue_lease_expires(world: World) -> None:
-    session = world.member(1)
-    digest = world.lease_digest(world.lease(session))
-    life = LifeTicks(world.backend)
-    for seconds, status in ((60, "open"), (1, "expired")):
-        world.clock.advance(seconds)
-        life.tick()
-        with world.backend.store.read() as connection:
-            row = leases.get(connection, digest)
-            assert row is not None
-            assert row.status == status
+def test_a_provider_that_goes_while_the_invite_is_made_gets_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was seen without the lock is looked at once more under it."""
+    session = world.newcomer(1)
+    challenge, look = ask(world, session), admission._look
+
+    def looks(*arguments: Any) -> None:
+        look(*arguments)
+        world.on_chain("UnbondStarted", provider=signer(101).address, amount=1)
+
+    monkeypatch.setattr(admission, "_look", looks)
+    path = f"/v1/admission/solution/{challenge.id}"
+    assert world.post(path, solved(challenge), session).status_code == 409
+    with world.backend.store.read() as connection:
+        assert intents.pending(connection, world.manager.address) == []

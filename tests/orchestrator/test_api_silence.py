@@ -1,0 +1,75 @@
+"""The passing of time over nodes and leases: silence, our own downtime, deadlines."""
+
+from __future__ import annotations
+
+import pytest
+from orchestrator_world import World
+
+from orchestrator.presence import LifeTicks
+from orchestrator.store import leases
+from protocol.core.errors import UnavailableError
+
+
+def lives(world: World, life: LifeTicks, seconds: int) -> str:
+    """Time passes with the orchestrator up; the first node's status then."""
+    for _ in range(seconds):
+        world.clock.advance(1)
+        life.tick()
+    return str(world.http.get("/v1/nodes").json()[0]["status"])
+
+
+def test_a_node_is_silent_after_the_death_period_and_back_with_its_next_heartbeat(
+    world: World,
+) -> None:
+    session = world.member(1)
+    life = LifeTicks(world.backend)
+    assert lives(world, life, 20) == "active"
+    assert lives(world, life, 1) == "silent"
+    answer = world.post("/v1/leases", b'{"policy_version":0}', session).json()
+    assert (answer["lease"], answer["reason"]) == (None, "the node is silent")
+    assert (
+        world.post("/v1/heartbeat", b'{"policy_version":0}', session).json()["status"] == "active"
+    )
+
+
+def test_our_own_downtime_counts_against_nobody(world: World) -> None:
+    world.member(1)
+    world.clock.advance(3600)
+    life = LifeTicks(world.backend)  # the orchestrator comes up again
+    life.tick()
+    assert lives(world, life, 20) == "active"
+    assert lives(world, life, 1) == "silent"
+
+
+def test_a_database_that_was_away_counts_against_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process was up, but no heartbeat could have been written down."""
+    world.member(1)
+    life = LifeTicks(world.backend)
+    assert lives(world, life, 5) == "active"
+
+    def away() -> None:
+        raise UnavailableError("the database is away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(world.backend.store, "begin", away)
+        for _ in range(30):
+            world.clock.advance(1)
+            with pytest.raises(UnavailableError):
+                life.tick()
+    assert lives(world, life, 20) == "active"
+    assert lives(world, life, 2) == "silent"
+
+
+def test_an_overdue_lease_expires(world: World) -> None:
+    session = world.member(1)
+    digest = world.lease_digest(world.lease(session))
+    life = LifeTicks(world.backend)
+    for seconds, status in ((60, "open"), (1, "expired")):
+        world.clock.advance(seconds)
+        life.tick()
+        with world.backend.store.read() as connection:
+            row = leases.get(connection, digest)
+            assert row is not None
+            assert row.status == status
