@@ -1,9 +1,9 @@
 """The worker's only way out: HTTP over a Unix socket, each answer from the Desk.
 
 Trusted: nothing that comes in. Bounds: body 16 KiB (of a file what a rollout file may have, one at
-a time: inbox.py), one request a connection, 8 connections, 10 s without a byte. Only
-the task's user may connect (SO_PEERCRED), and nothing said here can name a path, a key or another
-node's lease.
+a time: inbox.py; what is refused is taken and forgotten, below 1 GB), one request a connection,
+8 connections, 10 s without a byte. Only the task's user may connect (SO_PEERCRED), and nothing said
+here can name a path, a key or another node's lease.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from node.desk import Desk
 from node.inbox import PIECE_BYTES
 from node.watched import WatchedThread
 from protocol.core.errors import MalformedError, NotFoundError, PrimeError, UserError
-from protocol.core.rollout import MAX_FILE_BYTES
 from protocol.core.signing import Strict
 from protocol.transport.problems import CONTENT_TYPE, to_problem
 
@@ -117,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = 10
     protocol_version = "HTTP/1.0"
+    _unread = 0
+    """Bytes of the body that were announced and not read."""
 
     def do_GET(self) -> None:
         self._answer({"/run": lambda body: self.server.desk.run_definition()})
@@ -140,21 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = self.path.removeprefix(FILES)
 
         def receive(_: bytes) -> bytes:
-            size = self._length()
-            left = size if size <= MAX_FILE_BYTES else 0
-
-            def read(most: int) -> bytes:
-                nonlocal left
-                piece = self.rfile.read(most)
-                left -= len(piece)
-                return piece
-
-            try:
-                self.server.desk.receive(name, size, read)
-            except PrimeError:
-                while left > 0 and read(min(left, PIECE_BYTES)):
-                    pass  # a worker that cannot send on would never read why
-                raise
+            self.server.desk.receive(name, self._unread, self._read)
             return _json(Done())
 
         self._answer({FILES + name: receive})
@@ -162,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, routes: dict[str, Callable[[bytes], bytes]]) -> None:
         status, kind = 200, "application/json"
         try:
+            if self.command != "GET":
+                self._unread = self._length()
             body = self._read_body() if self.command == "POST" else b""
             if self.path not in routes:
                 raise NotFoundError(f"the bridge has no {self.command} {self.path[:80]}")
@@ -175,6 +164,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+            self._drain()
+
+    def _drain(self) -> None:
+        """Takes, and forgets, what is still to come of a body that was refused: a worker that
+        cannot send on would never read why."""
+        if self._unread:
+            self.connection.shutdown(socket.SHUT_WR)
+        while self._unread and self._read(min(self._unread, PIECE_BYTES)):
+            pass
+
+    def _read(self, most: int) -> bytes:
+        """At most so many bytes more of the body; fewer only if it ends."""
+        piece = self.rfile.read(most)
+        self._unread -= len(piece)
+        return piece
 
     def _length(self) -> int:
         length = self.headers.get("Content-Length", "")
@@ -183,10 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         return int(length)
 
     def _read_body(self) -> bytes:
-        length = self._length()
-        if length > MAX_BODY_BYTES:
-            raise MalformedError(f"a body of {length} bytes exceeds {MAX_BODY_BYTES}")
-        return self.rfile.read(length)
+        if self._unread > MAX_BODY_BYTES:
+            raise MalformedError(f"a body of {self._unread} bytes exceeds {MAX_BODY_BYTES}")
+        return self._read(self._unread)
 
     def address_string(self) -> str:
         return "worker"

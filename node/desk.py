@@ -4,20 +4,25 @@ file back. No HTTP here (bridge.py speaks it) and no delivery (courier.py does i
 One lease is open at a time. That is the protocol's rule, not a limit of ours: an unfulfilled lease
 comes back to its node before any other, so that dropping one gains nothing. While a file is on its
 way the worker may already wait here; it gets its next lease as soon as the receipt is stored.
+
+A worker makes the same file of the same lease again. So one whose files cannot be taken is not
+offered a lease for ever: that lease runs out; and a worker of another age than this agent, which
+hands files in by another way, gets none any more.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from node.api import NodeApi
 from node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
 from node.inbox import Inbox
 from node.outbox import Outbox
-from protocol.core.errors import ConflictError, PrimeError, UnavailableError
+from protocol.core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
 from protocol.core.ids import Digest
 from protocol.core.rollout import SignedSubmission, Submission
 from protocol.core.run import RunDefinition
@@ -29,6 +34,13 @@ SUBMIT_WAIT_SECONDS = 20.0
 PAUSED = "the orchestrator gives no work now"
 SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
 """Seconds between questions for a lease: the orchestrator names the least, we slow down to 2 s."""
+MOST_FAILURES = 2
+"""Files of one lease that cannot be taken before it is offered no more: one may be cut off."""
+UNFIT = (
+    "the task's image does not fit this agent: it handed a file in that it had not sent over the "
+    "bridge. No lease is taken for it. Another prime-node may fit it, or the pool's operator pins "
+    "another image (docs/worker-images.md)"
+)
 
 
 class Policies(Protocol):
@@ -76,6 +88,14 @@ class Desk:
         self._working = False
         self._closed = False
         self._open: SignedLease | None = None
+        self._sent = False
+        """Whether the worker began to send a file for the open lease."""
+        self._failures: tuple[str, int] = ("", 0)
+        """A lease, and how many of its files could not be taken."""
+        self._said = ""
+        """The lease whose file was last said to wait."""
+        self.trouble = ""
+        """Why the task gets no lease at all, however long it waits; empty if it does."""
         self.tokens_per_second = 0
 
     # -- told by the agent ----------------------------------------------------------------------
@@ -123,6 +143,8 @@ class Desk:
             self._wishes += 1
             number = self._wishes
             self._gate.notify_all()
+        if self.trouble:
+            self.give_back_open(self.trouble)
         return self._wait_for_lease(self._now() + wish.wait_seconds, number)
 
     def _wait_for_lease(self, end: float, number: int) -> LeaseOffer:
@@ -133,9 +155,10 @@ class Desk:
             newest = self._policies.newest()
             if self._closed:
                 return LeaseOffer(lease=None, reason="the agent is stopping")
-            if not self._working or newest is None:
+            if self.trouble or not self._working or newest is None:
                 pause = LONGEST_PAUSE
-                reason = PAUSED if newest is not None else "no policy has arrived yet"
+                idle = PAUSED if newest is not None else "no policy has arrived yet"
+                reason = self.trouble or idle
             else:
                 offer = self._ask(newest)
                 if offer.lease is not None:
@@ -165,7 +188,7 @@ class Desk:
             )
         if why_not := self._objection(answer.lease):
             return LeaseOffer(lease=None, retry_after_ms=1000, reason=why_not)
-        self._open = answer.lease
+        self._open, self._sent = answer.lease, False
         return LeaseOffer(lease=answer.lease, domain=self._domain)
 
     def _objection(self, signed: SignedLease) -> str:
@@ -176,6 +199,9 @@ class Desk:
             if handed_in.state == "refused":
                 return f"the open lease's file was refused ({handed_in.reason}); it runs out"
             return "the file for the open lease is on its way"
+        failed, times = self._failures
+        if failed == lease.digest(self._domain) and times >= MOST_FAILURES:
+            return "the task's files for the open lease could not be taken; it runs out"
         if lease.run_digest != self._run.digest():
             return "the lease is for another run definition: restart the agent"
         if not signed.opens():
@@ -193,9 +219,12 @@ class Desk:
     def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
         """Takes the bytes of a finished file, before it is handed in by `submit`. Raises what
         `Inbox.receive` does, and ConflictError if no lease is open that it could answer."""
-        if self._open is None:
+        signed = self._open
+        if signed is None:
             raise ConflictError("no lease is open: no file is taken")
-        self._inbox.receive(name, size, read)
+        self._sent = True
+        with self._noting(signed):
+            self._inbox.receive(name, size, read)
 
     def submit(self, hand_in: HandIn) -> HandInAnswer:
         """Takes a file that was sent into the journal, signs its submission, waits a while for the
@@ -203,7 +232,8 @@ class Desk:
         signed = self._open
         if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
             raise ConflictError("this lease is not the one that is open")
-        file = self._outbox.take_in(self._inbox.folder, hand_in.file)
+        with self._noting(signed):
+            file = self._outbox.take_in(self._inbox.folder, hand_in.file)
         submission = Submission(
             pool=signed.lease.pool,
             lease_digest=hand_in.lease_digest,
@@ -220,12 +250,34 @@ class Desk:
             node=self._signer.address,
             signature=self._signer.sign(submission, self._domain),
         )
-        self._outbox.add(digest, body, signed)
+        with self._noting(signed):
+            self._outbox.add(digest, body, signed)
         self._open = None
         (self._inbox.folder / hand_in.file).unlink(missing_ok=True)
         if hand_in.milliseconds:
             self.tokens_per_second = hand_in.tokens * 1000 // hand_in.milliseconds
         return self._await_receipt(hand_in.lease_digest, digest)
+
+    @contextmanager
+    def _noting(self, signed: SignedLease) -> Iterator[None]:
+        """Notes what keeps a file of a lease from being taken: what this machine lacks is said
+        once, what is the worker's own fault is counted."""
+        lease = signed.lease.digest(self._domain)
+        try:
+            yield
+        except UnavailableError as error:
+            if self._said != lease:
+                self._said = lease
+                log.warning("the task's file for lease %s has to wait: %s", lease[:10], error)
+            raise
+        except MalformedError as error:
+            failed, times = self._failures
+            self._failures = (lease, times + 1 if failed == lease else 1)
+            log.error("the task's file for lease %s is not taken: %s", lease[:10], error)
+            if not self._sent and not self.trouble:
+                self.trouble = UNFIT
+                log.error("%s", UNFIT)
+            raise
 
     def _await_receipt(self, lease_digest: Digest, digest: Digest) -> HandInAnswer:
         end = self._now() + SUBMIT_WAIT_SECONDS

@@ -144,9 +144,14 @@ class Pulse:
         self._heard_at = answer.server_time
 
     def _body(self) -> Heartbeat:
+        try:
+            leases = self._desk.open_leases()[:64]
+        except UnavailableError as error:  # told to inform: the heartbeat goes out without them
+            log.warning("what waits in the outbox is not known: %s", error)
+            leases = ()
         return Heartbeat(
             policy_version=self._keeper.newest(),
-            leases=self._desk.open_leases()[:64],
+            leases=leases,
             tokens_per_second=self._desk.tokens_per_second,
             runtime=self._runtime,
             version=version("prime-open"),
@@ -212,7 +217,7 @@ class Pulse:
                 started_at=self._started_at,
                 heard_at=int(self._now()),
                 directive=answer.directive,
-                reason=answer.reason,
+                reason=answer.reason or self._desk.trouble,
                 node_status=answer.status,
                 policy_version=self._keeper.newest(),
                 latest_version=answer.latest_version,

@@ -6,7 +6,8 @@
 A file that the worker hands in is copied here (so that nothing in the container can change it
 after it was hashed) and journalled with the signed submission before anything is sent. Delivery may
 be repeated without harm: upload and submission are idempotent by digest. A journal is opened by one
-agent at a time (the data folder's lock).
+agent at a time (the data folder's lock). To read it nothing need be written: a full disk stops no
+reader, and so neither the heartbeat nor the receipts of what was handed in before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -90,6 +91,7 @@ class Outbox:
         self.changed = threading.Condition()
         """Notified whenever an entry is added or settled."""
         with self._journal() as db:
+            _read_without_writing(db)
             db.executescript(_SCHEMA)
             if "lease" not in {row[1] for row in db.execute("PRAGMA table_info(entries)")}:
                 db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")  # an older program's
@@ -102,7 +104,6 @@ class Outbox:
         OperationalError); a damaged journal is a defect and crashes."""
         try:
             with closing(sqlite3.connect(self._database, timeout=30, isolation_level=None)) as db:
-                db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=FULL")
                 yield db
         except sqlite3.OperationalError as error:
@@ -279,3 +280,11 @@ class Outbox:
                 Entry(lease_digest, submission_digest, signed, state, answer, reason, path, given)
             )
         return entries
+
+
+def _read_without_writing(db: sqlite3.Connection) -> None:
+    """A rollback journal is made to write only; a write-ahead log, as an older program's journal
+    has one, wants its index written to be read. Left as it is while another process reads it."""
+    if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
+        with suppress(sqlite3.OperationalError):
+            db.execute("PRAGMA journal_mode=DELETE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from node.bridge_messages import (
     LeaseOffer,
     LeaseWish,
 )
-from protocol.core.errors import MalformedError, UnavailableError
+from protocol.core.errors import MalformedError, PolicyError, UnavailableError
 from protocol.core.run import RunDefinition
 from protocol.core.signing import Strict
 from protocol.transport.problems import from_problem
@@ -37,8 +38,8 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class BridgeClient:
-    """Raises UnavailableError when the agent does not answer, and the error that its problem
-    document names when it refuses."""
+    """Raises UnavailableError when the agent does not answer, the error that its problem document
+    names when it refuses, and PolicyError where it is too old for this worker."""
 
     def __init__(self, socket_path: Path, *, timeout: float = 60.0) -> None:
         self._socket_path = socket_path
@@ -83,6 +84,11 @@ class BridgeClient:
             connection.close()
         if len(content) > MAX_ANSWER_BYTES:
             raise MalformedError("the agent's answer is too long")
+        if response.status == HTTPStatus.NOT_IMPLEMENTED:
+            raise PolicyError(
+                f"the agent on this machine is older than this image: it knows no {method}; "
+                "a newer prime-node works with it"
+            )
         if response.status != 200:
             raise from_problem(response.status, content)
         return content

@@ -1,9 +1,12 @@
 """The worker's loop: lease → file → hand in, until told to stop.
 
 ask for a lease ──► build the file ──► hand it in ──► …
-       │                  │
+       │                  │                  │
     SIGTERM:           SIGTERM:             SIGTERM while handing in:
     end at once        give the lease back  finish, then end
+
+An agent that cannot keep a file now (its disk is full) is sent it again while the lease lasts;
+then, or at SIGTERM, the lease is given back.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from node.bridge_messages import Abandon, HandIn, LeaseWish
+from node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseWish
 from node.worker.client import BridgeClient
 from node.worker.workshop import Built, Job, Workshop
 from protocol.core.errors import ConflictError, MalformedError, UnavailableError
@@ -24,6 +27,7 @@ WAIT_SECONDS = 20
 AGENT_PATIENCE = 15.0
 """Seconds without the agent's answer after which the worker ends: an agent that comes back starts
 its own."""
+SEND_AGAIN_SECONDS = 5.0
 
 
 class StopAskedError(BaseException):
@@ -65,8 +69,10 @@ def work(
     *,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.time,
 ) -> None:
-    """Fulfils leases until `stop` is set. Raises UnavailableError once the agent is gone."""
+    """Fulfils leases until `stop` is set; `clock` is what leases run out by. Raises
+    UnavailableError once the agent is gone."""
     silent_since: float | None = None
     while not stop.is_set:
         job: Job | None = None
@@ -89,7 +95,10 @@ def work(
                 raise
             sleep(1.0)
             continue
-        _hand_in(bridge, job, built)
+        try:
+            _hand_in(bridge, job, built, stop, now=now, sleep=sleep, clock=clock)
+        finally:
+            built.path.unlink(missing_ok=True)  # where it is written there is room for few
 
 
 def _next_job(bridge: BridgeClient) -> Job | None:
@@ -99,27 +108,69 @@ def _next_job(bridge: BridgeClient) -> Job | None:
     return Job(offer.lease, offer.lease.lease.digest(offer.domain))
 
 
-def _hand_in(bridge: BridgeClient, job: Job, built: Built) -> None:
-    tokens, seconds = built.tokens, built.seconds
-    body = HandIn(
-        lease_digest=job.lease_digest,
-        file=built.path.name,
-        tokens=tokens,
-        milliseconds=int(seconds * 1000),
-    )
-    try:
-        bridge.send_file(built.path)
-        answer = bridge.submit(body)
-    except (ConflictError, MalformedError) as error:
-        log.error("the agent did not take %s: %s", built.path.name, error)
-        return
-    finally:
-        built.path.unlink(missing_ok=True)  # where it is written there is room for few
+def _hand_in(
+    bridge: BridgeClient,
+    job: Job,
+    built: Built,
+    stop: StopFlag,
+    *,
+    now: Callable[[], float],
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> None:
+    """Hands a file in, again and again while the agent cannot keep it; gives the lease back if that
+    lasts longer than the lease. Raises UnavailableError once the agent is gone."""
+    deadline, why = job.signed.lease.deadline, ""
+    silent_since: float | None = None
+    while True:
+        try:
+            answer = _send(bridge, job, built)
+            break
+        except (ConflictError, MalformedError) as error:
+            log.error("the agent did not take %s: %s", built.path.name, error)
+            return
+        except UnavailableError as error:
+            if not error.problem:  # nobody answered
+                silent_since = silent_since if silent_since is not None else now()
+                if now() - silent_since > AGENT_PATIENCE:
+                    raise
+            else:
+                silent_since = None
+            if not why:
+                log.warning(
+                    "the agent cannot keep the file for lease %s now: %s; it is sent again until "
+                    "the lease runs out",
+                    job.lease_digest[:10],
+                    error,
+                )
+            why = str(error)
+        if clock() >= deadline:
+            _give_back(bridge, job, f"it ran out before its file could be kept: {why}")
+            return
+        try:
+            with stop:
+                sleep(SEND_AGAIN_SECONDS if silent_since is None else 1.0)
+        except StopAskedError:
+            _give_back(bridge, job, f"the worker was asked to stop, its file not kept: {why}")
+            return
     if answer.refused:
         log.error("the file for lease %s was refused: %s", job.lease_digest[:10], answer.refused)
     else:
+        tokens, seconds = built.tokens, built.seconds
         state = "accepted for judging" if answer.receipt else "on its way"
         log.info("lease %s: %d tokens in %.1f s, %s", job.lease_digest[:10], tokens, seconds, state)
+
+
+def _send(bridge: BridgeClient, job: Job, built: Built) -> HandInAnswer:
+    bridge.send_file(built.path)
+    return bridge.submit(
+        HandIn(
+            lease_digest=job.lease_digest,
+            file=built.path.name,
+            tokens=built.tokens,
+            milliseconds=int(built.seconds * 1000),
+        )
+    )
 
 
 def _give_back(bridge: BridgeClient, job: Job, reason: str) -> None:

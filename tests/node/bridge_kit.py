@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from node_world import NODE, NodeWorld
+from node_world import NODE, POOL, TRAINER, NodeWorld
 
 from node.api import NodeApi
 from node.bridge import Bridge
 from node.bridge_messages import HandIn, LeaseWish
 from node.courier import Courier
 from node.desk import Desk
+from node.heartbeat import Pulse
 from node.inbox import Inbox
 from node.outbox import Outbox
+from node.policies import PolicyKeeper
+from node.state import DataFolder
+from node.watched import WatchedThread
 from node.worker.client import BridgeClient
+from node.worker.loop import StopFlag
+from node.worker.workshop import Built, Job
 from orchestrator.store import nodes
+from protocol.broadcast.folder import PolicyFolder
+from protocol.broadcast.manifest import Trust
 from protocol.core.ids import Digest
 from protocol.core.messages import PolicyList
 from protocol.core.node import Hardware
@@ -124,3 +135,55 @@ def hand_in(kit: Kit, content: bytes = b"file") -> Digest:
     kit.desk._closed = False
     assert answer.receipt is None
     return digest
+
+
+def policy_keeper(kit: Kit) -> PolicyKeeper:
+    backend = kit.world.backend
+    trust = Trust(TRAINER.address, backend.context.deployment.domain("pools"), POOL)
+    return PolicyKeeper(
+        PolicyFolder(kit.folder.parent / "policies", trust),
+        lambda: NodeApi(kit.world.url, NODE),
+        keep=2,
+        on_arrival=lambda: None,
+        pinned=lambda: (),
+    )
+
+
+def pulse(
+    kit: Kit, tend: Callable[[threading.Event], None], threads: tuple[WatchedThread, ...] = ()
+) -> tuple[Pulse, DataFolder]:
+    """The agent's main loop as a member of the served pool; `tend` is its task's."""
+    data = DataFolder(kit.folder.parent / "data")
+    data.make()
+    stop = threading.Event()
+    task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
+    join: Any = SimpleNamespace(speed_class=1)
+    loop = Pulse(
+        NodeApi(kit.world.url, NODE), kit.world.backend.context.run, kit.desk, policy_keeper(kit),
+        kit.outbox, join, task,
+        data=data, runtime="process", now=time.time, stop=stop, threads=threads,
+    )  # fmt: skip
+    return loop, data
+
+
+class Bench:
+    """A workshop that makes a file of a lease at once, and has the loop end after `files`."""
+
+    def __init__(self, kit: Kit, stop: StopFlag, files: int = 1) -> None:
+        self._folder, self._stop, self._left = kit.world.folder, stop, files
+        self.built: list[str] = []
+
+    def build(self, job: Job) -> Built:
+        self.built.append(job.lease_digest)
+        path = self._folder / f"{job.lease_digest[2:]}.parquet"
+        path.write_bytes(b"y" * 50_000)
+        if len(self.built) == self._left:
+            self._stop.is_set = True
+        return Built(path, tokens=1, seconds=1.0)
+
+
+class Flag(StopFlag):
+    """Asked to stop before the file is handed in, but for the waiting in between."""
+
+    def __enter__(self) -> StopFlag:
+        return self

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bridge_kit import Kit, bridge_kit
+from bridge_kit import Kit, bridge_kit, pulse
 from node_world import NodeWorld, until
 from other_user import as_nobody, open_path
 
-from node.bridge import MAX_CONNECTIONS
+from node.bridge import MAX_CONNECTIONS, _Handler
 from node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
-from protocol.core.errors import ConflictError, MalformedError, NotFoundError
+from node.desk import MOST_FAILURES
+from node.task import FINAL_STATUS
+from orchestrator.store import leases
+from protocol.core.errors import ConflictError, MalformedError, NotFoundError, PolicyError
 from protocol.core.ids import Digest
 from protocol.core.messages import Heartbeat
 from protocol.core.rollout import MAX_FILE_BYTES
@@ -243,3 +246,60 @@ def test_what_the_worker_says_of_its_speed_always_fits_a_heartbeat() -> None:
         HandIn(lease_digest=lease, file="f", tokens=2**70, milliseconds=1)
     most = HandIn(lease_digest=lease, file="f", tokens=2**40 - 1, milliseconds=1)
     Heartbeat(policy_version=0, tokens_per_second=most.tokens * 1000 // most.milliseconds)
+
+
+# -- images of another age -------------------------------------------------------------------------
+
+
+def test_a_worker_that_hands_in_what_it_never_sent_gets_no_lease_any_more(
+    kit: Kit, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As images did that wrote into a folder of the node's. It would make the file again and again;
+    so it is said once, where `prime-node status` shows it too, and the lease goes back."""
+    lease = take_lease(kit)
+    with pytest.raises(MalformedError, match="no readable file"):
+        kit.client.submit(HandIn(lease_digest=lease, file="f.parquet"))
+    for _ in range(3):
+        offer = kit.client.lease(LeaseWish(wait_seconds=0))
+        assert offer.lease is None
+        assert "does not fit this agent" in offer.reason
+    assert kit.desk.open_leases() == ()
+    assert caplog.text.count("the task's image does not fit this agent") == 2, (
+        "said, and given back"
+    )
+    assert caplog.text.count("given back") == 1
+    loop, data = pulse(kit, lambda stop: stop.set())
+    assert loop.run() == 0
+    status = data.read_status()
+    assert status is not None
+    assert "does not fit this agent" in status.reason
+
+
+def test_a_lease_whose_files_cannot_be_taken_is_not_offered_for_ever(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker makes the same file of it again. One that was cut off gets a second chance."""
+    monkeypatch.setattr("node.inbox.MAX_FILE_BYTES", 100)
+    (tmp_path / "f").write_bytes(b"x" * 101)
+    first = take_lease(kit)
+    for _ in range(MOST_FAILURES):
+        assert take_lease(kit) == first
+        with pytest.raises(MalformedError):
+            kit.client.send_file(tmp_path / "f")
+    offer = kit.client.lease(LeaseWish(wait_seconds=0))
+    assert (offer.lease, "it runs out" in offer.reason) == (None, True)
+    with kit.world.store.begin() as connection:
+        leases.set_status(connection, first, "expired")
+    assert take_lease(kit) != first, "the next lease is another file"
+
+
+def test_a_worker_newer_than_its_agent_ends_for_good(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the exit status after which the agent starts no other, and says why."""
+    monkeypatch.delattr(_Handler, "do_PUT")
+    (tmp_path / "f").write_bytes(b"file")
+    take_lease(kit)
+    with pytest.raises(PolicyError, match="older than this image"):
+        kit.client.send_file(tmp_path / "f")
+    assert PolicyError.exit_code in FINAL_STATUS

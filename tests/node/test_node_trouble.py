@@ -13,28 +13,22 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import docker
 import pytest
-from bridge_kit import Kit, bridge_kit, hand_in
-from node_world import NODE, POOL, TRAINER, NodeWorld, node_world, run_definition, until
+from bridge_kit import Kit, bridge_kit, hand_in, policy_keeper, pulse
+from node_world import NODE, NodeWorld, node_world, run_definition, until
 
 from devnet.chain import free_port
 from node.api import NodeApi
 from node.courier import Courier
-from node.heartbeat import Pulse
 from node.policies import PolicyKeeper
 from node.runtime.base import Mounts, WorkerOptions
 from node.runtime.docker import DockerRuntime
-from node.state import DataFolder
-from node.watched import WatchedThread
 from node.worker.workshop import put_file
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.manifest import Trust
 from protocol.core.errors import FatalError, UnavailableError
 from protocol.core.task import Task
 from protocol.environments.registry import environment_ref
@@ -45,35 +39,6 @@ from protocol.environments.sources import BESIDE_POLICIES, file_digest
 def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
     with bridge_kit(world, tmp_path / "k") as made:
         yield made
-
-
-def policy_keeper(kit: Kit) -> PolicyKeeper:
-    backend = kit.world.backend
-    trust = Trust(TRAINER.address, backend.context.deployment.domain("pools"), POOL)
-    return PolicyKeeper(
-        PolicyFolder(kit.folder.parent / "policies", trust),
-        lambda: NodeApi(kit.world.url, NODE),
-        keep=2,
-        on_arrival=lambda: None,
-        pinned=lambda: (),
-    )
-
-
-def pulse(
-    kit: Kit, tend: Callable[[threading.Event], None], threads: tuple[WatchedThread, ...] = ()
-) -> tuple[Pulse, DataFolder]:
-    """The agent's main loop as a member of the served pool; `tend` is its task's."""
-    data = DataFolder(kit.folder.parent / "data")
-    data.make()
-    stop = threading.Event()
-    task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
-    join: Any = SimpleNamespace(speed_class=1)
-    loop = Pulse(
-        NodeApi(kit.world.url, NODE), kit.world.backend.context.run, kit.desk, policy_keeper(kit),
-        kit.outbox, join, task,
-        data=data, runtime="process", now=time.time, stop=stop, threads=threads,
-    )  # fmt: skip
-    return loop, data
 
 
 def test_status_that_cannot_be_written_is_said_and_work_goes_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -12,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bridge_kit import Kit, bridge_kit, hand_in
+from bridge_kit import Bench, Flag, Kit, bridge_kit, hand_in
+from full_disk import fill
+from full_disk import small_disk as small_disk
 from node_world import NodeWorld, until
 from other_user import NOBODY, as_nobody, open_path
 
@@ -21,9 +22,8 @@ from node.inbox import Inbox
 from node.runtime import process as process_runtime
 from node.runtime.base import Mounts, WorkerOptions
 from node.runtime.process import ProcessHandle, ProcessRuntime, holds_more_than
-from node.worker.loop import _hand_in
-from node.worker.workshop import Built, Job
-from protocol.core.errors import ConflictError, MalformedError, UnavailableError
+from node.worker.loop import work
+from protocol.core.errors import ConflictError, MalformedError, NotFoundError, UnavailableError
 from protocol.core.ids import Digest
 from protocol.core.rollout import MAX_FILE_BYTES
 from protocol.core.task import Task
@@ -60,18 +60,14 @@ def test_a_sent_file_is_handed_in_and_nothing_of_it_is_left(kit: Kit, tmp_path: 
     assert not list(kit.folder.iterdir())
 
 
-def test_the_worker_keeps_no_file_that_it_sent(kit: Kit, tmp_path: Path) -> None:
+def test_the_worker_keeps_no_file_that_it_sent(kit: Kit) -> None:
     """Where a container writes there is room for two."""
-    offer = kit.client.lease(LeaseWish(wait_seconds=10))
-    assert offer.lease is not None
-    assert offer.domain is not None
-    job = Job(offer.lease, offer.lease.lease.digest(offer.domain))
-    built = Built(tmp_path / "f.parquet", tokens=1, seconds=1.0)
-    built.path.write_bytes(b"file")
-    kit.desk._closed = True  # answers at once instead of waiting for the receipt
-    _hand_in(kit.client, job, built)
-    assert not built.path.exists()
-    assert len(kit.outbox.waiting()) == 1
+    stop = Flag()
+    kit.courier.start()
+    work(kit.client, Bench(kit, stop), stop)  # type: ignore[arg-type]
+    assert not list(kit.world.folder.glob("*.parquet"))
+    assert len(kit.world.submissions()) == 1
+    assert kit.courier.stop(10) == 0
 
 
 def test_however_much_a_task_sends_one_file_lies_here(kit: Kit) -> None:
@@ -86,6 +82,24 @@ def test_a_file_larger_than_any_rollout_file_is_refused_unread(kit: Kit) -> None
     for size in (0, MAX_FILE_BYTES + 1, 10**8):
         assert b"400" in put(kit, "f", b"", size).split(b"\r\n")[0]
     assert not list(kit.folder.iterdir())
+
+
+@pytest.mark.parametrize("size", [MAX_FILE_BYTES + 1, MAX_FILE_BYTES + (8 << 20)])
+def test_a_worker_whose_file_is_too_large_hears_so(kit: Kit, tmp_path: Path, size: int) -> None:
+    """It sends the file whole before it reads: what is refused is taken and forgotten."""
+    take_lease(kit)
+    with (tmp_path / "f").open("wb") as file:
+        file.truncate(size)
+    with pytest.raises(MalformedError, match=f"bytes, not {size}"):
+        kit.client.send_file(tmp_path / "f")
+    assert not list(kit.folder.iterdir())
+
+
+def test_a_body_that_no_route_takes_is_answered_all_the_same(kit: Kit) -> None:
+    with pytest.raises(MalformedError, match="exceeds"):
+        kit.client._request("POST", "/lease", b"x" * (4 << 20))
+    with pytest.raises(NotFoundError):
+        kit.client._request("PUT", "/elsewhere", b"x" * (4 << 20))
 
 
 def test_a_file_that_ends_too_early_is_not_kept(tmp_path: Path) -> None:
@@ -128,30 +142,6 @@ def test_one_file_is_received_at_a_time(tmp_path: Path) -> None:
 
 
 # -- a disk that is really full --------------------------------------------------------------------
-
-MOUNT = ctypes.CDLL(None, use_errno=True)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    if os.getuid() != 0:
-        pytest.skip("only root may mount")
-    place = tmp_path / "disk"
-    place.mkdir()
-    if MOUNT.mount(b"tmpfs", bytes(place), b"tmpfs", 0, b"size=1m") != 0:
-        pytest.skip(f"only root with rights may mount: {os.strerror(ctypes.get_errno())}")
-    yield place
-    MOUNT.umount2(bytes(place), 2)  # MNT_DETACH
-
-
-def fill(file: Path) -> None:
-    """Writes until nothing more fits."""
-    with contextlib.suppress(OSError), file.open("wb", buffering=0) as filler:
-        while True:
-            filler.write(b"x" * 4096)
-    with pytest.raises(OSError, match="No space left"):
-        file.with_name("one more").write_bytes(b"x" * 4096)
 
 
 def test_a_full_disk_loses_nothing_that_was_handed_in(world: NodeWorld, small_disk: Path) -> None:
