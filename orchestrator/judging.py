@@ -193,7 +193,9 @@ def record_verdict(
             evidence=None if verdict.evidence == ZERO_DIGEST else verdict.evidence,
             validator=published.signed.validator,
             compute_share=judgement.compute_share,
-            repeated_rows=judgement.repeated_rows,
+            repeated_rows=row.repeated_rows
+            if judgement.repeated_rows is None  # nobody looks where evidence names the rows
+            else judgement.repeated_rows,
             judged_at=float(verdict.judged_at),
         )
         if not fresh:

@@ -32,8 +32,8 @@ from protocol.core.ids import Address, Digest
 
 log = logging.getLogger(__name__)
 _OF_A_VERDICT = (
-    *("verdict", "verdict_table", "evidence", "validator", "judged_at"),
-    *("compute_share", "repeated_rows"),
+    *("verdict", "verdict_table", "evidence", "validator"),
+    *("judged_at", "compute_share"),
 )
 
 
@@ -68,7 +68,8 @@ def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -
         log.error("submission %s of %s is a lie, and paid: too late", row.digest, row.node)
         return False
     nodes.lock_row(connection, Address(row.node))
-    _write(connection, row, status="submitted", units=0, **dict.fromkeys(_OF_A_VERDICT))
+    empty = dict.fromkeys(_OF_A_VERDICT)
+    _write(connection, row, status="submitted", units=0, repeated_rows=1, **empty)
     leases.set_status(connection, row.lease_digest, "submitted")
     credits = schema.credits
     connection.execute(sa.delete(credits).where(credits.c.submission_digest == row.digest))

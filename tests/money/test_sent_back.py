@@ -265,4 +265,6 @@ def test_what_two_others_find_honest_is_accepted_again_and_paid(
     assert shop.row(row.digest).status == "accepted"
     assert len(of_file(court, schema.credits, row.digest)) == 1
     assert len(of_file(court, schema.groups, row.digest)) == 2
+    with shop.store.begin() as connection:
+        assert reviews.send_back(connection, shop.context, OTHER, its) == [], "never again"
     assert shop.node_status(HONEST.address) == "active"
