@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.core.errors import UserError
@@ -22,3 +26,24 @@ def make_folder(path: Path) -> Path:
             f"the folder {path} cannot be used: {why}", hint="name one that you may write to"
         ) from error
     return path
+
+
+@contextmanager
+def held_alone(folder: Path, who: str) -> Iterator[None]:
+    """Within it, `folder` is this process's; the hold ends with the process, however that ends.
+    Raises UserError, naming the holder, if another `who` has it."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
+            raise UserError(
+                f"another {who} (process {holder}) works in {folder}",
+                hint="end it first, or name another --data for this one",
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

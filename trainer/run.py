@@ -14,7 +14,7 @@ from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.core.errors import PrimeError, UserError
 from protocol.core.signing import LocalSigner
-from protocol.folders import make_folder
+from protocol.folders import held_alone, make_folder
 from protocol.logs import log_to_stderr
 from protocol.transport.client import OrchestratorClient
 from protocol.waiting import StoppedError
@@ -98,6 +98,8 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
     known = settings.data / KNOWN_RUN
     give_up = settings.first_answer_seconds if leads and not known.exists() else None
     with ExitStack() as stack:
+        if leads:  # two would write one another's checkpoints, and sign two policies of a number
+            stack.enter_context(held_alone(settings.data, "trainer"))
         client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
         try:
             facts = known_facts(settings, client, stop, give_up)

@@ -130,6 +130,20 @@ def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
     assert len(lines(data)) == 1
 
 
+def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
+    pool: Pool, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    with started(pool.command(data)) as child:
+        wait_until(lambda: len(pool.published()) == 1, "policy 0")
+        ended = finished(pool.command(data))
+        assert ended.returncode == 64, ended.stdout
+        assert f"another trainer (process {child.pid}) works in {data}" in ended.stdout
+        assert "Traceback" not in ended.stdout
+        pool.seal_random(0)
+        wait_until(lambda: len(pool.published()) == 2, "policy 1")
+
+
 def test_a_trainer_that_is_told_to_stop_leaves_the_batches_that_lie_ready(
     pool: Pool, tmp_path: Path
 ) -> None:
