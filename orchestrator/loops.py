@@ -18,7 +18,7 @@ from orchestrator.context import PoolContext
 from orchestrator.indexer import run_indexer_tick
 from orchestrator.outbox import run_outbox_tick
 from orchestrator.planting import Planted, reveal
-from orchestrator.roots import post_roots
+from orchestrator.roots import post_roots, void_unrooted
 from orchestrator.settlement import settle_epochs, void_unjudged
 from orchestrator.slashing import drop_expired
 from orchestrator.store.engine import Store
@@ -56,10 +56,11 @@ class ManagerLoops:
         )
 
     def money_tick(self) -> None:
-        """Work roots, reward roots, unjudged files voided, slashes that came too late dropped, what
-        planted files were."""
+        """Work roots, reward roots, files voided that nobody judged or rooted in time, slashes that
+        came too late dropped, what planted files were."""
         reveal(self.store, self.context, self.planted, self.now)
         post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
         settle_epochs(self.store, self.objects, self.context, self.now)
         void_unjudged(self.store, self.context, self.now)
+        void_unrooted(self.store, self.context, self.now, self.planted.accounts)
         drop_expired(self.store, self.context, self.now)

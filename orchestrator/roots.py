@@ -1,5 +1,8 @@
 """Work roots: every submission becomes a leaf on chain, every N submissions or T seconds.
 
+    received ──► root   as long as somebody would answer for it (core.settlement.answered_for)
+             └──► void   later: it could not be paid, so its transaction is saved and its node told
+
 The list of leaves is published as an object first, then one transaction writes the root, marks its
 submissions and queues the intent. The chain's answer comes back through the indexer.
 """
@@ -8,22 +11,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from sqlalchemy import and_, func, insert, select, update
-from sqlalchemy.engine import Connection
+from sqlalchemy import ColumnElement, and_, func, insert, select, update
+from sqlalchemy.engine import Connection, Row
 
 from orchestrator.context import PoolContext
 from orchestrator.intents import queue_intent
-from orchestrator.settlement import CHAIN_LOCK
+from orchestrator.settlement import CHAIN_LOCK, chain_clock
 from orchestrator.store.engine import Store, lock
 from orchestrator.store.schema import roots, submissions
+from orchestrator.voids import void
 from protocol.core import encoding
 from protocol.core.errors import FatalError
 from protocol.core.ids import Address, Digest
 from protocol.core.rollout import SignedSubmission, encode_leaves
+from protocol.core.settlement import answered_for
+from protocol.core.task import LeaseStatus
+from protocol.core.verdict import Reason
 from protocol.storage.base import ObjectStore, put_object
 
 log = logging.getLogger(__name__)
+
+_UNPUNISHED: tuple[LeaseStatus, ...] = ("submitted", "accepted")
 
 
 def root_is_due(
@@ -59,13 +69,10 @@ def _post_next(
 ) -> Digest | None:
     run = context.run
     with store.begin() as connection:
+        late = [row.digest for row in _too_late(connection, context, now, without)]
         waiting = connection.execute(
             select(submissions.c.digest, submissions.c.body, submissions.c.received_at)
-            .where(
-                submissions.c.root_id.is_(None),
-                submissions.c.shadow.is_(False),
-                submissions.c.node.not_in(without),
-            )
+            .where(_unrooted(without), submissions.c.digest.not_in(late))
             .order_by(submissions.c.received_at, submissions.c.digest)
             .limit(run.root_submissions)
         ).all()
@@ -91,6 +98,56 @@ def _post_next(
         _write(connection, context, root, leaves_object, digests, now)
     log.info("work root %s over %d submissions is queued", root, len(digests))
     return root
+
+
+def _unrooted(without: Collection[Address]) -> ColumnElement[bool]:
+    return and_(
+        submissions.c.root_id.is_(None),
+        submissions.c.shadow.is_(False),
+        submissions.c.node.not_in(without),
+        submissions.c.reason != int(Reason.UNROOTED),
+    )
+
+
+def _too_late(
+    connection: Connection, context: PoolContext, at: float, without: Collection[Address]
+) -> list[Row[Any]]:
+    """Unrooted submissions for which nobody would answer if they were rooted at `at`."""
+    accountable = context.deployment.periods.accountable
+    old = connection.execute(  # none is taken in whose own validity has ended already
+        select(submissions).where(_unrooted(without), submissions.c.received_at < at - accountable)
+    )
+    return [
+        row
+        for row in old
+        if not answered_for(
+            rooted_at=int(at),
+            valid_until=SignedSubmission.model_validate_json(row.body).submission.valid_until,
+            accountable=accountable,
+        )
+    ]
+
+
+def void_unrooted(
+    store: Store,
+    context: PoolContext,
+    now: Callable[[], float],
+    without: Collection[Address] = (),
+) -> int:
+    """Voids what is rooted by nobody and could not be paid any more, an epoch after the last block
+    in which its node might have rooted it; returns how many. Our fault: unpaid, unpunished, told to
+    the node. What was rejected stays so."""
+    with store.begin() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return 0
+        at = clock.time - context.run.epoch_seconds
+        ended = 0
+        for row in _too_late(connection, context, at, without):
+            if row.status in _UNPUNISHED:
+                void(connection, row.digest, Reason.UNROOTED, now(), of=_UNPUNISHED)
+                ended += 1
+        return ended
 
 
 def _write(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
 from orchestrator.context import PoolContext, read_object
@@ -23,15 +23,13 @@ from orchestrator.store.engine import Store, lock
 from orchestrator.store.schema import (
     chain_events,
     credits,
-    jobs,
-    leases,
     reward_roots,
     roots,
     slashes,
     submissions,
 )
+from orchestrator.voids import void
 from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature
-from protocol.core.lifecycle import LeaseState, step_lease
 from protocol.core.messages import ReceiptAnswer
 from protocol.core.rollout import SignedSubmission
 from protocol.core.settlement import (
@@ -230,6 +228,8 @@ def _queue(
             },
             now=now,
         )
+        unpaid = [file.submission_digest for file in settlement.files if file.state == "void"]
+        connection.execute(delete(credits).where(credits.c.submission_digest.in_(unpaid)))
     log.info("reward root of epoch %d over %s wei is queued", settlement.epoch, total)
 
 
@@ -351,7 +351,7 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
         if clock is None:
             return 0
         late = connection.execute(
-            select(submissions.c.digest, submissions.c.lease_digest)
+            select(submissions.c.digest)
             .outerjoin(roots, roots.c.id == submissions.c.root_id)
             .where(
                 submissions.c.status == "submitted",
@@ -365,21 +365,8 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
             )
         ).all()
         for row in late:
-            _void(connection, row.digest, row.lease_digest, now())
+            void(connection, row.digest, Reason.UNAVAILABLE, now())
         return len(late)
-
-
-def _void(connection: Connection, submission: Digest, lease: Digest, now: float) -> None:
-    state, _ = step_lease(LeaseState("submitted", 0.0), "void", now)
-    connection.execute(
-        update(submissions)
-        .where(submissions.c.digest == submission, submissions.c.status == "submitted")
-        .values(status=state.status, reason=int(Reason.UNAVAILABLE), judged_at=now)
-    )
-    connection.execute(update(leases).where(leases.c.digest == lease).values(status=state.status))
-    connection.execute(
-        update(jobs).where(jobs.c.submission_digest == submission).values(status="done")
-    )
 
 
 def counted_units(connection: Connection, node: Address) -> int:

@@ -59,6 +59,7 @@ class Reason(IntEnum):
     UNAVAILABLE = 56
     LATE = 57
     POLICY_TOO_OLD = 58
+    UNROOTED = 59
     # abstained: the validator's own trouble
     VALIDATOR_CRASHED = 80
     POLICY_MISSING = 81
@@ -104,6 +105,8 @@ SENTENCES: dict[Reason, str] = {
     Reason.UNAVAILABLE: "it could not be judged in time: the pool's fault, no penalty",
     Reason.LATE: "it came after its lease's deadline; take leases that this machine can finish",
     Reason.POLICY_TOO_OLD: "its policy is older than the run allows; fetch policies sooner",
+    Reason.UNROOTED: "it was not put on chain while anybody could still answer for it there: the "
+    "pool's fault, no pay, no penalty; next time: prime-node work post",
     Reason.VALIDATOR_CRASHED: "the validator failed; another takes it, nothing to do",
     Reason.POLICY_MISSING: "the validator lacked the policy; another takes it, nothing to do",
     Reason.UNKNOWN_SETUP: "no calibration covers this engine, dtype or device; use a listed one",

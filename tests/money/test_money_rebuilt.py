@@ -10,7 +10,7 @@ from money_kit import RUN, TOKEN
 from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
 from orchestrator.indexer import derive_root, run_indexer_tick
-from orchestrator.settlement import settle_epochs
+from orchestrator.settlement import counted_units, settle_epochs
 from orchestrator.store import chain, leases, schema
 from orchestrator.store.submissions import SubmissionRow
 from protocol.chain.deployment import DEMO_PERIODS
@@ -62,8 +62,10 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(members: Wo
     assert rebuilt.match, rebuilt.problems
 
 
-def rooted_late(world: World) -> tuple[SubmissionRow, SubmissionRow]:
-    """Two accepted files, settled; the first was rooted when a slash of it would be refused."""
+def rooted_late(world: World, patch: pytest.MonkeyPatch) -> tuple[SubmissionRow, SubmissionRow]:
+    """Two accepted files, settled; the first was rooted when a slash of it would be refused, as by
+    a root that waited long for its block."""
+    patch.setattr("orchestrator.roots.answered_for", lambda **_: True)
     shop = world.shop
     late = shop.submit(HONEST)
     shop.judge(late)
@@ -79,9 +81,9 @@ def rooted_late(world: World) -> tuple[SubmissionRow, SubmissionRow]:
 
 
 def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebuild(
-    members: World,
+    members: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late, good = rooted_late(members)
+    late, good = rooted_late(members, monkeypatch)
     found = settled(members)
     states = {f.submission_digest: f.state for f in found.files}
     assert states == {late.digest: "void", good.digest: "paid"}
@@ -92,13 +94,16 @@ def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebui
     books = Rebuilder(events, members.deployment, 1, members.shop.context.run, Published(members))
     (told,) = explain(books, HONEST.address).files
     assert (told.state, told.amount, told.why) == ("void", 0, ROOTED_LATE)
+    with members.shop.store.read() as connection:
+        assert counted_units(connection, HONEST.address) == 0, "it no longer shows as earned"
+        assert counted_units(connection, LIAR.address) == 20
 
 
 def test_rebuild_finds_a_manager_that_pays_work_rooted_too_late(
     members: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.settlement.answered_for", lambda **_: True)
-    late, _ = rooted_late(members)
+    late, _ = rooted_late(members, monkeypatch)
     found = settled(members)
     assert found.amounts()[HONEST.address] == 20 * TOKEN // 1000
     rebuilt = rebuild_root(members, found.epoch)

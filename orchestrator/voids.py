@@ -1,0 +1,41 @@
+"""How a submission ends that nothing speaks against and that cannot be paid: the pool's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.engine import Connection
+
+from orchestrator.store.schema import credits, jobs, leases, submissions
+from protocol.core.ids import Digest
+from protocol.core.lifecycle import LeaseState, step_lease
+from protocol.core.task import LeaseStatus
+from protocol.core.verdict import Reason
+
+
+def void(
+    connection: Connection,
+    submission: Digest,
+    reason: Reason,
+    now: float,
+    *,
+    of: Sequence[LeaseStatus] = ("submitted",),
+) -> None:
+    """Ends a submission whose status is one of `of`: its lease, its job and its credit, if it had
+    one, end with it."""
+    state, _ = step_lease(LeaseState("submitted", 0.0), "void", now)
+    this = submissions.c.digest == submission
+    done = connection.execute(
+        update(submissions)
+        .where(this, submissions.c.status.in_(of))
+        .values(status=state.status, reason=int(reason), judged_at=now)
+    )
+    if done.rowcount == 0:
+        return
+    lease = select(submissions.c.lease_digest).where(this).scalar_subquery()
+    connection.execute(update(leases).where(leases.c.digest == lease).values(status=state.status))
+    connection.execute(
+        update(jobs).where(jobs.c.submission_digest == submission).values(status="done")
+    )
+    connection.execute(delete(credits).where(credits.c.submission_digest == submission))

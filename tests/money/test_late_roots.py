@@ -1,0 +1,102 @@
+"""Work that nobody put on chain in time: not rooted late, void, and its node is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from money_kit import RUN, Shop, key, open_shop
+
+from orchestrator.roots import post_roots, void_unrooted
+from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, counted_units
+from orchestrator.store import leases, meta, submissions
+from orchestrator.store.submissions import SubmissionRow
+from protocol.core.ids import Digest
+from protocol.core.verdict import Reason
+
+NODE, PLANTED = key(60), key(61)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    made = open_shop(tmp_path)
+    made.publish(0)
+    made.admit(NODE)
+    made.admit(PLANTED)
+    yield made
+    made.store.close()
+
+
+def last_moment(shop: Shop, row: SubmissionRow) -> int:
+    """The last second in which it can be rooted and answered for."""
+    return row.signed().submission.valid_until + shop.context.deployment.periods.accountable
+
+
+def chain_at(shop: Shop, time: float) -> None:
+    with shop.store.begin() as connection:
+        meta.put(connection, CHAIN_BLOCK, "1")
+        meta.put(connection, CHAIN_TIME, str(int(time)))
+
+
+def rooted(shop: Shop) -> list[Digest]:
+    return post_roots(shop.store, shop.objects, shop.context, shop.now)
+
+
+def ended(shop: Shop) -> int:
+    return void_unrooted(shop.store, shop.context, shop.now, {PLANTED.address})
+
+
+def test_work_is_rooted_to_the_last_moment_and_not_after_it(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    moment = last_moment(shop, row)
+    shop.now.time = float(moment + 1)
+    assert rooted(shop) == []
+    assert shop.row(row.digest).root_id is None
+    shop.now.time = float(moment)
+    assert len(rooted(shop)) == 1
+    assert shop.row(row.digest).root_id is not None
+
+
+def test_work_that_came_too_late_keeps_no_other_work_from_its_root(shop: Shop) -> None:
+    late = [shop.submit(NODE) for _ in range(RUN.root_submissions + 1)]
+    shop.now.time = last_moment(shop, late[-1]) + 1.0
+    good = shop.submit(NODE)
+    shop.now.time += RUN.root_seconds
+    assert len(rooted(shop)) == 1
+    assert shop.row(good.digest).root_id is not None
+    assert all(shop.row(row.digest).root_id is None for row in late)
+
+
+def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(shop: Shop) -> None:
+    judged, waiting, bad = shop.submit(NODE), shop.submit(NODE), shop.submit(PLANTED)
+    shop.judge(judged)
+    with shop.store.read() as connection:
+        assert counted_units(connection, NODE.address) == 20
+    moment = max(last_moment(shop, row) for row in (judged, waiting, bad))
+    shop.now.time = float(moment + 10 * RUN.epoch_seconds)
+    assert ended(shop) == 0, "our own clock decides nothing for good"
+    chain_at(shop, moment + RUN.epoch_seconds)
+    assert ended(shop) == 0, "its node may just have rooted it"
+    chain_at(shop, moment + RUN.epoch_seconds + 1)
+    assert ended(shop) == 2
+    assert ended(shop) == 0
+    for row in (judged, waiting):
+        after = shop.row(row.digest)
+        assert (after.status, after.reason) == ("void", Reason.UNROOTED)
+    with shop.store.read() as connection:
+        assert counted_units(connection, NODE.address) == 0, "it no longer shows as earned"
+        told = submissions.ended_badly(connection, NODE.address, since=0, limit=9)
+        lease = leases.get(connection, judged.lease_digest)
+    assert {row.digest for row in told} == {judged.digest, waiting.digest}
+    assert lease is not None
+    assert lease.status == "void"
+    assert shop.row(bad.digest).status == "submitted", "a planted file is rooted by nobody"
+
+
+def test_a_lie_that_nobody_rooted_stays_a_lie(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    shop.judge(row, Reason.WRONG_SAMPLING)
+    chain_at(shop, last_moment(shop, row) + 2 * RUN.epoch_seconds)
+    assert ended(shop) == 0
+    assert shop.row(row.digest).status == "rejected"
