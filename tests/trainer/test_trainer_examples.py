@@ -36,6 +36,14 @@ def test_the_trainers_settings_beside_it_are_read(path: Path) -> None:
     assert (EXAMPLES / path.name.replace(".trainer", "")).is_file()
 
 
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda p: p.stem)
+def test_several_optimizer_steps_a_batch_go_with_the_proximal_ratio(path: Path) -> None:
+    """Against the behaviour policy, a batch's later steps would be clipped for its staleness."""
+    run = tomllib.loads((EXAMPLES / path.name.replace(".trainer", "")).read_text())
+    ratio = run.get("objective", {}).get("ratio", "behaviour")
+    assert ratio == ("proximal" if load({}, path).optimizer_steps > 1 else "behaviour")
+
+
 def test_every_test_that_the_page_names_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", (DOCS / "learning.md").read_text()))
     tests = "".join(path.read_text() for path in (DOCS.parent / "tests").rglob("test_*.py"))
