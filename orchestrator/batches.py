@@ -29,7 +29,7 @@ from orchestrator.store.engine import Store
 from orchestrator.store.schema import groups, submissions
 from protocol.core import encoding
 from protocol.core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
-from protocol.core.errors import FatalError
+from protocol.core.errors import ConflictError, FatalError
 from protocol.core.ids import Address, Digest, to_bytes
 from protocol.core.run import MICRO
 from protocol.core.signing import Signer
@@ -196,6 +196,9 @@ def _seal_next(
     except IntegrityError:
         log.warning("step %d was sealed by another process", step)
         return None
+    except ConflictError as error:
+        log.warning("step %d is sealed at the next turn: %s", step, error)
+        return None
     log.info("sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions)
     return step
 
@@ -259,4 +262,4 @@ def _write(
     )
     names = [(g.submission_digest, g.group_no) for g in chosen]
     if store_groups.take(connection, names, manifest.step) != len(names):
-        raise FatalError(f"a group was taken while step {manifest.step} was being sealed")
+        raise ConflictError("a file that it takes groups from was withdrawn meanwhile")

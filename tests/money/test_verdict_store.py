@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, Shop, key, open_shop
 
 from orchestrator import batches as batches_module
-from orchestrator import judging
+from orchestrator import judging, reviews
 from orchestrator import roots as roots_module
 from orchestrator.batches import seal_ready_batches
 from orchestrator.roots import post_roots
@@ -22,7 +22,7 @@ from protocol.core.errors import FatalError
 from protocol.core.ids import Digest
 from protocol.core.rollout import decode_leaves
 from protocol.core.verdict import Reason, SignedVerdict, VerdictTable
-from protocol.storage.base import digest_key
+from protocol.storage.base import ObjectStore, digest_key
 
 HONEST, LIAR = key(10), key(11)
 
@@ -194,6 +194,28 @@ def test_batches_are_sealed_in_order_near_the_policy_and_leave_out_equal_rewards
     marked = [g for g in rows(shop, schema.groups) if g["batch_step"] is not None]
     assert len(marked) == 9
     assert all(g["informative"] for g in marked)
+
+
+def test_a_file_that_is_withdrawn_while_a_batch_is_sealed_stays_out_of_it(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [shop.submit(HONEST) for _ in range(2)]  # 2 informative groups each, 3 to a batch
+    for row in files:
+        shop.judge(row)
+    put_object = batches_module.put_object
+
+    def withdraw(objects: ObjectStore, content: bytes) -> Digest:
+        with shop.store.begin() as connection:
+            assert reviews.withdraw(connection, shop.context, shop.row(files[0].digest))
+        return put_object(objects, content)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(batches_module, "put_object", withdraw)
+        assert seal(shop) == []
+    assert rows(shop, schema.batches) == []
+    assert {g["submission_digest"] for g in rows(shop, schema.groups)} == {files[1].digest}
+    shop.judge(shop.submit(HONEST))
+    assert seal(shop) == [0]
 
 
 def test_no_step_is_sealed_beyond_the_allowed_staleness(shop: Shop) -> None:
