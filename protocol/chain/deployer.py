@@ -148,9 +148,12 @@ def wirings(known: Known) -> dict[str, Call]:
 
 def check_options(options: Options, client: ChainClient) -> None:
     """Raises UserError for what the contracts would refuse, or nobody can want."""
-    problem = options.periods.problem()
-    if problem:
+    if problem := options.periods.problem():
         raise UserError(problem, hint="lengthen unbonding or shorten the others")
+    if trap := options.periods.trap():
+        raise UserError(
+            trap, hint="lengthen --slash-window or --dispute-window, or shorten --epoch"
+        )
     if options.testnet and not client.network.testnet:
         raise UserError(f"a faucet on {client.network.name} would give real value away")
     if options.guardian_seconds < 0:

@@ -68,6 +68,22 @@ class Periods(Strict):
             )
         return ""
 
+    def trap(self) -> str:
+        """Why nobody should work under these periods, although the contracts take them; empty if
+        there is no reason."""
+        if self.accountable <= self.epoch_length:
+            return (
+                f"slash window + dispute window = {self.accountable} s must exceed the epoch of "
+                f"{self.epoch_length} s: a node may root its own work an epoch after the receipt "
+                "(Work.postLeaf), and nobody would answer for that work any more"
+            )
+        return ""
+
+    @property
+    def self_help(self) -> int:
+        """For how long at least a node may root work that its manager forgot, in seconds."""
+        return max(0, min(self.validity, self.accountable - self.epoch_length))
+
 
 DEMO_PERIODS = Periods(
     epoch_length=30, validity=90, slash_window=20, dispute_window=20, reward_delay=20, unbonding=180

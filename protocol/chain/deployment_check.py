@@ -170,6 +170,9 @@ def _parameters(contracts: Contracts) -> Iterator[Check]:
     yield Check("periods", same, said)
     problem = periods.problem()
     yield Check("stake outlasts its liability", not problem, problem or f"{periods.unbonding} s")
+    trap, whole = periods.trap(), periods.self_help == periods.validity
+    helped = f"for {periods.self_help} s of a validity of {periods.validity} s"
+    yield Check("a node can root forgotten work", whole, trap or helped, fault=False)
     if (testnet := contracts.token.is_testnet()) and not contracts.client.network.testnet:
         yield Check("no faucet where value is real", not testnet, "the token has a faucet")
     deposit, bond = contracts.slasher.dispute_deposit(), contracts.slasher.validator_bond()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from devnet.__main__ import QUICK_PERIODS
 from devnet.chain import CHAIN_ID, Anvil, dev_signer
 from devnet.deployed import TEST_PERIODS, Deployed
 from protocol.chain import codec
 from protocol.chain.client import ChainClient
-from protocol.chain.deployer import Options, create_address, deploy, dry_run
-from protocol.chain.deployment import SOLIDITY_NAMES, Deployment, Periods
+from protocol.chain.deployer import Options, check_options, create_address, deploy, dry_run
+from protocol.chain.deployment import DEMO_PERIODS, SOLIDITY_NAMES, Deployment, Periods
 from protocol.chain.deployment_check import verify
 from protocol.core.errors import FatalError, UserError
 from protocol.core.signing import CONTRACT_NAMES
@@ -115,6 +117,33 @@ def test_periods_that_let_stake_outrun_its_liability_are_refused_before_sending(
     with pytest.raises(UserError, match="unbonding"):
         deploy(deployed.client, deployed.accounts[6], _options(periods=bad), journal=tmp_path / "j")
     assert not (tmp_path / "j").exists()
+
+
+@pytest.mark.parametrize(("slash_window", "refused"), [(9, True), (10, True), (11, False)])
+def test_periods_in_which_no_node_can_help_itself_are_refused_before_sending(
+    slash_window: int, refused: bool
+) -> None:
+    """Work.postLeaf opens an epoch after the receipt; by then somebody must still answer."""
+    periods = Periods(
+        epoch_length=20, validity=30, slash_window=slash_window, dispute_window=10, reward_delay=1,
+        unbonding=60,
+    )  # fmt: skip
+    assert periods.problem() == "", "the contracts would take them"
+    client = ChainClient(["http://127.0.0.1:9"], 31337)
+    with (
+        pytest.raises(UserError, match="must exceed the epoch of 20 s")
+        if refused
+        else nullcontext()
+    ):
+        check_options(_options(periods=periods), client)
+
+
+def test_the_periods_that_we_ship_let_a_node_help_itself() -> None:
+    default = Periods()
+    assert default.self_help == default.validity, "for a whole validity"
+    for periods in (default, DEMO_PERIODS, TEST_PERIODS, QUICK_PERIODS):
+        assert periods.problem() == periods.trap() == ""
+        assert periods.self_help > 0
 
 
 def test_a_faucet_is_refused_on_a_network_of_real_value(tmp_path: Path) -> None:
