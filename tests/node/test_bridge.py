@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bridge_kit import Kit, bridge_kit, pulse
-from node_world import NodeWorld, until
+from node_world import NodeWorld, publish_model, until
 from other_user import as_nobody, open_path
 
 from node.bridge import MAX_CONNECTIONS, _Handler
 from node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
 from node.desk import MOST_FAILURES
 from node.task import FINAL_STATUS
-from orchestrator.store import leases
+from orchestrator.store import leases, policies
 from protocol.core.errors import ConflictError, MalformedError, NotFoundError, PolicyError
 from protocol.core.ids import Digest
 from protocol.core.messages import Heartbeat
@@ -218,6 +219,35 @@ def test_policy_that_is_not_on_disk_is_fetched_before_work(kit: Kit) -> None:
     assert (offer.lease, kit.shelf.wanted) == (None, [0])
     kit.shelf.on_disk = {0: digest}
     assert take_lease(kit) == lease
+
+
+def test_work_goes_on_with_the_policy_on_disk_while_newer_weights_are_on_their_way(
+    kit: Kit,
+) -> None:
+    """Nobody waits for weights to arrive, as long as what is made is fresh enough to be trained."""
+    context, store = kit.world.backend.context, kit.world.store
+    kit.courier.start()
+    for version in range(1, context.run.max_staleness + 2):
+        signed = publish_model(kit.world.folder, context.deployment, context.pool, version=version)
+        with store.begin() as connection:
+            policies.add(connection, signed, now=time.time())
+        offer = kit.client.lease(LeaseWish(wait_seconds=0))
+        if version <= context.run.max_staleness:
+            assert offer.lease is not None, offer.reason
+            assert (offer.lease.policy_version, kit.shelf.wanted) == (0, [])
+            hand_in(kit, offer)
+        else:
+            assert offer.lease is None
+            assert f"policy 0 is too old; load {version}" in offer.reason
+
+
+def hand_in(kit: Kit, offer: LeaseOffer) -> None:
+    assert offer.lease is not None
+    assert offer.domain is not None
+    digest = offer.lease.lease.digest(offer.domain)
+    name = f"{digest[2:10]}.parquet"
+    (kit.folder / name).write_bytes(digest.encode())
+    assert kit.client.submit(HandIn(lease_digest=digest, file=name)).receipt is not None
 
 
 def test_policy_other_than_the_leases_is_never_used(kit: Kit) -> None:
