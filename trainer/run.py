@@ -168,9 +168,14 @@ def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
 
 
 def publish_by_hand(settings: Settings, model: Path, version: int) -> None:
-    """Signs `model` as policy `version` and hands it to the orchestrator."""
+    """Signs `model` as policy `version` and hands it to the orchestrator. Raises UserError while a
+    trainer publishes from the same folder."""
     signer = unlock(settings)
-    with OrchestratorClient(settings.need("orchestrator"), signer, "trainer") as client:
+    make_folder(settings.data)
+    with (
+        held_alone(settings.data, "trainer"),
+        OrchestratorClient(settings.need("orchestrator"), signer, "trainer") as client,
+    ):
         facts = pool_facts(client, settings.run)
         require_trainer(facts, signer.address)
         signed = new_publisher(settings, facts, signer, client).publish(model, version)

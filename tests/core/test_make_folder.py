@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.store import open_store, sqlite_url
 from protocol.core.errors import UserError
-from protocol.folders import make_folder
+from protocol.folders import held_alone, make_folder
 from trainer.config import Settings
 from trainer.run import run_trainer
 
@@ -29,6 +29,36 @@ def test_a_folder_that_takes_no_files_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=f"the folder {path} cannot be used") as caught:
         make_folder(Path(path))
     assert caught.value.hint
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from protocol.folders import held_alone
+with held_alone(Path(sys.argv[1]), "trainer"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_held_by_one_at_a_time_and_free_again_however_the_holder_ends(
+    tmp_path: Path,
+) -> None:
+    for ending in ("end", "kill"):
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as child:  # fmt: skip
+            assert child.stdout is not None
+            assert child.stdout.readline() == "held\n"
+            said = rf"another trainer \(process {child.pid}\) works in {tmp_path}"
+            for _ in range(2):
+                with pytest.raises(UserError, match=said), held_alone(tmp_path, "trainer"):
+                    pass
+            if ending == "kill":
+                child.kill()
+        with held_alone(tmp_path, "trainer"):
+            pass
 
 
 def test_a_file_in_the_way_is_named_as_that(tmp_path: Path) -> None:

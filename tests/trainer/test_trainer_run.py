@@ -17,6 +17,8 @@ from trainer_pool import Pool, finished, pool_server, started, wait_until
 
 from protocol.broadcast.manifest import verify_folder
 from protocol.chain.keystore import save_keystore
+from protocol.core.errors import UserError
+from trainer.run import publish_by_hand
 
 STEPS = 4
 
@@ -140,6 +142,11 @@ def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
         assert ended.returncode == 64, ended.stdout
         assert f"another trainer (process {child.pid}) works in {data}" in ended.stdout
         assert "Traceback" not in ended.stdout
+        by_hand = kit.settings(
+            pool.model, data, orchestrator=pool.url, wallet=pool.wallet, password_file=pool.password
+        )
+        with pytest.raises(UserError, match="another trainer"):
+            publish_by_hand(by_hand, pool.model, 7)
         pool.seal_random(0)
         wait_until(lambda: len(pool.published()) == 2, "policy 1")
 
