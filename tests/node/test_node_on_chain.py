@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import prime_node
 from node_world import MANAGER, NODE, TRAINER, NodeWorld, node_world, run_definition, until
 
 from devnet.deployed import Deployed
@@ -39,18 +39,10 @@ class Chain:
 
     def cli(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """`prime-node …` with the pool's flags; asserts its exit status."""
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "node.cli", *words, "--orchestrator", self.world.url),
-                *("--wallet", str(self.world.keystore)),
-                *("--password-file", str(self.world.password_file)),
-                *("--data", str(self.world.folder / "owner"), *self.flags),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"NO_COLOR": "1"},
-            check=False,
+        done = prime_node(
+            *(*words, "--orchestrator", self.world.url, "--wallet", str(self.world.keystore)),
+            *("--password-file", str(self.world.password_file)),
+            *("--data", str(self.world.folder / "owner"), *self.flags),
         )
         assert done.returncode == status, done.stdout + done.stderr
         assert "Traceback" not in done.stderr

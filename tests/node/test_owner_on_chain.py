@@ -12,11 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from command import prime_node
 from typer.testing import CliRunner
 
 from devnet.chain import dev_signer
 from devnet.deployed import TEST_PERIODS, Deployed
-from node.cli import app, main
+from node.cli import app
 from node.outbox import Outbox
 from node.wallet import open_provider
 from protocol.chain import flows
@@ -50,19 +51,8 @@ class Owner:
         flags = ["--rpc", self.deployed.url, "--deployment", str(self.deployed.path)]
         flags += ["--pool", str(self.pool), "--data", str(self.folder / "data")]
         flags += ["--wallet", str(self.keystore(wallet)), "--password-file", str(self.password)]
-        out, said = io.StringIO(), io.StringIO()
-        with (
-            patch.object(sys, "argv", ["prime-node", *words, *flags]),
-            patch.dict("os.environ", {"HOME": "/nonexistent", "NO_COLOR": "1"}),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(said),
-        ):
-            try:
-                main()
-                status = 0
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-        return status, out.getvalue(), said.getvalue()
+        done = prime_node(*words, *flags)
+        return done.returncode, done.stdout, done.stderr
 
     def __call__(self, *words: str, wallet: LocalSigner = OWNER) -> Any:
         """JSON of a command that must succeed."""

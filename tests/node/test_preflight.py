@@ -4,16 +4,14 @@ sent."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import prime_node
 from node_world import MANAGER, NODE, POOL, NodeWorld, node_world
 
 from orchestrator.store import policies
@@ -41,14 +39,10 @@ class Bench:
         file.write_bytes(data)
         lease = self.world.folder / "lease.json"
         lease.write_text(self.lease.model_dump_json())
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "node.cli", "verify", str(file), "--json"),
-                *("--orchestrator", self.world.url, "--data", str(self.world.folder / "node")),
-                *("--lease", str(lease), *flags),
-            ],
-            capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        done = prime_node(
+            *("verify", str(file), "--json", "--orchestrator", self.world.url),
+            *("--data", str(self.world.folder / "node"), "--lease", str(lease), *flags),
+        )
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
 
@@ -112,12 +106,9 @@ def test_a_file_for_another_lease_is_refused(bench: Bench) -> None:
     other = write_rollout_file(file.rows, replace(file.metadata, lease="0x" + "11" * 32))
     path = bench.world.folder / "other.parquet"
     path.write_bytes(other)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "node.cli", "verify", str(path), "--orchestrator"),
-            *(bench.world.url, "--data", str(bench.world.folder / "node")),
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = prime_node(
+        *("verify", str(path), "--orchestrator", bench.world.url),
+        *("--data", str(bench.world.folder / "node")),
+    )
     assert done.returncode == 66
     assert done.stderr.count("\n") <= 2
