@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import trainer_kit as kit
-from trainer_pool import finished, pool_server
+from trainer_pool import finished, pool_server, started, wait_until
 
 from protocol.core.run import Objective
 from trainer import checkpoint
@@ -83,12 +87,50 @@ def test_checkpoints_are_named_by_global_rank_and_load_into_another_number_of_ra
     assert all(torch.equal(weights[name], two["weights"][name]) for name in weights)
 
 
-@pytest.mark.slow
-def test_the_whole_program_runs_on_two_ranks(tmp_path: Path, model: Path) -> None:
-    with pool_server(tmp_path, model) as pool:
-        for step in range(2):
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
+    """Digests of what two ranks publish when nothing happens to them."""
+    root = tmp_path_factory.mktemp("straight")
+    with pool_server(root, model) as pool:
+        for step in range(STEPS):
             pool.seal_random(step)
-        command = pool.command(tmp_path / "data", "--steps", "2")[1:]
-        ended = finished([*TORCHRUN, "2", *command])
+        ended = finished([*TORCHRUN, "2", *pool.command(root / "data", "--steps", str(STEPS))[1:]])
         assert ended.returncode == 0, ended.stdout
-        assert [s.manifest.version for s in pool.published()] == [0, 1, 2]
+        assert [s.manifest.version for s in pool.published()] == list(range(STEPS + 1))
+        return [s.manifest.result_digest for s in pool.published()]
+
+
+@pytest.mark.slow
+def test_the_whole_program_runs_on_two_ranks(straight: list[str]) -> None:
+    assert len(set(straight)) == STEPS + 1
+
+
+@pytest.mark.slow
+def test_two_ranks_of_which_one_is_killed_publish_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, model: Path, straight: list[str]
+) -> None:
+    """Either of them: the other ends with it, and the next start goes on with the same batches."""
+    data = tmp_path / "data"
+    with pool_server(tmp_path, model) as pool:
+        command = [*TORCHRUN, "2", *pool.command(data, "--steps", str(STEPS))[1:]]
+        for step, victim in enumerate((0, 1)):
+            pool.seal_random(step)
+            with started(command) as child:
+                drained = threading.Thread(target=child.stdout.read)  # type: ignore[union-attr]
+                drained.start()
+                wait_until(lambda s=step: len(pool.published()) > s + 1, "the policy")
+                ranks = sorted(psutil.Process(child.pid).children(), key=lambda p: p.pid)
+                ranks[victim].send_signal(signal.SIGKILL)
+                assert child.wait(timeout=90) != 0
+                psutil.wait_procs(ranks, timeout=60)
+                assert not any(rank.is_running() for rank in ranks)
+                drained.join()
+        pool.seal_random(STEPS - 1)
+        ended = finished(command)
+        assert ended.returncode == 0, ended.stdout
+        assert [s.manifest.result_digest for s in pool.published()] == straight
+    lines = (data / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
