@@ -15,13 +15,14 @@ from unittest.mock import patch
 from node.cli import main
 
 
-def prime_node(*words: str) -> subprocess.CompletedProcess[str]:
+def prime_node(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """One command by its entry point, away from this machine's own settings."""
     out, said, status = io.StringIO(), io.StringIO(), 0
     clean = {name: value for name, value in os.environ.items() if "PRIME_NODE" not in name}
+    ours = {"HOME": "/nonexistent", "NO_COLOR": "1"} | (env or {})
     with (
         patch.object(sys, "argv", ["prime-node", *words]),
-        patch.dict(os.environ, clean | {"HOME": "/nonexistent", "NO_COLOR": "1"}, clear=True),
+        patch.dict(os.environ, clean | ours, clear=True),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(said),
     ):

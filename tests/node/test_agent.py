@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from command import prime_node
 from node_world import NODE, NodeWorld, until
 
 from orchestrator.store import submissions
@@ -107,10 +108,8 @@ def test_a_void_file_and_its_reason_are_told_by_the_agent_itself(world: NodeWorl
     until(lambda: sentence in world.log(), "the log says why")
 
     def status() -> dict[str, Any]:
-        arguments = ["--json", "--data", str(world.folder / "node")]
-        command = [sys.executable, "-m", "node.cli", "status", *arguments]
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        shown: dict[str, Any] = json.loads(found)
+        found = prime_node("status", "--json", "--data", str(world.folder / "node"))
+        shown: dict[str, Any] = json.loads(found.stdout)
         return shown
 
     until(lambda: sentence in status().get("not_accepted", []), "the status says why")

@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from command import prime_node
 from node_world import NODE, NodeWorld
 from typer.testing import CliRunner
 
@@ -122,7 +123,7 @@ def test_wallet_new_writes_a_keystore_that_opens_and_never_overwrites(tmp_path: 
 
 def test_wallet_show_needs_no_password(wallet: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pw").unlink()
-    done = run("wallet", "show", *wallet[:2])
+    done = prime_node("wallet", "show", *wallet[:2])
     assert done.stdout.startswith("0x")
 
 
@@ -138,7 +139,7 @@ def test_password_without_a_terminal_names_the_flags(wallet: tuple[str, ...]) ->
 
 
 def test_password_is_never_an_argument() -> None:
-    done = run("join", "--password", "x")
+    done = prime_node("join", "--password", "x")
     assert done.returncode == 2
     assert "No such option" in done.stderr
 
@@ -374,7 +375,7 @@ def test_requirements_name_everything_a_machine_lacks() -> None:
 
 
 def test_doctor_finds_each_lack_and_its_fix(world: NodeWorld) -> None:
-    done = run(
+    done = prime_node(
         "doctor", "--orchestrator", world.url, "--wallet", str(world.keystore), "--json",
         "--data", str(world.folder / "d"), "--rpc", f"http://127.0.0.1:{closed_port()}",
         env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"},
@@ -390,7 +391,7 @@ def test_doctor_finds_each_lack_and_its_fix(world: NodeWorld) -> None:
 
 
 def test_doctor_without_anything_warns_and_goes_on() -> None:
-    done = run("doctor", "--runtime", "process", "--data", "/tmp", "--json")
+    done = prime_node("doctor", "--runtime", "process", "--data", "/tmp", "--json")
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert checks["orchestrator"]["outcome"] == "warning"
     assert checks["runtime"]["outcome"] == "warning"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from command import prime_node
 from node_world import NODE, NodeWorld, until
 
 from node.api import NodeApi
@@ -46,11 +45,8 @@ def test_a_shadow_node_works_without_chain_or_seat_and_shows_its_verdicts(
     assert "no stake, no pay, no slash" in world.log()
     agent.terminate()
     assert agent.wait(30) == 0
-    listed = subprocess.run(
-        [sys.executable, "-m", "node.cli", "status", "--data", str(world.folder / "node")],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert "shadow" in listed
+    listed = prime_node("status", "--data", str(world.folder / "node"))
+    assert "shadow" in listed.stdout
 
 
 def test_a_shadow_agent_whose_node_has_a_seat_ends_and_says_what_to_do(world: NodeWorld) -> None:
