@@ -4,6 +4,9 @@ What leaves out a group whose rewards are all equal is this file alone; the trai
 Steps are sealed in order, and step s only while s ≤ newest published policy + allowed staleness, so
 that every row of a batch is at most that many policies old when it is trained.
 
+A file that was handed in and is not kept yet (orchestrator/uploads.py) waits for a later batch: the
+trainer could not fetch it.
+
 `choose` decides, `make_manifest` writes down, `seal_ready_batches` performs.
 """
 
@@ -31,9 +34,9 @@ from protocol.core import encoding
 from protocol.core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
 from protocol.core.errors import ConflictError, FatalError
 from protocol.core.ids import Address, Digest, to_bytes
-from protocol.core.run import MICRO
+from protocol.core.run import MICRO, RunDefinition
 from protocol.core.signing import Signer
-from protocol.storage.base import ObjectStore, put_object
+from protocol.storage.base import ObjectStore, digest_key, put_object
 
 log = logging.getLogger(__name__)
 
@@ -174,14 +177,7 @@ def _seal_next(
         if not may_seal(step, latest, run.max_staleness):
             return None
         free = free_groups(connection, step=step, max_staleness=run.max_staleness, without=without)
-    chosen = choose(
-        free,
-        step=step,
-        groups_per_batch=run.groups_per_batch,
-        max_staleness=run.max_staleness,
-        surplus=run.surplus_groups,
-        selection=run.selection,
-    )
+    chosen = _choose_kept(objects, free, step, run)
     if chosen is None:
         return None
     manifest = make_manifest(chosen, pool=context.pool, step=step, run_digest=run.digest())
@@ -201,6 +197,27 @@ def _seal_next(
         return None
     log.info("sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions)
     return step
+
+
+def _choose_kept(
+    objects: ObjectStore, free: Sequence[FreeGroup], step: int, run: RunDefinition
+) -> tuple[FreeGroup, ...] | None:
+    """`choose` among the groups whose files lie where the trainer fetches them."""
+    while True:
+        chosen = choose(
+            free,
+            step=step,
+            groups_per_batch=run.groups_per_batch,
+            max_staleness=run.max_staleness,
+            surplus=run.surplus_groups,
+            selection=run.selection,
+        )
+        files = {group.sha256 for group in chosen or ()}
+        absent = {sha256 for sha256 in files if not objects.exists(digest_key(sha256))}
+        if not absent:
+            return chosen
+        log.warning("step %d: not kept yet, so left out: %s", step, ", ".join(sorted(absent)))
+        free = [group for group in free if group.sha256 not in absent]
 
 
 def free_groups(

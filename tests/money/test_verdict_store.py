@@ -93,6 +93,21 @@ def test_rejection_pays_nothing_quarantines_and_queues_one_slash(shop: Shop) -> 
     assert credit["status"] == "held", "what was earned in the day up to the bad file waits"
 
 
+def test_a_file_that_is_not_kept_yet_waits_for_a_later_batch(shop: Shop) -> None:
+    """It was judged where it was uploaded; the trainer would end over a file that is nowhere."""
+    first, *others = [shop.submit(HONEST) for _ in range(3)]
+    for row in (first, *others):
+        shop.judge(row)
+    data = shop.objects.get(digest_key(first.sha256), 1 << 20)
+    shop.objects.delete(digest_key(first.sha256))
+    assert seal(shop) == [0]
+    taken = {g["submission_digest"] for g in rows(shop, schema.groups) if g["batch_step"] == 0}
+    assert taken == {row.digest for row in others}
+    assert seal(shop) == [], "three groups are left, two of them of the file that is not kept"
+    shop.objects.put(digest_key(first.sha256), data)
+    assert seal(shop) == [1]
+
+
 def test_void_costs_nobody_anything(shop: Shop) -> None:
     row = shop.submit(HONEST)
     shop.judge(row, Reason.MALFORMED)
