@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sqlalchemy import delete, select, update
 from sqlalchemy.engine import Connection
 
+from orchestrator.store import groups
 from orchestrator.store.schema import credits, jobs, leases, submissions
 from protocol.core.ids import Digest
 from protocol.core.lifecycle import LeaseState, step_lease
@@ -22,8 +23,9 @@ def void(
     *,
     of: Sequence[LeaseStatus] = ("submitted",),
 ) -> None:
-    """Ends a submission whose status is one of `of`: its lease, its job and its credit, if it had
-    one, end with it."""
+    """Ends a submission whose status is one of `of`: its lease, its job and, if it was accepted,
+    its credit and its groups that no batch has taken end with it: the scheduler would wait for a
+    batch of them, which nobody seals."""
     state, _ = step_lease(LeaseState("submitted", 0.0), "void", now)
     this = submissions.c.digest == submission
     done = connection.execute(
@@ -39,3 +41,4 @@ def void(
         update(jobs).where(jobs.c.submission_digest == submission).values(status="done")
     )
     connection.execute(delete(credits).where(credits.c.submission_digest == submission))
+    groups.drop_free(connection, submission)

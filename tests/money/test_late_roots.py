@@ -10,7 +10,7 @@ from money_kit import RUN, Shop, key, open_shop
 
 from orchestrator.roots import post_roots, void_unrooted
 from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, counted_units
-from orchestrator.store import leases, meta, submissions
+from orchestrator.store import groups, leases, meta, submissions
 from orchestrator.store.submissions import SubmissionRow
 from protocol.core.ids import Digest
 from protocol.core.verdict import Reason
@@ -92,6 +92,20 @@ def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(shop: Shop) 
     assert lease is not None
     assert lease.status == "void"
     assert shop.row(bad.digest).status == "submitted", "a planted file is rooted by nobody"
+
+
+def test_groups_of_work_that_nobody_rooted_count_for_no_batch(shop: Shop) -> None:
+    """No batch takes them: counted as waiting, they would keep every node from its next lease."""
+    row = shop.submit(NODE)
+    shop.judge(row)
+    with shop.store.begin() as connection:
+        assert groups.take(connection, [(row.digest, 0)], 0) == 1
+        assert groups.free_counts(connection, oldest_version=0) == [(0, 1)]
+    chain_at(shop, last_moment(shop, row) + RUN.epoch_seconds + 1)
+    assert ended(shop) == 1
+    with shop.store.read() as connection:
+        assert groups.free_counts(connection, oldest_version=0) == []
+        assert groups.informative_share(connection, 9) == (1, 1), "what was trained on is kept"
 
 
 def test_a_lie_that_nobody_rooted_stays_a_lie(shop: Shop) -> None:
