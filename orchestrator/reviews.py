@@ -10,7 +10,9 @@ copy, and the copy may have been accepted first.
 Until `withdraw` nothing is taken from the node, and if no validator comes, nothing ever is. No file
 is sent back twice, so nobody can make us judge for ever: each costs one whole replay more at most.
 What stays: groups that a batch has taken are trained on. And once a file's root is past its
-validity, its pay is final and no slash can be proposed: it is neither sent back nor withdrawn.
+validity, its pay is final and no slash can be proposed: it is neither sent back nor withdrawn. Nor
+is a shadow file, from whose verdict nothing follows. Of either the marks are forgotten instead, or
+one false claim in them would have every file with a foreseeable answer replayed whole, for a week.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ def send_back(
     sent = []
     for other in row_marks.holders(connection, marks, but=submission):
         row = submissions.get(connection, other)
-        if row is None or row.status != "accepted" or row.shadow or row.repeated_rows:
+        if row is None or row.status != "accepted" or row.repeated_rows:
             continue  # with rows in common it was replayed whole already
-        if not _final(connection, context, row) and jobs.reopen(connection, other):
+        if row.shadow or _final(connection, context, row):
+            row_marks.forget_file(connection, other)
+        elif jobs.reopen(connection, other):
             opinions.forget(connection, other)  # whoever accepted it by a few rows may judge it too
             log.warning("submission %s has rows of %s: judged once more", other, submission)
             sent.append(other)

@@ -34,12 +34,13 @@ def remember(
 
 def seen(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> frozenset[str]:
     """Those of `marks` that another submission than `but` has in common with it."""
-    return frozenset(mark for mark, _ in _common(connection, marks, but))
+    return frozenset(row.mark for row in _common(connection, marks, but, _marks.mark))
 
 
 def holders(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> list[Digest]:
     """The other submissions that have any of `marks` in common with `but`, sorted."""
-    return sorted({Digest(other) for _, other in _common(connection, marks, but)})
+    found = _common(connection, marks, but, _marks.submission_digest)
+    return sorted({Digest(row.submission_digest) for row in found})
 
 
 def forget_file(connection: Connection, submission: Digest) -> None:
@@ -53,17 +54,22 @@ def forget(connection: Connection, now: float) -> None:
 
 
 def _common(
-    connection: Connection, marks: Mapping[str, bool], but: Digest
-) -> Iterator[tuple[str, str]]:
-    """Pairs of mark and submission. A foreseeable answer has very many holders: of these, only who
-    claims otherwise is looked up."""
+    connection: Connection, marks: Mapping[str, bool], but: Digest, column: sa.ColumnElement[str]
+) -> Iterator[sa.Row[str]]:
+    """`column` of what `marks` and other submissions have in common. A foreseeable answer has very
+    many holders: of these, only who claims otherwise is looked up, and a file that calls it
+    improbable has each name told once, not once for each of them."""
     for claim in (True, False):
         names = [mark for mark, improbable in marks.items() if improbable is claim]
         for start in range(0, len(names), _AT_ONCE):
-            query = sa.select(_marks.mark, _marks.submission_digest).where(
-                _marks.mark.in_(names[start : start + _AT_ONCE]), _marks.submission_digest != but
+            query = (
+                sa.select(column)
+                .distinct()
+                .where(
+                    _marks.mark.in_(names[start : start + _AT_ONCE]),
+                    _marks.submission_digest != but,
+                )
             )
             if not claim:
                 query = query.where(_marks.improbable == sa.true())
-            for row in connection.execute(query):
-                yield row.mark, row.submission_digest
+            yield from connection.execute(query)

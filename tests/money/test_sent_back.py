@@ -185,6 +185,7 @@ def test_what_is_paid_for_good_is_neither_sent_back_nor_taken_back(court: Court)
     root_posted(court, copy, ago=validity + 1)
     assert court.validator.judge_next() == original.digest
     assert court.validator.judge_next() is None, "too late to send it back"
+    assert of_file(court, schema.row_marks, copy.digest) == [], "it has nobody replayed any more"
 
     with shop.store.begin() as connection:  # it becomes too late while it is judged
         assert jobs.reopen(connection, copy.digest)

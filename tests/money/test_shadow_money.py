@@ -10,10 +10,12 @@ import pytest
 import sqlalchemy as sa
 from money_kit import RUN, Shop, key, open_shop
 
+from orchestrator import reviews
 from orchestrator.batches import free_groups
 from orchestrator.roots import post_roots
 from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
-from orchestrator.store import meta, schema, submissions
+from orchestrator.store import jobs, meta, row_marks, schema, submissions
+from protocol.core.encoding import sha256
 from protocol.core.verdict import Reason
 
 SHADOW, PAID = key(60), key(61)
@@ -67,6 +69,24 @@ def test_no_root_ever_holds_a_shadow_file(pool: Shop) -> None:
     assert len(post_roots(pool.store, pool.objects, pool.context, pool.now)) == 1
     assert pool.row(paid.digest).root_id is not None
     assert all(pool.row(row.digest).root_id is None for row in hidden)
+
+
+def test_what_a_shadow_file_calls_improbable_has_one_other_file_replayed_whole_and_no_more(
+    pool: Shop,
+) -> None:
+    """A lie that costs its node nothing must not cost the validators a week."""
+    row = pool.submit(SHADOW, shadow=True)
+    pool.judge(row)
+    with pool.store.begin() as connection:
+        row_marks.remember(connection, row.digest, {"aa": True, "bb": True}, now=pool.now())
+    honest, later = {"aa": False}, sha256(b"later")
+    with pool.store.begin() as connection:
+        assert row_marks.seen(connection, honest, but=later) == {"aa"}
+        assert reviews.send_back(connection, pool.context, sha256(b"whole"), honest) == []
+        assert row_marks.seen(connection, honest, but=later) == frozenset()
+        job = jobs.get(connection, row.digest)
+    assert job is not None
+    assert job.status == "done", "a shadow file is judged once"
 
 
 def test_a_shadow_file_that_nobody_judges_ends_void_in_time(pool: Shop) -> None:
