@@ -201,8 +201,13 @@ def _medium(what: str) -> Iterator[None]:
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
     with file:
-        while block := file.read(CHUNK_BYTES):
+        while block := _block(file):
             yield block
+
+
+def _block(file: BinaryIO) -> bytes:
+    with _medium("read the object"):
+        return file.read(CHUNK_BYTES)
 
 
 def _sync_directory(path: Path) -> None:

@@ -51,6 +51,26 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return DirectoryStore(tmp_path / "objects", "http://here", SECRET)
 
 
+def test_a_medium_that_fails_while_it_is_read_is_unavailable(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("a", b"data")
+
+    class Broken:
+        def __enter__(self) -> Broken:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def read(self, _: int) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(DirectoryStore, "_open", lambda *_: Broken())
+    with pytest.raises(UnavailableError, match="Input/output error"):
+        list(store.chunks("a"))
+
+
 def test_what_was_put_is_got_whole_and_in_chunks(store: ObjectStore) -> None:
     data = os.urandom(CHUNK_BYTES * 2 + 17)
     store.put("policies/3/model.bin", data)
