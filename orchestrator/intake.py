@@ -88,13 +88,10 @@ def _check_open(row: LeaseRow, now: float) -> None:
 
 def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> None:
     """The stored object must be exactly what the node signed for."""
-    claim = signed.submission
-    key = uploads.find(backend.objects, deadline, claim.sha256)
-    if key is None:
-        raise NotFoundError("the file is not in the store: upload it first")
-    if backend.objects.size(key) != claim.size:
+    claim, objects = signed.submission, backend.objects
+    if uploads.ask(deadline, claim.sha256, objects.size) != claim.size:
         raise UntrustedError("the stored file has another size than the submission says")
-    if backend.objects.digest(key) != claim.sha256:
+    if uploads.ask(deadline, claim.sha256, objects.digest) != claim.sha256:
         raise UntrustedError("the stored file has another SHA-256 than the submission says")
 
 

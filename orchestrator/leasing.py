@@ -205,8 +205,7 @@ def upload(
             if row.uploads >= MAX_UPLOADS:
                 raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
             leases.announce_upload(connection, digest, sha256=request.sha256, size=request.size)
-    found = uploads.find(backend.objects, row.deadline, request.sha256)
-    if found is not None and backend.objects.size(found) == request.size:
+    if uploads.size_of(backend.objects, row.deadline, request.sha256) == request.size:
         return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
     key = uploads.staged_key(row.deadline, request.sha256)
     target = backend.objects.signed_put(key, request.size, request.sha256, row.deadline)

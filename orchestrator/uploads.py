@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from sqlalchemy import Connection
 
@@ -27,6 +29,7 @@ from protocol.core.ids import Digest
 from protocol.storage.base import ObjectStore, digest_key
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PREFIX = "uploads/"
 GRACE_SECONDS = 900
@@ -41,29 +44,34 @@ def staged_key(deadline: int, sha256: Digest) -> str:
     return f"{PREFIX}{deadline}-{sha256[2:]}"
 
 
-def find(objects: ObjectStore, deadline: int, sha256: Digest) -> str | None:
-    """Key of a file: as handed in (by anybody: its bytes are its name), else as uploaded for a
-    lease of this deadline; None if it is in neither place."""
-    return next(
-        (key for key in (digest_key(sha256), staged_key(deadline, sha256)) if objects.exists(key)),
-        None,
-    )
+def ask(deadline: int, sha256: Digest, question: Callable[[str], T]) -> T:
+    """What `question` says of a file's key: as handed in (by anybody: its bytes are its name), else
+    as uploaded for a lease of this deadline. Raises NotFoundError if it lies in neither place."""
+    places = (digest_key(sha256), staged_key(deadline, sha256))
+    for key in (*places, places[0]):  # it may move from the second to the first as we look
+        try:
+            return question(key)
+        except NotFoundError:
+            continue
+    raise NotFoundError(f"the file {sha256} is not in the store: upload it first")
+
+
+def size_of(objects: ObjectStore, deadline: int, sha256: Digest) -> int | None:
+    """Bytes of a file, as handed in or as uploaded; None if it lies in neither place."""
+    try:
+        return ask(deadline, sha256, objects.size)
+    except NotFoundError:
+        return None
 
 
 def read(objects: ObjectStore, deadline: int, sha256: Digest, limit: int) -> bytes:
     """A handed-in file's bytes, checked against its name, wherever they lie now.
 
     Raises NotFoundError, UntrustedError if they do not hash to it."""
-    places = (digest_key(sha256), staged_key(deadline, sha256))
-    for key in (*places, places[0]):  # it may move from the second to the first as we look
-        try:
-            data = objects.get(key, limit)
-        except NotFoundError:
-            continue
-        if sha256_of(data) != sha256:
-            raise UntrustedError(f"the file {sha256} does not hash to its name")
-        return data
-    raise NotFoundError(f"the file {sha256} is not in the store")
+    data = ask(deadline, sha256, lambda key: objects.get(key, limit))
+    if sha256_of(data) != sha256:
+        raise UntrustedError(f"the file {sha256} does not hash to its name")
+    return data
 
 
 def keep(objects: ObjectStore, deadline: int, sha256: Digest) -> None:

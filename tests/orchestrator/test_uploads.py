@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from orchestrator_world import World
 
-from orchestrator import intake, uploads
+from orchestrator import intake, leasing, uploads
 from orchestrator.store import submissions
 from protocol.core.encoding import sha256
 from protocol.core.errors import ConflictError, NotFoundError, UntrustedError
+from protocol.core.messages import UploadRequest
 from protocol.storage.base import digest_key, put_object
 from protocol.storage.directory import DirectoryStore
 
@@ -136,6 +137,35 @@ def test_of_files_handed_in_at_once_for_one_lease_only_the_one_that_is_taken_sta
     world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
     assert uploads.sweep(world.backend) == 3
     assert kept(world) - before == {digest_key(taken.sha256)}
+
+
+def test_a_file_that_is_handed_in_again_while_it_moves_is_the_same_file(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node whose first request timed out asks again. Told that the file is nowhere, which is
+    final, it would drop the file and never have its receipt."""
+    session = world.member(1)
+    lease = world.lease(session)
+    size, data = DirectoryStore.size, b"handed in"
+    again = UploadRequest(sha256=sha256(data), size=len(data))
+    claim = world.claim(session.account, lease, data)
+
+    def moves_first(store: DirectoryStore, key: str) -> int:
+        if key.startswith(uploads.PREFIX):
+            monkeypatch.setattr(DirectoryStore, "size", size)
+            uploads.keep(store, lease.lease.deadline, sha256(data))
+        return size(store, key)
+
+    assert world.upload(session, lease, data).status_code == 204
+    monkeypatch.setattr(DirectoryStore, "size", moves_first)
+    answer = leasing.upload(
+        world.backend, session.account.address, world.lease_digest(lease), again
+    )
+    assert answer.exists
+    world.backend.objects.put(uploads.staged_key(lease.lease.deadline, sha256(data)), data)
+    world.backend.objects.delete(digest_key(sha256(data)))
+    monkeypatch.setattr(DirectoryStore, "size", moves_first)
+    assert intake.submit(world.backend, claim).receipt.received_at == world.clock()
 
 
 def test_a_file_whose_intake_was_killed_before_it_was_moved_is_never_swept_away(
