@@ -236,7 +236,7 @@ def _withdrawn(
     if not jobs.holds(connection, row.digest, worker):
         return False
     judgement = published.judgement
-    if judgement.reason.outcome is Outcome.REJECTED:
+    if judgement.reason.outcome is not Outcome.ACCEPTED:
         return reviews.withdraw(connection, context, row)
     reviews.uphold(connection, row, judgement.repeated_rows)
     _opine(connection, row.digest, published, now)

@@ -4,8 +4,9 @@ copy, and the copy may have been accepted first.
     send_back   the later file was replayed whole and accepted: the job of the other opens again
     judged      by any validator; the rows in common make it replay the file whole (repeats.py)
     uphold      it found no lie: the verdict stands as it is, and the file is never sent back again
-    withdraw    it found one: verdict, pay and free groups are taken back; from here on the file is
-                judged like any other that somebody rejected (opinions.py says how many must agree)
+    withdraw    it found one, or a row that is no work: verdict, pay and free groups are taken
+                back; from here on the file is judged like any other (opinions.py says how many must
+                agree)
 
 Until `withdraw` nothing is taken from the node, and if no validator comes, nothing ever is. No file
 is sent back twice, so nobody can make us judge for ever: each costs one whole replay more at most.
@@ -69,7 +70,7 @@ def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -
     nothing done, if its pay is final."""
     lock(connection, CHAIN_LOCK)  # no settlement reads its facts meanwhile
     if _final(connection, context, row):
-        log.error("submission %s of %s is a lie, and paid: too late", row.digest, row.node)
+        log.error("submission %s of %s is not what it was paid for: too late", row.digest, row.node)
         return False
     nodes.lock_row(connection, Address(row.node))
     empty = dict.fromkeys(_OF_A_VERDICT)

@@ -28,6 +28,7 @@ from protocol.core.ids import Digest
 from protocol.core.verdict import Reason
 from protocol.verification.repeats import marks
 from protocol.verification.rollout_file import read_rollout_file
+from protocol.verification.verify import Finding
 
 OTHER = sha256(b"another file")
 SECOND, THIRD = key(70), key(71)
@@ -153,6 +154,26 @@ def test_an_honest_file_that_is_sent_back_keeps_its_verdict_and_is_never_sent_ba
     assert (after.status, after.verdict, after.units) == ("accepted", row.verdict, row.units)
     assert after.repeated_rows == sum(its.values())
     assert of_file(court, schema.credits, row.digest) == credit
+
+
+def test_a_file_that_is_found_to_be_no_work_is_not_paid_for_having_been_accepted_before(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that nobody can replay shows only where it is drawn: a copy must not save itself by
+    one, when it is sent back and replayed whole."""
+    shop = court.shop
+    row = court.judged(Copyist(court).original, LIAR)
+    its = marks(read_rollout_file(court.file(row)).rows)
+    with shop.store.begin() as connection:
+        row_marks.remember(connection, OTHER, its, now=shop.now())
+        assert reviews.send_back(connection, shop.context, OTHER, its) == [row.digest]
+    found = Finding(Reason.MALFORMED, "row 3 does not fit the model")
+    monkeypatch.setattr(Validator, "_verify", lambda *_: found)
+    assert court.validator.judge_next() == row.digest
+    assert (shop.row(row.digest).status, shop.row(row.digest).reason) == ("void", Reason.MALFORMED)
+    assert of_file(court, schema.credits, row.digest) == []
+    assert of_file(court, schema.groups, row.digest) == []
+    assert of_file(court, schema.slashes, row.digest) == []
 
 
 def test_what_was_said_to_be_rare_and_is_not_makes_files_be_replayed_only_until_it_is_found(
