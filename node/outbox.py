@@ -178,7 +178,8 @@ class Outbox:
         """Writes the entry down; from here on it survives any crash.
 
         The same file for the same lease again returns the entry that is there. Raises
-        ConflictError if the lease already has another file.
+        ConflictError if the lease already has another file, UnavailableError if the disk refuses:
+        then the copy is gone, too.
         """
         lease_digest = body.submission.lease_digest
         with self.changed:
@@ -187,22 +188,32 @@ class Outbox:
                 if known.body.submission.sha256 != body.submission.sha256:
                     raise ConflictError("another file was already handed in for this lease")
                 return known
-            with self._journal() as db:
-                db.execute(
-                    "INSERT INTO entries (lease_digest, submission_digest, body, lease, state, "
-                    "created_at) VALUES (?, ?, ?, ?, 'spooled', ?)",
-                    (
-                        lease_digest,
-                        submission_digest,
-                        body.model_dump_json(),
-                        lease.model_dump_json() if lease is not None else None,
-                        self._now(),
-                    ),
-                )
+            try:
+                with self._journal() as db:
+                    db.execute(
+                        "INSERT INTO entries (lease_digest, submission_digest, body, lease, state, "
+                        "created_at) VALUES (?, ?, ?, ?, 'spooled', ?)",
+                        (
+                            lease_digest,
+                            submission_digest,
+                            body.model_dump_json(),
+                            lease.model_dump_json() if lease is not None else None,
+                            self._now(),
+                        ),
+                    )
+            except UnavailableError:
+                self._drop_copy(self._path(body.submission.sha256))
+                raise
             self.changed.notify_all()
         entry = self.find(lease_digest)
         assert entry is not None
         return entry
+
+    def _drop_copy(self, path: Path) -> None:
+        """Removes a copy that could not be journalled: its next try needs the room."""
+        with suppress(UnavailableError, OSError):
+            if all(entry.path != path for entry in self.waiting()):
+                path.unlink(missing_ok=True)
 
     def settle(self, lease_digest: Digest, receipt: ReceiptAnswer | None, reason: str = "") -> None:
         """Stores the receipt, or the reason of a final refusal, then removes the file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -16,7 +17,7 @@ from full_disk import fill
 from full_disk import small_disk as small_disk
 from node_world import NODE, NodeWorld, until
 
-from node.bridge_messages import LeaseWish
+from node.bridge_messages import HandIn, LeaseWish
 from node.outbox import Outbox
 from node.worker.loop import StopFlag, work
 from orchestrator.store import nodes
@@ -100,6 +101,28 @@ def test_a_finished_file_waits_for_room_while_its_lease_lasts(
     assert "No space left on device" in caplog.text
     assert not list(kit.world.folder.glob("*.parquet"))
     assert kit.courier.stop(10) == 0
+
+
+def test_a_copy_that_the_journal_has_no_room_for_takes_none_from_its_next_try(
+    kit: Kit, small_disk: Path
+) -> None:
+    """Else the file would wait for as much room again as it has, and lie there until a restart."""
+    offer = kit.client.lease(LeaseWish(wait_seconds=10))
+    assert offer.lease is not None
+    assert offer.domain is not None
+    wish = HandIn(lease_digest=offer.lease.lease.digest(offer.domain), file="f")
+    (kit.folder / "f").write_bytes(b"x" * (1 << 16))
+    filler = small_disk / "filler"
+    fill(filler)
+    os.truncate(filler, filler.stat().st_size - (1 << 16))
+    kit.desk._closed = True  # answers at once instead of waiting for the receipt
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match=r"the journal .* is refused"):
+            kit.desk.submit(wish)
+    filler.unlink()
+    kit.desk.submit(wish)
+    (entry,) = kit.outbox.waiting()
+    assert entry.path.stat().st_size == 1 << 16
 
 
 def test_a_lease_that_runs_out_on_a_full_disk_is_given_back(
