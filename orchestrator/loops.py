@@ -63,4 +63,4 @@ class ManagerLoops:
         settle_epochs(self.store, self.objects, self.context, self.now)
         void_unjudged(self.store, self.context, self.now)
         void_unrooted(self.store, self.context, self.now, self.planted.accounts)
-        drop_expired(self.store, self.context, self.now)
+        drop_expired(self.store, self.context, self.now, self.planted.accounts)

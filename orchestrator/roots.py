@@ -128,22 +128,28 @@ def _too_late(
     ]
 
 
+def never_rooted(
+    connection: Connection, context: PoolContext, chain_time: int, without: Collection[Address]
+) -> list[Row[Any]]:
+    """Unrooted submissions an epoch after the last block in which their nodes might have rooted
+    them: nobody roots them any more."""
+    return _too_late(connection, context, chain_time - context.run.epoch_seconds, without)
+
+
 def void_unrooted(
     store: Store,
     context: PoolContext,
     now: Callable[[], float],
     without: Collection[Address] = (),
 ) -> int:
-    """Voids what is rooted by nobody and could not be paid any more, an epoch after the last block
-    in which its node might have rooted it; returns how many. Our fault: unpaid, unpunished, told to
-    the node. What was rejected stays so."""
+    """Voids what is `never_rooted`; returns how many. Our fault: unpaid, unpunished, told to the
+    node. What was rejected stays so, and its slash is given up (slashing.drop_expired)."""
     with store.begin() as connection:
         clock = chain_clock(connection)
         if clock is None:
             return 0
-        at = clock.time - context.run.epoch_seconds
         ended = 0
-        for row in _too_late(connection, context, at, without):
+        for row in never_rooted(connection, context, clock.time, without):
             if row.status in _UNPUNISHED:
                 void(connection, row.digest, Reason.UNROOTED, now(), of=_UNPUNISHED)
                 ended += 1

@@ -7,7 +7,7 @@ queues what has come due. The chain alone says that a slash has happened (see in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 
 from orchestrator.context import PoolContext
 from orchestrator.intents import queue_intent, requeue_failed
+from orchestrator.roots import never_rooted
 from orchestrator.settlement import ChainClock, chain_clock, refresh_credits
 from orchestrator.store import intents as store_intents
 from orchestrator.store import nodes, schema
@@ -137,8 +138,14 @@ def requeue_proposals(store: Store, lane: Address, now: Callable[[], float]) -> 
         )
 
 
-def drop_expired(store: Store, context: PoolContext, now: Callable[[], float]) -> list[Digest]:
-    """Gives up slashes that were not proposed within their leaf's validity; returns the files.
+def drop_expired(
+    store: Store,
+    context: PoolContext,
+    now: Callable[[], float],
+    without: Collection[Address] = (),
+) -> list[Digest]:
+    """Gives up slashes that were not proposed within their leaf's validity, or whose leaf is not on
+    chain and never will be (but for those of the nodes `without`); returns the files.
 
     Held credits come back (nothing was proven on chain), and the manager ejects the node without
     touching its stake: its file is rejected all the same.
@@ -148,6 +155,7 @@ def drop_expired(store: Store, context: PoolContext, now: Callable[[], float]) -
         if clock is None:
             return []
         late = _unproposed(connection, context, clock)
+        late += _unrooted(connection, context, clock, without)
         for submission, node in late:
             log.error("the slash for %s was not proposed in time; ejecting %s", submission, node)
             connection.execute(
@@ -184,3 +192,19 @@ def _unproposed(
         for row in found
         if expired(row.posted_at, context.run.validity_seconds, clock.time)
     ]
+
+
+def _unrooted(
+    connection: Connection, context: PoolContext, clock: ChainClock, without: Collection[Address]
+) -> list[tuple[Digest, Address]]:
+    names = [
+        row.digest
+        for row in never_rooted(connection, context, clock.time, without)
+        if row.status == "rejected"
+    ]
+    found = connection.execute(
+        sa.select(_slashes.submission_digest, _slashes.node).where(
+            _slashes.status == "queued", _slashes.submission_digest.in_(names)
+        )
+    )
+    return [(Digest(row.submission_digest), Address(row.node)) for row in found]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from money_kit import RUN, Shop, key, open_shop
 
+from orchestrator.members import has_open_slash
 from orchestrator.roots import post_roots, void_unrooted
 from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, counted_units
-from orchestrator.store import groups, leases, meta, submissions
+from orchestrator.slashing import drop_expired
+from orchestrator.store import groups, leases, meta, schema, submissions
 from orchestrator.store.submissions import SubmissionRow
-from protocol.core.ids import Digest
+from protocol.core.ids import Address, Digest
 from protocol.core.verdict import Reason
 
 NODE, PLANTED = key(60), key(61)
@@ -41,6 +44,10 @@ def chain_at(shop: Shop, time: float) -> None:
 
 def rooted(shop: Shop) -> list[Digest]:
     return post_roots(shop.store, shop.objects, shop.context, shop.now)
+
+
+def given_up(shop: Shop, without: Collection[Address] = ()) -> list[Digest]:
+    return drop_expired(shop.store, shop.context, shop.now, without)
 
 
 def ended(shop: Shop) -> int:
@@ -114,3 +121,31 @@ def test_a_lie_that_nobody_rooted_stays_a_lie(shop: Shop) -> None:
     chain_at(shop, last_moment(shop, row) + 2 * RUN.epoch_seconds)
     assert ended(shop) == 0
     assert shop.row(row.digest).status == "rejected"
+
+
+def test_the_slash_of_a_lie_that_nobody_rooted_is_given_up_and_its_node_ejected(
+    shop: Shop,
+) -> None:
+    """It can never be proposed: left open, it would hold what the node earned, and keep its
+    provider's other nodes out, for ever."""
+    good, bad = shop.submit(NODE), shop.submit(NODE)
+    shop.judge(good)
+    assert rooted(shop) == []
+    shop.judge(bad, Reason.WRONG_SAMPLING)
+    moment = last_moment(shop, bad) + RUN.epoch_seconds
+    chain_at(shop, moment)
+    assert given_up(shop) == []
+    chain_at(shop, moment + 1)
+    with shop.store.read() as connection:
+        assert has_open_slash(connection, NODE.address)
+    assert given_up(shop, {NODE.address}) == [], "a planted one's ends otherwise"
+    assert given_up(shop) == [bad.digest]
+    assert given_up(shop) == []
+    with shop.store.read() as connection:
+        assert not has_open_slash(connection, NODE.address)
+        ejected = connection.execute(
+            sa.select(schema.intents.c.id).where(schema.intents.c.kind == "eject")
+        ).scalars()
+        assert list(ejected) == [f"eject:{NODE.address}:{bad.digest}"]
+        credits = connection.execute(sa.select(schema.credits.c.status)).scalars()
+        assert list(credits) == ["earned"], "nothing was proven on chain"
