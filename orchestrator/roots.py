@@ -69,13 +69,14 @@ def _post_next(
 ) -> Digest | None:
     run = context.run
     with store.begin() as connection:
-        late = [row.digest for row in _too_late(connection, context, now, without)]
-        waiting = connection.execute(
+        late = {row.digest for row in _too_late(connection, context, now, without)}
+        unrooted = connection.execute(
             select(submissions.c.digest, submissions.c.body, submissions.c.received_at)
-            .where(_unrooted(without), submissions.c.digest.not_in(late))
+            .where(_unrooted(without))
             .order_by(submissions.c.received_at, submissions.c.digest)
-            .limit(run.root_submissions)
+            .limit(len(late) + run.root_submissions)
         ).all()
+    waiting = [row for row in unrooted if row.digest not in late][: run.root_submissions]
     due = root_is_due(
         [row.received_at for row in waiting],
         now,

@@ -197,14 +197,10 @@ def _unproposed(
 def _unrooted(
     connection: Connection, context: PoolContext, clock: ChainClock, without: Collection[Address]
 ) -> list[tuple[Digest, Address]]:
-    names = [
-        row.digest
-        for row in never_rooted(connection, context, clock.time, without)
-        if row.status == "rejected"
+    names = {row.digest for row in never_rooted(connection, context, clock.time, without)}
+    queued = sa.select(_slashes.submission_digest, _slashes.node).where(_slashes.status == "queued")
+    return [
+        (Digest(row.submission_digest), Address(row.node))
+        for row in connection.execute(queued)
+        if row.submission_digest in names
     ]
-    found = connection.execute(
-        sa.select(_slashes.submission_digest, _slashes.node).where(
-            _slashes.status == "queued", _slashes.submission_digest.in_(names)
-        )
-    )
-    return [(Digest(row.submission_digest), Address(row.node)) for row in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -73,6 +74,24 @@ def test_work_that_came_too_late_keeps_no_other_work_from_its_root(shop: Shop) -
     assert len(rooted(shop)) == 1
     assert shop.row(good.digest).root_id is not None
     assert all(shop.row(row.digest).root_id is None for row in late)
+
+
+def test_however_much_work_came_too_late_the_rest_is_rooted_and_it_ends(shop: Shop) -> None:
+    """A statement takes so many values and no more, and roots come before all that ends."""
+    late = [shop.submit(NODE) for _ in range(20)]
+    shop.now.time = last_moment(shop, late[-1]) + 1.0
+    good = shop.submit(NODE)
+    shop.now.time += RUN.root_seconds
+    chain_at(shop, shop.now() + RUN.epoch_seconds)
+
+    @sa.event.listens_for(shop.store.engine, "checkout")
+    def _few(connection: sqlite3.Connection, *_: object) -> None:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 12)
+
+    assert len(rooted(shop)) == 1
+    assert shop.row(good.digest).root_id is not None
+    assert ended(shop) == 20
+    assert given_up(shop) == []
 
 
 def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(shop: Shop) -> None:
