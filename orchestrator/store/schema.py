@@ -126,6 +126,7 @@ submissions = Table(
     Column("repeated_rows", Integer),  # that other files had before; None: not looked at
     Index("submissions_status", "status"),
     Index("submissions_root", "root_id"),
+    Index("submissions_unrooted", "root_id", "shadow", "received_at"),
     Index("submissions_node", "node", "received_at"),
     Index("submissions_judged", "node", "judged_at"),
 )

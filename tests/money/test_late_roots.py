@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -92,6 +93,22 @@ def test_however_much_work_came_too_late_the_rest_is_rooted_and_it_ends(shop: Sh
     assert shop.row(good.digest).root_id is not None
     assert ended(shop) == 20
     assert given_up(shop) == []
+
+
+def test_what_waits_for_a_root_is_found_without_a_look_at_shadow_files(shop: Shop) -> None:
+    """These have no root, ever: there are more of them every hour, and roots are asked for every
+    second."""
+    plans: list[str] = []
+
+    @sa.event.listens_for(shop.store.engine, "before_cursor_execute")
+    def _plan(_c: object, cursor: Any, statement: str, values: Any, *_: object) -> None:
+        if "root_id IS NULL" in statement:
+            cursor.execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            plans.append(cursor.fetchall()[0][3])
+
+    assert rooted(shop) == []
+    assert len(plans) == 2
+    assert all("submissions_unrooted (root_id=? AND shadow=?" in plan for plan in plans), plans
 
 
 def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(shop: Shop) -> None:
