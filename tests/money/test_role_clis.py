@@ -147,7 +147,8 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
             periods=TEST_PERIODS.model_copy(
                 update={
                     "epoch_length": RUN.epoch_seconds, "validity": RUN.validity_seconds,
-                    "unbonding": RUN.validity_seconds + 40,
+                    "slash_window": 20, "dispute_window": 20,
+                    "unbonding": RUN.validity_seconds + 60,
                 }
             ),
             testnet=True, holder=ADMIN.address, supply=10**9 * ETHER, guardian=ADMIN.address,
