@@ -17,11 +17,13 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from protocol.core.errors import UnavailableError, UserError
 from protocol.core.signing import Strict
+from protocol.folders import held_alone
 
 _MAX_STATE_BYTES = 1 << 20
 
@@ -59,7 +61,7 @@ class DataFolder:
         self.bridge = self.root / "task" / "bridge"
         self.logs = self.root / "logs"
         self.chain = self.root / "chain"
-        self._lock: int | None = None
+        self._held = ExitStack()
 
     def make(self) -> None:
         """Creates the folders. Raises UserError if the disk refuses."""
@@ -75,25 +77,12 @@ class DataFolder:
             ) from error
 
     def lock(self) -> None:
-        """Claims the folder for this process, until it ends. Raises UserError if another has it."""
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
-            os.close(descriptor)
-            raise UserError(
-                f"an agent (process {holder}) already uses {self.root}",
-                hint="stop it first, or give this one its own --data DIR",
-            ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        self._lock = descriptor
+        """Claims the folder for this process, until `unlock` or its end. Raises UserError if the
+        folder is another agent's."""
+        self._held.enter_context(held_alone(self.root, "agent"))
 
     def unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._held.close()
 
     def holder(self) -> int | None:
         """Process id of the agent that uses this folder, or None."""

@@ -152,7 +152,7 @@ def test_two_agents_do_not_share_a_data_folder(world: NodeWorld) -> None:
     admitted(world)
     second = world.join()
     assert second.wait(30) == 64
-    assert f"an agent (process {first.pid}) already uses" in world.log()
+    assert f"another agent (process {first.pid}) works in" in world.log()
 
 
 @pytest.mark.slow
