@@ -148,9 +148,9 @@ def measure(
     found = Measured(weights, 0, entropy)
     for _ in range(repeats):
         path, into = stage.fresh("delta"), stage.fresh("applied")
-        settle()
+        settle(2 * weights)
         made = trainer.ask(do="encode", base=str(old), new=str(new), into=str(path))
-        settle()
+        settle(2 * weights)
         done = node.ask(
             do="apply", base=str(old), new=str(new), delta_path=str(path), into=str(into)
         )

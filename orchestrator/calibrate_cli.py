@@ -51,7 +51,10 @@ def calibrate(
     ] = True,
     keep: Annotated[
         Path | None,
-        typer.Option(help="Earlier calibration whose other set-ups stay (of other machines, say)."),
+        typer.Option(
+            help="Earlier calibration, of another machine, say: its set-ups stay, and what is "
+            "measured again gets the wider of both limits."
+        ),
     ] = None,
     scale: Annotated[float, typer.Option(help="More or fewer files.", min=0.001)] = 1.0,
     objects: Annotated[

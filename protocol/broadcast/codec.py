@@ -102,9 +102,9 @@ def decode_block(block: Block, old: Buffer, length: int, width: int) -> Buffer:
     else:
         positions = _unpack_gaps(_decompress(block.first, 1, 2 * count + 1), count)
         size = positions.size * width
-        after[positions] += _unzigzag(
-            _unplanes(_decompress(block.second, size, size), width), width
-        )
+        values = _unzigzag(_unplanes(_decompress(block.second, size, size), width), width)
+        values += after.take(positions)
+        after[positions] = values
     return _bytes_of(after)
 
 
@@ -167,12 +167,17 @@ def _pack_gaps(positions: NDArray[np.int64]) -> Buffer:
 def _unpack_gaps(raw: bytes, count: int) -> NDArray[np.int64]:
     """The positions, ascending and below `count`. Raises MalformedError otherwise."""
     packed = np.frombuffer(raw, np.uint8)
-    positions: NDArray[np.int64] = np.cumsum(packed, dtype=np.int64)
     if packed[-1] == 255:
         raise MalformedError("the delta's gaps end in the middle")
+    steps = packed.astype(np.int64)
     if int(packed.max()) == 255:
-        positions = positions[packed != 255]
-    positions += np.arange(positions.size)
+        going_on = packed == 255
+        steps += ~going_on
+        positions = np.cumsum(steps, out=steps)[~going_on]
+    else:
+        steps += 1
+        positions = np.cumsum(steps, out=steps)
+    positions -= 1
     if positions[-1] >= count:
         raise MalformedError("the delta's gaps leave their block")
     return positions

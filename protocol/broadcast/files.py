@@ -60,13 +60,18 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> None:
         offset += count
 
 
+WRITE = 256 << 10
+"""Bytes of one write: for larger ones the kernel looks for large folios, which takes it longer
+(docs/broadcast.md)."""
+
+
 def write_at(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Writes all of `data` at `offset`. Raises UnavailableError in one sentence if the disk is
     full or refuses."""
     view = memoryview(data)
     try:
         while view:
-            count = os.pwrite(fd, view, offset)
+            count = os.pwrite(fd, view[:WRITE], offset)
             view = view[count:]
             offset += count
     except OSError as error:

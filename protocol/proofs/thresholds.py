@@ -81,7 +81,7 @@ LEAST_TWIN = 0.1
 
 EXTRAPOLATION = (
     "exponential tail above the 90 % quantile of each statistic's honest ratios, its mean taken "
-    "at the upper end of two standard errors; at least 1.25 times the largest ratio, and 1 "
+    "as large as so few values leave open at 97.5 %; at least 1.25 times the largest ratio, and 1 "
     f"({LEAST_TWIN:g} for comparisons in the file's own dtype)"
 )
 
@@ -163,6 +163,37 @@ class SetupLimits(Strict):
             },
             tails=tails,
         )
+
+
+def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
+    """What holds for honest nodes on either machine, by two measurements of one set-up: of each
+    statistic the distribution with the larger limit."""
+
+    def of(scope: Scope) -> dict[str, Tail]:
+        here: dict[str, Tail] = getattr(one, scope)
+        there: dict[str, Tail] = getattr(other, scope)
+        return {
+            name: max((tails[name] for tails in (here, there) if name in tails), key=_limit)
+            for name in STATISTICS
+            if name in here or name in there
+        }
+
+    return SetupLimits(
+        engine=one.engine,
+        dtype=one.dtype,
+        device=one.device,
+        batches=tuple(sorted({*one.batches, *other.batches})),
+        rows=one.rows + other.rows,
+        files=one.files + other.files,
+        tokens=one.tokens + other.tokens,
+        row=of("row"),
+        file=of("file"),
+        long=of("long"),
+    )
+
+
+def _limit(tail: Tail) -> int:
+    return tail.limit
 
 
 class Calibration(Strict):

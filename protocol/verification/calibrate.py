@@ -37,6 +37,7 @@ from protocol.proofs.thresholds import (
     chance_of_one,
     explained,
     least_ratio,
+    wider,
 )
 from protocol.verification import replay
 from protocol.verification.build import plan_rows
@@ -156,8 +157,8 @@ def calibrate(
 ) -> tuple[Calibration, list[str]]:
     """(calibration, what it lacks with the reason: set-ups that do not run here, long files).
 
-    `keep`: an earlier calibration (of another machine, or other engines), whose set-ups stay unless
-    they are measured again.
+    `keep`: an earlier calibration (of another machine, or other engines), whose set-ups stay; of
+    one that is measured again, each statistic has the wider of both limits.
     `python_of`: engine → its interpreter (None: this one). `scale` multiplies the number of files.
     Every set-up is measured on each of `models` and on tiny random ones, and replayed in float32 on
     `device`. Raises UnavailableError if a model does not load, or no set-up runs.
@@ -195,8 +196,11 @@ def calibrate(
                 f"the calibration to keep is for replays by {keep.replay_engine} in "
                 f"{keep.replay_dtype}, this one for {replay_engine} in {REPLAY_DTYPE}"
             )
-        again = {(setup.engine, setup.dtype, setup.device) for setup in setups}
-        setups += [s for s in keep.setups if (s.engine, s.dtype, s.device) not in again]
+        again = {(setup.engine, setup.dtype, setup.device): setup for setup in setups}
+        for kept in keep.setups:
+            key = (kept.engine, kept.dtype, kept.device)
+            again[key] = wider(again[key], kept) if key in again else kept
+        setups = list(again.values())
         source = source if keep.source == source else f"{source}; kept: {keep.source}"
     calibration = Calibration(
         replay_engine=replay_engine,

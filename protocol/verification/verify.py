@@ -10,6 +10,10 @@
     repeats         a row that another file has              → every row is replayed
     replay          drawn rows: sampling, states, log-probs  → rejected, or shadow if uncalibrated
 
+Where a grader may use up a limit of time (Environment.may_give_up), rewards come last, and only of
+a file that the replay accepts: answers that were made up to keep graders busy cost their author
+nothing, those that the replay finds drawn as they should be cost a generation.
+
 What refutes itself (a file that contradicts its own words, or does not parse) is *void*: no honest
 program gains by it, and it earns nothing. *Rejected* needs evidence that holds against the signed
 claim: data that the seed does not give, rewards that the grader does not give, statistics beyond
@@ -144,7 +148,9 @@ def verify_file(
         check_rows(file.rows, plan, signed, run, engine)
         check_proofs(file.rows, engine)
         check_humps(file.rows, engine)
-        table = check_rewards(file.rows, plan, environment, engine)
+        table = None
+        if not environment.may_give_up:
+            table = check_rewards(file.rows, plan, environment, engine)
     except RulingError as ruling:
         return Finding(ruling.reason, ruling.detail)
     repeated = None if seen is None else repeats.repeated(file.rows, seen)
@@ -153,13 +159,20 @@ def verify_file(
         count = len(file.rows)
     numbers = seeds.drawn_rows(draw_secret, submission_digest, len(file.rows), count)
     finding = _judge_replay(
-        file, numbers, plan, table, signed, lease_digest, run, engine, engines, calibration
+        file, numbers, plan, signed, lease_digest, run, engine, engines, calibration
     )
+    finding = replace(finding, repeated=repeated)
     if finding.outcome is not Outcome.ACCEPTED:
-        return replace(finding, repeated=repeated)
+        return finding
+    if table is None:
+        try:
+            table = check_rewards(file.rows, plan, environment, engine)
+        except RulingError as ruling:
+            return replace(finding, reason=ruling.reason, detail=ruling.detail)
     return replace(
         finding,
-        repeated=repeated,
+        table=table,
+        units=Units(sum(row.output_tokens for row in table)),
         marks=repeats.marks(file.rows),
         whole=len(numbers) == len(file.rows),
     )
@@ -207,7 +220,6 @@ def _judge_replay(
     file: RolloutFile,
     numbers: list[int],
     plan: Sequence[PlannedRow],
-    table: tuple[VerdictRow, ...],
     signed: SignedLease,
     lease_digest: Digest,
     run: RunDefinition,
@@ -253,8 +265,6 @@ def _judge_replay(
         thresholds=limits.named(),
         rows_drawn=drawn,
         row_statistics=found,
-        table=() if accusation else table,
-        units=Units(0 if accusation else sum(row.output_tokens for row in table)),
         setup=" ".join((file.metadata.engine, file.metadata.dtype, file.metadata.device)),
     )
 

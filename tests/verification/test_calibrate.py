@@ -103,11 +103,32 @@ def test_an_earlier_calibrations_other_setups_are_kept(monkeypatch: pytest.Monke
     }
     kept = found.setup("plain/1", "bfloat16", "cpu")
     assert kept == shipped.setup("plain/1", "bfloat16", "cpu")
-    assert found.setup("plain/1", "float32", "cpu") != shipped.setup("plain/1", "float32", "cpu")
+    both, before = (one.setup("plain/1", "float32", "cpu") for one in (found, shipped))
+    assert both is not None
+    assert before is not None
+    assert both.rows > before.rows
     assert shipped.source in found.source
     other = shipped.model_copy(update={"replay_dtype": "bfloat16"})
     with pytest.raises(UnavailableError, match="to keep is for replays by"):
         calibrate.calibrate([], python_of={"plain": None}, dtypes=("float32",), keep=other)
+
+
+def test_measured_on_two_machines_a_setup_has_the_wider_limits_of_both() -> None:
+    def measured(limit: dict[str, float], batch: int) -> thresholds.SetupLimits:
+        of = {name: _tail(value) for name, value in limit.items()}
+        return thresholds.SetupLimits(
+            engine="plain/1", dtype="float32", device="cpu", batches=(batch,), rows=3, files=2,
+            tokens=1, row=of, file=of, long=of,
+        )  # fmt: skip
+
+    here = measured({"sketch": 2, "mantissa": 1}, 64)
+    there = measured({"sketch": 1, "mantissa": 3, "sign": 1}, 1)
+    for both in (thresholds.wider(here, there), thresholds.wider(there, here)):
+        for tails_of in (both.row, both.file, both.long):
+            assert {name: tail.limit / MICRO for name, tail in tails_of.items()} == {
+                "sketch": 2, "mantissa": 3, "sign": 1,
+            }  # fmt: skip
+        assert (both.batches, both.rows, both.files, both.tokens) == ((1, 64), 6, 4, 2)
 
 
 def test_lengths_that_a_model_has_no_positions_for_are_left_out(tmp_path: Path) -> None:
@@ -169,6 +190,15 @@ def test_the_extrapolated_limit_of_exponential_values_is_near_the_true_quantile(
     values = np.random.default_rng(0).exponential(0.3, 4000).tolist()
     true = -0.3 * np.log(1e-6)
     assert true <= tails.fit(values, 1e-6).limit / MICRO <= 1.3 * true
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 20, 200])
+def test_an_unlucky_few_values_still_leave_their_true_mean_within_the_bound(count: int) -> None:
+    """Three honest files that lay close together once gave a limit that honest files exceeded."""
+    drawn = np.random.default_rng(count).exponential(1.0, (20_000, count)).mean(axis=1)
+    missed = float((drawn * tails.left_open(count) < 1).mean())
+    assert missed <= 1.1 * tails.UNLUCKY
+    assert count < 5 or missed >= 0.8 * tails.UNLUCKY  # no more cautious than need be
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.floats(1e-12, 1e-2))
