@@ -1,16 +1,21 @@
-"""Fixtures that every room's tests may use: a local chain, and our contracts on it."""
+"""Fixtures that every room's tests may use: a local chain, our contracts on it, and PostgreSQL."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import settings
 
 from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
+from orchestrator.store import open_store
 from protocol.core.errors import UserError
 
 # No example fails for having taken long: on a busy machine any may.
@@ -77,3 +82,35 @@ def deployed(_deployed_once: Deployed) -> Iterator[Deployed]:
     revert = _deployed_once.anvil.snapshot()
     yield _deployed_once
     revert()
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL server: PRIME_TEST_POSTGRES_URL, or one of our own from pgserver."""
+    if given := os.environ.get("PRIME_TEST_POSTGRES_URL"):
+        yield given
+        return
+    pgserver = pytest.importorskip(
+        "pgserver", reason="PostgreSQL: pip install pgserver, or set PRIME_TEST_POSTGRES_URL"
+    )
+    # not below pytest's own folder, which only root may enter: as root, the server runs as another
+    folder = Path(tempfile.mkdtemp(prefix="prime-postgres-"))
+    folder.chmod(0o755)
+    try:
+        server = pgserver.get_server(folder)
+        server.psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")  # nothing to keep
+        yield server.get_uri()
+        server.cleanup()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def empty_postgres(postgres_url: str) -> str:
+    """The same with nothing in it."""
+    opened = open_store(postgres_url)
+    with opened.begin() as connection:
+        connection.execute(sa.text("DROP SCHEMA public CASCADE"))
+        connection.execute(sa.text("CREATE SCHEMA public"))
+    opened.close()
+    return postgres_url

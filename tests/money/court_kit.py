@@ -215,11 +215,17 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def court(tmp_path: Path, policy_folder: Path) -> Iterator[Court]:
+def store_url() -> str | None:
+    """Where the court's store lies: in SQLite, unless a module says otherwise."""
+    return None
+
+
+@pytest.fixture
+def court(tmp_path: Path, policy_folder: Path, store_url: str | None) -> Iterator[Court]:
     import torch
 
     torch.set_num_threads(1)
-    shop = open_shop(tmp_path, run=small_run())
+    shop = open_shop(tmp_path, run=small_run(), url=store_url)
     signed = SignedManifest.model_validate_json((policy_folder / "0/manifest.json").read_bytes())
     shop.add_policy(signed)
     shop.admit(HONEST)

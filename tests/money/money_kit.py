@@ -301,9 +301,10 @@ def open_shop(
     deployment: Deployment = FAKE_DEPLOYMENT,
     pool: int = 1,
     run: RunDefinition = RUN,
+    url: str | None = None,
 ) -> Shop:
-    """A new pool (or the one that lies in `folder`)."""
-    url = sqlite_url(folder / "store.sqlite")
+    """A new pool (or the one that lies in `folder`), its store at `url` or beside its objects."""
+    url = url or sqlite_url(folder / "store.sqlite")
     store = open_store(url)
     store.migrate()
     return Shop(

@@ -34,6 +34,12 @@ OTHER = sha256(b"another file")
 SECOND, THIRD = key(70), key(71)
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def store_url(request: pytest.FixtureRequest) -> str | None:
+    """All of this holds in both stores, whose locks and whose deletes differ."""
+    return request.getfixturevalue("empty_postgres") if request.param == "postgres" else None
+
+
 @pytest.fixture(autouse=True)
 def _its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(court_kit, "small_run", one_problem)

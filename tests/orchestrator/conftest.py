@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 from fastapi.testclient import TestClient
 from operator_kit import operator as operator
 from orchestrator_world import (
@@ -91,37 +87,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened.close()
 
 
-@pytest.fixture(scope="session")
-def postgres_url() -> Iterator[str]:
-    """A PostgreSQL server: PRIME_TEST_POSTGRES_URL, or one of our own from pgserver."""
-    if given := os.environ.get("PRIME_TEST_POSTGRES_URL"):
-        yield given
-        return
-    pgserver = pytest.importorskip(
-        "pgserver", reason="PostgreSQL: pip install pgserver, or set PRIME_TEST_POSTGRES_URL"
-    )
-    # not below pytest's own folder, which only root may enter: as root, the server runs as another
-    folder = Path(tempfile.mkdtemp(prefix="prime-postgres-"))
-    folder.chmod(0o755)
-    try:
-        server = pgserver.get_server(folder)
-        server.psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")  # nothing to keep
-        yield server.get_uri()
-        server.cleanup()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """An empty database of each kind, not yet migrated."""
     if request.param == "sqlite":
         opened = open_store(sqlite_url(tmp_path / "either.sqlite"))
     else:
-        opened = open_store(request.getfixturevalue("postgres_url"))
-        with opened.begin() as connection:
-            connection.execute(sa.text("DROP SCHEMA public CASCADE"))
-            connection.execute(sa.text("CREATE SCHEMA public"))
+        opened = open_store(request.getfixturevalue("empty_postgres"))
     yield opened
     opened.close()
 
