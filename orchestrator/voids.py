@@ -28,6 +28,9 @@ def void(
     batch of them, which nobody seals."""
     state, _ = step_lease(LeaseState("submitted", 0.0), "void", now)
     this = submissions.c.digest == submission
+    job = jobs.c.submission_digest == submission
+    # The job first, as whoever records a verdict: in another order each could wait for the other.
+    connection.execute(select(jobs.c.status).where(job).with_for_update())
     done = connection.execute(
         update(submissions)
         .where(this, submissions.c.status.in_(of))
@@ -37,8 +40,6 @@ def void(
         return
     lease = select(submissions.c.lease_digest).where(this).scalar_subquery()
     connection.execute(update(leases).where(leases.c.digest == lease).values(status=state.status))
-    connection.execute(
-        update(jobs).where(jobs.c.submission_digest == submission).values(status="done")
-    )
+    connection.execute(update(jobs).where(job).values(status="done"))
     connection.execute(delete(credits).where(credits.c.submission_digest == submission))
     groups.drop_free(connection, submission)

@@ -1,0 +1,51 @@
+"""Whoever writes the end of a file locks its rows in one order, so that nobody waits in a circle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from money_kit import Shop, key, open_shop
+
+from orchestrator.store import jobs, submissions
+from orchestrator.voids import void
+from protocol.core.verdict import Reason
+
+NODE = key(10)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, empty_postgres: str) -> Iterator[Shop]:
+    """In PostgreSQL: SQLite lets one write at a time."""
+    made = open_shop(tmp_path, url=empty_postgres)
+    made.publish(0)
+    made.admit(NODE)
+    yield made
+    made.store.close()
+
+
+@pytest.mark.postgres
+def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(shop: Shop) -> None:
+    row = shop.submit(NODE)
+    with shop.store.begin() as connection:
+        assert jobs.claim(connection, "judge", now=shop.now(), seconds=60) is not None
+    failures: list[Exception] = []
+
+    def end() -> None:
+        try:
+            with shop.store.begin() as other:
+                void(other, row.digest, Reason.UNAVAILABLE, shop.now())
+        except Exception as error:
+            failures.append(error)
+
+    ending = threading.Thread(target=end)
+    with shop.store.begin() as connection:
+        assert jobs.finish(connection, row.digest, "judge")
+        ending.start()
+        ending.join(0.3)  # it waits for the job, and must hold nothing that a verdict writes
+        assert submissions.judge(connection, row.digest, "accepted", reason=0, judged_at=1.0)
+    ending.join(30)
+    assert not failures
+    assert shop.row(row.digest).status == "accepted"
