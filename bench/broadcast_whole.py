@@ -209,13 +209,12 @@ def many_clients(stage: Stage, python: Path | None, size: int, clients: int, rep
     ours = Ours(stage, folder, relays=2, clients=clients)
     theirs = Theirs(stage, python, folder / FILE, relays=2, clients=clients) if python else None
     found = Many(clients)
-    for number in range(repeats):
+    for _ in range(repeats):
         seconds, stats = ours.round()
         found.ours.append(seconds)
         found.finished = min(found.finished, len(stats))
         if theirs is not None:
-            asked = [clients, 1, 4] if number == 0 else [clients]  # fewer may suit it better
-            for count in asked:
+            for count in (clients, 1, 4):  # fewer may suit it better
                 spent, done = theirs.round(count)
                 found.peer.append((spent, count, done))
         targets = [stage.fresh("curl") for _ in range(clients)]
