@@ -176,7 +176,8 @@ class Publisher:
 
 
 class _Asked(DirectoryContent):
-    """A layout that remembers the newest version that anybody asked for."""
+    """A layout that remembers the newest version that anybody began to fetch: what is not there
+    counts for nothing, or any stranger's number would end every wait to come."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -184,12 +185,13 @@ class _Asked(DirectoryContent):
         self._change = threading.Condition()
 
     def find(self, path: str) -> Resource | None:
-        named = layout.parse_address(path)
+        found = super().find(path)
+        named = layout.parse_address(path) if found is not None else None
         if named is not None and named.version is not None and named.version > self._newest:
             with self._change:
                 self._newest = named.version
                 self._change.notify_all()
-        return super().find(path)
+        return found
 
     def wait(self, version: int, seconds: float) -> bool:
         """Whether somebody asked for `version` or a later one, waiting for it if anybody ever

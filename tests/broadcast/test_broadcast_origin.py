@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -37,3 +38,17 @@ def test_the_address_of_nothing_counts_as_no_version(run: Run, tmp_path: Path) -
     for path in ("/policies/index.json", "/", "/policies/../../etc/passwd"):
         asked.find(path)
     assert not asked.wait(0, 60.0)
+
+
+def test_a_version_that_is_not_there_ends_no_wait_however_high_its_number(run: Run) -> None:
+    run.publish()
+    run.publish()
+    asked = publish._Asked(run.root)
+    with Server(asked) as server:
+        for path in ("999999999/x", "999999999/manifest.json", "1/no-such-file"):
+            with pytest.raises(HTTPError, match="404"):
+                urlopen(f"{server.url}/policies/{path}")
+        assert not asked.wait(0, 60.0), "nobody took anything yet"
+        urlopen(f"{server.url}/policies/0/manifest.json").read()
+        assert asked.wait(0, 60.0)
+        assert not asked.wait(1, 0.01), "only what was taken counts"
