@@ -21,7 +21,8 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
     """Takes the next policy and queues its digest for the chain. The same one may come twice.
 
     Raises UntrustedError if the trainer did not sign it, MalformedError if it is another pool's,
-    ConflictError if its version is not the next one or is taken by another policy.
+    ConflictError if its version is not the next one or is taken by another policy, or if its step
+    lies before the newest one's (a policy of an older run; the same step may be published again).
     """
     manifest = signed.manifest
     if backend.signer_of(signed.statement(), signed.signature) != backend.trainer:
@@ -39,10 +40,15 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
             if known.digest != manifest.digest():
                 raise ConflictError(f"policy {manifest.version} is published with other contents")
             return
-        latest = policies.latest_version(connection)
-        due = 0 if latest is None else latest + 1
+        newest = policies.newest(connection, 1)
+        due = newest[0].version + 1 if newest else 0
         if manifest.version != due:
             raise ConflictError(f"the next policy is {due}, not {manifest.version}")
+        if newest and manifest.step < newest[0].step:
+            raise ConflictError(
+                f"policy {manifest.version} is of step {manifest.step}, but policy "
+                f"{newest[0].version} is of step {newest[0].step}: steps never run backwards"
+            )
         policies.add(connection, signed, now=now)
         queue_intent(
             connection,

@@ -8,6 +8,7 @@ readers (containers mount the root read-only) need no lock: a folder that is the
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from protocol.broadcast.chunks import PATIENCE
 from protocol.broadcast.client import Base, FetchStats, Progress, fetch
 from protocol.broadcast.durable import settle
 from protocol.broadcast.files import remove_folder
-from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed, verify_folder
+from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, read_signed, verify_folder
 from protocol.broadcast.sources import SourceBook
 from protocol.core.checkpoint import Manifest, SignedManifest
 from protocol.core.errors import MalformedError, PrimeError, UntrustedError
@@ -38,6 +39,9 @@ class PolicyFolder:
         self.root = root
         self._trust = trust
         self._book = book or SourceBook()
+        self._history = History()
+        """What was verified here, pruned versions too."""
+        self._judging = threading.Lock()
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
         settle(root)
 
@@ -76,12 +80,14 @@ class PolicyFolder:
         a chain of deltas may pass; those that do not hold are left out.
 
         Safe to call from several threads and processes, and again after a kill. Raises
-        UntrustedError (wrong signature, or another manifest for a version that is here),
-        UnavailableError (no source delivers, or the disk is full; what was verified is kept).
+        UntrustedError (wrong signature, another manifest for a version that was verified here, or
+        a step that runs backwards between it and one of those), UnavailableError (no source
+        delivers, or the disk is full; what was verified is kept).
         """
         policy = self._trust.check(manifest)
         if policy.version != version:
             raise UntrustedError(f"the manifest is of policy {policy.version}, not {version}")
+        self._judge(policy)
         stats = fetch(
             manifest,
             sources,
@@ -92,6 +98,8 @@ class PolicyFolder:
             patience=patience,
             progress=progress,
         )
+        with self._judging:
+            self._history.admit(policy)
         return Arrived(self.path(version), stats)
 
     def verify(self, version: int) -> None:
@@ -116,6 +124,19 @@ class PolicyFolder:
             if number.isdigit() and int(number) < oldest and int(number) not in set(pinned):
                 shutil.rmtree(path, ignore_errors=True)
         return gone
+
+    def _judge(self, policy: Manifest) -> None:
+        """Raises UntrustedError if `policy` contradicts what was verified here: by this object, or
+        by whoever else brought versions to this folder."""
+        with self._judging:
+            for version in self.versions():
+                if self._history.knows(version):
+                    continue
+                try:
+                    self._history.admit(self.manifest(version).manifest)
+                except PrimeError:  # pruned meanwhile, or damaged: it speaks against nobody
+                    continue
+            self._history.judge(policy)
 
     def _bases(self) -> list[Base]:
         found = []

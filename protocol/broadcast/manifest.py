@@ -233,22 +233,23 @@ class History:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Digest, int]] = {}
 
-    @property
-    def newest(self) -> int | None:
-        """The highest version taken."""
-        return max(self._known, default=None)
-
     def admit(self, manifest: Manifest) -> bool:
         """Takes note of a trusted manifest; True if its version is new here. Raises UntrustedError
         if the version is already known with another digest, or its step contradicts a
         neighbour's."""
+        new = self.judge(manifest)
+        self._known[manifest.version] = (manifest.digest(), manifest.step)
+        return new
+
+    def judge(self, manifest: Manifest) -> bool:
+        """`admit` without taking note: for what has yet to arrive."""
         digest = manifest.digest()
         known = self._known.get(manifest.version)
         if known is not None:
             if known[0] != digest:
                 raise UntrustedError(
-                    f"there are two signed manifests for policy {manifest.version}: "
-                    f"{known[0]} and {digest}"
+                    f"there are two signed manifests for policy {manifest.version}, {known[0]} "
+                    f"and {digest}: one version has one manifest"
                 )
             return False
         for version, (_, step) in self._known.items():
@@ -257,17 +258,11 @@ class History:
                     f"policy {manifest.version} claims step {manifest.step}, but policy {version} "
                     f"is of step {step}: replayed from an older run"
                 )
-        self._known[manifest.version] = (digest, manifest.step)
         return True
 
-    def require_newest(self, offered: int) -> None:
-        """Raises UntrustedError if a server's newest version is older than what we have seen."""
-        newest = self.newest
-        if newest is not None and offered < newest:
-            raise UntrustedError(
-                f"the server offers policy {offered} as its newest, but {newest} is known: "
-                "it is behind or replays old ones"
-            )
+    def knows(self, version: int) -> bool:
+        """Whether a manifest of `version` was taken."""
+        return version in self._known
 
 
 def verify_folder(folder: Path, manifest: Manifest) -> None:

@@ -71,6 +71,55 @@ def test_a_version_that_is_here_cannot_change(run: Run, folder: PolicyFolder) ->
             folder.ensure(0, other, [origin.url])
 
 
+def restamped(signed: SignedManifest, **changes: int) -> SignedManifest:
+    """Another manifest of the same files, as the trainer's key would sign it."""
+    return sign(signed.manifest.model_copy(update=changes))
+
+
+def test_a_version_that_was_here_cannot_come_back_as_another(
+    run: Run, folder: PolicyFolder
+) -> None:
+    signed = [run.publish() for _ in range(2)]
+    with Origin(run.root) as origin:
+        for version in range(2):
+            folder.ensure(version, signed[version], [origin.url])
+        assert folder.prune(1) == [0]
+        asked = origin.counters.requests
+        with pytest.raises(UntrustedError, match="two signed manifests for policy 0"):
+            folder.ensure(0, restamped(signed[0], step=1), [origin.url])
+        assert origin.counters.requests == asked
+        assert folder.versions() == [1]
+        folder.ensure(0, signed[0], [origin.url])
+
+
+def test_steps_never_run_backwards_whoever_brought_the_version_before(
+    run: Run, folder: PolicyFolder
+) -> None:
+    signed = [run.publish() for _ in range(3)]
+    with Origin(run.root) as origin:
+        folder.ensure(1, signed[1], [origin.url])
+        for one in (folder, PolicyFolder(folder.root, TRUST)):
+            asked = origin.counters.requests
+            with pytest.raises(UntrustedError, match="policy 2 claims step 0, but policy 1 is of"):
+                one.ensure(2, restamped(signed[2], step=0), [origin.url])
+            with pytest.raises(UntrustedError, match="policy 0 claims step 2, but policy 1 is of"):
+                one.ensure(0, restamped(signed[0], step=2), [origin.url])
+            assert origin.counters.requests == asked
+            assert one.versions() == [1]
+            one.verify(1)
+        folder.ensure(2, restamped(signed[2], step=1), [origin.url])
+        assert folder.versions() == [1, 2]
+
+
+def test_what_never_arrived_speaks_against_nobody(run: Run, folder: PolicyFolder) -> None:
+    signed = run.publish()
+    with pytest.raises(UnavailableError):
+        folder.ensure(0, restamped(signed, step=9), ["http://127.0.0.1:1"], patience=0.1)
+    with Origin(run.root) as origin:
+        folder.ensure(0, signed, [origin.url])
+    assert folder.manifest(0) == signed
+
+
 def test_links_of_a_chain_that_are_not_the_trainers_are_left_out(
     run: Run, folder: PolicyFolder
 ) -> None:

@@ -169,14 +169,16 @@ class World:
         self.on_chain("Deposited", provider=owner.address, amount=stake)
         return self.login(node)
 
-    def manifest(self, version: int, content: bytes = b"w") -> SignedManifest:
+    def manifest(
+        self, version: int, content: bytes = b"w", *, step: int | None = None
+    ) -> SignedManifest:
         """The trainer's signed manifest of a made-up policy."""
         name = sha256(content + str(version).encode())
         entry = FileEntry(name="model.safetensors", size=1, digest=name, chunks=(name,))
         manifest = Manifest(
             pool=self.backend.context.pool,
             version=version,
-            step=version,
+            step=version if step is None else step,
             chunk_size=1 << 16,
             files=(entry,),
             result_digest=ZERO_DIGEST,

@@ -52,6 +52,17 @@ def test_the_trainer_publishes_one_version_after_the_other(world: World) -> None
     ]
 
 
+def test_a_policy_of_an_older_step_is_refused_and_the_same_step_is_not(world: World) -> None:
+    trainer = world.login(world.trainer, "trainer")
+    assert world.post("/v1/policies", world.manifest(1, step=5), trainer).status_code == 200
+    refused = world.post("/v1/policies", world.manifest(2, step=4), trainer)
+    assert refused.status_code == 409
+    assert "policy 2 is of step 4, but policy 1 is of step 5" in refused.text
+    assert world.post("/v1/policies", world.manifest(2, step=5), trainer).status_code == 200
+    listed = PolicyList.model_validate_json(world.http.get("/v1/policies").content)
+    assert [signed.manifest.step for signed in listed.policies] == [5, 5, 0]
+
+
 def test_who_has_the_policies_already_is_told_so_without_a_body(world: World) -> None:
     before = world.http.get("/v1/policies")
     again = world.http.get("/v1/policies", headers={"If-None-Match": before.headers["etag"]})
