@@ -114,7 +114,8 @@ class Pulse:
         """One heartbeat and what its answer asks for; an exit status if that is to end."""
         self._next_beat = time.monotonic() + self._run.heartbeat_seconds
         try:
-            answer = self._meant(self._api.heartbeat(self._body()))
+            body = self._body()
+            answer = self._meant(self._api.heartbeat(body))
         except FINAL_ERRORS:
             raise
         except PrimeError as error:
@@ -124,6 +125,7 @@ class Pulse:
             log.warning("the orchestrator answers again")
             self._silent_since = None
         self._keeper.heard(answer.latest_version, answer.relays)
+        self._keeper.told(body.lied)
         self._take_endings(answer)
         status = self._obey(answer)
         try:
@@ -156,6 +158,7 @@ class Pulse:
             runtime=self._runtime,
             version=version("prime-open"),
             heard_at=self._heard_at,
+            lied=self._keeper.liars(),
         )
 
     def _not_heard(self, error: PrimeError) -> None:

@@ -6,24 +6,26 @@ heartbeat announced, or what a lease asks for.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection
 
+from node import journal
 from node.api import NodeApi
 from node.watched import WatchedThread
 from protocol.broadcast.folder import Arrived, PolicyFolder
+from protocol.broadcast.sources import Fault
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import PrimeError, UnavailableError
 from protocol.core.ids import Digest
 
 log = logging.getLogger("prime.node.policies")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+LIARS_TOLD, LONGEST_URL = 16, 512
+"""What a heartbeat has room for."""
 CATCH_UP = 5
 """A node at most so many versions behind fetches each of them, in order."""
-JOURNAL = "policies.jsonl"
 
 
 class PolicyKeeper:
@@ -42,6 +44,7 @@ class PolicyKeeper:
         pinned: Callable[[], Collection[int]],
     ) -> None:
         self._folder = folder
+        self._folder.on_lie = self._lied
         self._make_api = make_api
         self._keep = keep
         self._on_arrival = on_arrival
@@ -50,6 +53,7 @@ class PolicyKeeper:
         self._wanted: set[int] = set()
         self._relays: tuple[str, ...] = ()
         self._digests: dict[int, Digest] = {}
+        self._liars: set[str] = set()
         self._stopping = False
         self._failed: int | None = None
         self.thread = WatchedThread("policies", self._run)
@@ -91,6 +95,21 @@ class PolicyKeeper:
             self._relays = relays
         if latest is not None:
             self.want(latest)
+
+    def liars(self) -> tuple[str, ...]:
+        """Sources of wrong chunks that the orchestrator was not told of yet, at most 16."""
+        with self._changed:
+            return tuple(sorted(self._liars)[:LIARS_TOLD])
+
+    def told(self, liars: Collection[str]) -> None:
+        """The orchestrator knows of these."""
+        with self._changed:
+            self._liars -= set(liars)
+
+    def _lied(self, fault: Fault) -> None:
+        with self._changed:
+            if len(fault.url) <= LONGEST_URL:
+                self._liars.add(fault.url)
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -139,6 +158,7 @@ class PolicyKeeper:
         if not relays:
             raise UnavailableError("no relay is known yet")
         started = time.monotonic()
+        log.info("policy %d is fetched from %d relay(s)", version, len(relays))
         try:
             arrived = self._folder.ensure(
                 version, known[version], relays, others=_others(known, version)
@@ -167,21 +187,8 @@ class PolicyKeeper:
             self._wanted = {wanted for wanted in self._wanted if wanted > version}
 
     def _record(self, arrived: Arrived, seconds: float) -> None:
-        """One line a policy in `policies.jsonl`, beside the folder: what came, how, from whom."""
         manifest = self._folder.manifest(arrived.stats.version).manifest
-        line = {
-            "version": manifest.version,
-            "digest": manifest.digest(),
-            "result_digest": manifest.result_digest,
-            "route": arrived.stats.route,
-            "bytes": arrived.stats.bytes_received,
-            "policy_bytes": arrived.stats.policy_bytes,
-            "seconds": round(seconds, 3),
-            "sources": arrived.stats.by_source,
-            "at": round(time.time(), 3),
-        }
-        with (self._folder.root.parent / JOURNAL).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        journal.record(self._folder.root.parent, manifest, arrived.stats, seconds)
 
     def _drop(self, version: int) -> None:
         with self._changed:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.context import PoolContext
 from orchestrator.draws import DrawBoard
+from orchestrator.lies import LiesReported
 from orchestrator.planting import Planted
 from orchestrator.store import Store
 from protocol.core import ids
@@ -37,6 +38,7 @@ class Backend:
     random: Callable[[int], bytes] = secrets.token_bytes
     draws: DrawBoard = field(default_factory=DrawBoard)
     planted: Planted = field(default_factory=Planted)
+    lies: LiesReported = field(default_factory=LiesReported)
 
     def sign(self, statement: Statement) -> Signature:
         """The manager's signature."""

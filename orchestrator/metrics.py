@@ -59,6 +59,7 @@ def render(backend: Backend, requests: RequestCounts) -> str:
             ),
             *_family("prime_jobs", "gauge", "status", jobs.counts(connection)),
             *_family("prime_intents", "gauge", "status", intents.counts(connection)),
+            *_family("prime_relay_lies_reported", "gauge", "relay", _quoted(backend.lies.counts())),
             *_single("prime_next_step", batches.next_step(connection)),
         ]
         repeating = submissions.repeating(connection)
@@ -134,6 +135,10 @@ def _second_opinions(waiting: Mapping[str, tuple[int, float]], now: float) -> li
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _quoted(values: Mapping[str, int]) -> dict[str, int]:
+    return {_escaped(name): number for name, number in values.items()}
 
 
 def _family(name: str, kind: str, label: str, values: Mapping[str, int]) -> list[str]:

@@ -62,6 +62,8 @@ def heartbeat(backend: Backend, account: Address, beat: Heartbeat) -> HeartbeatA
             node = nodes.get(connection, account)
         directive, reason = _directive(connection, backend, account, node)
         relays = policies.relays(connection, since=now - RELAY_SECONDS)
+        if beat.lied and node is not None:
+            backend.lies.note(account, beat.lied, [relay.url for relay in relays])
         return HeartbeatAnswer(
             directive=directive,
             reason=reason,

@@ -99,10 +99,12 @@ def fetch(
     per_source: int = PER_SOURCE,
     patience: float = PATIENCE,
     progress: Progress = lambda done, total: None,
+    on_fault: Callable[[Fault], None] = lambda fault: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> FetchStats:
     """Brings the policy of an already trusted `manifest` into the folder `dest`, from any of the
-    base URLs `sources`. If `manifest` is signed, it is written beside the files.
+    base URLs `sources`. If `manifest` is signed, it is written beside the files. `on_fault` hears
+    of every fault once, at the end, though nothing arrived.
 
     Safe against a second process doing the same. Raises UnavailableError (sources or disk; what
     was verified is kept and the next call goes on), UntrustedError (the manifest contradicts
@@ -124,9 +126,13 @@ def fetch(
         book = book or SourceBook()
         options = {"parallel": parallel, "per_source": per_source, "progress": progress}
         plan = plan_route(policy, bases, chain, book.speed(sources, parallel))
-        _Arriving(policy, sources, partial, files, stats, book, options, patience).run(
-            plan, chain or {}
-        )
+        try:
+            _Arriving(policy, sources, partial, files, stats, book, options, patience).run(
+                plan, chain or {}
+            )
+        finally:
+            for fault in stats.faults:
+                on_fault(fault)
         if signed is not None:
             replace_file(files / MANIFEST_NAME, signed_bytes(signed), durable=False)
         appear(files, dest)

@@ -7,9 +7,10 @@ readers (containers mount the root read-only) need no lock: a folder that is the
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from protocol.broadcast.client import Base, FetchStats, Progress, fetch
 from protocol.broadcast.durable import settle
 from protocol.broadcast.files import remove_folder
 from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, read_signed, verify_folder
-from protocol.broadcast.sources import SourceBook
+from protocol.broadcast.sources import BAN, Fault, SourceBook
 from protocol.core.checkpoint import Manifest, SignedManifest
 from protocol.core.errors import MalformedError, PrimeError, UntrustedError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,23 @@ class Arrived:
 
 class PolicyFolder:
     """Policies under `root`, taken only if `trust`'s trainer signed them. The source book lives as
-    long as the folder's object, so sources that lied or crawled are remembered."""
+    long as the folder's object, so sources that lied or crawled are remembered. Lies are logged;
+    `on_lie` hears of each, too."""
 
-    def __init__(self, root: Path, trust: Trust, *, book: SourceBook | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        trust: Trust,
+        *,
+        book: SourceBook | None = None,
+    ) -> None:
         self.root = root
         self._trust = trust
         self._book = book or SourceBook()
         self._history = History()
         """What was verified here, pruned versions too."""
         self._judging = threading.Lock()
+        self.on_lie: Callable[[Fault], None] = lambda fault: None
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
         settle(root)
 
@@ -97,6 +108,7 @@ class PolicyFolder:
             book=self._book,
             patience=patience,
             progress=progress,
+            on_fault=self._heard,
         )
         with self._judging:
             self._history.admit(policy)
@@ -124,6 +136,16 @@ class PolicyFolder:
             if number.isdigit() and int(number) < oldest and int(number) not in set(pinned):
                 shutil.rmtree(path, ignore_errors=True)
         return gone
+
+    def _heard(self, fault: Fault) -> None:
+        if fault.lie:
+            log.warning(
+                "%s lied: %s; it is fetched elsewhere, and that source is not asked for %.0f s",
+                fault.url,
+                fault.reason,
+                BAN,
+            )
+            self.on_lie(fault)
 
     def _judge(self, policy: Manifest) -> None:
         """Raises UntrustedError if `policy` contradicts what was verified here: by this object, or

@@ -58,6 +58,11 @@ class Fault:
     kind: str
     reason: str
 
+    @property
+    def lie(self) -> bool:
+        """Whether the source sent bytes that do not hash."""
+        return self.kind == "lie"
+
 
 @dataclass
 class SourceBook:

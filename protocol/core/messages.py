@@ -126,7 +126,8 @@ class AdmissionAnswer(Strict):
 
 class Heartbeat(Strict):
     """`policy_version` the newest verified on disk; `leases` the open ones being worked on;
-    `heard_at` the `server_time` of the last answer that was taken in (0: none)."""
+    `heard_at` the `server_time` of the last answer that was taken in (0: none); `lied` the relays
+    that sent it bytes which do not hash, since the last heartbeat that got through."""
 
     policy_version: Count | None
     leases: tuple[DigestField, ...] = Field(default=(), max_length=64)
@@ -134,6 +135,7 @@ class Heartbeat(Strict):
     runtime: Literal["docker", "process"] = "process"
     version: str = Field(default="", max_length=64)
     heard_at: Count = 0
+    lied: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=16)
 
 
 class FileEnding(Strict):

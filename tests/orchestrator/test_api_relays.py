@@ -103,3 +103,25 @@ def test_a_public_relay_is_taken_and_one_without_address_is_not(
     monkeypatch.setattr(relays.socket, "getaddrinfo", unknown)
     with pytest.raises(PolicyError, match="has no address"):
         relays.check_url("https://relay.invalid", local=False)
+
+
+def test_a_report_of_wrong_chunks_is_counted_once_a_node_and_nothing_else_follows(
+    world: World,
+) -> None:
+    world.post("/v1/relays", b'{"url":"http://relay:9000/"}', world.login(signer(5), "relay"))
+    one, two = world.member(1), world.member(2)
+    body = b'{"policy_version":null,"lied":["http://relay:9000","http://never.announced"]}'
+    for session in (one, one, two):
+        beat = world.post("/v1/heartbeat", body, session).json()
+        assert beat["relays"] == ["http://relay:9000/"], "no stranger's word takes a relay away"
+    text = world.http.get("/metrics").text
+    assert 'prime_relay_lies_reported{relay="http://relay:9000/"} 2\n' in text
+    assert "never.announced" not in text
+    world.post("/v1/heartbeat", body, world.login(signer(7), "node"))
+    assert 'relay="http://relay:9000/"} 2\n' in world.http.get("/metrics").text, "a stranger's"
+
+
+@pytest.mark.parametrize("lied", [["http://x"] * 17, ["x" * 513], "http://x", [1]])
+def test_an_unbounded_or_odd_report_of_wrong_chunks_is_refused(world: World, lied: object) -> None:
+    body = json.dumps({"policy_version": None, "lied": lied}).encode()
+    assert world.post("/v1/heartbeat", body, world.member(1)).status_code in (400, 422)

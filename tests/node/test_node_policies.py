@@ -1,0 +1,105 @@
+"""The keeper of policies: which it fetches, what it writes down of each, whom it calls a liar."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from bridge_kit import Kit, bridge_kit, pulse
+from node_world import NodeWorld, until
+
+from node import journal
+from node.policies import PolicyKeeper
+from orchestrator.store import policies
+from protocol.core.ids import Address
+
+
+@pytest.fixture
+def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
+    with bridge_kit(world, tmp_path / "k") as made:
+        yield made
+
+
+class Liar(SimpleHTTPRequestHandler):
+    """Answers with one bit of each byte flipped."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        outputfile.write(bytes(byte ^ 1 for byte in source.read()))
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def liar_of(folder: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Liar, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def started(keeper: PolicyKeeper) -> Iterator[PolicyKeeper]:
+    keeper.start()
+    try:
+        yield keeper
+    finally:
+        keeper.stop(10)
+
+
+def origin_of(kit: Kit) -> str:
+    with kit.world.store.read() as connection:
+        (relay,) = policies.relays(connection, since=0)
+    return relay.url
+
+
+def test_a_liar_is_logged_written_down_and_reported_to_the_orchestrator(
+    kit: Kit, caplog: pytest.LogCaptureFixture
+) -> None:
+    origin = origin_of(kit)
+    loop, _ = pulse(kit, threading.Event.set)
+    with liar_of(kit.world.folder / "layout") as liar:
+        with kit.world.store.begin() as connection:
+            account = Address("0x" + "12" * 20)
+            policies.see_relay(connection, liar, account, (0,), now=kit.world.backend.now())
+        keeper = loop._keeper
+        with caplog.at_level(logging.INFO), started(keeper):
+            keeper.heard(0, (liar, origin))
+            until(lambda: keeper.newest() == 0, "the policy arrives from the origin")
+        assert "policy 0 is fetched from 2 relay(s)" in caplog.text
+        assert f"{liar} lied: it sent a wrong chunk" in caplog.text
+        assert keeper.liars() == (liar,)
+        line = journal.last(kit.folder.parent)
+        assert line is not None
+        lies = [fault for fault in line["faults"] if fault["kind"] == "lie"]
+        assert {fault["url"] for fault in lies} == {liar}
+        assert line["refetched"] == len(lies)
+        assert line["sources"].keys() == {origin}
+        assert sum(line["sources"].values()) == line["policy_bytes"]
+        assert line["verified"] > 0
+
+        assert loop.run() == 0
+        assert keeper.liars() == (), "it was told by the heartbeat that got through"
+        told = requests.get(f"{kit.world.url}/metrics", timeout=20).text
+        assert f'prime_relay_lies_reported{{relay="{liar}"}} 1\n' in told
+        assert origin not in told
+
+
+def test_what_a_kill_cut_off_in_the_journal_hides_no_earlier_line(tmp_path: Path) -> None:
+    assert journal.last(tmp_path) is None
+    (tmp_path / journal.NAME).write_text(json.dumps({"version": 4}) + "\n" + '{"version": 5, "by')
+    assert journal.last(tmp_path) == {"version": 4}
