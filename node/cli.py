@@ -150,7 +150,7 @@ def verify(
 @configured
 def status(settings: Settings, as_json: Json = False) -> None:
     """What the agent in this data folder does, and where it stands on chain."""
-    from node.overview import overview
+    from node.overview import fetch_sentence, overview
 
     found: dict[str, Any] = overview(settings)
     if as_json:
@@ -162,8 +162,10 @@ def status(settings: Settings, as_json: Json = False) -> None:
             utc(value) if name.endswith("_at") and value else value,
         )
         for name, value in found.items()
-        if name not in ("files", "not_accepted")
+        if name not in ("files", "not_accepted", "last_fetch")
     ]
+    if "last_fetch" in found:
+        shown += [("last fetch", fetch_sentence(found["last_fetch"]))]
     files = found.get("files") or {}
     shown += [("files", ", ".join(f"{n} {state}" for state, n in sorted(files.items())) or "none")]
     shown += [("not accepted", sentence) for sentence in found.get("not_accepted", ())]

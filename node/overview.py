@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from node import journal
 from node.api import NodeApi
 from node.config import Settings
 from node.link import connect
@@ -34,6 +36,9 @@ def overview(settings: Settings) -> dict[str, Any]:
                 f"the agent in this folder works in pool {last.pool}; what the chain says below is "
                 f"of pool {settings.pool}"
             )
+    fetched = journal.last(data.root)
+    if fetched is not None:
+        found["last_fetch"] = _fetch(fetched)
     if settings.wallet is not None:
         found["node"] = wallet_address(settings)
     if last is not None and last.node_status == "shadow" and settings.orchestrator:
@@ -41,6 +46,30 @@ def overview(settings: Settings) -> dict[str, Any]:
     elif settings.orchestrator and settings.rpc and "node" in found:
         found |= _on_chain(settings, found["node"])
     return found
+
+
+def _fetch(line: dict[str, Any]) -> dict[str, Any]:
+    """The journal's last line, without the digests and with the rate."""
+    kept = {name: value for name, value in line.items() if not name.endswith("digest")}
+    seconds = line.get("seconds") or 0
+    return kept | {"bytes_per_second": round(line["bytes"] / seconds) if seconds else None}
+
+
+def fetch_sentence(fetch: dict[str, Any]) -> str:
+    """How the newest policy came, in one line. `fetch` as `overview` gives it."""
+    rate, sources = fetch["bytes_per_second"], fetch["sources"]
+    way = {"whole": "whole", "delta": "by deltas"}.get(fetch["route"], "it was there")
+    parts = [
+        f"policy {fetch['version']} {way}",
+        f"{fetch['bytes']:,} bytes in {fetch['seconds']:g} s"
+        + (f" ({rate / 1e6:.3g} MB/s)" if rate else ""),
+        "from " + (", ".join(f"{url} ({count:,})" for url, count in sources.items()) or "nobody"),
+        f"chunks fetched again: {fetch.get('refetched', 0)}",
+    ]
+    told = Counter((fault["url"], fault["kind"]) for fault in fetch.get("faults", ()))
+    names = {"lie": "lied", "failed": "failed", "delta": "could not be applied"}
+    parts += [f"{url} {names.get(kind, kind)} ({count}×)" for (url, kind), count in told.items()]
+    return "; ".join(parts)
 
 
 def _on_chain(settings: Settings, node: str) -> dict[str, Any]:

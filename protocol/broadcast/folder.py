@@ -39,13 +39,7 @@ class PolicyFolder:
     long as the folder's object, so sources that lied or crawled are remembered. Lies are logged;
     `on_lie` hears of each, too."""
 
-    def __init__(
-        self,
-        root: Path,
-        trust: Trust,
-        *,
-        book: SourceBook | None = None,
-    ) -> None:
+    def __init__(self, root: Path, trust: Trust, *, book: SourceBook | None = None) -> None:
         self.root = root
         self._trust = trust
         self._book = book or SourceBook()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import requests
 from bridge_kit import Kit, bridge_kit, pulse
+from command import prime_node
 from node_world import NodeWorld, until
 
 from node import journal
@@ -103,3 +104,25 @@ def test_what_a_kill_cut_off_in_the_journal_hides_no_earlier_line(tmp_path: Path
     assert journal.last(tmp_path) is None
     (tmp_path / journal.NAME).write_text(json.dumps({"version": 4}) + "\n" + '{"version": 5, "by')
     assert journal.last(tmp_path) == {"version": 4}
+
+
+def test_status_shows_how_the_newest_policy_came(tmp_path: Path) -> None:
+    settings = ("--data", str(tmp_path))
+    assert "last_fetch" not in json.loads(prime_node("status", *settings, "--json").stdout)
+    line: dict[str, Any] = {
+        "version": 7, "digest": "0x1", "result_digest": "0x2", "route": "delta", "bytes": 3_000_000,
+        "policy_bytes": 9_000_000, "seconds": 1.5, "sources": {"http://a": 3_000_000},
+        "verified": 3, "kept": 1, "refetched": 1, "at": 5.0,
+        "faults": [{"url": "http://b", "kind": "lie", "reason": "it sent a wrong chunk"}],
+    }  # fmt: skip
+    (tmp_path / journal.NAME).write_text(json.dumps(line) + "\n")
+    shown = json.loads(prime_node("status", *settings, "--json").stdout)["last_fetch"]
+    assert shown["bytes_per_second"] == 2_000_000
+    assert shown.items() >= {"version": 7, "route": "delta", "refetched": 1, "kept": 1}.items()
+    assert shown["faults"] == line["faults"]
+    said = " ".join(prime_node("status", *settings).stdout.split())
+    for part in (
+        "policy 7 by deltas", "3,000,000 bytes in 1.5 s (2 MB/s)", "from http://a (3,000,000)",
+        "chunks fetched again: 1", "http://b lied (1×)",
+    ):  # fmt: skip
+        assert part in said

@@ -1,0 +1,49 @@
+"""What a relay and an origin tell Prometheus agrees with what their readers received."""
+
+from __future__ import annotations
+
+import re
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import requests
+from broadcast_world import TRUST, Run, answer, bad_server, until
+
+from protocol.broadcast.folder import PolicyFolder
+from protocol.broadcast.manifest import total_size
+from protocol.broadcast.relay import Relay
+from protocol.broadcast.server import Limits, Origin
+
+
+def counts(url: str) -> dict[str, float]:
+    """Every value of a server's /metrics by its name and labels."""
+    text = requests.get(f"{url}/metrics", timeout=20).text
+    return {name: float(value) for name, value in re.findall(r"^(prime_\S+) (\S+)$", text, re.M)}
+
+
+def test_a_relays_counts_are_those_of_what_it_fetched_and_sent(run: Run, tmp_path: Path) -> None:
+    def lie(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        answer(handler, bytes(byte ^ 1 for byte in body))
+
+    signed = run.publish()
+    size = total_size(signed.manifest)
+    chunks = sum(len(file.chunks) for file in signed.manifest.files)
+    folder = PolicyFolder(tmp_path / "node", TRUST)
+    with (
+        bad_server(run.root, lie) as liar,
+        Origin(run.root) as origin,
+        Relay(tmp_path / "relay", TRUST, limits=Limits()) as relay,
+    ):
+        relay.offer([signed], [[liar], [origin.url]])
+        stats = folder.ensure(0, signed, [relay.url]).stats
+        assert stats.by_source == {relay.url: size}
+        until(lambda: (tmp_path / "relay" / "policies" / "0").exists(), "the relay has it whole")
+
+        told = counts(relay.url)
+        assert told[f'prime_broadcast_received_bytes_total{{source="{origin.url}"}}'] == size
+        assert told['prime_broadcast_chunks_total{result="verified"}'] == chunks == stats.chunks
+        lies = told[f'prime_broadcast_faults_total{{source="{liar}",kind="lie"}}']
+        assert lies == told['prime_broadcast_chunks_total{result="refetched"}'] >= 1
+        assert told["prime_broadcast_fetch_seconds_total"] > 0
+        assert told["prime_broadcast_sent_bytes_total"] >= stats.bytes_received
+        assert counts(origin.url)["prime_broadcast_sent_bytes_total"] >= size
