@@ -18,17 +18,15 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from protocol.broadcast import delta as deltas
 from protocol.broadcast import layout
+from protocol.broadcast.bars import transfer_bar, work_bar
 from protocol.broadcast.chunks import PER_SOURCE
 from protocol.broadcast.client import Base, fetch
 from protocol.broadcast.durable import settle
@@ -87,7 +85,8 @@ def serve_command(
     """Publish FOLDER as the next version (unless it is the last one) and serve all versions."""
     signer = _open_key(key)
     domain = Domain(chain_id=chain_id, contract=ids.address(contract))
-    manifest = _publish(folder, data, version, pool, signer, domain)
+    with work_bar(shown=not as_json):
+        manifest = _publish(folder, data, version, pool, signer, domain)
     facts: dict[str, Any] = {
         "version": manifest.version,
         "digest": manifest.digest(),
@@ -169,7 +168,7 @@ def fetch_command(
     trust = _trust(signer, chain_id, contract, pool)
     known = _on_disk(dest, trust)
     wanted, others = _look_up(sources, trust, version, max(known, default=None))
-    with _bar(f"policy {wanted.manifest.version}", shown=not as_json) as progress:
+    with transfer_bar(f"policy {wanted.manifest.version}", shown=not as_json) as progress:
         stats = fetch(
             wanted,
             sources,
@@ -200,7 +199,8 @@ def verify_command(
     signed = read_signed(folder / MANIFEST_NAME)
     if signer is not None:
         _trust(signer, chain_id, contract, pool).check(signed)
-    verify_folder(folder, signed.manifest)
+    with work_bar(shown=not as_json):
+        verify_folder(folder, signed.manifest)
     manifest = signed.manifest
     facts = {
         "version": manifest.version,
@@ -222,9 +222,12 @@ def diff_command(
     as_json: AsJson = False,
 ) -> None:
     """Make the delta from OLD to NEW and say how small it is."""
-    base = build_manifest(old, pool=0, version=0, step=0)
-    target = build_manifest(new, pool=0, version=1, step=1)
-    with tempfile.TemporaryDirectory(prefix="broadcast-diff-") as scratch:
+    with (
+        work_bar(shown=not as_json),
+        tempfile.TemporaryDirectory(prefix="broadcast-diff-") as scratch,
+    ):
+        base = build_manifest(old, pool=0, version=0, step=0)
+        target = build_manifest(new, pool=0, version=1, step=1)
         path = output or Path(scratch) / "delta-0"
         begun = time.monotonic()
         size = deltas.encode(old, base, new, target, path)
@@ -361,15 +364,6 @@ def _open_key(path: Path) -> LocalSigner:
     if len(text) != 64 or not all(digit in "0123456789abcdef" for digit in text):
         raise UserError(f"{path} holds no key: expected 64 lowercase hex digits")
     return LocalSigner(bytes.fromhex(text))
-
-
-@contextmanager
-def _bar(name: str, *, shown: bool) -> Iterator[Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, TransferSpeedColumn(), console=console, disable=not shown) as bars:
-        task = bars.add_task(name, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:

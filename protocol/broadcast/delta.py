@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from pydantic import Field, ValidationError
 
+from protocol.broadcast import progress
 from protocol.broadcast.checking import ChunkCheck
 from protocol.broadcast.codec import (
     MAX_BLOCK,
@@ -133,10 +134,12 @@ def encode(
         position = _append(out, MAGIC + struct.pack("<I", len(head)) + head, 0)
         pairs = _Pairing(base, bases)
         buffers = Buffers(BLOCK)
+        progress.part(f"comparing with policy {base.version}", sum(f.size for f in new.files))
         for entry in new.files:
             with open_regular(new_folder / entry.name) as fd:
                 jobs = (
-                    job(_encode_span, bases, fd, buffers, span) for span in pairs.spans(entry, fd)
+                    job(_encode_span, bases, fd, buffers, span)
+                    for span in _counted(pairs.spans(entry, fd))
                 )
                 with closing(in_order(pool, jobs, 2 * threads)) as records:
                     for record in records:
@@ -174,6 +177,7 @@ def apply(
         records = _Records(source, position, sizes)
         buffers = Buffers(BLOCK)
         written = 0
+        progress.part(f"applying to policy {base.version}", sum(f.size for f in new.files))
         for file in new.files:
             out = create_sized(target / file.name, file.size)
             check = ChunkCheck(file.size, new.chunk_size, file.chunks, partial(on_chunk, file.name))
@@ -186,6 +190,7 @@ def apply(
                     for data, buffer in placed:
                         if not check.feed(data):
                             break
+                        progress.went(len(data))
                         buffers.give_back(buffer)
             finally:
                 os.close(out)
@@ -227,6 +232,12 @@ def _check_header(header: DeltaHeader, base: Manifest, new: Manifest) -> None:
     known = {entry.name for entry in base.files}
     if not set(header.base_files) <= known:
         raise MalformedError("the delta starts from a file that its base does not have")
+
+
+def _counted(spans: Iterator[_Span]) -> Iterator[_Span]:
+    for span in spans:
+        yield span
+        progress.went(span.length)
 
 
 class _Pairing:

@@ -16,6 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 from pydantic import ValidationError
 
+from protocol.broadcast import progress
 from protocol.broadcast.files import open_regular, read_at, read_into
 from protocol.core import encoding, ids
 from protocol.core.checkpoint import (
@@ -77,6 +78,7 @@ def hash_file(path: Path, chunk_size: int) -> tuple[int, Digest, tuple[Digest, .
                 part = buffer[: min(size, begin + chunk_size) - offset]
                 read_into(fd, part, offset)
                 hasher.update(part)
+                progress.went(len(part))
             chunks.append(ids.digest(hasher.digest()))
     return size, file_digest(size, chunk_size, chunks), tuple(chunks)
 
@@ -113,8 +115,10 @@ def build_manifest(
     """The manifest of every file in `folder` (but `manifest.json`). Raises UserError if the folder
     holds anything that cannot be published."""
     paths = policy_files(folder)
+    total = sum(path.stat().st_size for path in paths)
     if chunk_size is None:
-        chunk_size = choose_chunk_size(sum(path.stat().st_size for path in paths))
+        chunk_size = choose_chunk_size(total)
+    progress.part("hashing", total)
     entries: list[FileEntry] = []
     for path in paths:
         size, digest, chunks = hash_file(path, chunk_size)
@@ -275,6 +279,8 @@ def verify_folder(folder: Path, manifest: Manifest) -> None:
     extra = present - {entry.name for entry in manifest.files} - set(deltas) - {MANIFEST_NAME}
     if extra:
         raise UntrustedError(f"{folder} holds files that the manifest lacks: {sorted(extra)[:5]}")
+    there = [entry.size for name, entry in deltas.items() if name in present]
+    progress.part("verifying", total_size(manifest) + sum(there))
     for entry in manifest.files:
         if entry.name not in present:
             raise UntrustedError(f"{entry.name} is missing from {folder}")

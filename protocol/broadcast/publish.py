@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from protocol.broadcast import delta as deltas
-from protocol.broadcast import layout
+from protocol.broadcast import layout, progress
 from protocol.broadcast.files import (
     DATA_MODE,
     disk_error,
@@ -140,6 +140,7 @@ def _make_delta(
     base_folder = layout.version_folder(layout_root, base)
     path = staging / f"{DELTA_PREFIX}{base}"
     deltas.encode(base_folder, base_manifest, staging, manifest, path)
+    progress.part("hashing the delta", path.stat().st_size)
     size, digest, chunks = hash_file(path, manifest.chunk_size)
     if size > WORTHWHILE * sum(entry.size for entry in manifest.files):
         path.unlink()
