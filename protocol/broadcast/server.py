@@ -39,7 +39,7 @@ from protocol.broadcast.http1 import (
     resource_headers,
 )
 from protocol.broadcast.peers import Peer, place_of, who_goes
-from protocol.broadcast.sending import Counters, Sender
+from protocol.broadcast.sending import Counters, Sender, Sent
 from protocol.core.errors import (
     MalformedError,
     PrimeError,
@@ -64,6 +64,7 @@ class Server:
         rules: Rules | None = None,
         more_metrics: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
+        on_sent: Sent = lambda reader, address, start, end: None,
     ) -> None:
         self._content = content
         self._rules = rules
@@ -82,7 +83,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._buckets: dict[str, Bucket] = {}
         self.counters = Counters()
-        self._sender = Sender(content, self._limits, self.counters, clock)
+        self._sender = Sender(content, self._limits, self.counters, clock, on_sent)
 
     @property
     def url(self) -> str:
