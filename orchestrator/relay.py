@@ -25,7 +25,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from protocol.broadcast.access import Passes, Rules, ephemeral_signer
-from protocol.broadcast.files import write_whole
+from protocol.broadcast.files import DiskError, write_whole
 from protocol.broadcast.manifest import Trust
 from protocol.broadcast.relay import KEEP, Relay, RelayEvent
 from protocol.broadcast.server import Limits
@@ -168,7 +168,10 @@ def relay(
         )
         with server:
             state = json.dumps({"url": server.url, "trainer": trust.trainer}).encode()
-            write_whole(known, state)
+            try:
+                write_whole(known, state)
+            except DiskError as error:  # what is there can be served all the same
+                _log("trouble", detail=str(error))
             _log("serving", url=server.url, pool=trust.pool, trainer=trust.trainer)
             listing = members.refresh_now_and_then if access is Access.MEMBERS else lambda: None
             loop = Loop(client, server, upstreams, listing, announces=signer is not None)

@@ -154,6 +154,7 @@ class ChunkFetcher:
         links: dict[str, Link] = {}
         largest = max(min(item.chunk_size, item.size) for item in self._items)
         buffer = memoryview(bytearray(min(PIECE, largest)))
+        choice: tuple[Task, Source] | None = None
         try:
             while True:
                 choice = self._next()
@@ -168,6 +169,8 @@ class ChunkFetcher:
                         self._links.append(link)
                 self._attempt(task, source, link, buffer)
         except BaseException as error:  # handed to run(), which raises it
+            if choice is not None and choice[1].url in choice[0].running:
+                self._book.release(choice[1])  # this machine's trouble, not the source's
             self._fail(error)
         finally:
             for link in links.values():
@@ -295,6 +298,9 @@ class ChunkFetcher:
         except TransferError as error:
             self._note_failure(asked, source, error)
             return
+        except BaseException:
+            asked.running.setdefault(source.url, begun)  # still held: `_work` gives it back
+            raise
         self._put_back(asked, source)
         self._book.good(
             source, min(item.size, (index + 1) * item.chunk_size), self._clock() - begun

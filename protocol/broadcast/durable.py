@@ -17,7 +17,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.broadcast.files import remove_folder, replace_file, sync_folder, sync_path
+from protocol.broadcast.files import (
+    disk_errors,
+    remove_folder,
+    replace_file,
+    sync_folder,
+    sync_path,
+)
 from protocol.broadcast.manifest import MANIFEST_NAME, read_signed, verify_folder
 from protocol.core.errors import PrimeError
 
@@ -37,11 +43,13 @@ def boot_id() -> str:
 
 def appear(source: Path, target: Path) -> threading.Thread:
     """Makes `source` appear as `target` (which must not exist) at once, and durably a little
-    later. Returns the thread that sees to the latter; nobody needs to wait for it."""
+    later. Returns the thread that sees to the latter; nobody needs to wait for it. Raises
+    DiskError; `source` is then still there."""
     note = target.with_name(NOTE + target.name)
     replace_file(note, boot_id().encode(), durable=False)
-    source.chmod(0o755)
-    source.rename(target)
+    with disk_errors():
+        source.chmod(0o755)
+        source.rename(target)
     thread = threading.Thread(target=_sync, args=(target, note), name="fsync", daemon=True)
     thread.start()
     return thread

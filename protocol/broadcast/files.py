@@ -66,7 +66,7 @@ WRITE = 256 << 10
 
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Writes all of `data` at `offset`. Raises UnavailableError in one sentence if the disk is
+    """Writes all of `data` at `offset`. Raises DiskError in one sentence if the disk is
     full or refuses."""
     view = memoryview(data)
     try:
@@ -78,22 +78,33 @@ def write_at(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None
         raise disk_error(error) from error
 
 
-def disk_error(error: OSError) -> UnavailableError:
+class DiskError(UnavailableError):
+    """This machine's disk is full or refuses: no other source would help."""
+
+
+def disk_error(error: OSError) -> DiskError:
     """The sentence for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UnavailableError(
-            "the disk is full: free some space and start again (what was verified is kept)"
-        )
-    return UnavailableError(f"the disk refused a write: {error.strerror or error}")
+        return DiskError("the disk is full: free some space (what was verified is kept)")
+    return DiskError(f"the disk refused a write: {error.strerror or error}")
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Whatever the system refuses within it is raised as one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error) from error
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises UnavailableError before anything is written if `needed` bytes do not fit."""
+    """Raises DiskError before anything is written if `needed` bytes do not fit."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UnavailableError(
+        raise DiskError(
             f"{folder} has {free >> 20} MiB free and {(needed >> 20) + 1} MiB are needed: "
-            "free some space and start again"
+            "free some space"
         )
 
 
@@ -121,17 +132,24 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool) -> None:
-    """Replaces `path` by `data` at once; `durable` waits until the disk has the bytes."""
+    """Replaces `path` by `data` at once; `durable` waits until the disk has the bytes. Raises
+    DiskError; nothing half written is left behind."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, DATA_MODE)
-    try:
-        os.fchmod(fd, DATA_MODE)
-        write_at(fd, data, 0)
-        if durable:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-    temporary.replace(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with disk_errors():
+        fd = os.open(temporary, flags, DATA_MODE)
+        try:
+            try:
+                os.fchmod(fd, DATA_MODE)
+                write_at(fd, data, 0)
+                if durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -62,6 +62,11 @@ class Received:
             self._faults.update((fault.url, fault.kind) for fault in stats.faults)
             self._seconds += seconds
 
+    def refused(self) -> None:
+        """The disk refused what had come."""
+        with self._lock:
+            self._faults["", "disk"] += 1
+
     def render(self) -> str:
         """As text: bytes by source, chunks by what became of them, faults, seconds."""
         with self._lock:

@@ -16,25 +16,31 @@ kill cut off. It can be wrong about nothing but availability: whoever fetches fr
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from protocol.broadcast import delta as deltas
 from protocol.broadcast import layout
 from protocol.broadcast.access import Rules
 from protocol.broadcast.chunks import ChunkFetcher
 from protocol.broadcast.content import LiveContent, LiveVersion, live_version
-from protocol.broadcast.durable import appear, settle
+from protocol.broadcast.durable import appear
 from protocol.broadcast.events import RelayEvent, SourcesChangedError
-from protocol.broadcast.files import remove_folder, replace_file
+from protocol.broadcast.files import DiskError, disk_errors, replace_file
 from protocol.broadcast.layout import Item, delta_items, file_items
-from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes, total_size
+from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes
 from protocol.broadcast.metrics import Received, family
 from protocol.broadcast.scrub import RATE, Scrubber
 from protocol.broadcast.server import Counters, Limits, Server
+from protocol.broadcast.shelf import (
+    make_from_delta,
+    make_room,
+    partial_folder,
+    remove_version,
+    restored,
+    take_aside,
+)
 from protocol.broadcast.sources import SourceBook, normal_url
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import (
@@ -42,13 +48,13 @@ from protocol.core.errors import (
     PrimeError,
     UnavailableError,
     UntrustedError,
-    UserError,
 )
 
 __all__ = ["KEEP", "Relay", "RelayEvent"]
 
 KEEP = 5
 RETRY_SECONDS = 1.0
+DISK_RETRY_SECONDS = 5.0
 PATIENCE = 20.0
 """Seconds without a chunk after which the next group of sources is tried."""
 
@@ -100,6 +106,7 @@ class Relay:
         self._wanted: dict[int, SignedManifest] = {}
         self._failures: dict[int, int] = {}
         self._refused: set[str] = set()
+        self._told: dict[int, str] = {}
         self._sources: list[list[str]] = []
         self._change = threading.Condition()
         self._stopping = False
@@ -181,9 +188,7 @@ class Relay:
                 self._refused.add(key)
             self._tell(RelayEvent("refused", version, str(error)))
             return
-        live = live_version(signed, self._partial(signed))
-        live.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._content.put(live)
+        self._content.put(live_version(signed, partial_folder(self._root, signed)))
         with self._change:
             self._wanted[version] = signed
         self._tell(RelayEvent("learned", version, signed.manifest.digest()))
@@ -209,26 +214,9 @@ class Relay:
 
     # Disk
 
-    def _partial(self, signed: SignedManifest) -> Path:
-        manifest = signed.manifest
-        folder = layout.policies_folder(self._root)
-        return folder / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
-
     def _restore(self) -> None:
-        settle(layout.policies_folder(self._root))
-        for version in layout.versions(self._root):
-            try:
-                signed = layout.manifest_of(self._root, version)
-                self._history.admit(self._trust.check(signed))
-            except (UntrustedError, MalformedError) as error:
-                raise UserError(
-                    f"{self._root} holds policies of another run: {error}",
-                    hint="give this relay a folder of its own with --data",
-                ) from error
-            live = live_version(signed, layout.version_folder(self._root, version))
-            for arrival in live.arrivals.values():
-                arrival.mark_all()
-            self._complete.add(version)
+        for live in restored(self._root, self._trust, self._history):
+            self._complete.add(live.signed.manifest.version)
             self._content.put(live)
         self._drop_old()
 
@@ -246,16 +234,23 @@ class Relay:
         live = self._content.get(version)
         if live is None:
             return
-        partial = self._partial(live.signed)
-        remove_folder(partial)
         try:
-            live.folder.rename(partial)
-        except FileNotFoundError:  # dropped meanwhile
+            if not take_aside(live, self._root):
+                return
+        except DiskError as error:  # the scrubber comes by again
+            self._refusal(version, error)
             return
         self._content.drop(version)
         with self._change:
             self._complete.discard(version)
         self._tell(RelayEvent("rot", version, why))
+
+    def _refusal(self, version: int, error: DiskError) -> None:
+        """The disk does not take a version, or let one go: counted, and told when it changes."""
+        self._received.refused()
+        if self._told.get(version) != str(error):
+            self._told[version] = str(error)
+            self._tell(RelayEvent("fault", version, str(error)))
 
     # The fetching thread
 
@@ -267,7 +262,14 @@ class Relay:
                     return
                 version = signed.manifest.version
                 try:
-                    self._bring(signed)
+                    with disk_errors():
+                        self._bring(signed)
+                except DiskError as error:
+                    self._refusal(version, error)
+                    with self._change:
+                        self._failures[version] = self._failures.get(version, 0) + 1
+                        self._change.wait_for(lambda: self._stopping, DISK_RETRY_SECONDS)
+                    continue
                 except PrimeError as error:
                     self._tell(RelayEvent("failed", version, str(error)))
                     with self._change:
@@ -278,6 +280,7 @@ class Relay:
                 with self._change:
                     self._wanted.pop(version, None)
                     self._complete.add(version)
+                    self._told.pop(version, None)
                 self._tell(RelayEvent("complete", version, signed.manifest.digest()))
                 self._drop_old()
         except BaseException as error:
@@ -298,8 +301,9 @@ class Relay:
         manifest = signed.manifest
         live = self._content.get(manifest.version)
         assert live is not None
+        make_room(live)
         self._get(delta_items(manifest), live)
-        if not self._from_delta(signed, live):
+        if not self._from_delta(live):
             self._get(file_items(manifest), live)
         replace_file(live.folder / MANIFEST_NAME, signed_bytes(signed), durable=False)
         final = layout.version_folder(self._root, manifest.version)
@@ -316,7 +320,7 @@ class Relay:
             try:
                 self._get_from(items, live, urls, groups)
                 return
-            except SourcesChangedError:
+            except (SourcesChangedError, DiskError):
                 raise
             except UnavailableError:
                 if self._stopping or number == len(groups) - 1:
@@ -354,32 +358,11 @@ class Relay:
         """True for a fetch that stands still while other sources were offered meanwhile."""
         return self._sources != groups and fetcher.idle_seconds > STANDSTILL
 
-    def _from_delta(self, signed: SignedManifest, live: LiveVersion) -> bool:
+    def _from_delta(self, live: LiveVersion) -> bool:
         """Makes the files from a base that is here, if there is one; False if not."""
-        manifest = signed.manifest
-        for entry in sorted(manifest.deltas, key=lambda entry: entry.size):
-            base = self._content.get(entry.base) if entry.base in self._complete else None
-            if base is None or base.signed.manifest.result_digest != entry.base_digest:
-                continue
-            if entry.size >= total_size(manifest):
-                continue
-            if any(live.arrivals[item.name].begun for item in file_items(manifest)):
-                return False  # a delta's bytes are verified after they are written: over nothing
-                # that is being served
-            try:
-                deltas.apply(
-                    base.folder,
-                    base.signed.manifest,
-                    live.folder / f"delta-{entry.base}",
-                    manifest,
-                    live.folder,
-                    on_chunk=lambda name, index: live.arrivals[name].mark(index),
-                )
-            except (UntrustedError, MalformedError) as error:
-                self._tell(RelayEvent("fault", manifest.version, str(error)))
-                continue
-            return True
-        return False
+        bases = {v: base for v in self.complete() if (base := self._content.get(v)) is not None}
+        version = live.signed.manifest.version
+        return make_from_delta(live, bases, lambda e: self._tell(RelayEvent("fault", version, e)))
 
     def _drop_old(self) -> None:
         with self._change:
@@ -390,9 +373,8 @@ class Relay:
                 self._wanted.pop(version, None)
         for version in gone:
             self._content.drop(version)
-            remove_folder(layout.version_folder(self._root, version))
+            try:
+                remove_version(self._root, version)
+            except DiskError as error:
+                self._refusal(version, error)
             self._tell(RelayEvent("dropped", version))
-        for path in layout.policies_folder(self._root).glob(".partial-*-*"):
-            number = path.name.split("-")[1]
-            if number.isdigit() and int(number) in gone:
-                shutil.rmtree(path, ignore_errors=True)

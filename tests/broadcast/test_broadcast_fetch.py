@@ -440,10 +440,11 @@ def test_a_client_killed_at_half_resumes_with_at_most_one_chunk_again(
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 7])
-def test_a_full_disk_is_one_sentence_and_can_be_resumed(
+def test_a_full_disk_is_one_sentence_and_can_be_resumed_from_the_same_source(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
     signed = run.publish()
+    book = SourceBook()
     real, count = os.pwrite, [0]
 
     def fills(fd: int, data: bytes, offset: int) -> int:
@@ -456,10 +457,29 @@ def test_a_full_disk_is_one_sentence_and_can_be_resumed(
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", fills)
             with pytest.raises(UnavailableError, match="disk is full"):
-                get(signed, [origin.url], tmp_path / "0")
+                get(signed, [origin.url], tmp_path / "0", book=book)
         assert not (tmp_path / "0").exists()
-        stats = get(signed, [origin.url], tmp_path / "0")
+        stats = get(signed, [origin.url], tmp_path / "0", book=book)
+        assert book.get(origin.url).in_use == 0
     assert stats.kept == allowed
+    assert same_files(tmp_path / "0", run, 0)
+
+
+def test_a_full_disk_costs_a_source_without_ranges_nothing_either(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = run.publish()
+    book = SourceBook()
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with plain_server(run.root) as mirror:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(UnavailableError, match="disk is full"):
+                get(signed, [mirror], tmp_path / "0", book=book)
+        get(signed, [mirror], tmp_path / "0", book=book)
     assert same_files(tmp_path / "0", run, 0)
 
 

@@ -155,10 +155,10 @@ def test_a_delta_is_never_applied_over_chunks_that_are_being_served(
         live.folder.mkdir()
         name = f"delta-{zero.manifest.version}"
         (live.folder / name).write_bytes(run.file(1, name))
-        assert watched.relay._from_delta(one, live)
+        assert watched.relay._from_delta(live)
         again = live_version(one, tmp_path / "live")
         again.arrivals["model.safetensors"].mark(2)
-        assert not watched.relay._from_delta(one, again)
+        assert not watched.relay._from_delta(again)
     assert all(arrival.complete for name, arrival in live.arrivals.items() if "delta" not in name)
 
 

@@ -1,0 +1,105 @@
+"""A relay's folder: what it has whole, what is arriving, and how both go again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from protocol.broadcast import delta as deltas
+from protocol.broadcast import layout
+from protocol.broadcast.content import LiveVersion, live_version
+from protocol.broadcast.durable import settle
+from protocol.broadcast.files import disk_errors, remove_folder, require_space
+from protocol.broadcast.layout import file_items
+from protocol.broadcast.manifest import History, Trust, total_size
+from protocol.core.checkpoint import SignedManifest
+from protocol.core.errors import MalformedError, UntrustedError, UserError
+
+
+def partial_folder(root: Path, signed: SignedManifest) -> Path:
+    """Where a version lies while it arrives."""
+    manifest = signed.manifest
+    return root / layout.POLICIES / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
+
+
+def make_room(live: LiveVersion) -> None:
+    """Makes the folder of an arriving version. Raises DiskError if what is missing of it does not
+    fit, or the disk refuses."""
+    with disk_errors():
+        live.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        have = sum(path.stat().st_blocks * 512 for path in live.folder.iterdir())
+        require_space(live.folder, sum(item.size for item in live.items.values()) - have)
+
+
+def restored(root: Path, trust: Trust, history: History) -> list[LiveVersion]:
+    """The versions that are wholly there. Raises UserError if they are another run's."""
+    with disk_errors():
+        settle(layout.policies_folder(root))
+    found = []
+    for version in layout.versions(root):
+        try:
+            signed = layout.manifest_of(root, version)
+            history.admit(trust.check(signed))
+        except (UntrustedError, MalformedError) as error:
+            raise UserError(
+                f"{root} holds policies of another run: {error}",
+                hint="give this relay a folder of its own with --data",
+            ) from error
+        live = live_version(signed, layout.version_folder(root, version))
+        for arrival in live.arrivals.values():
+            arrival.mark_all()
+        found.append(live)
+    return found
+
+
+def take_aside(live: LiveVersion, root: Path) -> bool:
+    """A complete version becomes one that is arriving; False if it was dropped meanwhile. Raises
+    DiskError."""
+    partial = partial_folder(root, live.signed)
+    with disk_errors():
+        remove_folder(partial)
+        try:
+            live.folder.rename(partial)
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def remove_version(root: Path, version: int) -> None:
+    """Removes a version and what had arrived of it. Raises DiskError."""
+    with disk_errors():
+        remove_folder(layout.version_folder(root, version))
+        for path in layout.policies_folder(root).glob(f".partial-{version}-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def make_from_delta(
+    live: LiveVersion, bases: Mapping[int, LiveVersion], tell: Callable[[str], None]
+) -> bool:
+    """Makes the files of an arriving version, whose deltas are here, from one of `bases`; False if
+    none of them leads to it, or those that do are damaged, which is told."""
+    manifest = live.signed.manifest
+    for entry in sorted(manifest.deltas, key=lambda entry: entry.size):
+        base = bases.get(entry.base)
+        if base is None or base.signed.manifest.result_digest != entry.base_digest:
+            continue
+        if entry.size >= total_size(manifest):
+            continue
+        if any(live.arrivals[item.name].begun for item in file_items(manifest)):
+            return False  # a delta's bytes are verified after they are written: over nothing that
+            # is being served
+        try:
+            deltas.apply(
+                base.folder,
+                base.signed.manifest,
+                live.folder / f"delta-{entry.base}",
+                manifest,
+                live.folder,
+                on_chunk=lambda name, index: live.arrivals[name].mark(index),
+            )
+        except (UntrustedError, MalformedError) as error:
+            tell(str(error))
+            continue
+        return True
+    return False
