@@ -64,6 +64,9 @@ def run(
     origin_host: Annotated[str | None, typer.Option(help="Address the origin binds.")] = None,
     origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
     origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
+    origin_connections_each: Annotated[
+        int | None, typer.Option(help="Of one address at once; 0: unlimited.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many batches.")] = None,
     linger: Annotated[
         bool | None, typer.Option(help="After the last batch, go on serving policies.")
@@ -214,15 +217,21 @@ def publish(
     wallet: Wallet = None,
     password_file: PasswordFile = None,
     password_fd: PasswordFd = None,
+    origin_host: Annotated[str | None, typer.Option(help="Address the origin binds.")] = None,
+    origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
+    origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
+    serve: Annotated[
+        bool, typer.Option(help="Until a relay or node has all of it; not if a mirror does.")
+    ] = True,
 ) -> None:
-    """Sign a folder as a policy by hand (`run` does it after each step by itself)."""
+    """Sign a folder as a policy by hand and serve it (`run` does so after each step by itself)."""
     flags: dict[str, object] = dict(locals())
     from trainer.config import load
     from trainer.run import publish_by_hand
 
-    for name in ("config", "model", "version"):
+    for name in ("config", "model", "version", "serve"):
         del flags[name]
-    publish_by_hand(load(flags, config), model, version)
+    publish_by_hand(load(flags, config), model, version, serve=serve)
 
 
 @app.command()

@@ -46,6 +46,9 @@ class Settings(BaseSettings):
     """Where relays fetch policies; 0 takes a free port."""
     origin_url: str = ""
     """How relays reach the origin, behind a proxy."""
+    origin_connections_each: int = Field(default=256, ge=0)
+    """Connections that one address (an IPv6 /64) may have at the origin at once, of 1024 in all. A
+    relay takes two. 0: unlimited, for an origin whose readers all come through one proxy."""
     steps: int | None = Field(default=None, ge=0)
     """Stop after so many batches in all; by default never."""
     linger: bool = False

@@ -26,7 +26,8 @@ from protocol.broadcast import layout
 from protocol.broadcast.content import DirectoryContent, Resource
 from protocol.broadcast.files import write_whole
 from protocol.broadcast.publish import finalize, publish
-from protocol.broadcast.server import Server
+from protocol.broadcast.server import Limits, Server
+from protocol.broadcast.taken import Taken
 from protocol.core.checkpoint import Manifest, SignedManifest
 from protocol.core.errors import (
     ConflictError,
@@ -212,11 +213,15 @@ class Origin:
         port: int,
         public_url: str | None,
         new_client: Callable[[], OrchestratorClient],
+        limits: Limits | None = None,
     ) -> None:
         self._root = root
         self._new_client = new_client
         self._asked = _Asked(root)
-        self._server = Server(self._asked, host, port, public_url=public_url)
+        self._taken: Taken | None = None
+        self._server = Server(
+            self._asked, host, port, limits=limits, public_url=public_url, on_sent=self._sent
+        )
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._announce, name="origin-announce", daemon=True)
@@ -242,11 +247,20 @@ class Origin:
         """Tells the orchestrator now instead of at the next turn (a new version is there)."""
         self._wake.set()
 
-    def wait_taken(self, version: int, seconds: float = FIRST_RELAY_SECONDS) -> bool:
+    def wait_taken(self, version: int) -> bool:
         """Returns once a relay has begun to fetch `version`, so that publications do not run ahead
-        of whoever shall carry them: True; False after `seconds`, or at once if no relay ever
-        came."""
-        return self._asked.wait(version, seconds)
+        of whoever shall carry them: True; False after FIRST_RELAY_SECONDS, or at once if no relay
+        ever came."""
+        return self._asked.wait(version, FIRST_RELAY_SECONDS)
+
+    def watch(self, version: int) -> Taken:
+        """Counts from now on what readers take of one policy, there or still to be published."""
+        self._taken = Taken(version)
+        return self._taken
+
+    def _sent(self, reader: str, address: str, start: int, end: int) -> None:
+        if self._taken is not None:
+            self._taken.sent(reader, address, start, end)
 
     def _announce(self) -> None:
         with self._new_client() as client:

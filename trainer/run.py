@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from protocol.core.errors import PrimeError, UserError
 from protocol.core.signing import LocalSigner
 from protocol.folders import held_alone, make_folder
 from protocol.logs import log_to_stderr
+from protocol.stopping import until_stopped
 from protocol.transport.client import OrchestratorClient
 from protocol.waiting import StoppedError
 from trainer.config import Settings
@@ -24,11 +26,12 @@ from trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, require_
 if TYPE_CHECKING:
     from protocol.core.run import RunDefinition
     from trainer.dryrun import Estimate
-    from trainer.publish import Publisher
+    from trainer.publish import Origin, Publisher
 
 log = logging.getLogger(__name__)
 KNOWN_RUN = "run.json"
 """In the data folder, once the orchestrator (and the chain) has answered for the first time."""
+LOOK_SECONDS = 0.2
 
 
 def unlock(settings: Settings) -> LocalSigner:
@@ -83,6 +86,22 @@ def new_publisher(
     )
 
 
+def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> Origin:
+    """The origin over `root`, not yet serving."""
+    from protocol.broadcast.server import Limits
+    from trainer.publish import Origin
+
+    url = settings.need("orchestrator")
+    return Origin(
+        root,
+        settings.origin_host,
+        settings.origin_port,
+        settings.origin_url or None,
+        lambda: OrchestratorClient(url, signer, "relay"),
+        Limits(connections_per_address=settings.origin_connections_each),
+    )
+
+
 def run_trainer(settings: Settings, stop: threading.Event) -> None:
     """Runs this rank until `stop`, or the wished number of steps. Raises PrimeError.
 
@@ -112,7 +131,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
         from trainer.learner import make_learner
         from trainer.observe import Observers
         from trainer.parallel import joined_world
-        from trainer.publish import Origin, write_address
+        from trainer.publish import write_address
         from trainer.train import Trainer
 
         world = stack.enter_context(joined_world())
@@ -120,13 +139,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
         publisher, origin = None, None
         if signer is not None:
             publisher = new_publisher(settings, facts, signer, client)
-            origin = Origin(
-                publisher.root,
-                settings.origin_host,
-                settings.origin_port,
-                settings.origin_url or None,
-                lambda: OrchestratorClient(url, signer, "relay"),
-            )
+            origin = new_origin(settings, publisher.root, signer)
             stack.enter_context(origin)
             write_address(settings.data, origin.url)
             print(f"origin: {origin.url}", flush=True)
@@ -167,16 +180,53 @@ def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
     return definition, estimate(definition, settings, ranks=ranks, peak=peak, prompt=prompt)
 
 
-def publish_by_hand(settings: Settings, model: Path, version: int) -> None:
-    """Signs `model` as policy `version` and hands it to the orchestrator. Raises UserError while a
-    trainer publishes from the same folder."""
+def publish_by_hand(
+    settings: Settings,
+    model: Path,
+    version: int,
+    *,
+    serve: bool = True,
+    stop: threading.Event | None = None,
+) -> None:
+    """Signs `model` as policy `version` and hands it to the orchestrator, then serves it until one
+    relay or node has taken all of it, or `stop` (by default Ctrl-C or SIGTERM). Safe to repeat: the
+    same folder gives the same policy, which is served again. Raises UserError while a trainer
+    publishes from the same folder."""
     signer = unlock(settings)
     make_folder(settings.data)
     with (
         held_alone(settings.data, "trainer"),
         OrchestratorClient(settings.need("orchestrator"), signer, "trainer") as client,
+        ExitStack() as stack,
     ):
         facts = pool_facts(client, settings.run)
         require_trainer(facts, signer.address)
-        signed = new_publisher(settings, facts, signer, client).publish(model, version)
-    print(f"policy {version}: {signed.manifest.digest()}")
+        publisher = new_publisher(settings, facts, signer, client)
+        if not serve:
+            signed = publisher.publish(model, version)
+            print(f"policy {version}: {signed.manifest.digest()}", flush=True)
+            return
+        origin = new_origin(settings, publisher.root, signer)
+        taken = origin.watch(version)
+        stack.enter_context(origin)  # that it cannot listen is found before anything is announced
+        signed = publisher.publish(model, version)
+        origin.announce()
+        print(f"policy {version}: {signed.manifest.digest()}", flush=True)
+        _say(
+            f"serving policy {version} at {origin.url} until a relay or node has taken all of it; "
+            "Ctrl-C ends it"
+        )
+        stop = stop or until_stopped()
+        while (reader := taken.by(signed.manifest)) is None and not stop.wait(LOOK_SECONDS):
+            pass
+    if reader is not None:
+        _say(f"{reader} has all of policy {version}")
+    else:
+        _say(
+            f"nobody has taken all of policy {version} yet; `trainer run` with this --data serves "
+            "it, and so does this command again"
+        )
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

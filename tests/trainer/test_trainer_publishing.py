@@ -1,0 +1,190 @@
+"""The trainer's side of the broadcast: beside the next step, one at a time, served until taken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import trainer_kit as kit
+from trainer_pool import Pool, finished, pool_server, wait_until
+
+from protocol.broadcast import layout
+from protocol.broadcast.folder import PolicyFolder
+from protocol.broadcast.manifest import Trust
+from protocol.core.errors import PolicyError, UserError
+from protocol.transport.client import OrchestratorClient
+from trainer import publish
+from trainer.config import Settings
+from trainer.feed import pool_facts
+from trainer.metrics import Stopwatch
+from trainer.parallel import World
+from trainer.publish import Origin
+from trainer.run import new_origin, new_publisher, publish_by_hand
+from trainer.train import Trainer
+
+
+@pytest.fixture
+def pool(tmp_path: Path, model: Path) -> Iterator[Pool]:
+    root = tmp_path / "pool"
+    root.mkdir()
+    with pool_server(root, model) as served:
+        yield served
+
+
+def settings(pool: Pool, data: Path, **changes: object) -> Settings:
+    return kit.settings(
+        pool.model,
+        data,
+        orchestrator=pool.url,
+        wallet=pool.wallet,
+        password_file=pool.password,
+        **changes,
+    )
+
+
+@contextmanager
+def trainer_of(pool: Pool, data: Path, world: World) -> Iterator[tuple[Trainer, Origin]]:
+    """A trainer as `trainer run` wires it, whose batches a test hands in itself."""
+    set_ = settings(pool, data)
+    with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
+        facts = pool_facts(client, None)
+        learner = kit.learner(
+            pool.model, data, world, pool.run, orchestrator=pool.url, wallet=pool.wallet
+        )
+        publisher = new_publisher(set_, facts, kit.TRAINER, client)
+        with new_origin(set_, publisher.root, kit.TRAINER) as origin:
+            trainer = Trainer(learner, facts, client, publisher, origin, threading.Event())
+            try:
+                yield trainer, origin
+            finally:
+                trainer.stop.set()
+                trainer.keeper.shutdown(wait=True)
+
+
+def begins(origin: Origin, version: int) -> None:
+    """A relay begins to fetch a version."""
+    httpx.get(f"{origin.url}/policies/{version}/manifest.json").raise_for_status()
+
+
+def test_a_publication_goes_on_beside_the_next_step_and_the_step_after_waits_for_it(
+    pool: Pool, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "FIRST_RELAY_SECONDS", 60.0)
+    batch = PolicyError("a batch that is skipped: its weights are published unchanged")
+    with trainer_of(pool, tmp_path / "data", world) as (trainer, origin):
+        state = trainer.resume()
+        trainer.publish_first(state, Stopwatch())  # no relay ever came: nobody is waited for
+        assert [s.manifest.version for s in pool.published()] == [0]
+        begins(origin, 0)
+
+        def step(watch: Stopwatch) -> None:
+            nonlocal state
+            state = trainer.keep(state, batch, trainer.train(batch, state, watch), watch)
+
+        step(Stopwatch())  # returns, though no relay has begun with policy 1
+        wait_until(lambda: len(pool.published()) == 2, "policy 1, in the background")
+        assert trainer.kept is not None
+        assert not trainer.kept.done()
+
+        waits: list[str] = []
+        second = threading.Thread(target=step, args=(Stopwatch(begins=waits.append),))
+        second.start()
+        wait_until(lambda: "wait_kept" in waits, "the step after waits")
+        httpx.get(f"{origin.url}/policies/999999999/x")
+        begins(origin, 0)
+        assert second.is_alive()
+        assert waits == ["wait_kept"]
+        assert state.step == 1
+        begins(origin, 1)
+        second.join()
+        assert waits[:2] == ["wait_kept", "snapshot"]
+        wait_until(lambda: len(pool.published()) == 3, "policy 2")
+        assert trainer.kept is not None
+        assert not trainer.kept.done()
+        begins(origin, 2)
+        trainer.wait_kept(Stopwatch())
+        assert state.step == 2
+
+
+def test_a_policy_published_by_hand_is_served_until_one_has_taken_all_of_it(
+    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, stop = tmp_path / "data", threading.Event()
+    call = threading.Thread(
+        target=publish_by_hand, args=(settings(pool, data), pool.model, 0), kwargs={"stop": stop}
+    )
+    call.start()
+    try:
+        wait_until(lambda: bool(pool.published()) and bool(pool.relays()), "the announcement")
+        (url,) = pool.relays()
+        [signed] = pool.published()
+        for name in ("config.json", "manifest.json"):
+            httpx.get(f"{url}/policies/0/{name}").raise_for_status()
+        domain = pool.backend.context.deployment.domain("pools")
+        folder = PolicyFolder(tmp_path / "node", Trust(kit.TRAINER.address, domain, kit.POOL))
+        assert call.is_alive()
+        folder.ensure(0, signed, [url])
+        call.join()
+    finally:
+        stop.set()
+        call.join()
+    folder.verify(0)
+    said = capfd.readouterr()
+    assert said.out == f"policy 0: {signed.manifest.digest()}\n"
+    first, last = said.err.strip().splitlines()[-2:]
+    assert first.startswith(f"serving policy 0 at {url} until a relay or node has taken all of it")
+    assert last == "127.0.0.1 has all of policy 0"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_who_stops_before_that_is_told_that_nobody_has_it_and_may_begin_again(
+    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop = threading.Event()
+    stop.set()
+    for _ in range(2):
+        publish_by_hand(settings(pool, tmp_path / "data"), pool.model, 0, stop=stop)
+        assert "nobody has taken all of policy 0 yet; `trainer run`" in capfd.readouterr().err
+    assert len(pool.published()) == 1
+
+
+def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    command = pool.command(data)
+    flags = [word for name in ("--orchestrator", "--model", "--data", "--wallet", "--password-file")
+             for word in (name, command[command.index(name) + 1])]  # fmt: skip
+    ended = finished([*command[:3], "publish", *flags, "--version", "0", "--no-serve"])
+    assert ended.returncode == 0, ended.stdout
+    [signed] = pool.published()
+    assert ended.stdout.splitlines() == [f"policy 0: {signed.manifest.digest()}"]
+    assert pool.relays() == []
+    assert layout.versions(data / "origin") == [0]
+
+
+def test_nothing_is_announced_where_it_cannot_be_served(pool: Pool, tmp_path: Path) -> None:
+    taken = int(pool.url.rpartition(":")[2])
+    with pytest.raises(UserError, match="cannot listen"):
+        publish_by_hand(settings(pool, tmp_path / "data", origin_port=taken), pool.model, 0)
+    assert pool.published() == []
+
+
+def test_one_address_cannot_take_every_place_at_the_origin(pool: Pool, tmp_path: Path) -> None:
+    root = tmp_path / "data" / "origin"
+    root.mkdir(parents=True)
+    with (
+        new_origin(
+            settings(pool, tmp_path / "data", origin_connections_each=1), root, kit.TRAINER
+        ) as origin,
+        httpx.Client() as first,
+        httpx.Client() as second,
+    ):
+        assert first.get(f"{origin.url}/healthz").status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            second.get(f"{origin.url}/healthz")
+        assert first.get(f"{origin.url}/healthz").status_code == 200
+    assert settings(pool, tmp_path).origin_connections_each == 256
