@@ -212,11 +212,11 @@ def publish_by_hand(
         signed = publisher.publish(model, version)
         origin.announce()
         print(f"policy {version}: {signed.manifest.digest()}", flush=True)
+        stop = stop or until_stopped()
         _say(
             f"serving policy {version} at {origin.url} until a relay or node has taken all of it; "
             "Ctrl-C ends it"
         )
-        stop = stop or until_stopped()
         while (reader := taken.by(signed.manifest)) is None and not stop.wait(LOOK_SECONDS):
             pass
     if reader is not None:

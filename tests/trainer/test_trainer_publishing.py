@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trainer_kit as kit
-from trainer_pool import Pool, finished, pool_server, wait_until
+from trainer_pool import Pool, finished, pool_server, started, wait_until
 
 from protocol.broadcast import layout
 from protocol.broadcast.folder import PolicyFolder
@@ -153,12 +154,26 @@ def test_who_stops_before_that_is_told_that_nobody_has_it_and_may_begin_again(
     assert len(pool.published()) == 1
 
 
-def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Path) -> None:
-    data = tmp_path / "data"
+def by_hand(pool: Pool, data: Path, *more: str) -> list[str]:
+    """`trainer publish` as an operator types it."""
     command = pool.command(data)
     flags = [word for name in ("--orchestrator", "--model", "--data", "--wallet", "--password-file")
              for word in (name, command[command.index(name) + 1])]  # fmt: skip
-    ended = finished([*command[:3], "publish", *flags, "--version", "0", "--no-serve"])
+    return [*command[:3], "publish", *flags, "--version", "0", *more]
+
+
+def test_ctrl_c_ends_the_serving_and_is_no_error(pool: Pool, tmp_path: Path) -> None:
+    with started(by_hand(pool, tmp_path / "data")) as child:
+        assert child.stdout is not None
+        assert any(line.startswith("serving policy 0 at") for line in child.stdout)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=60) == 0
+        assert "nobody has taken all of policy 0 yet" in child.stdout.read()
+
+
+def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    ended = finished(by_hand(pool, data, "--no-serve"))
     assert ended.returncode == 0, ended.stdout
     [signed] = pool.published()
     assert ended.stdout.splitlines() == [f"policy 0: {signed.manifest.digest()}"]
