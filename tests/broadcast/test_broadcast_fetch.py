@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,21 +16,19 @@ from pathlib import Path
 import pytest
 from broadcast_world import (
     CHUNK,
-    TRAINER,
     Run,
     answer,
     bad_server,
     dead_url,
     same_files,
     sign,
-    until,
 )
 
 from protocol.broadcast import chunks, delta, layout, sources, transfer
 from protocol.broadcast.client import Base, FetchStats, fetch, plan_route
 from protocol.broadcast.durable import NOTE
 from protocol.broadcast.manifest import verify_folder
-from protocol.broadcast.server import Limits, Origin
+from protocol.broadcast.server import Origin
 from protocol.broadcast.sources import SourceBook, normal_url
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import MalformedError, UnavailableError, UntrustedError
@@ -408,35 +403,6 @@ def test_damage_in_what_an_earlier_try_left_is_found(run: Run, tmp_path: Path) -
         stats = get(signed, [origin.url], tmp_path / "0")
     assert stats.kept == len(left) - 1
     assert same_files(tmp_path / "0", run, 0)
-
-
-def test_a_client_killed_at_half_resumes_with_at_most_one_chunk_again(
-    tmp_path: Path,
-) -> None:
-    run = Run(tmp_path / "run", size=1_000_000)
-    run.publish(chunk_size=CHUNK)
-    size = len(run.file(0)) + len(run.file(0, "config.json"))
-    dest = tmp_path / "n"
-    command = [sys.executable, "-m", "protocol.broadcast", "fetch"]
-    tail = [str(dest), "--signer", TRAINER.address, "--pool", "7", "--chain-id", "31337", "--json"]
-    slow = Limits(bytes_per_second=1_000_000)
-    with Origin(run.root, limits=slow) as origin:
-        child = subprocess.Popen([*command, origin.url, *tail], stdout=subprocess.DEVNULL)
-        try:
-            until(lambda: origin.counters.bytes_sent > size // 2, "half of it")
-        finally:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-        until(lambda: not origin.connected, "the end of the dead client's connection")
-        first = origin.counters.bytes_sent
-    assert not (dest / "0").exists()
-    with Origin(run.root) as origin:
-        subprocess.run([*command, origin.url, *tail], stdout=subprocess.DEVNULL, check=True)
-        # The second run's index and the small file come on top of the weights.
-        extra = (run.root / "policies" / "index.json").stat().st_size + 200
-        again = first + origin.counters.bytes_sent - size - 2 * extra
-    assert again <= CHUNK + (2 << 20) // 64, again
-    assert same_files(dest / "0", run, 0)
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 7])
