@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,11 @@ from command import prime_node
 from node_world import NodeWorld, until
 
 from node import journal
-from node.policies import PolicyKeeper
+from node import policies as node_policies
+from node.policies import CATCH_UP, PolicyKeeper
 from orchestrator.store import policies
+from protocol.broadcast.client import FetchStats
+from protocol.core.errors import UnavailableError
 from protocol.core.ids import Address
 
 
@@ -126,3 +130,68 @@ def test_status_shows_how_the_newest_policy_came(tmp_path: Path) -> None:
         "chunks fetched again: 1", "http://b lied (1×)",
     ):  # fmt: skip
         assert part in said
+
+
+class Folder:
+    """A folder of policies in memory: which versions are brought, in which order."""
+
+    def __init__(self, root: Path, here: tuple[int, ...], never: tuple[int, ...] = ()) -> None:
+        self.root = root / "policies"
+        self.here, self.never, self.tried = [*here], never, list[int]()
+        self.on_lie: Any = None
+
+    def versions(self) -> list[int]:
+        return self.here
+
+    def manifest(self, version: int) -> Any:
+        inner = SimpleNamespace(version=version, digest=lambda: f"{version}", result_digest="")
+        return SimpleNamespace(manifest=inner)
+
+    def ensure(self, version: int, *arguments: object, **options: object) -> Any:
+        self.tried.append(version)
+        if version in self.never:
+            raise UnavailableError("no relay has it")
+        self.here.append(version)
+        return SimpleNamespace(stats=FetchStats(version))
+
+    def prune(self, keep: int, pinned: object) -> list[int]:
+        return []
+
+
+def keeper_over(folder: Folder, newest: int) -> PolicyKeeper:
+    """Its orchestrator lists every version up to `newest`."""
+    listed = SimpleNamespace(policies=[folder.manifest(n) for n in range(newest + 1)])
+    api: Any = SimpleNamespace(policies=lambda: listed, close=lambda: None)
+    stand_in: Any = folder
+    return PolicyKeeper(stand_in, lambda: api, keep=99, on_arrival=lambda: None, pinned=lambda: ())
+
+
+@pytest.mark.parametrize(
+    ("here", "newest", "tried"),
+    [
+        ((), 3, [3]),
+        ((0,), 3, [1, 2, 3]),
+        ((2,), 2 + CATCH_UP, [3, 4, 5, 6, 7]),
+        ((2,), 3 + CATCH_UP, [3 + CATCH_UP]),
+    ],
+    ids=["nothing is here", "a little behind", "just not too far", "too far"],
+)
+def test_a_node_a_little_behind_takes_each_version_in_turn_and_one_far_behind_the_newest(
+    tmp_path: Path, here: tuple[int, ...], newest: int, tried: list[int]
+) -> None:
+    folder = Folder(tmp_path, here)
+    with started(keeper_over(folder, newest)) as keeper:
+        keeper.heard(newest, ("http://relay",))
+        until(lambda: keeper.newest() == newest, "the newest arrives")
+    assert folder.tried == tried
+
+
+def test_a_version_in_between_that_does_not_arrive_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_policies, "FIRST_PAUSE", 0.0)
+    folder = Folder(tmp_path, (0,), never=(2,))
+    with started(keeper_over(folder, 4)) as keeper:
+        keeper.heard(4, ("http://relay",))
+        until(lambda: keeper.newest() == 4, "the newest arrives")
+    assert folder.tried == [1, 2, 4]
