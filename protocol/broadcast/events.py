@@ -19,3 +19,7 @@ class RelayEvent:
 
 class SourcesChangedError(UnavailableError):
     """Try again at once, with the sources that are known now."""
+
+
+class GivesWayError(UnavailableError):
+    """A newer version goes first; this one is resumed after it."""

@@ -21,26 +21,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from protocol.broadcast import layout
+from protocol.broadcast import layout, shelf
 from protocol.broadcast.access import Rules
 from protocol.broadcast.chunks import ChunkFetcher
 from protocol.broadcast.content import LiveContent, LiveVersion, live_version
 from protocol.broadcast.durable import appear
-from protocol.broadcast.events import RelayEvent, SourcesChangedError
+from protocol.broadcast.events import GivesWayError, RelayEvent, SourcesChangedError
 from protocol.broadcast.files import DiskError, disk_errors, replace_file
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes
 from protocol.broadcast.metrics import Received, family
 from protocol.broadcast.scrub import RATE, Scrubber
 from protocol.broadcast.server import Counters, Limits, Server
-from protocol.broadcast.shelf import (
-    make_from_delta,
-    make_room,
-    partial_folder,
-    remove_version,
-    restored,
-    take_aside,
-)
 from protocol.broadcast.sources import SourceBook, normal_url
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import (
@@ -57,8 +49,6 @@ RETRY_SECONDS = 1.0
 DISK_RETRY_SECONDS = 5.0
 PATIENCE = 20.0
 """Seconds without a chunk after which the next group of sources is tried."""
-
-
 STANDSTILL = 2.0
 """Seconds without a chunk after which a fetch is begun anew if other sources became known."""
 
@@ -107,6 +97,7 @@ class Relay:
         self._failures: dict[int, int] = {}
         self._refused: set[str] = set()
         self._told: dict[int, str] = {}
+        self._gave_way = False
         self._sources: list[list[str]] = []
         self._change = threading.Condition()
         self._stopping = False
@@ -188,7 +179,7 @@ class Relay:
                 self._refused.add(key)
             self._tell(RelayEvent("refused", version, str(error)))
             return
-        self._content.put(live_version(signed, partial_folder(self._root, signed)))
+        self._content.put(live_version(signed, shelf.partial_folder(self._root, signed)))
         with self._change:
             self._wanted[version] = signed
         self._tell(RelayEvent("learned", version, signed.manifest.digest()))
@@ -215,7 +206,7 @@ class Relay:
     # Disk
 
     def _restore(self) -> None:
-        for live in restored(self._root, self._trust, self._history):
+        for live in shelf.restored(self._root, self._trust, self._history):
             self._complete.add(live.signed.manifest.version)
             self._content.put(live)
         self._drop_old()
@@ -235,7 +226,7 @@ class Relay:
         if live is None:
             return
         try:
-            if not take_aside(live, self._root):
+            if not shelf.take_aside(live, self._root):
                 return
         except DiskError as error:  # the scrubber comes by again
             self._refusal(version, error)
@@ -270,6 +261,9 @@ class Relay:
                         self._failures[version] = self._failures.get(version, 0) + 1
                         self._change.wait_for(lambda: self._stopping, DISK_RETRY_SECONDS)
                     continue
+                except GivesWayError:
+                    self._gave_way = True
+                    continue
                 except PrimeError as error:
                     self._tell(RelayEvent("failed", version, str(error)))
                     with self._change:
@@ -281,6 +275,7 @@ class Relay:
                     self._wanted.pop(version, None)
                     self._complete.add(version)
                     self._told.pop(version, None)
+                    self._gave_way = False
                 self._tell(RelayEvent("complete", version, signed.manifest.digest()))
                 self._drop_old()
         except BaseException as error:
@@ -292,7 +287,7 @@ class Relay:
         with self._change:
             while not self._stopping:
                 if self._wanted and self._sources:
-                    version = min(self._wanted, key=lambda v: (self._failures.get(v, 0), -v))
+                    version = min(self._wanted, key=self._rank)
                     return self._wanted[version]
                 self._change.wait()
         return None
@@ -301,7 +296,7 @@ class Relay:
         manifest = signed.manifest
         live = self._content.get(manifest.version)
         assert live is not None
-        make_room(live)
+        shelf.make_room(live)
         self._get(delta_items(manifest), live)
         if not self._from_delta(live):
             self._get(file_items(manifest), live)
@@ -320,7 +315,7 @@ class Relay:
             try:
                 self._get_from(items, live, urls, groups)
                 return
-            except (SourcesChangedError, DiskError):
+            except (SourcesChangedError, GivesWayError, DiskError):
                 raise
             except UnavailableError:
                 if self._stopping or number == len(groups) - 1:
@@ -338,13 +333,17 @@ class Relay:
             # A relay feeds from the origin: other relays may be waiting for this one.
             last_resort="relay" if len(groups) == 1 else None,
             patience=PATIENCE,
-            stop=lambda: self._stopping or self._better_elsewhere(fetcher, groups),
+            stop=lambda: (
+                self._stopping or self._better_elsewhere(fetcher, groups) or self._gives_way(live)
+            ),
             on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
         )
         begun = self._clock()
         try:
             fetcher.run()
         except UnavailableError as error:
+            if self._gives_way(live) and not isinstance(error, DiskError):
+                raise GivesWayError("a newer version goes first") from error
             if self._better_elsewhere(fetcher, groups):
                 raise SourcesChangedError("other sources are known now") from error
             raise
@@ -358,11 +357,31 @@ class Relay:
         """True for a fetch that stands still while other sources were offered meanwhile."""
         return self._sources != groups and fetcher.idle_seconds > STANDSTILL
 
+    def _gives_way(self, live: LiveVersion) -> bool:
+        """True for a fetch while a newer version is wanted whose deltas do not start from it. Only
+        one gives way until some version is complete: else, where the trainer is quicker than the
+        link, none ever would be."""
+        if self._gave_way:
+            return False
+        manifest = live.signed.manifest
+        with self._change:
+            version = min(self._wanted, key=self._rank, default=manifest.version)
+            if version <= manifest.version:
+                return False
+            newer = self._wanted[version].manifest
+        return all(entry.base != manifest.version for entry in newer.deltas)
+
+    def _rank(self, version: int) -> tuple[int, int]:
+        """What is fetched first: what failed least, then the newest."""
+        return (self._failures.get(version, 0), -version)
+
     def _from_delta(self, live: LiveVersion) -> bool:
         """Makes the files from a base that is here, if there is one; False if not."""
         bases = {v: base for v in self.complete() if (base := self._content.get(v)) is not None}
         version = live.signed.manifest.version
-        return make_from_delta(live, bases, lambda e: self._tell(RelayEvent("fault", version, e)))
+        return shelf.make_from_delta(
+            live, bases, lambda e: self._tell(RelayEvent("fault", version, e))
+        )
 
     def _drop_old(self) -> None:
         with self._change:
@@ -374,7 +393,7 @@ class Relay:
         for version in gone:
             self._content.drop(version)
             try:
-                remove_version(self._root, version)
+                shelf.remove_version(self._root, version)
             except DiskError as error:
                 self._refusal(version, error)
             self._tell(RelayEvent("dropped", version))
