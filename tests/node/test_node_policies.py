@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,15 +15,20 @@ from typing import Any
 
 import pytest
 import requests
-from bridge_kit import Kit, bridge_kit, pulse
+from bridge_kit import Bench, Flag, Kit, bridge_kit, pulse
 from command import prime_node
-from node_world import NodeWorld, until
+from node_world import NODE, POOL, TRAINER, NodeWorld, publish_model, until
 
 from node import journal
 from node import policies as node_policies
+from node.api import NodeApi
 from node.policies import CATCH_UP, PolicyKeeper
-from orchestrator.store import policies
+from node.worker.loop import work
+from node.worker.workshop import Built, Job
+from orchestrator.store import batches, policies
 from protocol.broadcast.client import FetchStats
+from protocol.broadcast.folder import PolicyFolder
+from protocol.broadcast.manifest import Trust
 from protocol.core.errors import UnavailableError
 from protocol.core.ids import Address
 
@@ -195,3 +200,67 @@ def test_a_version_in_between_that_does_not_arrive_holds_up_nothing(
         keeper.heard(4, ("http://relay",))
         until(lambda: keeper.newest() == 4, "the newest arrives")
     assert folder.tried == [1, 2, 4]
+
+
+class Overtaken(Bench):
+    """While its first file is made, a newer policy is published and arrives."""
+
+    def __init__(self, kit: Kit, stop: Flag, keeper: PolicyKeeper, pruned: list[int]) -> None:
+        super().__init__(kit, stop, files=2)
+        self._kit, self._keeper, self._pruned = kit, keeper, pruned
+        self.by: list[int] = []
+
+    def build(self, job: Job) -> Built:
+        self.by.append(job.signed.policy_version)
+        if len(self.by) == 1:
+            context, store = self._kit.world.backend.context, self._kit.world.store
+            signed = publish_model(
+                self._kit.world.folder, context.deployment, context.pool, version=1
+            )
+            with store.begin() as connection:
+                policies.add(connection, signed, now=self._kit.world.backend.now())
+            self._keeper.heard(1, (origin_of(self._kit),))
+            until(lambda: self._keeper.newest() == 1, "policy 1 arrives while a file is made")
+            until(lambda: len(self._pruned) == 2, "what is old is looked through")
+            assert self._kit.desk.open_leases() == (job.lease_digest,)
+            assert self._kit.desk.open_versions() == {0}
+            assert self._keeper.digest(0) is not None, "the open lease's policy stays"
+        return super().build(job)
+
+
+def test_a_policy_that_arrives_while_a_file_is_made_waits_for_the_next_lease(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust = Trust(TRAINER.address, kit.world.backend.context.deployment.domain("pools"), POOL)
+    folder = PolicyFolder(kit.folder.parent / "policies", trust)
+    pruned: list[int] = []
+    prune = folder.prune
+
+    def counted(keep: int, pinned: Collection[int] = ()) -> list[int]:
+        gone = prune(keep, pinned)
+        pruned.append(len(gone))
+        return gone
+
+    monkeypatch.setattr(folder, "prune", counted)
+    keeper = PolicyKeeper(
+        folder,
+        lambda: NodeApi(kit.world.url, NODE),
+        keep=1,
+        on_arrival=kit.desk.nudge,
+        pinned=kit.desk.open_versions,
+    )
+    monkeypatch.setattr(kit.desk, "_policies", keeper)
+    monkeypatch.setattr(  # a policy is published once the batch before it is sealed
+        batches, "next_step", lambda connection: policies.latest_version(connection) or 0
+    )
+    kit.courier.start()
+    with started(keeper):
+        keeper.heard(0, (origin_of(kit),))
+        until(lambda: keeper.newest() == 0, "policy 0 arrives")
+        stop = Flag()
+        shop: Any = Overtaken(kit, stop, keeper, pruned)
+        work(kit.client, shop, stop)
+    assert shop.by == [0, 1]
+    assert pruned[:2] == [0, 0]
+    assert len(kit.world.submissions()) == 2
+    assert kit.courier.stop(10) == 0
