@@ -223,15 +223,16 @@ def publish(
     serve: Annotated[
         bool, typer.Option(help="Until a relay or node has all of it; not if a mirror does.")
     ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Sign a folder as a policy by hand and serve it (`run` does so after each step by itself)."""
     flags: dict[str, object] = dict(locals())
     from trainer.config import load
     from trainer.run import publish_by_hand
 
-    for name in ("config", "model", "version", "serve"):
+    for name in ("config", "model", "version", "serve", "as_json"):
         del flags[name]
-    publish_by_hand(load(flags, config), model, version, serve=serve)
+    publish_by_hand(load(flags, config), model, version, serve=serve, as_json=as_json)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ from trainer.config import Settings
 from trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, require_trainer
 
 if TYPE_CHECKING:
+    from protocol.core.checkpoint import SignedManifest
     from protocol.core.run import RunDefinition
     from trainer.dryrun import Estimate
     from trainer.publish import Origin, Publisher
@@ -186,6 +188,7 @@ def publish_by_hand(
     version: int,
     *,
     serve: bool = True,
+    as_json: bool = False,
     stop: threading.Event | None = None,
 ) -> None:
     """Signs `model` as policy `version` and hands it to the orchestrator, then serves it until one
@@ -203,15 +206,13 @@ def publish_by_hand(
         require_trainer(facts, signer.address)
         publisher = new_publisher(settings, facts, signer, client)
         if not serve:
-            signed = publisher.publish(model, version)
-            print(f"policy {version}: {signed.manifest.digest()}", flush=True)
+            publish_and_say(publisher, model, version, as_json)
             return
         origin = new_origin(settings, publisher.root, signer)
         taken = origin.watch(version)
         stack.enter_context(origin)  # that it cannot listen is found before anything is announced
-        signed = publisher.publish(model, version)
+        signed = publish_and_say(publisher, model, version, as_json)
         origin.announce()
-        print(f"policy {version}: {signed.manifest.digest()}", flush=True)
         stop = stop or until_stopped()
         _say(
             f"serving policy {version} at {origin.url} until a relay or node has taken all of it; "
@@ -226,6 +227,27 @@ def publish_by_hand(
             f"nobody has taken all of policy {version} yet; `trainer run` with this --data serves "
             "it, and so does this command again"
         )
+
+
+def publish_and_say(
+    publisher: Publisher, model: Path, version: int, as_json: bool
+) -> SignedManifest:
+    """Publishes with a bar on a terminal, and prints the policy's digest, or all as JSON."""
+    from protocol.broadcast.bars import work_bar
+
+    with work_bar(shown=not as_json):
+        signed = publisher.publish(model, version)
+    manifest = signed.manifest
+    facts = {
+        "version": version,
+        "digest": manifest.digest(),
+        "result_digest": manifest.result_digest,
+        "bytes": sum(entry.size for entry in manifest.files),
+        "deltas": {str(delta.base): delta.size for delta in manifest.deltas},
+    }
+    said = json.dumps(facts) if as_json else f"policy {version}: {facts['digest']}"
+    print(said, flush=True)
+    return signed
 
 
 def _say(words: str) -> None:

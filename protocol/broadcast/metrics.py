@@ -1,4 +1,7 @@
-"""What a server, a relay and a node count, in Prometheus' text format (version 0.0.4)."""
+"""What a server and a relay count, in Prometheus' text format (version 0.0.4).
+
+A node has no port for it: its counts are its `policies.jsonl` and `prime-node status`.
+"""
 
 from __future__ import annotations
 
