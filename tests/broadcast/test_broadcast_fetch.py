@@ -437,8 +437,12 @@ def test_a_full_disk_costs_a_source_without_ranges_nothing_either(
     signed = run.publish()
     book = SourceBook()
 
+    real = os.pwrite
+
     def full(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if "model" in Path(f"/proc/self/fd/{fd}").readlink().name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
 
     with plain_server(run.root) as mirror:
         with monkeypatch.context() as patch:
