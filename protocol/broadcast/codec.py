@@ -169,14 +169,15 @@ def _unpack_gaps(raw: bytes, count: int) -> NDArray[np.int64]:
     packed = np.frombuffer(raw, np.uint8)
     if packed[-1] == 255:
         raise MalformedError("the delta's gaps end in the middle")
-    steps = packed.astype(np.int64)
+    positions: NDArray[np.int64] = packed.astype(np.int64)
     if int(packed.max()) == 255:
-        going_on = packed == 255
-        steps += ~going_on
-        positions = np.cumsum(steps, out=steps)[~going_on]
+        ends = packed != 255
+        positions += ends
+        np.cumsum(positions, out=positions)
+        positions = positions[ends]
     else:
-        steps += 1
-        positions = np.cumsum(steps, out=steps)
+        positions += 1
+        np.cumsum(positions, out=positions)
     positions -= 1
     if positions[-1] >= count:
         raise MalformedError("the delta's gaps leave their block")

@@ -1,4 +1,4 @@
-"""Whoever writes the end of a file locks its rows in one order, so that nobody waits in a circle."""
+"""Whoever writes the end of a file locks its rows in one order: nobody waits in a circle."""
 
 from __future__ import annotations
 
