@@ -26,7 +26,7 @@ from typing import Any, Literal
 from protocol.broadcast import delta as deltas
 from protocol.broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher
 from protocol.broadcast.durable import appear
-from protocol.broadcast.files import remove_folder, replace_file, require_space
+from protocol.broadcast.files import make_folder, remove_folder, replace_file, require_space
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import (
     MANIFEST_NAME,
@@ -114,7 +114,7 @@ def fetch(
     policy = check_manifest(signed.manifest if signed else manifest)  # type: ignore[arg-type]
     stats = FetchStats(policy.version, policy_bytes=total_size(policy))
     begun = clock()
-    dest.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    make_folder(dest.parent)
     with _locked(dest):
         if dest.exists():
             _require_same(dest, policy)
@@ -122,7 +122,7 @@ def fetch(
             return stats
         partial = dest.parent / f".partial-{dest.name}-{policy.digest()[2:18]}"
         files = partial / "files"
-        files.mkdir(mode=0o755, parents=True, exist_ok=True)
+        make_folder(files)
         book = book or SourceBook()
         options = {"parallel": parallel, "per_source": per_source, "progress": progress}
         plan = plan_route(policy, bases, chain, book.speed(sources, parallel))
@@ -180,7 +180,7 @@ class _Arriving:
                 )
             tried.append(plan.anchor.version)
             folder = self.partial / f"version-{plan.anchor.version}"
-            folder.mkdir(exist_ok=True)
+            make_folder(folder)
             try:
                 self._whole(plan.anchor, folder)
             except GoneError:
@@ -202,11 +202,11 @@ class _Arriving:
             name = f"delta-{hop.entry.base}"
             item = next(item for item in delta_items(hop.target) if item.name == name)
             into = self.partial / f"deltas-{hop.target.version}"
-            into.mkdir(exist_ok=True)
+            make_folder(into)
             self._get([item], into, patience)
             last = number == len(plan.hops) - 1
             target = self.files if last else self.partial / f"version-{hop.target.version}"
-            target.mkdir(exist_ok=True)
+            make_folder(target)
             begun = time.monotonic()
             written = deltas.apply(folder, manifest, into / name, hop.target, target)
             self.book.applied(written, time.monotonic() - begun)

@@ -98,6 +98,12 @@ def disk_errors() -> Iterator[None]:
         raise disk_error(error) from error
 
 
+def make_folder(path: Path) -> None:
+    """The folder, and those above it, unless it is there. Raises DiskError."""
+    with disk_errors():
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+
 def require_space(folder: Path, needed: int) -> None:
     """Raises DiskError before anything is written if `needed` bytes do not fit."""
     free = shutil.disk_usage(folder).free
