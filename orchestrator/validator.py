@@ -352,6 +352,7 @@ class Validator:
             calibration=(
                 (self._calibration or shipped()).digest() if finding.thresholds else ZERO_DIGEST
             ),
+            row_statistics=finding.decimal_row_statistics(),
         )
 
     def _abstain(self, digest: Digest, reason: Reason, detail: str) -> None:

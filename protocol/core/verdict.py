@@ -184,3 +184,5 @@ class Evidence(Strict):
     calibration: DigestField = ZERO_DIGEST
     """Object whose limits these are (protocol.proofs.thresholds.Calibration); zero: none was used.
     """
+    row_statistics: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Statistic → its value in each of `rows_drawn`, in their order."""

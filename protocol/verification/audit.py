@@ -338,7 +338,26 @@ def _compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...])
     apart = [name for name, pair in statistics.items() if not close(*pair)]
     if apart:
         return audit("mismatch", f"statistics differ beyond rounding: {', '.join(apart)}")
+    notes += _rows_apart(evidence, finding)
     return audit("match", finding.detail)
+
+
+def _rows_apart(evidence: Evidence, finding: Finding) -> tuple[str, ...]:
+    """A note that names the rows whose own statistics differ: they decide nothing beside the
+    file's, but whoever states them falsely should be seen to."""
+    found = finding.decimal_row_statistics()
+    apart = {
+        number
+        for name, stated in evidence.row_statistics.items()
+        for number, said, own in zip(finding.rows_drawn, stated, found.get(name, ()), strict=False)
+        if not close(said, own)
+    }
+    lengths = {len(stated) for stated in evidence.row_statistics.values()}
+    if lengths - {len(finding.rows_drawn)} or set(evidence.row_statistics) - set(found):
+        return ("the evidence states statistics of other rows, or others than there are",)
+    if not apart:
+        return ()
+    return (f"statistics of rows {', '.join(map(str, sorted(apart)))} differ beyond rounding",)
 
 
 def _compare_verdict(
@@ -367,6 +386,9 @@ def _compare_verdict(
 
 
 def close(published: str, found: str) -> bool:
-    """Whether two statistics are one finding, rounding apart."""
-    a, b = float(published), float(found)
+    """Whether two statistics are one finding, rounding apart. Anything may be published."""
+    try:
+        a, b = float(published), float(found)
+    except ValueError:
+        return False
     return abs(a - b) <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * max(abs(a), abs(b))

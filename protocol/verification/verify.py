@@ -96,6 +96,13 @@ class Finding:
         """Statistics as decimal text, for Evidence."""
         return {name: f"{value:.9g}" for name, value in self.statistics.items()}
 
+    def decimal_row_statistics(self) -> dict[str, tuple[str, ...]]:
+        """Statistic → its value in each row drawn, as decimal text, for Evidence."""
+        names = self.row_statistics[0].values if self.row_statistics else ()
+        return {
+            name: tuple(f"{row.values[name]:.6g}" for row in self.row_statistics) for name in names
+        }
+
     def decimal_thresholds(self) -> dict[str, str]:
         """Limits as decimal text, for Evidence."""
         return {name: f"{value:.9g}" for name, value in self.thresholds.items()}

@@ -25,7 +25,7 @@ from protocol.core.errors import UnavailableError, UserError
 from protocol.core.verdict import Evidence, Reason, SignedVerdict, VerdictTable
 from protocol.environments.base import Problem, TaskScore
 from protocol.environments.reverse import Reverse
-from protocol.proofs.thresholds import shipped
+from protocol.proofs.thresholds import STATISTICS, shipped
 from protocol.storage.base import digest_key, put_object
 from protocol.storage.directory import DirectoryStore
 from protocol.verification.audit import audit_slash
@@ -72,6 +72,32 @@ def test_replayed_rows_and_statistics_are_part_of_the_match(court: Court) -> Non
     statistics = {n: "123" for n in evidence.statistics if not n.startswith("draw")}
     inflated = evidence.model_copy(update={"statistics": evidence.statistics | statistics})
     assert court.audit(replaced(court, row, inflated)).result == "mismatch"
+    no_number = evidence.model_copy(update={"statistics": evidence.statistics | {"sketch": "x"}})
+    assert court.audit(replaced(court, row, no_number)).result == "mismatch"
+
+
+def test_statistics_of_single_rows_are_published_and_looked_at_by_an_audit(court: Court) -> None:
+    row = court.judged(court.forged, LIAR)
+    evidence = court.evidence(row)
+    assert set(evidence.row_statistics) == set(STATISTICS)
+    assert {len(v) for v in evidence.row_statistics.values()} == {len(evidence.rows_drawn)}
+    worst = max(float(value) for value in evidence.row_statistics["logprob_max"])
+    assert worst == pytest.approx(float(evidence.statistics["logprob_max"]), rel=1e-4)
+    before = court.audit(court.slash(row)).notes
+    assert not any("statistics" in note for note in before)
+
+    def audited(changed: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+        other = evidence.model_copy(update={"row_statistics": changed})
+        found = court.audit(replaced(court, row, other))
+        assert found.result == "match", "the file's statistics decide"
+        assert found.notes[: len(before)] == before
+        return found.notes[len(before) :]
+
+    stated = evidence.row_statistics["logprob_max"]
+    (note,) = audited(evidence.row_statistics | {"logprob_max": ("99", *stated[1:])})
+    assert note == f"statistics of rows {evidence.rows_drawn[0]} differ beyond rounding"
+    (note,) = audited({"logprob_max": stated[1:]})
+    assert "of other rows" in note
 
 
 def replaced(court: Court, row: SubmissionRow, evidence: Evidence) -> Slash:
