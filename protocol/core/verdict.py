@@ -60,6 +60,7 @@ class Reason(IntEnum):
     LATE = 57
     POLICY_TOO_OLD = 58
     UNROOTED = 59
+    UNCALIBRATED = 60
     # abstained: the validator's own trouble
     VALIDATOR_CRASHED = 80
     POLICY_MISSING = 81
@@ -107,9 +108,12 @@ SENTENCES: dict[Reason, str] = {
     Reason.POLICY_TOO_OLD: "its policy is older than the run allows; fetch policies sooner",
     Reason.UNROOTED: "it was not put on chain while anybody could still answer for it there: the "
     "pool's fault, no pay, no penalty; next time: prime-node work post",
+    Reason.UNCALIBRATED: "no calibration covers its engine, dtype or device: it was measured only, "
+    "no pay, no penalty; use a set-up that the run's calibration lists",
     Reason.VALIDATOR_CRASHED: "the validator failed; another takes it, nothing to do",
     Reason.POLICY_MISSING: "the validator lacked the policy; another takes it, nothing to do",
-    Reason.UNKNOWN_SETUP: "no calibration covers this engine, dtype or device; use a listed one",
+    Reason.UNKNOWN_SETUP: "the validator lacks the run's calibration, or that is for another engine; "
+    "another takes it, nothing to do",
     Reason.OUT_OF_RESOURCES: "the validator ran out of resources; another takes it",
 }
 """One sentence a reason (see Reason.sentence)."""

@@ -147,6 +147,7 @@ def audit_slash(slash: Slash, setting: Setting, library: Library) -> Audit:
         evidence.draw_secret,
         setting,
         draw_count=len(evidence.rows_drawn),  # more than the run's share, by the node's history
+        rewards_first=evidence.reason == Reason.TAMPERED_REWARD,
     )
     return _compare_slash(evidence, finding, notes)
 
@@ -301,6 +302,7 @@ def _run(
     setting: Setting,
     *,
     draw_count: int | None = None,
+    rewards_first: bool = False,
 ) -> Finding:
     claim = signed.submission
     return verify_file(
@@ -315,6 +317,7 @@ def _run(
         submission=claim,
         calibration=setting.calibration,
         draw_count=draw_count,
+        rewards_first=rewards_first,
     )
 
 

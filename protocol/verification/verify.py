@@ -8,7 +8,7 @@
     two humps       too many claimed improbabilities         → rejected
     rewards         every row graded again                   → rejected
     repeats         a row that another file has              → every row is replayed
-    replay          drawn rows: sampling, states, log-probs  → rejected, or shadow if uncalibrated
+    replay          drawn rows: sampling, states, log-probs  → rejected; void if uncalibrated
 
 Where a grader may use up a limit of time (Environment.may_give_up), rewards come last, and only of
 a file that the replay accepts: answers that were made up to keep graders busy cost their author
@@ -35,7 +35,7 @@ from protocol.core.task import SignedLease
 from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment
-from protocol.proofs.thresholds import Calibration, Limits, SetupLimits, shipped
+from protocol.proofs.thresholds import STATISTICS, Calibration, Limits, shipped
 from protocol.verification import repeats, replay
 from protocol.verification.build import PlannedRow, plan_rows
 from protocol.verification.checks import (
@@ -134,6 +134,7 @@ def verify_file(
     calibration: Calibration | None = None,
     draw_count: int | None = None,
     seen: Seen | None = None,
+    rewards_first: bool = False,
 ) -> Finding:
     """Judges the bytes of a rollout file against its lease.
 
@@ -141,7 +142,8 @@ def verify_file(
     .file_secret; any fresh digest in a pre-flight) and `submission_digest` draw the rows to replay.
     `calibration` is the object that run.calibration names; None takes the shipped one.
     `draw_count`: how many rows to replay, if that is more than the run's share. `seen`: which rows
-    other files had; one that has any is replayed whole.
+    other files had; one that has any is replayed whole. `rewards_first`: they are graded before the
+    replay whatever the environment, as who looks into an accusation of tampering wants it.
     Raises PolicyError if `run` is not the lease's run.
     """
     if signed.lease.run_digest != run.digest():
@@ -156,7 +158,7 @@ def verify_file(
         check_proofs(file.rows, engine)
         check_humps(file.rows, engine)
         table = None
-        if not environment.may_give_up:
+        if rewards_first or not environment.may_give_up:
             table = check_rewards(file.rows, plan, environment, engine)
     except RulingError as ruling:
         return Finding(ruling.reason, ruling.detail)
@@ -175,7 +177,7 @@ def verify_file(
         try:
             table = check_rewards(file.rows, plan, environment, engine)
         except RulingError as ruling:
-            return replace(finding, reason=ruling.reason, detail=ruling.detail)
+            return Finding(ruling.reason, ruling.detail, repeated=repeated)  # as if it came first
     return replace(
         finding,
         table=table,
@@ -234,7 +236,9 @@ def _judge_replay(
     engines: EngineProvider,
     calibration: Calibration | None,
 ) -> Finding:
-    setup = _calibrated(file, run, engine, calibration)
+    calibrated = _calibration(run, engine, calibration)
+    made = file.metadata
+    setup = calibrated.setup(made.engine, made.dtype, made.device) if calibrated else None
 
     def replayed(by: Engine) -> replay.Replayed:
         twin = by if setup is None else by.twin(file.metadata.dtype)
@@ -252,13 +256,15 @@ def _judge_replay(
     statistics = replay.combine(found)
     statistics["compute_share"] = _compute_share(file, numbers, engine)
     if limits is None:
-        made = file.metadata
+        measured = ", ".join(f"{name} {statistics[name]:.3g}" for name in STATISTICS)
         return Finding(
-            Reason.UNKNOWN_SETUP,
-            f"no calibration for {made.engine}, {made.dtype} on {made.device}: measured only",
+            Reason.UNCALIBRATED if calibrated else Reason.UNKNOWN_SETUP,
+            f"no calibration for {made.engine}, {made.dtype} on {made.device}: measured only: "
+            f"{measured}",
             statistics=statistics,
             rows_drawn=drawn,
             row_statistics=found,
+            setup=" ".join((made.engine, made.dtype, made.device)),
         )
     accusation = replay.accuse(found, limits)
     if accusation is not None and accusation.reason in EXPLAINED_BY_WEIGHTS:
@@ -285,18 +291,16 @@ def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) ->
     return passes * sum(tokens[number] for number in numbers) / sum(tokens)
 
 
-def _calibrated(
-    file: RolloutFile, run: RunDefinition, engine: Engine, calibration: Calibration | None
-) -> SetupLimits | None:
-    """What was measured of the set-up that the file names; None if it never was, or not for an
-    engine like the validator's."""
+def _calibration(
+    run: RunDefinition, engine: Engine, calibration: Calibration | None
+) -> Calibration | None:
+    """The calibration that the run names, if it is here and for an engine like the validator's."""
     chosen = calibration or shipped()
     if run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return None
     if (chosen.replay_engine, chosen.replay_dtype) != (engine.name, engine.dtype):
         return None
-    made = file.metadata
-    return chosen.setup(made.engine, made.dtype, made.device)
+    return chosen
 
 
 def _explained_by_earlier(

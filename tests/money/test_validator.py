@@ -22,14 +22,18 @@ from protocol.chain.history import Slash
 from protocol.core import encoding
 from protocol.core.checkpoint import PolicyStatement
 from protocol.core.errors import UnavailableError, UserError
+from protocol.core.ids import Digest
+from protocol.core.task import SignedLease
 from protocol.core.verdict import Evidence, Reason, SignedVerdict, VerdictTable
 from protocol.environments.base import Problem, TaskScore
 from protocol.environments.reverse import Reverse
 from protocol.proofs.thresholds import STATISTICS, shipped
 from protocol.storage.base import digest_key, put_object
 from protocol.storage.directory import DirectoryStore
+from protocol.verification import verify
 from protocol.verification.audit import audit_slash
 from protocol.verification.engines import FolderEngines, load_engine
+from protocol.verification.rollout_file import read_rollout_file, write_rollout_file
 
 
 def test_an_honest_file_is_accepted_paid_and_grouped(court: Court) -> None:
@@ -98,6 +102,36 @@ def test_statistics_of_single_rows_are_published_and_looked_at_by_an_audit(court
     assert note == f"statistics of rows {evidence.rows_drawn[0]} differ beyond rounding"
     (note,) = audited({"logprob_max": stated[1:]})
     assert "of other rows" in note
+
+
+def test_tampering_is_audited_by_the_grader_alone_though_the_validator_replayed_first(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(court.environment), "may_give_up", True)
+    row = court.judged(court.tampered, LIAR)
+    assert (row.status, row.reason) == ("rejected", Reason.TAMPERED_REWARD)
+    assert court.evidence(row).rows_drawn == ()
+    with monkeypatch.context() as nothing_replayed:
+        nothing_replayed.setattr(verify, "_judge_replay", None)
+        found = court.audit(court.slash(row))
+    assert (found.result, found.expected) == ("match", Reason.TAMPERED_REWARD), found
+
+
+def test_a_setup_that_nobody_calibrated_is_measured_once_and_ends_unpaid(
+    court: Court, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It used to go round for a score of whole replays, whoever declared it."""
+
+    def elsewhere(signed: SignedLease, lease_digest: Digest) -> bytes:
+        file = read_rollout_file(court.honest(signed, lease_digest))
+        return write_rollout_file(file.rows, replace(file.metadata, device="NVIDIA H200"))
+
+    caplog.set_level("INFO")
+    row = court.judged(elsewhere, HONEST)
+    assert (row.status, row.reason) == ("void", Reason.UNCALIBRATED)
+    assert court.shop.node_status(HONEST.address) == "active"
+    assert court.validator.judge_next() is None
+    assert "NVIDIA H200: measured only: margin_mean" in caplog.text
 
 
 def replaced(court: Court, row: SubmissionRow, evidence: Evidence) -> Slash:

@@ -112,7 +112,8 @@ def test_an_uncalibrated_setup_is_measured_and_never_rejected(
         metadata=setup,
     )
     found = world.judge(greedy)
-    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.UNKNOWN_SETUP)
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.UNCALIBRATED)
+    assert f"margin_max {found.statistics['margin_max']:.3g}" in found.detail
     assert found.statistics["margin_max"] > 1
 
 
