@@ -112,8 +112,8 @@ SENTENCES: dict[Reason, str] = {
     "no pay, no penalty; use a set-up that the run's calibration lists",
     Reason.VALIDATOR_CRASHED: "the validator failed; another takes it, nothing to do",
     Reason.POLICY_MISSING: "the validator lacked the policy; another takes it, nothing to do",
-    Reason.UNKNOWN_SETUP: "the validator lacks the run's calibration, or that is for another engine; "
-    "another takes it, nothing to do",
+    Reason.UNKNOWN_SETUP: "the validator lacks a calibration of the run's for its engine; another "
+    "takes it, nothing to do",
     Reason.OUT_OF_RESOURCES: "the validator ran out of resources; another takes it",
 }
 """One sentence a reason (see Reason.sentence)."""
