@@ -212,13 +212,7 @@ class Relay:
         self._drop_old()
 
     def _shelf(self) -> list[tuple[int, Path, list[Item]]]:
-        """What the scrubber reads: the complete versions."""
-        live = (self._content.get(version) for version in self.complete())
-        return [
-            (one.signed.manifest.version, one.folder, list(one.items.values()))
-            for one in live
-            if one is not None
-        ]
+        return shelf.to_read(self._content, self.complete())
 
     def _rotted(self, version: int, why: str) -> None:
         """Takes a version off the shelf; the next offer has its wrong chunks fetched again."""
@@ -226,11 +220,10 @@ class Relay:
         if live is None:
             return
         try:
-            if not shelf.take_aside(live, self._root):
+            if not shelf.take_aside(live.signed, self._root):
                 return
-        except DiskError as error:  # the scrubber comes by again
+        except DiskError as error:  # it stays where it is, unserved, until `make_room` can move it
             self._refusal(version, error)
-            return
         self._content.drop(version)
         with self._change:
             self._complete.discard(version)
@@ -296,7 +289,7 @@ class Relay:
         manifest = signed.manifest
         live = self._content.get(manifest.version)
         assert live is not None
-        shelf.make_room(live)
+        shelf.make_room(live, self._root)
         self._get(delta_items(manifest), live)
         if not self._from_delta(live):
             self._get(file_items(manifest), live)

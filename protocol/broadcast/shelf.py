@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from protocol.broadcast import delta as deltas
 from protocol.broadcast import layout
-from protocol.broadcast.content import LiveVersion, live_version
+from protocol.broadcast.content import LiveContent, LiveVersion, live_version
 from protocol.broadcast.durable import settle
 from protocol.broadcast.files import disk_errors, remove_folder, require_space
-from protocol.broadcast.layout import file_items
+from protocol.broadcast.layout import Item, file_items
 from protocol.broadcast.manifest import History, Trust, total_size
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import MalformedError, UntrustedError, UserError
@@ -23,9 +23,11 @@ def partial_folder(root: Path, signed: SignedManifest) -> Path:
     return root / layout.POLICIES / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
 
 
-def make_room(live: LiveVersion) -> None:
-    """Makes the folder of an arriving version. Raises DiskError if what is missing of it does not
-    fit, or the disk refuses."""
+def make_room(live: LiveVersion, root: Path) -> None:
+    """Makes the folder of an arriving version, of what rotted if that is still in its place. Raises
+    DiskError if what is missing of it does not fit, or the disk refuses."""
+    if layout.version_folder(root, live.signed.manifest.version).exists():
+        take_aside(live.signed, root)
     with disk_errors():
         live.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         have = sum(path.stat().st_blocks * 512 for path in live.folder.iterdir())
@@ -53,14 +55,24 @@ def restored(root: Path, trust: Trust, history: History) -> list[LiveVersion]:
     return found
 
 
-def take_aside(live: LiveVersion, root: Path) -> bool:
+def to_read(content: LiveContent, versions: Iterable[int]) -> list[tuple[int, Path, list[Item]]]:
+    """What the scrubber reads of `versions`: number, folder, items."""
+    live = (content.get(version) for version in versions)
+    return [
+        (one.signed.manifest.version, one.folder, list(one.items.values()))
+        for one in live
+        if one is not None
+    ]
+
+
+def take_aside(signed: SignedManifest, root: Path) -> bool:
     """A complete version becomes one that is arriving; False if it was dropped meanwhile. Raises
     DiskError."""
-    partial = partial_folder(root, live.signed)
+    partial = partial_folder(root, signed)
     with disk_errors():
         remove_folder(partial)
         try:
-            live.folder.rename(partial)
+            layout.version_folder(root, signed.manifest.version).rename(partial)
         except FileNotFoundError:
             return False
     return True

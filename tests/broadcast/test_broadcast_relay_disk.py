@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from broadcast_world import TRAINER, TRUST, Run, same_files, until
+from broadcast_world import CHUNK, TRAINER, TRUST, Run, same_files, until
 
 from protocol.broadcast import layout, relay
 from protocol.broadcast.client import fetch
@@ -138,6 +138,39 @@ def test_a_disk_that_refuses_to_let_an_old_version_go_ends_nothing(
     disk.full = False
     with Relay(tmp_path / "r", TRUST, keep=1) as there:
         assert layout.versions(tmp_path / "r") == [1], "it goes at the next start"
+
+
+def test_a_relay_serves_nothing_it_knows_to_be_wrong_though_the_disk_keeps_it_in_its_place(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = run.publish()
+    events: list[RelayEvent] = []
+    disk = Disk(tmp_path / "r", monkeypatch)
+    disk.refuse(os, "rename", lambda path, *_: disk.below(path))
+    with (
+        Origin(run.root) as origin,
+        Relay(tmp_path / "r", TRUST, scrub_rate=1e9, on_event=events.append) as there,
+    ):
+        there.offer([signed], [[origin.url]])
+        until(lambda: there.complete() == [0], "version 0")
+        sent = origin.counters.bytes_sent
+        disk.full = True
+        with (layout.version_folder(tmp_path / "r", 0) / "model.safetensors").open("r+b") as file:
+            file.seek(3 * CHUNK + 5)
+            byte = file.read(1)
+            file.seek(3 * CHUNK + 5)
+            file.write(bytes([byte[0] ^ 1]))
+        until(lambda: "rot" in {event.kind for event in events}, "the rot is noticed")
+        assert there.versions() == there.complete() == []
+        there.offer([signed], [[origin.url]])
+        tried = disk.refused
+        until(lambda: disk.refused > tried + 1, "it tries to mend it")
+        assert origin.counters.bytes_sent == sent, "not a byte comes before there is a place for it"
+        disk.full = False
+        until(lambda: there.complete() == [0], "it is mended once the disk lets it")
+        assert origin.counters.bytes_sent - sent <= 2 * CHUNK, "only what was wrong came again"
+        fetch(signed, [there.url], tmp_path / "n" / "0", patience=10.0)
+    assert same_files(tmp_path / "n" / "0", run, 0)
 
 
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_half_written(
