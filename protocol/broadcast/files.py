@@ -82,10 +82,14 @@ class DiskError(UnavailableError):
     """This machine's disk is full or refuses: no other source would help."""
 
 
+class FullError(DiskError):
+    """There is no room for it: there may be once something goes."""
+
+
 def disk_error(error: OSError) -> DiskError:
     """The sentence for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskError("the disk is full: free some space (what was verified is kept)")
+        return FullError("the disk is full: free some space (what was verified is kept)")
     return DiskError(f"the disk refused a write: {error.strerror or error}")
 
 
@@ -105,10 +109,10 @@ def make_folder(path: Path) -> None:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises DiskError before anything is written if `needed` bytes do not fit."""
+    """Raises FullError before anything is written if `needed` bytes do not fit."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise DiskError(
+        raise FullError(
             f"{folder} has {free >> 20} MiB free and {(needed >> 20) + 1} MiB are needed: "
             "free some space"
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -98,3 +98,10 @@ class Received:
                     {(): round(self._seconds, 3)},
                 )
             )
+
+
+def held(complete: Collection[int]) -> str:
+    """What a relay has whole."""
+    return family("prime_broadcast_versions", "gauge", {(): len(complete)}) + family(
+        "prime_broadcast_newest_version", "gauge", {(): max(complete, default=-1)}
+    )

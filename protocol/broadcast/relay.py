@@ -27,10 +27,10 @@ from protocol.broadcast.chunks import ChunkFetcher
 from protocol.broadcast.content import LiveContent, LiveVersion, live_version
 from protocol.broadcast.durable import appear
 from protocol.broadcast.events import GivesWayError, RelayEvent, SourcesChangedError
-from protocol.broadcast.files import DiskError, disk_errors, replace_file
+from protocol.broadcast.files import DiskError, FullError, disk_errors, replace_file
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes
-from protocol.broadcast.metrics import Received, family
+from protocol.broadcast.metrics import Received, held
 from protocol.broadcast.scrub import RATE, Scrubber
 from protocol.broadcast.server import Counters, Limits, Server
 from protocol.broadcast.sources import SourceBook, normal_url
@@ -98,6 +98,7 @@ class Relay:
         self._refused: set[str] = set()
         self._told: dict[int, str] = {}
         self._gave_way = False
+        self._floor = 0
         self._sources: list[list[str]] = []
         self._change = threading.Condition()
         self._stopping = False
@@ -190,18 +191,11 @@ class Relay:
 
     def _too_old(self, version: int) -> bool:
         """True for what would be dropped again at once."""
-        present = sorted(self._complete | set(self._wanted), reverse=True)
-        return len(present) >= self._keep and version < present[self._keep - 1]
+        present = {*self._complete, *self._wanted, version}
+        return version in shelf.outlived(present, self._keep, self._floor)
 
     def _metrics(self) -> str:
-        """What it fetched, and what it has."""
-        with self._change:
-            complete, newest = len(self._complete), max(self._complete, default=-1)
-        return (
-            self._received.render()
-            + family("prime_broadcast_versions", "gauge", {(): complete})
-            + family("prime_broadcast_newest_version", "gauge", {(): newest})
-        )
+        return self._received.render() + held(self.complete())
 
     # Disk
 
@@ -222,7 +216,7 @@ class Relay:
         try:
             if not shelf.take_aside(live.signed, self._root):
                 return
-        except DiskError as error:  # it stays where it is, unserved, until `make_room` can move it
+        except DiskError as error:  # it stays where it is, unserved, until it can be moved
             self._refusal(version, error)
         self._content.drop(version)
         with self._change:
@@ -250,8 +244,10 @@ class Relay:
                         self._bring(signed)
                 except DiskError as error:
                     self._refusal(version, error)
+                    room = isinstance(error, FullError) and self._drop_for(version)
                     with self._change:
-                        self._failures[version] = self._failures.get(version, 0) + 1
+                        if not room:
+                            self._failures[version] = self._failures.get(version, 0) + 1
                         self._change.wait_for(lambda: self._stopping, DISK_RETRY_SECONDS)
                     continue
                 except GivesWayError:
@@ -289,10 +285,11 @@ class Relay:
         manifest = signed.manifest
         live = self._content.get(manifest.version)
         assert live is not None
-        shelf.make_room(live, self._root)
-        self._get(delta_items(manifest), live)
+        shelf.make_folder(live, self._root)
+        self._get(shelf.make_room(live, delta_items(manifest)), live)  # room or not for the files
+        missing = shelf.make_room(live, file_items(manifest))
         if not self._from_delta(live):
-            self._get(file_items(manifest), live)
+            self._get(missing, live)
         replace_file(live.folder / MANIFEST_NAME, signed_bytes(signed), durable=False)
         final = layout.version_folder(self._root, manifest.version)
         appear(live.folder, final)
@@ -376,10 +373,20 @@ class Relay:
             live, bases, lambda e: self._tell(RelayEvent("fault", version, e))
         )
 
+    def _drop_for(self, version: int) -> bool:
+        """Drops the oldest complete version for a newer one that does not fit, never the newest;
+        False if there is none to drop."""
+        complete = self.complete()
+        if len(complete) < 2 or complete[0] > version:
+            return False
+        self._floor = complete[0] + 1  # else the next offer would bring it again
+        self._drop_old()
+        return True
+
     def _drop_old(self) -> None:
         with self._change:
-            present = sorted(self._complete | set(self._wanted))
-            gone = present[: max(0, len(present) - self._keep)]
+            present = self._complete | set(self._wanted)
+            gone = shelf.outlived(present, self._keep, self._floor)
             for version in gone:
                 self._complete.discard(version)
                 self._wanted.pop(version, None)

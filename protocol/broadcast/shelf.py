@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from protocol.broadcast import delta as deltas
-from protocol.broadcast import layout
+from protocol.broadcast import files, layout
 from protocol.broadcast.content import LiveContent, LiveVersion, live_version
 from protocol.broadcast.durable import settle
 from protocol.broadcast.files import disk_errors, remove_folder, require_space
@@ -23,15 +23,23 @@ def partial_folder(root: Path, signed: SignedManifest) -> Path:
     return root / layout.POLICIES / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
 
 
-def make_room(live: LiveVersion, root: Path) -> None:
-    """Makes the folder of an arriving version, of what rotted if that is still in its place. Raises
-    DiskError if what is missing of it does not fit, or the disk refuses."""
+def make_folder(live: LiveVersion, root: Path) -> None:
+    """The folder of an arriving version: what rotted, if that is still in its place. Raises
+    DiskError."""
     if layout.version_folder(root, live.signed.manifest.version).exists():
         take_aside(live.signed, root)
+    files.make_folder(live.folder)
+
+
+def make_room(live: LiveVersion, items: Iterable[Item]) -> list[Item]:
+    """Those of `items` that are not wholly there. Raises DiskError if what is missing of them does
+    not fit."""
+    missing = [item for item in items if not live.arrivals[item.name].complete or not item.size]
     with disk_errors():
-        live.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        have = sum(path.stat().st_blocks * 512 for path in live.folder.iterdir())
-        require_space(live.folder, sum(item.size for item in live.items.values()) - have)
+        there = [path for item in missing if (path := live.folder / item.name).exists()]
+        have = sum(path.stat().st_blocks * 512 for path in there)
+        require_space(live.folder, sum(item.size for item in missing) - have)
+    return missing
 
 
 def restored(root: Path, trust: Trust, history: History) -> list[LiveVersion]:
@@ -76,6 +84,14 @@ def take_aside(signed: SignedManifest, root: Path) -> bool:
         except FileNotFoundError:
             return False
     return True
+
+
+def outlived(present: Iterable[int], keep: int, floor: int) -> list[int]:
+    """Which of the versions `present` go, oldest first: all but the newest `keep`, and what is
+    older than `floor`."""
+    ordered = sorted(present)
+    kept = ordered[max(0, len(ordered) - keep) :]
+    return [v for v in ordered if v < floor or v not in kept]
 
 
 def remove_version(root: Path, version: int) -> None:

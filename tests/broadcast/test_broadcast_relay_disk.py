@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -16,9 +17,9 @@ import pytest
 from broadcast_world import CHUNK, TRAINER, TRUST, Run, same_files, until
 
 from protocol.broadcast import layout, relay
-from protocol.broadcast.client import fetch
+from protocol.broadcast.client import Base, fetch
 from protocol.broadcast.files import DiskError, replace_file
-from protocol.broadcast.manifest import MANIFEST_NAME, verify_folder
+from protocol.broadcast.manifest import MANIFEST_NAME, total_size, verify_folder
 from protocol.broadcast.relay import Relay, RelayEvent
 from protocol.broadcast.server import Origin
 from protocol.broadcast.transfer import Link
@@ -138,6 +139,66 @@ def test_a_disk_that_refuses_to_let_an_old_version_go_ends_nothing(
     disk.full = False
     with Relay(tmp_path / "r", TRUST, keep=1) as there:
         assert layout.versions(tmp_path / "r") == [1], "it goes at the next start"
+
+
+def test_a_relay_without_room_for_the_files_passes_the_deltas_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = run.publish(), run.publish()
+    room = SimpleNamespace(free=1 << 40)
+    disk = Disk(tmp_path / "r", monkeypatch)
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room if disk.below(path) else real(path))
+    with Origin(run.root) as origin, Relay(tmp_path / "r", TRUST) as there:
+        there.offer([zero], [[origin.url]])
+        until(lambda: there.complete() == [0], "version 0")
+        room.free = one.manifest.deltas[0].size
+        there.offer([one, zero], [[origin.url]])
+        fetch(zero, [there.url], tmp_path / "n" / "0", patience=10.0)
+        bases = [Base(tmp_path / "n" / "0", zero.manifest)]
+        stats = fetch(one, [there.url], tmp_path / "n" / "1", bases=bases, patience=10.0)
+        assert stats.route == "delta"
+        assert there.complete() == [0]
+        sent = origin.counters.bytes_sent
+        room.free = 1 << 40
+        until(lambda: there.complete() == [0, 1], "version 1, once there is room")
+        assert origin.counters.bytes_sent == sent, "the delta is here"
+    assert same_files(tmp_path / "n" / "1", run, 1)
+
+
+def test_where_fewer_versions_fit_than_are_kept_the_oldest_goes_for_a_newer_one_and_stays_away(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = [run.publish() for _ in range(4)]
+    events: list[RelayEvent] = []
+    disk = Disk(tmp_path / "r", monkeypatch)
+    real = shutil.disk_usage
+    holds = int(2.5 * total_size(signed[0].manifest)) + 4 * signed[1].manifest.deltas[0].size
+
+    def usage(path: Path) -> object:
+        if not disk.below(path):
+            return real(path)
+        used = 0
+        for file in disk.root.glob("policies/*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                used += file.stat().st_blocks * 512
+        return SimpleNamespace(free=holds - used)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with (
+        Origin(run.root) as origin,
+        Relay(tmp_path / "r", TRUST, on_event=events.append) as there,
+    ):
+        there.offer(signed[:3], [[origin.url]])
+        until(lambda: ("fault", 0) in {(e.kind, e.version) for e in events}, "no room for 0")
+        assert there.complete() == [1, 2], "none goes for an older one"
+        for _ in range(3):
+            there.offer(signed, [[origin.url]])
+            until(lambda: there.versions() == there.complete() == [2, 3], "3 in the place of 1")
+        fetch(signed[3], [there.url], tmp_path / "n" / "3", patience=10.0)
+    assert same_files(tmp_path / "n" / "3", run, 3)
+    assert {e.version for e in events if e.kind == "dropped"} == {0, 1}
+    assert layout.versions(tmp_path / "r") == [2, 3]
 
 
 def test_a_relay_serves_nothing_it_knows_to_be_wrong_though_the_disk_keeps_it_in_its_place(
