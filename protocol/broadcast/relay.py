@@ -200,7 +200,7 @@ class Relay:
     # Disk
 
     def _restore(self) -> None:
-        for live in shelf.restored(self._root, self._trust, self._history):
+        for live in shelf.restored(self._root, self._trust, self._history, self._keep):
             self._complete.add(live.signed.manifest.version)
             self._content.put(live)
         self._drop_old()

@@ -42,8 +42,9 @@ def make_room(live: LiveVersion, items: Iterable[Item]) -> list[Item]:
     return missing
 
 
-def restored(root: Path, trust: Trust, history: History) -> list[LiveVersion]:
-    """The versions that are wholly there. Raises UserError if they are another run's."""
+def restored(root: Path, trust: Trust, history: History, keep: int) -> list[LiveVersion]:
+    """The versions that are wholly there; what kills left of versions that are no longer among the
+    newest `keep` goes. Raises UserError if they are another run's."""
     with disk_errors():
         settle(layout.policies_folder(root))
     found = []
@@ -60,7 +61,17 @@ def restored(root: Path, trust: Trust, history: History) -> list[LiveVersion]:
         for arrival in live.arrivals.values():
             arrival.mark_all()
         found.append(live)
+    _sweep(layout.policies_folder(root), layout.versions(root), keep)
     return found
+
+
+def _sweep(folder: Path, versions: Iterable[int], keep: int) -> None:
+    for path in folder.glob(".partial-*-*"):
+        number = path.name.split("-")[1]
+        if number.isdigit() and int(number) <= max(versions, default=0) - keep:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".trash-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def to_read(content: LiveContent, versions: Iterable[int]) -> list[tuple[int, Path, list[Item]]]:

@@ -22,6 +22,7 @@ from protocol.broadcast.files import DiskError, replace_file
 from protocol.broadcast.manifest import MANIFEST_NAME, total_size, verify_folder
 from protocol.broadcast.relay import Relay, RelayEvent
 from protocol.broadcast.server import Origin
+from protocol.broadcast.shelf import partial_folder
 from protocol.broadcast.transfer import Link
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -199,6 +200,25 @@ def test_where_fewer_versions_fit_than_are_kept_the_oldest_goes_for_a_newer_one_
     assert same_files(tmp_path / "n" / "3", run, 3)
     assert {e.version for e in events if e.kind == "dropped"} == {0, 1}
     assert layout.versions(tmp_path / "r") == [2, 3]
+
+
+def test_what_kills_left_of_versions_that_aged_out_meanwhile_goes_at_the_next_start(
+    run: Run, tmp_path: Path
+) -> None:
+    signed = [run.publish() for _ in range(4)]
+    with Origin(run.root) as origin, Relay(tmp_path / "r", TRUST, keep=2) as there:
+        there.offer([signed[3]], [[origin.url]])
+        until(lambda: there.complete() == [3], "version 3")
+    aged = [partial_folder(tmp_path / "r", one) for one in signed[:2]]
+    aged.append(layout.policies_folder(tmp_path / "r") / ".trash-0-1")
+    wanted = partial_folder(tmp_path / "r", signed[2])
+    for folder in (*aged, wanted):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(CHUNK))
+    with Relay(tmp_path / "r", TRUST, keep=2) as there:
+        assert there.complete() == [3]
+        assert [folder for folder in aged if folder.exists()] == []
+        assert wanted.exists(), "it may be resumed"
 
 
 def test_a_relay_serves_nothing_it_knows_to_be_wrong_though_the_disk_keeps_it_in_its_place(
