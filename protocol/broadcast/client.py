@@ -26,7 +26,13 @@ from typing import Any, Literal
 from protocol.broadcast import delta as deltas
 from protocol.broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher
 from protocol.broadcast.durable import appear
-from protocol.broadcast.files import make_folder, remove_folder, replace_file, require_space
+from protocol.broadcast.files import (
+    DiskError,
+    make_folder,
+    remove_folder,
+    replace_file,
+    require_space,
+)
 from protocol.broadcast.layout import Item, delta_items, file_items
 from protocol.broadcast.manifest import (
     MANIFEST_NAME,
@@ -154,10 +160,12 @@ class _Arriving:
 
     def run(self, plan: Plan, chain: Mapping[int, Manifest]) -> None:
         """The plan, or what is left if it fails: the whole, or else an anchor and deltas."""
-        if plan.hops and plan.start is not None:
+        if plan.hops and plan.start is not None and self._fits(plan):
             try:
                 self._by_deltas(plan.start, plan, min(self.patience, DELTA_PATIENCE))
                 return
+            except DiskError:  # says nothing of the delta, and the whole takes no less room
+                raise
             except (UntrustedError, MalformedError, UnavailableError) as error:
                 base = plan.start.folder.name
                 self.stats.faults.append(Fault(f"delta from {base}", "delta", str(error)))
@@ -193,10 +201,17 @@ class _Arriving:
         require_space(folder, total_size(policy) - have)
         self._get(file_items(policy), folder, self.patience)
 
+    def _needs(self, plan: Plan) -> int:
+        return plan.cost + min(2, len(plan.hops)) * total_size(self.policy)
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether there is room for what its deltas take, which is more than the whole does."""
+        return shutil.disk_usage(self.files).free >= self._needs(plan)
+
     def _by_deltas(self, start: Base, plan: Plan, patience: float) -> None:
         self.stats.route = "delta"
         self.stats.hops = tuple(hop.target.version for hop in plan.hops)
-        require_space(self.files, plan.cost + min(2, len(plan.hops)) * total_size(self.policy))
+        require_space(self.files, self._needs(plan))
         folder, manifest = start.folder, start.manifest
         for number, hop in enumerate(plan.hops):
             name = f"delta-{hop.entry.base}"
