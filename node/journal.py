@@ -33,8 +33,10 @@ def record(root: Path, manifest: Manifest, stats: FetchStats, seconds: float) ->
         "faults": [vars(fault) for fault in stats.faults],
         "at": round(time.time(), 3),
     }
-    with (root / NAME).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with (root / NAME).open("a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        cut_off = file.read(1) not in (b"", b"\n")  # by a kill or a full disk
+        file.write(b"\n" * cut_off + json.dumps(line).encode() + b"\n")
 
 
 def last(root: Path) -> dict[str, Any] | None:

@@ -29,8 +29,9 @@ from orchestrator.store import batches, policies
 from protocol.broadcast.client import FetchStats
 from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.manifest import Trust
+from protocol.core.checkpoint import FileEntry, Manifest
 from protocol.core.errors import UnavailableError
-from protocol.core.ids import Address
+from protocol.core.ids import Address, Digest
 
 
 @pytest.fixture
@@ -113,6 +114,29 @@ def test_what_a_kill_cut_off_in_the_journal_hides_no_earlier_line(tmp_path: Path
     assert journal.last(tmp_path) is None
     (tmp_path / journal.NAME).write_text(json.dumps({"version": 4}) + "\n" + '{"version": 5, "by')
     assert journal.last(tmp_path) == {"version": 4}
+
+
+def test_a_line_that_was_cut_off_in_the_journal_takes_none_that_comes_after_it_along(
+    tmp_path: Path,
+) -> None:
+    digest = Digest("0x" + "11" * 32)
+    file = FileEntry(name="a", size=1, digest=digest, chunks=(digest,))
+    manifest = Manifest(
+        pool=POOL, version=6, step=6, chunk_size=1 << 16, files=(file,), result_digest=digest
+    )
+    path = tmp_path / journal.NAME
+    journal.record(tmp_path, manifest, FetchStats(6), 1.0)
+    assert path.read_text().startswith('{"version": 6,'), "no blank line before the first"
+    path.write_text(json.dumps({"version": 4}) + "\n" + '{"version": 5, "by')
+    for _ in range(2):
+        journal.record(tmp_path, manifest, FetchStats(6), 1.0)
+    first, cut, *whole = path.read_text().splitlines()
+    assert json.loads(first) == {"version": 4}
+    assert cut == '{"version": 5, "by'
+    assert [json.loads(line)["version"] for line in whole] == [6, 6]
+    found = journal.last(tmp_path)
+    assert found is not None
+    assert found["version"] == 6
 
 
 def test_status_shows_how_the_newest_policy_came(tmp_path: Path) -> None:
