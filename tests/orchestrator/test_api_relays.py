@@ -8,6 +8,7 @@ import pytest
 from orchestrator_world import World, signer
 
 from orchestrator import relays
+from orchestrator.lies import MOST, LiesReported
 from orchestrator.store import nodes
 from protocol.core.errors import PolicyError
 
@@ -119,6 +120,24 @@ def test_a_report_of_wrong_chunks_is_counted_once_a_node_and_nothing_else_follow
     assert "never.announced" not in text
     world.post("/v1/heartbeat", body, world.login(signer(7), "node"))
     assert 'relay="http://relay:9000/"} 2\n' in world.http.get("/metrics").text, "a stranger's"
+
+
+def test_a_relay_that_fell_silent_keeps_the_count_of_its_lies() -> None:
+    lies, nodes = LiesReported(), [signer(number).address for number in (1, 2)]
+    lies.note(nodes[0], ["http://a"], ["http://a", "http://b"])
+    lies.note(nodes[1], ["http://b"], ["http://b"])
+    assert lies.counts() == {"http://a": 1, "http://b": 1}
+    lies.note(nodes[0], ["http://a"], ["http://b"])
+    lies.note(nodes[1], ["http://a"], ["http://a", "http://b"])
+    assert lies.counts() == {"http://a": 2, "http://b": 1}
+
+
+def test_the_relays_whose_lies_are_counted_are_bounded() -> None:
+    lies, node = LiesReported(), signer(1).address
+    urls = [f"http://relay-{number}" for number in range(MOST + 3)]
+    for url in urls:
+        lies.note(node, [url], [url])
+    assert list(lies.counts()) == urls[3:], "the ones named first go"
 
 
 @pytest.mark.parametrize("lied", [["http://x"] * 17, ["x" * 513], "http://x", [1]])
