@@ -149,8 +149,8 @@ class PolicyFolder:
                 if self._history.knows(version):
                     continue
                 try:
-                    self._history.admit(self.manifest(version).manifest)
-                except PrimeError:  # pruned meanwhile, or damaged: it speaks against nobody
+                    self._history.admit(self._trust.check(self.manifest(version)))
+                except PrimeError:  # pruned, damaged or a stranger's: it speaks against nobody
                     continue
             self._history.judge(policy)
 

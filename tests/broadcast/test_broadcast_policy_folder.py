@@ -11,6 +11,7 @@ from broadcast_world import STRANGER, TRUST, Run, same_files, sign
 
 from protocol.broadcast.client import Base
 from protocol.broadcast.folder import PolicyFolder
+from protocol.broadcast.manifest import MANIFEST_NAME, signed_bytes
 from protocol.broadcast.server import Origin
 from protocol.core.checkpoint import SignedManifest
 from protocol.core.errors import UnavailableError, UntrustedError
@@ -109,6 +110,35 @@ def test_steps_never_run_backwards_whoever_brought_the_version_before(
             one.verify(1)
         folder.ensure(2, restamped(signed[2], step=1), [origin.url])
         assert folder.versions() == [1, 2]
+
+
+@pytest.mark.parametrize("what", ["another pool's", "a digit flipped"])
+def test_a_manifest_on_disk_that_is_not_the_trainers_speaks_against_nobody(
+    run: Run, folder: PolicyFolder, what: str
+) -> None:
+    signed = [run.publish() for _ in range(4)]
+
+    def lay(version: int) -> None:
+        """A manifest of a step far ahead."""
+        honest = signed[version]
+        later = honest.manifest.model_copy(update={"step": 9})
+        bad = honest.model_copy(update={"manifest": later})
+        if what == "another pool's":
+            bad = restamped(honest, step=9, pool=TRUST.pool + 1)
+        folder.path(version).mkdir(exist_ok=True)
+        (folder.path(version) / MANIFEST_NAME).write_bytes(signed_bytes(bad))
+
+    with Origin(run.root) as origin:
+        folder.ensure(0, signed[0], [origin.url])
+        lay(1)
+        folder.ensure(2, signed[2], [origin.url])
+        lay(3)
+        with pytest.raises(UntrustedError, match="one version has one manifest"):
+            folder.ensure(3, signed[3], [origin.url])
+        folder.discard(3)
+        folder.ensure(3, signed[3], [origin.url])
+    assert all(same_files(folder.path(version), run, version) for version in (0, 2, 3))
+    assert folder.manifest(3) == signed[3]
 
 
 def test_what_never_arrived_speaks_against_nobody(run: Run, folder: PolicyFolder) -> None:
