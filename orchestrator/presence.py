@@ -58,7 +58,8 @@ def heartbeat(backend: Backend, account: Address, beat: Heartbeat) -> HeartbeatA
                 tokens_per_second=beat.tokens_per_second,
                 runtime=beat.runtime,
             )
-            reach.note(connection, account, beat.policy_version, now=now)
+            if state.status == "active":  # not a shadow's word: anyone may be one
+                reach.note(connection, account, beat.policy_version, now=now)
             node = nodes.get(connection, account)
         directive, reason = _directive(connection, backend, account, node)
         relays = policies.relays(connection, since=now - RELAY_SECONDS)

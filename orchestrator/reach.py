@@ -1,7 +1,8 @@
 """Which share of the nodes runs which policy, and how soon after its publication.
 
 A node's heartbeat names the newest policy that it has verified on disk; the first one that names a
-version is its arrival there, so the picture lags by up to one heartbeat.
+version is its arrival there, so the picture lags by up to one heartbeat. Only nodes that work
+are heard.
 """
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ def publish(
     origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
     origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
     serve: Annotated[
-        bool, typer.Option(help="Until a relay or node has all of it; not if a mirror does.")
+        bool,
+        typer.Option(help="Until a relay or node has all of it; --no-serve if a mirror serves it."),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:

@@ -27,7 +27,6 @@ from protocol.broadcast.content import DirectoryContent, Resource
 from protocol.broadcast.files import write_whole
 from protocol.broadcast.publish import finalize, publish
 from protocol.broadcast.server import Limits, Server
-from protocol.broadcast.taken import Taken
 from protocol.core.checkpoint import Manifest, SignedManifest
 from protocol.core.errors import (
     ConflictError,
@@ -218,10 +217,7 @@ class Origin:
         self._root = root
         self._new_client = new_client
         self._asked = _Asked(root)
-        self._taken: Taken | None = None
-        self._server = Server(
-            self._asked, host, port, limits=limits, public_url=public_url, on_sent=self._sent
-        )
+        self._server = Server(self._asked, host, port, limits=limits, public_url=public_url)
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._announce, name="origin-announce", daemon=True)
@@ -238,10 +234,15 @@ class Origin:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Ends announcing and serving; for `grace` seconds at most, answers under way are finished
+        first. May be called twice."""
         self._stopped.set()
         self._wake.set()
         self._thread.join()
-        self._server.stop()
+        self._server.stop(grace)
 
     def announce(self) -> None:
         """Tells the orchestrator now instead of at the next turn (a new version is there)."""
@@ -252,15 +253,6 @@ class Origin:
         of whoever shall carry them: True; False after FIRST_RELAY_SECONDS, or at once if no relay
         ever came."""
         return self._asked.wait(version, FIRST_RELAY_SECONDS)
-
-    def watch(self, version: int) -> Taken:
-        """Counts from now on what readers take of one policy, there or still to be published."""
-        self._taken = Taken(version)
-        return self._taken
-
-    def _sent(self, reader: str, address: str, start: int, end: int) -> None:
-        if self._taken is not None:
-            self._taken.sent(reader, address, start, end)
 
     def _announce(self) -> None:
         with self._new_client() as client:

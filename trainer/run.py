@@ -21,11 +21,11 @@ from protocol.logs import log_to_stderr
 from protocol.stopping import until_stopped
 from protocol.transport.client import OrchestratorClient
 from protocol.waiting import StoppedError
+from trainer.carried import wait_whole, whole_at
 from trainer.config import Settings
 from trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, require_trainer
 
 if TYPE_CHECKING:
-    from protocol.core.checkpoint import SignedManifest
     from protocol.core.run import RunDefinition
     from trainer.dryrun import Estimate
     from trainer.publish import Origin, Publisher
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 KNOWN_RUN = "run.json"
 """In the data folder, once the orchestrator (and the chain) has answered for the first time."""
-LOOK_SECONDS = 0.2
+FINISH_SECONDS = 30.0
+"""Readers may so long finish what they began, once a policy is known to be elsewhere."""
 
 
 def unlock(settings: Settings) -> LocalSigner:
@@ -191,10 +192,10 @@ def publish_by_hand(
     as_json: bool = False,
     stop: threading.Event | None = None,
 ) -> None:
-    """Signs `model` as policy `version` and hands it to the orchestrator, then serves it until one
-    relay or node has taken all of it, or `stop` (by default Ctrl-C or SIGTERM). Safe to repeat: the
-    same folder gives the same policy, which is served again. Raises UserError while a trainer
-    publishes from the same folder."""
+    """Signs `model` as policy `version` and hands it to the orchestrator, then serves it until a
+    relay or node is known to have all of it, or `stop` (by default Ctrl-C or SIGTERM). Safe to
+    repeat: the same folder gives the same policy, which is served again if nobody has it. Raises
+    UserError while a trainer publishes from the same folder."""
     signer = unlock(settings)
     make_folder(settings.data)
     with (
@@ -205,33 +206,32 @@ def publish_by_hand(
         facts = pool_facts(client, settings.run)
         require_trainer(facts, signer.address)
         publisher = new_publisher(settings, facts, signer, client)
-        if not serve:
+        who = whole_at(client, version) if serve else None
+        if who or not serve:
             publish_and_say(publisher, model, version, as_json)
+            if who:
+                _say(f"{who} has all of policy {version} already: it is not served again")
             return
         origin = new_origin(settings, publisher.root, signer)
-        taken = origin.watch(version)
         stack.enter_context(origin)  # that it cannot listen is found before anything is announced
-        signed = publish_and_say(publisher, model, version, as_json)
+        publish_and_say(publisher, model, version, as_json)
         origin.announce()
         stop = stop or until_stopped()
         _say(
-            f"serving policy {version} at {origin.url} until a relay or node has taken all of it; "
-            "Ctrl-C ends it"
+            f"serving policy {version} at {origin.url} until a relay, or a node's heartbeat, says "
+            "that it has all of it; Ctrl-C ends it"
         )
-        while (reader := taken.by(signed.manifest)) is None and not stop.wait(LOOK_SECONDS):
-            pass
-    if reader is not None:
-        _say(f"{reader} has all of policy {version}")
-    else:
-        _say(
-            f"nobody has taken all of policy {version} yet; `trainer run` with this --data serves "
-            "it, and so does this command again"
-        )
+        if (who := wait_whole(client, version, stop)) is not None:
+            _say(f"{who} has all of policy {version}; who still reads it here may finish")
+            origin.stop(FINISH_SECONDS)
+            return
+    _say(
+        f"nobody is known to have all of policy {version} yet; `trainer run` with this --data "
+        "serves it, and so does this command again"
+    )
 
 
-def publish_and_say(
-    publisher: Publisher, model: Path, version: int, as_json: bool
-) -> SignedManifest:
+def publish_and_say(publisher: Publisher, model: Path, version: int, as_json: bool) -> None:
     """Publishes with a bar on a terminal, and prints the policy's digest, or all as JSON."""
     from protocol.broadcast.bars import work_bar
 
@@ -247,7 +247,6 @@ def publish_and_say(
     }
     said = json.dumps(facts) if as_json else f"policy {version}: {facts['digest']}"
     print(said, flush=True)
-    return signed
 
 
 def _say(words: str) -> None:

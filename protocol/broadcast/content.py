@@ -125,6 +125,10 @@ class Content(Protocol):
 
     def versions(self) -> list[int]: ...
 
+    def complete(self) -> list[int]:
+        """Those of them that are wholly here."""
+        ...
+
 
 class DirectoryContent:
     """A finished layout on disk, as an origin or mirror has it."""
@@ -135,6 +139,9 @@ class DirectoryContent:
 
     def versions(self) -> list[int]:
         return layout.versions(self._root)
+
+    def complete(self) -> list[int]:
+        return self.versions()
 
     def find(self, path: str) -> Resource | None:
         named = layout.parse_address(path)
@@ -161,6 +168,10 @@ class LiveVersion:
     items: dict[str, Item]
     arrivals: dict[str, Arrival]
 
+    def whole(self) -> bool:
+        """Whether every file has arrived; deltas do not count."""
+        return all(self.arrivals[entry.name].complete for entry in self.signed.manifest.files)
+
 
 def live_version(signed: SignedManifest, folder: Path) -> LiveVersion:
     """A version in `folder` of which nothing is known to have arrived."""
@@ -185,6 +196,10 @@ class LiveContent:
     def versions(self) -> list[int]:
         with self._lock:
             return sorted(self._versions)
+
+    def complete(self) -> list[int]:
+        with self._lock:
+            return sorted(version for version, live in self._versions.items() if live.whole())
 
     def put(self, version: LiveVersion) -> None:
         """Announces a version; call again when its folder moved."""

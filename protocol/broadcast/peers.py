@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
 import struct
+import termios
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -42,6 +44,17 @@ class Peer:
         if self._descriptor < 0:
             self._descriptor = os.dup(self.writer.get_extra_info("socket").fileno())
         return self._descriptor
+
+    def busy(self) -> bool:
+        """Whether an answer is under way, or not all its bytes are confirmed by the other side."""
+        if self.idle_since is None:
+            return True
+        try:
+            sock = self.writer.get_extra_info("socket").fileno()
+            (unconfirmed,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+        except (OSError, ValueError):  # it is gone
+            return False
+        return bool(unconfirmed)
 
     def close(self) -> None:
         """Ends it once; what was handed over is still sent."""

@@ -41,10 +41,6 @@ class Counters:
     by_status: dict[int, int] = field(default_factory=dict)
 
 
-Sent = Callable[[str, str, int, int], None]
-"""Hears who was sent what of which file: reader's address, file's address, first byte, end."""
-
-
 class Sender:
     """Sends at the pace of readers and limits. A reader that stalls is cut off."""
 
@@ -54,9 +50,7 @@ class Sender:
         limits: Limits,
         counters: Counters,
         clock: Callable[[], float],
-        on_sent: Sent = lambda reader, address, start, end: None,
     ) -> None:
-        self._on_sent = on_sent
         self._content = content
         self._limits = limits
         self._counters = counters
@@ -92,7 +86,6 @@ class Sender:
                     count = min(count, SLICE)
                     await self._throttle(count)
                 await self._push(peer, fd, start, count)
-                self._on_sent(peer.address, address, start, start + count)
                 start += count
 
     async def _push(self, peer: Peer, fd: int, start: int, count: int) -> None:

@@ -4,7 +4,7 @@ One event loop serves all connections; the kernel moves the bytes. Only GET and 
 are understood. A connection that is silent, slow to ask or slow to read costs a few kilobytes and
 is closed at its deadline; when all places are taken, an idle, slow or greedy one goes (peers.py).
 
-    GET /healthz                → {"role": …, "versions": […]}
+    GET /healthz                → {"role": …, "versions": […], "complete": […]}
     GET /metrics                → Prometheus text
     GET /policies/…             → the layout (protocol/broadcast/layout.py)
 
@@ -39,7 +39,7 @@ from protocol.broadcast.http1 import (
     resource_headers,
 )
 from protocol.broadcast.peers import Peer, place_of, who_goes
-from protocol.broadcast.sending import Counters, Sender, Sent
+from protocol.broadcast.sending import Counters, Sender
 from protocol.core.errors import (
     MalformedError,
     PrimeError,
@@ -48,6 +48,8 @@ from protocol.core.errors import (
 )
 
 __all__ = ["Counters", "Limits", "Origin", "Server"]
+
+FINISH_LOOK_SECONDS = 0.05
 
 
 class Server:
@@ -64,7 +66,6 @@ class Server:
         rules: Rules | None = None,
         more_metrics: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
-        on_sent: Sent = lambda reader, address, start, end: None,
     ) -> None:
         self._content = content
         self._rules = rules
@@ -78,12 +79,13 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping: asyncio.Event | None = None
+        self._grace = 0.0
         self._failure: OSError | None = None
         self._peers: set[Peer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._buckets: dict[str, Bucket] = {}
         self.counters = Counters()
-        self._sender = Sender(content, self._limits, self.counters, clock, on_sent)
+        self._sender = Sender(content, self._limits, self.counters, clock)
 
     @property
     def url(self) -> str:
@@ -117,11 +119,13 @@ class Server:
                 hint="choose another --port, or 0 for any free one",
             )
 
-    def stop(self) -> None:
-        """Closes every connection and the port. May be called twice."""
+    def stop(self, grace: float = 0.0) -> None:
+        """Closes the port and every connection; for `grace` seconds at most, answers under way are
+        finished first, until the readers' side has confirmed their bytes. May be called twice."""
         loop, stopping, thread = self._loop, self._stopping, self._thread
         if loop is None or stopping is None or thread is None or not thread.is_alive():
             return
+        self._grace = grace
         loop.call_soon_threadsafe(stopping.set)
         thread.join()
 
@@ -150,8 +154,14 @@ class Server:
         async with server:
             await self._stopping.wait()
             server.close()
+            until = self._loop.time() + self._grace
+            while any(peer.busy() for peer in self._peers) and self._loop.time() < until:
+                await asyncio.sleep(FINISH_LOOK_SECONDS)
             for peer in list(self._peers):
-                peer.abort()
+                if self._grace and not peer.busy():
+                    peer.close()
+                else:
+                    peer.abort()
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -177,12 +187,15 @@ class Server:
             pass  # the peer went away, stalled, or the file vanished under it: only it is affected
         except asyncio.CancelledError:
             # Only stop() cancels; asyncio's streams would log a cancelled handler as an error.
-            if self._stopping is None or not self._stopping.is_set():
+            if not self._ends():
                 raise
         finally:
             self._peers.discard(peer)
             self._tasks.discard(task)
             peer.close()
+
+    def _ends(self) -> bool:
+        return self._stopping is not None and self._stopping.is_set()
 
     def _crowded(self, address: str) -> bool:
         """Whether one address has as many connections as it may."""
@@ -203,7 +216,7 @@ class Server:
             peer.idle_since = self._clock()
             try:
                 request = await self._read_request(reader, peer)
-                if request is None:
+                if request is None or self._ends():
                     return
                 peer.idle_since = None
                 self.counters.requests += 1
@@ -302,7 +315,12 @@ class Server:
     def _about(self, path: str) -> tuple[bytes, str]:
         """Body and type of the server's words about itself."""
         if path == "/healthz":
-            health = {"role": self._content.role, "versions": self._content.versions()}
+            content = self._content
+            health = {
+                "role": content.role,
+                "versions": content.versions(),
+                "complete": content.complete(),
+            }
             return json.dumps(health).encode(), "application/json"
         text = metrics.of_server(self.counters, self.connected) + self._more_metrics()
         return text.encode(), metrics.CONTENT_TYPE

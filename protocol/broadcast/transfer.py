@@ -242,16 +242,21 @@ class Link:
     def role(self) -> str:
         """What the source says it is ("relay", "origin"); "mirror" for any other HTTP server.
         Raises TransferError if nobody answers."""
+        role = self.health().get("role")
+        return role if role == "relay" or role == "origin" else "mirror"
+
+    def health(self) -> dict[str, object]:
+        """What the source says of itself: nothing, if it is any other HTTP server. Raises
+        TransferError if nobody answers."""
         try:
             health = json.loads(self.read_small("/healthz", MAX_HEALTH))
         except TransferError as error:
             if isinstance(error.__cause__, OSError):
                 raise
-            return "mirror"
+            return {}
         except (ValueError, RecursionError, MalformedError):
-            return "mirror"
-        role = health.get("role") if isinstance(health, dict) else None
-        return role if role in ("relay", "origin") else "mirror"
+            return {}
+        return health if isinstance(health, dict) else {}
 
     def _request(self, method: str, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         """An answer by http.client, its body still to be read."""

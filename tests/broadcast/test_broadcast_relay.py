@@ -78,7 +78,7 @@ def test_a_policy_passes_through_a_chain_of_relays_bit_for_bit(run: Run, tmp_pat
         assert same_files(tmp_path / "0", run, 0)
         assert same_files(tmp_path / "1", run, 1)
         health = json.loads(Link(url).read_small("/healthz", 1000))
-        assert health == {"role": "relay", "versions": [0, 1]}
+        assert health == {"role": "relay", "versions": [0, 1], "complete": [0, 1]}
 
 
 def test_a_relay_passes_chunks_on_before_it_has_the_rest(run: Run, tmp_path: Path) -> None:
@@ -102,6 +102,8 @@ def test_a_relay_passes_chunks_on_before_it_has_the_rest(run: Run, tmp_path: Pat
                 assert bytes(buffer) == run.file(0)[index * CHUNK : (index + 1) * CHUNK]
             assert watched.relay.complete() == []
             assert watched.relay.versions() == [0]
+            health = Link(watched.relay.url).health()
+            assert (health["versions"], health["complete"]) == ([0], [])
         finally:
             gate.set()
         link.read_range(path, 15 * CHUNK, size, memoryview(buffer))

@@ -92,7 +92,7 @@ def test_head_etag_health_and_missing_files(origin: Origin, run: Run) -> None:
     assert (status, body, headers["Content-Length"]) == (200, b"", str(len(run.file(0))))
     assert ask(origin, FILE, If_None_Match=headers["ETag"])[0] == 304
     status, _, body = ask(origin, "/healthz")
-    assert json.loads(body) == {"role": "origin", "versions": [0]}
+    assert json.loads(body) == {"role": "origin", "versions": [0], "complete": [0]}
     for path in ("/policies/1/model.safetensors", "/policies/0/nothing", "/", "/policies"):
         assert ask(origin, path)[0] == 404
     assert ask(origin, FILE + "?x=1")[0] == 200
@@ -263,6 +263,9 @@ class Growing:
 
     def versions(self) -> list[int]:
         return [0]
+
+    def complete(self) -> list[int]:
+        return []
 
     def find(self, path: str) -> Resource | None:
         return Resource(100, "e", True, path=self.path, arrival=self.arrival)

@@ -180,3 +180,11 @@ def test_rules_of_the_run_apply_to_shadow_leases_too(world: World) -> None:
     world.publish(3)
     session = enter(world, 1)
     assert ask(world, session).lease is None, "policy 0 is too old at version 3"
+
+
+def test_a_shadows_word_of_a_policy_is_no_arrival(world: World) -> None:
+    """Anyone may be one: its word would tell the trainer that the pool has a policy."""
+    node = enter(world, 5)
+    world.publish(0)
+    world.post("/v1/heartbeat", b'{"policy_version":0}', node)
+    assert [policy.after_ms for policy in status_of(world).reach] == [()]

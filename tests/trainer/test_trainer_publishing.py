@@ -1,24 +1,29 @@
-"""The trainer's side of the broadcast: beside the next step, one at a time, served until taken."""
+"""The trainer's side of the broadcast: beside the next step, served until others have it."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import trainer_kit as kit
 from trainer_pool import Pool, finished, pool_server, started, wait_until
 
+from orchestrator.store import arrivals
 from protocol.broadcast import layout
 from protocol.broadcast.folder import PolicyFolder
 from protocol.broadcast.manifest import Trust
+from protocol.broadcast.relay import Relay
 from protocol.core.errors import PolicyError, UserError
-from protocol.transport.client import OrchestratorClient
-from trainer import publish
+from protocol.core.messages import RelayInfo
+from protocol.transport.client import Empty, OrchestratorClient
+from trainer import carried, publish
 from trainer.config import Settings
 from trainer.feed import pool_facts
 from trainer.metrics import Stopwatch
@@ -111,36 +116,99 @@ def test_a_publication_goes_on_beside_the_next_step_and_the_step_after_waits_for
         assert state.step == 2
 
 
-def test_a_policy_published_by_hand_is_served_until_one_has_taken_all_of_it(
-    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    data, stop = tmp_path / "data", threading.Event()
+@contextmanager
+def published_by_hand(pool: Pool, data: Path) -> Iterator[tuple[threading.Thread, str]]:
+    """The command in a thread, once it serves; and where."""
+    stop = threading.Event()
     call = threading.Thread(
         target=publish_by_hand, args=(settings(pool, data), pool.model, 0), kwargs={"stop": stop}
     )
     call.start()
     try:
         wait_until(lambda: bool(pool.published()) and bool(pool.relays()), "the announcement")
-        (url,) = pool.relays()
-        [signed] = pool.published()
-        for name in ("config.json", "manifest.json"):
-            httpx.get(f"{url}/policies/0/{name}").raise_for_status()
-        domain = pool.backend.context.deployment.domain("pools")
-        folder = PolicyFolder(tmp_path / "node", Trust(kit.TRAINER.address, domain, kit.POOL))
-        assert call.is_alive()
-        folder.ensure(0, signed, [url])
-        call.join()
+        yield call, pool.relays()[0]
     finally:
         stop.set()
         call.join()
-    folder.verify(0)
-    said = capfd.readouterr()
-    assert said.out == f"policy 0: {signed.manifest.digest()}\n"
-    first, last = said.err.strip().splitlines()[-2:]
-    assert first.startswith(f"serving policy 0 at {url} until a relay or node has taken all of it")
-    assert last == "127.0.0.1 has all of policy 0"
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(url)
+
+
+def trust(pool: Pool) -> Trust:
+    domain = pool.backend.context.deployment.domain("pools")
+    return Trust(kit.TRAINER.address, domain, kit.POOL)
+
+
+def a_node_names(pool: Pool, version: int) -> None:
+    """As a heartbeat does."""
+    with pool.store.begin() as connection:
+        arrivals.note(connection, kit.MANAGER.address, version, now=time.time())
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What the command heard each time that it asked who has the policy."""
+    heard: list[str | None] = []
+    ask = carried.whole_at
+
+    def asked(*args: Any) -> str | None:
+        heard.append(ask(*args))
+        return heard[-1]
+
+    monkeypatch.setattr(carried, "whole_at", asked)
+    monkeypatch.setattr(carried, "LOOK_SECONDS", 0.02)
+    return heard
+
+
+def test_a_policy_published_by_hand_is_served_until_a_relay_has_all_of_it(
+    pool: Pool, tmp_path: Path, looks: list[str | None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        Relay(tmp_path / "relay", trust(pool)) as relay,
+        OrchestratorClient(pool.url, kit.TRAINER, "relay") as client,
+    ):
+        with published_by_hand(pool, tmp_path / "data") as (call, url):
+            [signed] = pool.published()
+            client.post("/v1/relays", RelayInfo(url=relay.url, versions=(0,)), Empty)
+            began = len(looks)
+            wait_until(lambda: len(looks) > began + 1, "a look at the relay, which has nothing yet")
+            assert call.is_alive()
+            relay.offer([signed], [[url]])
+            call.join()
+        assert relay.complete() == [0]
+        assert set(looks[:-1]) == {None}
+        said = capfd.readouterr()
+        assert said.out == f"policy 0: {signed.manifest.digest()}\n"
+        first, last = said.err.strip().splitlines()[-2:]
+        assert first.startswith(f"serving policy 0 at {url} until a relay, or a node's heartbeat,")
+        assert last.startswith(f"the relay {relay.url} has all of policy 0;")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+
+        publish_by_hand(settings(pool, tmp_path / "data"), pool.model, 0)  # ends at once
+        assert capfd.readouterr().err.splitlines() == [
+            f"the relay {relay.url} has all of policy 0 already: it is not served again"
+        ]
+    assert len(pool.published()) == 1
+
+
+def test_a_nodes_heartbeat_ends_the_serving_too(
+    pool: Pool, tmp_path: Path, looks: list[str | None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with published_by_hand(pool, tmp_path / "data") as (call, _):
+        a_node_names(pool, 0)
+        call.join()
+    assert looks[-1] == "a node"
+    assert "a node has all of policy 0; who still reads it" in capfd.readouterr().err
+
+
+def test_a_strangers_reading_ends_nothing(
+    pool: Pool, tmp_path: Path, looks: list[str | None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with published_by_hand(pool, tmp_path / "data") as (call, url):
+        PolicyFolder(tmp_path / "stranger", trust(pool)).ensure(0, pool.published()[0], [url])
+        began = len(looks)
+        wait_until(lambda: len(looks) > began + 1, "a look after it")
+        assert call.is_alive()
+    assert "nobody is known to have all of policy 0 yet" in capfd.readouterr().err
 
 
 def test_who_stops_before_that_is_told_that_nobody_has_it_and_may_begin_again(
@@ -148,9 +216,10 @@ def test_who_stops_before_that_is_told_that_nobody_has_it_and_may_begin_again(
 ) -> None:
     stop = threading.Event()
     stop.set()
+    told = "nobody is known to have all of policy 0 yet; `trainer run`"
     for _ in range(2):
         publish_by_hand(settings(pool, tmp_path / "data"), pool.model, 0, stop=stop)
-        assert "nobody has taken all of policy 0 yet; `trainer run`" in capfd.readouterr().err
+        assert told in capfd.readouterr().err
     assert len(pool.published()) == 1
 
 
@@ -168,7 +237,7 @@ def test_ctrl_c_ends_the_serving_and_is_no_error(pool: Pool, tmp_path: Path) -> 
         assert any(line.startswith("serving policy 0 at") for line in child.stdout)
         child.send_signal(signal.SIGINT)
         assert child.wait(timeout=60) == 0
-        assert "nobody has taken all of policy 0 yet" in child.stdout.read()
+        assert "nobody is known to have all of policy 0 yet" in child.stdout.read()
 
 
 def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Path) -> None:
