@@ -6,10 +6,12 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from protocol.broadcast.client import FetchStats
 from protocol.core.checkpoint import Manifest
+
+if TYPE_CHECKING:  # numpy comes with it, which whoever only reads has no need of
+    from protocol.broadcast.client import FetchStats
 
 NAME = "policies.jsonl"
 _TAIL = 1 << 20
