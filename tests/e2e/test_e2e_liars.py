@@ -38,11 +38,15 @@ def test_each_kind_of_node_ends_as_it_should(tmp_path: Path) -> None:
             against = {validator for validator, reason in said if 0 < reason < Reason.MALFORMED}
             assert len(against) == 2, f"two validators agreed on {digest}"
         hidden = store.execute(
-            "SELECT status, root_id FROM submissions WHERE shadow AND digest NOT IN "
+            "SELECT status, reason, root_id FROM submissions WHERE shadow AND digest NOT IN "
             "(SELECT submission_digest FROM planted)"
         ).fetchall()
-        assert hidden, "the shadow node's files were judged"
-        assert {status for status, _ in hidden} <= {"accepted", "submitted"}
+        assert "accepted" in {status for status, *_ in hidden}, (
+            "the shadow node's files were judged"
+        )
+        ends = {(status, reason) for status, reason, _ in hidden if status != "submitted"}
+        late = ("void", int(Reason.UNAVAILABLE))  # on a machine too busy to judge it in time
+        assert ends <= {("accepted", 0), late}
         planted = store.execute(
             "SELECT kind, status, root_id FROM planted JOIN submissions ON digest = "
             "submission_digest"
