@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 from http import HTTPStatus
@@ -75,7 +76,8 @@ class BridgeClient:
     def _request(self, method: str, path: str, body: bytes) -> bytes:
         connection = _UnixConnection(self._socket_path, self._timeout)
         try:
-            connection.request(method, path, body or None)
+            with contextlib.suppress(BrokenPipeError):  # it answers a body that it will not read
+                connection.request(method, path, body or None)
             response = connection.getresponse()
             content = response.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from node.bridge import MAX_CONNECTIONS, _Handler
 from node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
 from node.desk import MOST_FAILURES
 from node.task import FINAL_STATUS
+from node.worker.client import BridgeClient
 from orchestrator.store import leases, policies
 from protocol.core.errors import ConflictError, MalformedError, NotFoundError, PolicyError
 from protocol.core.ids import Digest
@@ -333,3 +335,26 @@ def test_a_worker_newer_than_its_agent_ends_for_good(
     with pytest.raises(PolicyError, match="older than this image"):
         kit.client.send_file(tmp_path / "f")
     assert PolicyError.exit_code in FINAL_STATUS
+
+
+def test_an_answer_to_a_body_that_nobody_reads_is_heard(tmp_path: Path) -> None:
+    """An agent that refuses by the head alone closes while the body is still on its way."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+    (tmp_path / "f").write_bytes(bytes(8 << 20))  # more than a socket holds
+
+    def refuse() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(64)
+            connection.sendall(b"HTTP/1.1 501 Not Implemented\r\nContent-Length: 0\r\n\r\n")
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    try:
+        with pytest.raises(PolicyError, match="older than this image"):
+            BridgeClient(tmp_path / "agent.sock").send_file(tmp_path / "f")
+    finally:
+        thread.join(30)
+        listener.close()
