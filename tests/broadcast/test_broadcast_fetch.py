@@ -7,10 +7,10 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from broadcast_world import (
     same_files,
     sign,
 )
+from served import served
 
 from protocol.broadcast import chunks, delta, layout, sources, transfer
 from protocol.broadcast.client import Base, FetchStats, fetch, plan_route
@@ -268,17 +269,8 @@ class PlainHandler(SimpleHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def plain_server(root: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PlainHandler, directory=str(root)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def plain_server(root: Path) -> AbstractContextManager[str]:
+    return served(partial(PlainHandler, directory=str(root)))
 
 
 def test_pythons_http_server_on_a_plain_copy_is_a_mirror(run: Run, tmp_path: Path) -> None:

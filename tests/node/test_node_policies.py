@@ -6,9 +6,9 @@ import json
 import logging
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import requests
 from bridge_kit import Bench, Flag, Kit, bridge_kit, pulse
 from command import prime_node
 from node_world import NODE, POOL, TRAINER, NodeWorld, publish_model, until
+from served import served
 
 from node import journal
 from node import policies as node_policies
@@ -50,17 +51,8 @@ class Liar(SimpleHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def liar_of(folder: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Liar, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def liar_of(folder: Path) -> AbstractContextManager[str]:
+    return served(partial(Liar, directory=str(folder)))
 
 
 @contextmanager

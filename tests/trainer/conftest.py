@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trainer_kit as kit
+from trainer_pool import Pool, pool_server
 
 from trainer.parallel import World, joined_world
 
@@ -20,3 +21,12 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kit.tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def pool(tmp_path: Path, model: Path) -> Iterator[Pool]:
+    """An orchestrator whose nodes the tests play."""
+    root = tmp_path / "pool"
+    root.mkdir()
+    with pool_server(root, model) as served:
+        yield served

@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,14 +21,6 @@ from trainer.cli import with_file
 from trainer.config import load
 from trainer.dryrun import parameters_of, sources
 from trainer.finished import curve, export_run
-
-
-@pytest.fixture
-def pool(tmp_path: Path, model: Path) -> Iterator[Pool]:
-    root = tmp_path / "pool"
-    root.mkdir()
-    with pool_server(root, model) as served:
-        yield served
 
 
 def lines(data: Path) -> list[dict[str, object]]:

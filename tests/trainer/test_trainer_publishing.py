@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import trainer_kit as kit
-from trainer_pool import Pool, finished, pool_server, started, wait_until
+from trainer_pool import Pool, finished, started, wait_until
 
 from orchestrator.store import arrivals
 from protocol.broadcast import layout
@@ -31,14 +31,6 @@ from trainer.parallel import World
 from trainer.publish import Origin
 from trainer.run import new_origin, new_publisher, publish_by_hand
 from trainer.train import Trainer
-
-
-@pytest.fixture
-def pool(tmp_path: Path, model: Path) -> Iterator[Pool]:
-    root = tmp_path / "pool"
-    root.mkdir()
-    with pool_server(root, model) as served:
-        yield served
 
 
 def settings(pool: Pool, data: Path, **changes: object) -> Settings:

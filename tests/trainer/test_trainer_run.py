@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -26,14 +25,6 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kit.tiny_model(tmp_path_factory.mktemp("base") / "tiny")
-
-
-@pytest.fixture
-def pool(tmp_path: Path, model: Path) -> Iterator[Pool]:
-    root = tmp_path / "pool"
-    root.mkdir()
-    with pool_server(root, model) as served:
-        yield served
 
 
 def lines(data: Path) -> list[dict[str, object]]:
