@@ -206,6 +206,11 @@ class Desk:
             return "the lease is for another run definition: restart the agent"
         if not signed.opens():
             return "the lease's salt names no draws: its file could be judged by a chosen draw"
+        if not self._run.fresh(lease.step, signed.policy_version):
+            return (
+                f"the lease's policy {signed.policy_version} is too old for batch {lease.step}: "
+                "its file would be void"
+            )
         if lease.deadline <= self._now():
             return "the open lease has run out; it expires by itself"
         on_disk = self._policies.digest(signed.policy_version)

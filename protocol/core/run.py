@@ -144,6 +144,10 @@ class RunDefinition(Strict):
     def temperature(self) -> float:
         return self.temperature_micro / MICRO
 
+    def fresh(self, step: int, policy_version: int) -> bool:
+        """Whether the policy is not too old for batch `step`."""
+        return step <= policy_version + self.max_staleness
+
     @property
     def surplus_groups(self) -> int:
         """Groups that must lie ready beyond those that a batch takes."""

@@ -105,7 +105,8 @@ SENTENCES: dict[Reason, str] = {
     Reason.WRONG_ROWS: f"the rows are not complete, in order and consistent; {_FIX}",
     Reason.UNAVAILABLE: "it could not be judged in time: the pool's fault, no penalty",
     Reason.LATE: "it came after its lease's deadline; take leases that this machine can finish",
-    Reason.POLICY_TOO_OLD: "its policy is older than the run allows; fetch policies sooner",
+    Reason.POLICY_TOO_OLD: "its lease's policy is older than the run allows for its batch: the "
+    "pool's fault, no pay, no penalty; an up-to-date agent takes no such lease",
     Reason.UNROOTED: "it was not put on chain while anybody could still answer for it there: the "
     "pool's fault, no pay, no penalty; next time: prime-node work post",
     Reason.UNCALIBRATED: "no calibration covers its engine, dtype or device: it was measured only, "

@@ -94,12 +94,14 @@ def synthetic_run(
     )
 
 
-def synthetic_lease(run: RunDefinition, number: int, policy_version: int = 0) -> HonestFile:
+def synthetic_lease(
+    run: RunDefinition, number: int, policy_version: int = 0, step: int = 0
+) -> HonestFile:
     """An unsigned lease number `number` of `run`, with no file yet."""
     salt = encoding.sha256(number.to_bytes(8, "big"))
     lease = Lease(
         pool=1,
-        step=0,
+        step=step,
         node=ZERO_ADDRESS,
         index=number,
         policy_digest=ZERO_DIGEST,

@@ -2,6 +2,7 @@
 
     read            size, schema, bounds                     → void
     submission      digest, size, rows, lease                → void
+    freshness       the lease's policy, for its batch        → void
     engine          the lease's policy                       → abstained if it is not here
     rows            order, prompts, targets, termination     → void, or rejected: wrong data
     proofs          decode strictly; no sketch occurs twice  → void, or rejected
@@ -152,6 +153,7 @@ def verify_file(
         file = _read(data, lease_digest)
         if submission is not None:
             _check_submission(data, file, signed, lease_digest, submission)
+        _check_freshness(signed, run)
         engine = _engine(engines, signed)
         plan = plan_rows(signed.lease, lease_digest, run, environment, engine.tokenizer)
         check_rows(file.rows, plan, signed, run, engine)
@@ -216,6 +218,16 @@ def _check_submission(
         raise RulingError(Reason.WRONG_LEASE, "the submission names another lease, step or policy")
     if submission.rows != len(file.rows):
         raise RulingError(Reason.WRONG_ROWS, f"{len(file.rows)} rows, {submission.rows} submitted")
+
+
+def _check_freshness(signed: SignedLease, run: RunDefinition) -> None:
+    """By the lease alone: what is published after it costs no node its pay (docs/adr/0006)."""
+    step, version = signed.lease.step, signed.policy_version
+    if not run.fresh(step, version):
+        raise RulingError(
+            Reason.POLICY_TOO_OLD,
+            f"policy {version} is more than {run.max_staleness} older than batch {step}",
+        )
 
 
 def _engine(engines: EngineProvider, signed: SignedLease) -> Engine:

@@ -8,19 +8,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from bridge_kit import Kit, bridge_kit, pulse
 from node_world import NodeWorld, publish_model, until
 from other_user import as_nobody, open_path
+from sqlalchemy import update
 
 from node.bridge import MAX_CONNECTIONS, _Handler
 from node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
 from node.desk import MOST_FAILURES
 from node.task import FINAL_STATUS
 from node.worker.client import BridgeClient
-from orchestrator.store import leases, policies
+from orchestrator import scheduler
+from orchestrator.store import leases, policies, schema
 from protocol.core.errors import ConflictError, MalformedError, NotFoundError, PolicyError
 from protocol.core.ids import Digest
 from protocol.core.messages import Heartbeat
@@ -241,6 +244,21 @@ def test_work_goes_on_with_the_policy_on_disk_while_newer_weights_are_on_their_w
         else:
             assert offer.lease is None
             assert f"policy 0 is too old; load {version}" in offer.reason
+
+
+def test_no_work_is_begun_for_a_batch_that_its_policy_is_too_old_for(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file would be void whatever the node does (docs/adr/0006)."""
+    allowed = kit.world.backend.context.run.max_staleness
+    given = scheduler.decide
+    for step, taken in ((allowed + 1, False), (allowed, True)):
+        monkeypatch.setattr(scheduler, "decide", lambda *a, s=step: replace(given(*a), step=s))
+        offer = kit.client.lease(LeaseWish(wait_seconds=0))
+        assert (offer.lease is not None) == taken, offer.reason
+        assert taken or f"policy 0 is too old for batch {step}" in offer.reason
+        with kit.world.store.begin() as connection:
+            connection.execute(update(schema.leases).values(status="expired"))
 
 
 def hand_in(kit: Kit, offer: LeaseOffer) -> None:

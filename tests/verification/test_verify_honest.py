@@ -16,7 +16,8 @@ from protocol.core.verdict import Outcome, Reason, VerdictTable
 from protocol.engine.tiny import write_tiny_model
 from protocol.environments.registry import environment_for
 from protocol.proofs import thresholds
-from protocol.verification.calibrate import synthetic_run
+from protocol.verification.build import build_rollout_file
+from protocol.verification.calibrate import synthetic_lease, synthetic_run
 from protocol.verification.engines import load_engine
 from protocol.verification.rollout_file import load_rollouts, read_rollout_file
 
@@ -89,6 +90,24 @@ def test_statistics_and_limits_are_decimal_text_for_evidence(world: Any) -> None
         f"{scope}.{name}" for scope in thresholds.SCOPES for name in thresholds.STATISTICS
     }
     encoding.canonical_json({**found.decimal_statistics(), **found.decimal_thresholds()})
+
+
+@pytest.mark.parametrize(("step", "allowed"), [(2, 1), (5, 4)])
+def test_a_policy_too_old_for_its_leases_batch_is_void_and_one_that_aged_since_is_not(
+    world: Any, step: int, allowed: int
+) -> None:
+    """Policy 1 for batch `step`; whatever was published after the lease is no matter."""
+    run = world.run.model_copy(update={"max_staleness": allowed})
+    strict = type(world)(run, world.environment, world.engine)
+    for batch, reason in ((step + 1, Reason.POLICY_TOO_OLD), (step, Reason.NONE)):
+        lease = synthetic_lease(run, 7, policy_version=1, step=batch)
+        data = build_rollout_file(
+            lease.signed, lease.lease_digest, run, world.engine, world.environment
+        )
+        found = strict.judge(replace(lease, data=data))
+        assert found.reason is reason, found
+    assert found.outcome is Outcome.ACCEPTED
+    assert Reason.POLICY_TOO_OLD.outcome is Outcome.VOID
 
 
 def test_a_policy_that_is_not_here_is_the_validators_trouble(world: Any) -> None:
