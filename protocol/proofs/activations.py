@@ -34,7 +34,7 @@ MIN_MODULUS = 1 << 15
 """Moduli at or below are refused. Honest ones stay within a few hundred of MAX_MODULUS."""
 PROOF_BYTES = 2 + 2 * PROOF_TOPK
 _WORST_MANTISSA = 127
-_BATCH = 32
+_BATCH = 64
 """Windows interpolated at once."""
 
 States = NDArray[np.uint16]
@@ -69,10 +69,24 @@ def modulus_of(positions: NDArray[np.int64]) -> int:
     if not len(positions) or positions[-1] < MAX_MODULUS:
         return MAX_MODULUS
     for m in range(MAX_MODULUS, MIN_MODULUS, -1):
-        residues = np.sort(positions % m)
-        if (residues[1:] != residues[:-1]).all():
+        if _distinct(positions % m):
             return m
     raise MalformedError("no modulus parts the positions")  # needs some 30,000 collisions
+
+
+def _distinct(residues: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether all entries of each row of [..., k] differ: bool [...]."""
+    ordered = np.sort(residues, axis=-1)
+    unequal: NDArray[np.bool_] = (ordered[..., 1:] != ordered[..., :-1]).all(axis=-1)
+    return unequal
+
+
+def _moduli(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`modulus_of` each row of [W, k]; nearly all are the largest."""
+    moduli = np.full(len(positions), MAX_MODULUS, dtype=np.int64)
+    for row in np.flatnonzero(~_distinct(positions % MAX_MODULUS)):
+        moduli[row] = modulus_of(positions[row])
+    return moduli
 
 
 def build(windows: Sequence[NDArray[np.uint16]]) -> list[bytes]:
@@ -84,11 +98,12 @@ def build(windows: Sequence[NDArray[np.uint16]]) -> list[bytes]:
     picked = largest_of(windows)
     proofs: list[bytes] = [b""] * len(windows)
     for members in _by_size([len(p) for p in picked]):
-        moduli = [modulus_of(picked[i]) for i in members]
-        x = np.stack([picked[i] % m for i, m in zip(members, moduli, strict=True)])
+        positions = np.stack([picked[i] for i in members])
+        moduli = _moduli(positions)
+        x = positions % moduli[:, None]
         y = np.stack([windows[i][picked[i]] for i in members])
         coefficients = field.interpolate(x.astype(np.float64), y.astype(np.float64))
-        table = np.concatenate([np.array(moduli)[:, None], coefficients], axis=1).astype(">u2")
+        table = np.concatenate([moduli[:, None], coefficients], axis=1).astype(">u2")
         for row, i in enumerate(members):
             proofs[i] = table[row].tobytes()
     return proofs

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 PRIME = 65497
 _BABY = 16
+_SHORT = 8
+"""Factors up to this degree are multiplied term by term, longer ones by a transform."""
 
 Field = NDArray[np.float64]
 """Integers modulo PRIME as float64, reduced to 0 … PRIME − 1."""
@@ -52,18 +54,19 @@ def _generator() -> int:
 
 
 def _baby_powers(x: Field) -> tuple[Field, Field]:
-    """(x⁰ … x¹⁵ as [W, k, 16], x¹⁶ as [W, k])."""
-    powers = np.empty((*x.shape, _BABY), dtype=np.float64)
-    powers[..., 0] = 1
-    powers[..., 1] = x
+    """(x⁰ … x¹⁵ as [W, k, 16], x¹⁶ as [W, k]). In memory the exponent comes first: numpy's inner
+    loops then run over all of x."""
+    powers = np.empty((_BABY, *x.shape), dtype=np.float64)
+    powers[0] = 1
+    powers[1] = x
     square = reduce(x * x)
-    powers[..., 2] = square
-    powers[..., 3] = reduce(square * x)
+    powers[2] = square
+    powers[3] = reduce(square * x)
     fourth = reduce(square * square)
-    powers[..., 4:8] = reduce(powers[..., :4] * fourth[..., None])
+    powers[4:8] = reduce(powers[:4] * fourth)
     eighth = reduce(fourth * fourth)
-    powers[..., 8:] = reduce(powers[..., :8] * eighth[..., None])
-    return powers, reduce(eighth * eighth)
+    powers[8:] = reduce(powers[:8] * eighth)
+    return powers.transpose(1, 2, 0), reduce(eighth * eighth)
 
 
 def evaluate(coefficients: Field, x: Field) -> Field:
@@ -104,18 +107,25 @@ def _master(x: Field) -> Field:
     count, k = x.shape
     size = 1 << (k - 1).bit_length() if k > 1 else 1
     # Monic factors are kept without their leading 1: (X^d + a)(X^d + b) = X^2d + (a + b)X^d + ab.
-    # Missing leaves are the factor X, a plain shift of the result.
-    level = np.zeros((count, size, 1), dtype=np.float64)
-    level[:, :k, 0] = PRIME - x
+    # Missing leaves are the factor X, a plain shift of the result. Short factors are kept with the
+    # degree as the first axis [d, W, n], so that numpy's inner loops are long; which are paired
+    # does not matter.
+    level = np.zeros((1, count, size), dtype=np.float64)
+    level[0, :, :k] = PRIME - x
+    while level.shape[2] > 1 and len(level) <= _SHORT:
+        degree, half = len(level), level.shape[2] // 2
+        a, b = level[:, :, :half], level[:, :, half:]
+        product = np.zeros((2 * degree, count, half), dtype=np.float64)
+        for i in range(degree):
+            product[i : i + degree] += a[i] * b
+        product[degree:] += a + b
+        level = reduce(product)
+    level = np.ascontiguousarray(level.transpose(1, 2, 0))  # [W, n, d]
     while level.shape[1] > 1:
         a, b = level[:, 0::2], level[:, 1::2]
         degree = level.shape[2]
         product = np.zeros((count, a.shape[1], 2 * degree), dtype=np.float64)
-        if degree <= 8:
-            for i in range(degree):
-                product[..., i : i + degree] += a[..., i : i + 1] * b
-        else:
-            product[..., : 2 * degree - 1] = _convolve(a, b)
+        product[..., : 2 * degree - 1] = _convolve(a, b)
         product[..., degree:] += a + b
         level = reduce(product)
     master = np.ones((count, k + 1), dtype=np.float64)

@@ -195,11 +195,25 @@ def test_more_proofs_than_windows_are_refused() -> None:
 @given(st.lists(st.integers(1, 30_000), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
 def test_many_windows_of_any_sizes_are_picked_as_one_by_one(sizes: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    windows = [rng.integers(0, 0x7F80, size).astype(np.uint16) for size in sizes]
+    signs = rng.integers(0, 3)  # all positive, mixed, all negative
+    windows = []
+    for size in sizes:
+        negative = rng.random(size) < signs / 2
+        windows.append((rng.integers(0, 0x7F80, size) | negative << 15).astype(np.uint16))
     together = largest_of(windows)
     for window, positions in zip(windows, together, strict=True):
-        order = np.argsort(-window.astype(np.int64), kind="stable")
+        order = np.argsort(-(window & 0x7FFF).astype(np.int64), kind="stable")
         assert positions.tolist() == sorted(order[:128].tolist())
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0xFFC0])
+@pytest.mark.parametrize("size", [100, 4096, 30_001])
+def test_one_element_that_is_not_finite_is_refused_wherever_it_lies(bits: int, size: int) -> None:
+    for place in (0, size // 2, size - 1):
+        window = np.full(size, 0xBF80, dtype=np.uint16)
+        window[place] = bits
+        with pytest.raises(MalformedError):
+            largest_of([window])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 128))
