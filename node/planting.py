@@ -47,6 +47,13 @@ class LyingWorkshop(Workshop):
             self._earlier = read_rollout_file(content).rows
         return content
 
+    def count(self, content: bytes) -> int:
+        """As the honest worker, or 0: some lies are no files."""
+        try:
+            return super().count(content)
+        except FileError:
+            return 0
+
     def _scene(self, job: Job) -> Scene:
         version, policy = job.signed.policy_version, job.signed.lease.policy_digest
 

@@ -93,6 +93,10 @@ class Workshop:
         engine = self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
         return build_rollout_file(job.signed, job.lease_digest, self.run, engine, self.environment)
 
+    def count(self, content: bytes) -> int:
+        """Output tokens in a file that was made."""
+        return sum(len(row.output_tokens) for row in read_rollout_file(content).rows)
+
     def build(self, job: Job) -> Built:
         """Makes the file and puts it into the outbox, whole or not at all. Loading the policy is
         not throttled: what a slower machine would be slower at is generation. Raises
@@ -100,7 +104,7 @@ class Workshop:
         self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
         started = self._clock()
         content = self.make(job)
-        tokens = sum(len(row.output_tokens) for row in read_rollout_file(content).rows)
+        tokens = self.count(content)
         seconds = self._clock() - started
         if self.options.throttle > 1.0:
             self._sleep(seconds * (self.options.throttle - 1.0))

@@ -28,3 +28,11 @@ def test_a_worker_that_copies_from_its_earlier_file_is_slashed_and_the_audit_agr
     assert Reason(second.reason).outcome is Outcome.REJECTED
     audit = court.audit(court.slash(second))
     assert audit.result == "match", audit.detail
+
+
+def test_a_lie_that_is_no_file_is_handed_in_all_the_same(court: Court, tmp_path: Path) -> None:
+    options = Options(socket=tmp_path / "s", policies=court.policies, outbox=tmp_path)
+    lie = LIES["truncated"].make
+    workshop = LyingWorkshop(lambda _: lie, court.shop.context.run, options)
+    found = court.judged(lambda *lease: workshop.build(Job(*lease)).path.read_bytes(), LIAR)
+    assert (found.status, Reason(found.reason)) == ("void", Reason.MALFORMED)
