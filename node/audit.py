@@ -35,12 +35,12 @@ from protocol.engine.base import Engine
 from protocol.proofs.thresholds import Calibration
 from protocol.verification.audit import (
     MAX_OBJECT_BYTES,
-    Audit,
     Setting,
     audit_slash,
     audit_submission,
     audit_transaction,
 )
+from protocol.verification.audit_compare import Audit
 from protocol.verification.engines import FolderEngines, load_engine
 
 

@@ -45,6 +45,7 @@ class Preflight:
             "outcome": finding.outcome.name.lower(),
             "reason": finding.reason.name,
             "detail": finding.detail,
+            "chance": finding.chance,
             "lease": self.lease,
             "setup": self.setup,
             "units": finding.units,

@@ -353,6 +353,7 @@ class Validator:
                 (self._calibration or shipped()).digest() if finding.thresholds else ZERO_DIGEST
             ),
             row_statistics=finding.decimal_row_statistics(),
+            chance=finding.decimal_chance(),
         )
 
     def _abstain(self, digest: Digest, reason: Reason, detail: str) -> None:

@@ -191,3 +191,10 @@ class Evidence(Strict):
     """
     row_statistics: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Statistic → its value in each of `rows_drawn`, in their order."""
+    chance: str = Field(
+        default="",
+        max_length=16,
+        pattern=r"^(|0|1|0\.[0-9]{1,9}|[0-9](\.[0-9]{1,3})?e-[0-9]{2,3})$",
+    )
+    """At most so probable is it that an honest file looks like this; 0 where that is no matter of
+    chance. Empty in evidence from before this was stated."""

@@ -13,9 +13,8 @@ is *cannot tell*: it accuses nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from protocol.chain import history
 from protocol.chain.client import ChainClient
@@ -37,19 +36,12 @@ from protocol.core.task import SignedLease, shadow_pool
 from protocol.core.verdict import Evidence, Outcome, Reason, SignedVerdict, VerdictTable
 from protocol.environments.base import Environment
 from protocol.proofs.thresholds import Calibration, shipped
+from protocol.verification.audit_compare import Audit, compare_slash, compare_verdict
 from protocol.verification.draw_audit import check_draw
 from protocol.verification.engines import EngineProvider
-from protocol.verification.verify import EXPLAINED_BY_WEIGHTS, Finding, verify_file
+from protocol.verification.verify import Finding, verify_file
 
 MAX_OBJECT_BYTES = 32 << 20
-RELATIVE_TOLERANCE = 0.1
-ABSOLUTE_TOLERANCE = 0.02
-"""How far statistics may lie apart and still be the same finding: devices round differently."""
-
-_SAME_LIE = [frozenset({reason, Reason.WRONG_POLICY}) for reason in EXPLAINED_BY_WEIGHTS]
-"""One finding: whether an earlier policy explains it depends on which of them are at hand."""
-
-Result = Literal["match", "accepted", "mismatch", "cannot tell"]
 
 
 class Library(Protocol):
@@ -84,29 +76,6 @@ class Setting:
     engines: EngineProvider
     now: float
     calibration: Calibration | None = None
-
-
-@dataclass(frozen=True)
-class Audit:
-    """What came of it. `expected` is what was published, `found` what this machine finds."""
-
-    result: Result
-    detail: str
-    expected: Reason | None = None
-    found: Reason | None = None
-    statistics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Name → (published, found here), as decimal text."""
-    notes: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "result": self.result,
-            "detail": self.detail,
-            "expected": self.expected.name if self.expected is not None else None,
-            "found": self.found.name if self.found is not None else None,
-            "statistics": {name: list(pair) for name, pair in self.statistics.items()},
-            "notes": list(self.notes),
-        }
 
 
 def audit_transaction(
@@ -149,7 +118,7 @@ def audit_slash(slash: Slash, setting: Setting, library: Library) -> Audit:
         draw_count=len(evidence.rows_drawn),  # more than the run's share, by the node's history
         rewards_first=evidence.reason == Reason.TAMPERED_REWARD,
     )
-    return _compare_slash(evidence, finding, notes)
+    return compare_slash(evidence, finding, notes)
 
 
 def audit_submission(
@@ -181,7 +150,7 @@ def audit_submission(
         return Audit("mismatch", f"what is published does not hold: {error}")
     secret = file_secret(ZERO_DIGEST, digest)  # our own draw: any rows must do
     finding = _run(data, signed, lease, secret, setting)
-    return _compare_verdict(verdict, table, finding, lease)
+    return compare_verdict(verdict, table, finding, lease)
 
 
 def _audit_rejected(
@@ -319,79 +288,3 @@ def _run(
         draw_count=draw_count,
         rewards_first=rewards_first,
     )
-
-
-def _compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) -> Audit:
-    expected = Reason(evidence.reason)
-    statistics = {
-        name: (evidence.statistics[name], value)
-        for name, value in finding.decimal_statistics().items()
-        if name in evidence.statistics
-    }
-
-    def audit(result: Result, detail: str) -> Audit:
-        return Audit(result, detail, expected, finding.reason, statistics, notes)
-
-    if finding.outcome is Outcome.ABSTAINED:
-        return audit("cannot tell", finding.detail)
-    if finding.reason is not expected and {finding.reason, expected} not in _SAME_LIE:
-        return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
-    if finding.rows_drawn != evidence.rows_drawn:
-        return audit("mismatch", "the evidence names other rows than its secret draws")
-    apart = [name for name, pair in statistics.items() if not close(*pair)]
-    if apart:
-        return audit("mismatch", f"statistics differ beyond rounding: {', '.join(apart)}")
-    notes += _rows_apart(evidence, finding)
-    return audit("match", finding.detail)
-
-
-def _rows_apart(evidence: Evidence, finding: Finding) -> tuple[str, ...]:
-    """A note that names the rows whose own statistics differ: they decide nothing beside the
-    file's, but whoever states them falsely should be seen to."""
-    found = finding.decimal_row_statistics()
-    apart = {
-        number
-        for name, stated in evidence.row_statistics.items()
-        for number, said, own in zip(finding.rows_drawn, stated, found.get(name, ()), strict=False)
-        if not close(said, own)
-    }
-    lengths = {len(stated) for stated in evidence.row_statistics.values()}
-    if lengths - {len(finding.rows_drawn)} or set(evidence.row_statistics) - set(found):
-        return ("the evidence states statistics of other rows, or others than there are",)
-    if not apart:
-        return ()
-    return (f"statistics of rows {', '.join(map(str, sorted(apart)))} differ beyond rounding",)
-
-
-def _compare_verdict(
-    signed: SignedVerdict, table: VerdictTable | None, finding: Finding, lease: SignedLease
-) -> Audit:
-    verdict = signed.verdict
-    expected = Reason(verdict.reason)
-
-    def audit(result: Result, detail: str) -> Audit:
-        return Audit(result, detail, expected, finding.reason)
-
-    if finding.outcome is Outcome.ABSTAINED:
-        return audit("cannot tell", finding.detail)
-    if finding.reason is not expected:
-        return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
-    if table is None:
-        return audit("match", finding.detail)
-    if verdict.units != finding.units:
-        return audit("mismatch", f"{verdict.units} units were credited, {finding.units} counted")
-    mine = finding.verdict_table(
-        verdict.submission_digest, table.sha256, lease.policy_version, lease.lease.step
-    )
-    if mine != table:
-        return audit("mismatch", "the verdict table holds other rows or rewards")
-    return audit("accepted", f"{finding.units} units; {finding.detail}")
-
-
-def close(published: str, found: str) -> bool:
-    """Whether two statistics are one finding, rounding apart. Anything may be published."""
-    try:
-        a, b = float(published), float(found)
-    except ValueError:
-        return False
-    return abs(a - b) <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * max(abs(a), abs(b))

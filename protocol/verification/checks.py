@@ -11,7 +11,7 @@ from protocol.core.errors import MalformedError
 from protocol.core.rollout import PROOF_WINDOW
 from protocol.core.run import MICRO, RunDefinition
 from protocol.core.task import SignedLease
-from protocol.core.verdict import Reason, VerdictRow
+from protocol.core.verdict import Outcome, Reason, VerdictRow
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment, Grade, decode_output
 from protocol.proofs import activations, sampling, sketch
@@ -21,12 +21,14 @@ from protocol.verification.rollout_file import FileRow
 
 
 class RulingError(Exception):
-    """Ends the flow with a reason; never leaves verify_file."""
+    """Ends the flow with a reason; never leaves verify_file. `chance` as in verify.Finding, by
+    default 0 for a lie, as nothing but a count of tokens is a matter of chance here."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: Reason, detail: str, chance: float = 0.0) -> None:
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+        self.chance = chance if reason.outcome is Outcome.REJECTED else None
 
 
 def check_rows(
@@ -115,6 +117,7 @@ def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
             Reason.TWO_HUMPED,
             f"{observed} tokens of nearly no probability; honest sampling draws at most "
             f"{expected:.2g} on average (chance {chance:.2g})",
+            chance,
         )
 
 

@@ -69,10 +69,12 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class Accusation:
-    """A lie that the statistics show."""
+    """A lie that the statistics show. `chance`: at most so probable is it that an honest file shows
+    the same, as the calibration extrapolates it."""
 
     reason: Reason
     detail: str
+    chance: float
 
 
 @dataclass(frozen=True)
@@ -302,25 +304,24 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
         f"{name} {max(together[name], *(r.values[name] for r in bad)):.4g}"
         for name in sorted(excess)
     )
+    chance, tail = _chance(rows, together, limits), together["tail_probability"]
     if excess:
-        where += (
-            f"; an honest file does so with a chance below {_chance(rows, together, limits):.0e}"
-        )
+        where += f"; an honest file does so with a chance below {chance:.0e}"
     if excess & _STATES:
-        return Accusation(_states_reason(excess, bad), where)
+        return Accusation(_states_reason(excess, bad), where, chance)
     if excess & _SAMPLING:
         inner = max(row.inner_margin for row in rows)
         if inner <= limits.of["row"]["margin_max"] and any(row.ends_early for row in bad):
-            return Accusation(Reason.EARLY_END, where)
-        if together["tail_probability"] < SIGNIFICANCE:
-            return Accusation(Reason.TWO_HUMPED, where)
-        return Accusation(Reason.WRONG_SAMPLING, where)
-    if together["tail_probability"] < SIGNIFICANCE:
-        return Accusation(Reason.TWO_HUMPED, f"tail probability {together['tail_probability']:.3g}")
+            return Accusation(Reason.EARLY_END, where, chance)
+        if tail < SIGNIFICANCE:
+            return Accusation(Reason.TWO_HUMPED, where, min(chance, tail))
+        return Accusation(Reason.WRONG_SAMPLING, where, chance)
+    if tail < SIGNIFICANCE:
+        return Accusation(Reason.TWO_HUMPED, f"tail probability {tail:.3g}", min(chance, tail))
     if excess & _LOGPROBS:
         drifted = any(together[name] > most for name, most in limits.honest.items())
         reason = Reason.WRONG_ACTIVATIONS if drifted else Reason.TAMPERED_LOGPROBS
-        return Accusation(reason, where)
+        return Accusation(reason, where, chance)
     return None
 
 

@@ -67,6 +67,8 @@ class Finding:
     for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
     `repeated`: rows that were seen in other files (None: not looked for); `marks` of an accepted
     file's rows are to be remembered (repeats.py). `whole`: every row was replayed.
+    `chance` of a rejected file: at most so probable is it that an honest file looks like that; 0
+    where that is no matter of chance (what seed, grader or strict decoding say). None: no lie.
     Statistics are named in proofs.thresholds; beside them `tokens`, `equal`, `tail_probability`
     (replay.combine) and `compute_share`, the replay's cost.
     """
@@ -83,6 +85,7 @@ class Finding:
     repeated: tuple[int, ...] | None = None
     marks: Mapping[str, bool] = field(default_factory=dict)
     whole: bool = False
+    chance: float | None = None
 
     def shares(self) -> dict[str, float]:
         """Each judged statistic of the file as a share of its limit; empty without a replay."""
@@ -92,6 +95,10 @@ class Finding:
     @property
     def outcome(self) -> Outcome:
         return self.reason.outcome
+
+    def decimal_chance(self) -> str:
+        """`chance` as decimal text, for Evidence."""
+        return "" if self.chance is None else f"{self.chance:.3g}"
 
     def decimal_statistics(self) -> dict[str, str]:
         """Statistics as decimal text, for Evidence."""
@@ -163,7 +170,7 @@ def verify_file(
         if rewards_first or not environment.may_give_up:
             table = check_rewards(file.rows, plan, environment, engine)
     except RulingError as ruling:
-        return Finding(ruling.reason, ruling.detail)
+        return Finding(ruling.reason, ruling.detail, chance=ruling.chance)
     repeated = None if seen is None else repeats.repeated(file.rows, seen)
     count = max(run.least_drawn(len(file.rows)), draw_count or 0)
     if repeated:
@@ -179,7 +186,9 @@ def verify_file(
         try:
             table = check_rewards(file.rows, plan, environment, engine)
         except RulingError as ruling:
-            return Finding(ruling.reason, ruling.detail, repeated=repeated)  # as if it came first
+            return Finding(  # as if it came first
+                ruling.reason, ruling.detail, repeated=repeated, chance=ruling.chance
+            )
     return replace(
         finding,
         table=table,
@@ -291,6 +300,7 @@ def _judge_replay(
         rows_drawn=drawn,
         row_statistics=found,
         setup=" ".join((file.metadata.engine, file.metadata.dtype, file.metadata.device)),
+        chance=accusation.chance if accusation else None,
     )
 
 
@@ -325,7 +335,6 @@ def _explained_by_earlier(
     """WRONG_POLICY, with its version, if an earlier policy replays the rows without fault."""
     for version, engine in engines.earlier(signed.policy_version):
         if replay.accuse(measure(engine), limits) is None:
-            return replay.Accusation(
-                Reason.WRONG_POLICY, f"made with policy {version}; {accusation.detail}"
-            )
+            detail = f"made with policy {version}; {accusation.detail}"
+            return replace(accusation, reason=Reason.WRONG_POLICY, detail=detail)
     return accusation

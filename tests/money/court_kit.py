@@ -32,7 +32,8 @@ from protocol.environments.base import Environment
 from protocol.environments.registry import environment_for, environment_ref
 from protocol.storage.base import digest_key
 from protocol.verification import build
-from protocol.verification.audit import Audit, Setting, audit_slash
+from protocol.verification.audit import Setting, audit_slash
+from protocol.verification.audit_compare import Audit
 from protocol.verification.engines import FolderEngines, load_engine
 from protocol.verification.rollout_file import write_rollout_file
 

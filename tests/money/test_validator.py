@@ -80,6 +80,24 @@ def test_replayed_rows_and_statistics_are_part_of_the_match(court: Court) -> Non
     assert court.audit(replaced(court, row, no_number)).result == "mismatch"
 
 
+@pytest.mark.parametrize("lie", ["forged", "tampered"])
+def test_how_sure_an_accusation_is_stands_in_its_evidence_and_an_audit_looks_at_it(
+    court: Court, lie: str
+) -> None:
+    row = court.judged(getattr(court, lie), LIAR)
+    evidence = court.evidence(row)
+    by_chance = lie == "forged"
+    assert (0 < float(evidence.chance) < 1e-6) if by_chance else evidence.chance == "0"
+    found = court.audit(court.slash(row))
+    assert (found.result, found.statistics["chance"]) == ("match", (evidence.chance,) * 2)
+    for said in ("0.01", "0" if by_chance else "1e-15"):
+        other = replaced(court, row, evidence.model_copy(update={"chance": said}))
+        assert court.audit(other).result == "mismatch", said
+    unsaid = evidence.model_dump(mode="json", exclude={"chance"})  # as it was before
+    raw = put_object(court.shop.objects, encoding.canonical_json(unsaid))
+    assert court.audit(court.slash(row, raw)).result == "match"
+
+
 def test_statistics_of_single_rows_are_published_and_looked_at_by_an_audit(court: Court) -> None:
     row = court.judged(court.forged, LIAR)
     evidence = court.evidence(row)

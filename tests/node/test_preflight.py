@@ -76,6 +76,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def test_an_honest_file_is_accepted_and_every_row_can_be_asked_for(bench: Bench) -> None:
     status, found = bench.verify(bench.honest)
     assert (status, found["outcome"], found["reason"]) == (0, "accepted", "NONE")
+    assert found["chance"] is None
     assert found["lease"] == bench.lease_digest
     assert found["setup"] == "plain/1, float32 on cpu"
     assert len(found["rows_replayed"]) == 1  # a quarter of four
@@ -91,6 +92,7 @@ def test_a_lie_is_named_with_its_statistics(bench: Bench) -> None:
     rows = [replace(row, logprobs=row.logprobs - 0.5) for row in file.rows]
     status, found = bench.verify(write_rollout_file(rows, file.metadata), "--every-row")
     assert (status, found["outcome"], found["reason"]) == (65, "rejected", "TAMPERED_LOGPROBS")
+    assert 0 < found["chance"] < 1e-6
     assert float(found["statistics"]["logprob_max"]) > float(
         found["thresholds"]["file.logprob_max"]
     )
