@@ -1,6 +1,7 @@
 """The corpus tests/vectors/malformed: each file ends in its reason, within 500 MB, whatever it is.
 
-All are read by one child process with limits of memory and processor time set by the kernel.
+All are judged, as a validator does it, by one child process with limits of memory and processor
+time set by the kernel.
 """
 
 from __future__ import annotations
@@ -19,24 +20,33 @@ MEGABYTES = 500
 CPU_SECONDS_EACH = 2
 CPU_SECONDS = CPU_SECONDS_EACH * len(INDEX)
 
-READER = """
+JUDGE = """
 import json, sys
 from time import process_time
 from pathlib import Path
 from resource import RLIMIT_AS, setrlimit
-from protocol.verification.rollout_file import FileError, read_rollout_file
+from protocol.core.ids import ZERO_DIGEST
+from protocol.environments.registry import environment_for
+from protocol.verification.setups import synthetic_lease, synthetic_run
+from protocol.verification.verify import verify_file
 
+class Policies:
+    def engine(self, version, digest):
+        raise AssertionError("a policy was asked for")
+    earlier = engine
+
+run = synthetic_run(24)
+lease, environment = synthetic_lease(run, 1), environment_for(run)
 held = int(Path("/proc/self/statm").read_text().split()[0]) * 4096  # libraries, before any file
 setrlimit(RLIMIT_AS, (held + int(sys.argv[2]) * 1_000_000,) * 2)
 found = {}
 for path in sorted(Path(sys.argv[1]).glob("*.bin")):
     started = process_time()
-    try:
-        read_rollout_file(path.read_bytes())
-        reason = "read"
-    except FileError as error:
-        reason = error.reason.name
-    found[path.stem] = reason, process_time() - started
+    finding = verify_file(
+        path.read_bytes(), lease.signed, lease.lease_digest, run, environment, Policies(),
+        draw_secret=ZERO_DIGEST, submission_digest=ZERO_DIGEST,
+    )
+    found[path.stem] = finding.reason.name, process_time() - started
 print(json.dumps(found))
 """
 
@@ -49,7 +59,7 @@ def found() -> dict[str, tuple[str, float]]:
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
 
     done = subprocess.run(
-        [sys.executable, "-c", READER, str(CORPUS), str(MEGABYTES)],
+        [sys.executable, "-c", JUDGE, str(CORPUS), str(MEGABYTES)],
         capture_output=True, text=True, check=False, timeout=280, preexec_fn=limit,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
