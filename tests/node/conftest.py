@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import docker
 import pytest
+from docker.errors import DockerException
 from node_world import NodeWorld, node_world
 
 
@@ -14,3 +16,15 @@ def world(tmp_path: Path) -> Iterator[NodeWorld]:
     """A served pool with one tiny policy."""
     with node_world(tmp_path) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[docker.DockerClient]:
+    """The Docker engine of this machine; skipped where none answers."""
+    try:
+        client = docker.from_env(timeout=600)
+        client.ping()
+    except DockerException as error:
+        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
+    yield client
+    client.close()

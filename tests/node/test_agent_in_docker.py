@@ -10,7 +10,6 @@ from pathlib import Path
 
 import docker
 import pytest
-from docker.errors import DockerException
 from node_world import NODE, node_world, until
 
 from node.runtime.docker import LABEL
@@ -21,17 +20,6 @@ from protocol.verification.rollout_file import read_rollout_file
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[docker.DockerClient]:
-    try:
-        client = docker.from_env(timeout=300)
-        client.ping()
-    except DockerException as error:
-        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
-    yield client
-    client.close()
 
 
 @pytest.fixture(scope="module")

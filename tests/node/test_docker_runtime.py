@@ -12,7 +12,6 @@ from pathlib import Path
 
 import docker
 import pytest
-from docker.errors import DockerException
 
 from node.runtime.base import Mounts, WorkerOptions
 from node.runtime.docker import (
@@ -26,17 +25,6 @@ from protocol.core.errors import PolicyError, UserError
 from protocol.core.task import Task
 
 pytestmark = pytest.mark.docker
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[docker.DockerClient]:
-    try:
-        client = docker.from_env(timeout=30)
-        client.ping()
-    except DockerException as error:
-        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
-    yield client
-    client.close()
 
 
 @pytest.fixture(scope="module")

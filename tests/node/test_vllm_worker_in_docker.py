@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from docker.errors import DockerException
 from node_world import NODE, TRAINER, VALIDATOR, NodeWorld, node_world, until
 
 from node.runtime.docker import LABEL
@@ -44,17 +43,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
 ]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[docker.DockerClient]:
-    try:
-        client = docker.from_env(timeout=600)
-        client.ping()
-    except DockerException as error:
-        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
-    yield client
-    client.close()
 
 
 @pytest.fixture(scope="module")
