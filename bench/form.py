@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[1]
+from devnet.origin import ROOT as ROOT
+from devnet.origin import commit as commit
+from devnet.origin import machine
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,7 @@ def result(name: str, rows: Sequence[Row], packages: Sequence[str], quick: bool)
         "bench": name,
         "commit": commit(),
         "quick": quick,
-        "machine": {
-            "cpu": _cpu(),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-        },
+        "machine": machine(),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in packages}},
         "rows": [{**asdict(row), "ok": row.ok} for row in rows],
         "ok": all(row.ok for row in rows),
@@ -63,25 +57,6 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         peer = "" if row["peer"] is None else f"  {row['peer_name']} {row['peer']:g}"
         failed = "" if row["ok"] else "  NOT MET"
         print(f"{row['name']:26} {row['value']:14.4g} {row['unit']}{bar}{peer}{failed}")
-
-
-@cache
-def commit() -> str:
-    """What git calls the state of the sources."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip() or "unknown"
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str:

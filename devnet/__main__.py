@@ -1,4 +1,4 @@
-"""`python -m devnet up|check|stop`: the whole network on this machine."""
+"""`python -m devnet up|check|lies|kinds|stop`: the whole network on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
@@ -133,6 +134,39 @@ def kinds(
         return
     for name, lie in LIES.items():
         print(f"{name:<18} {lie.ends}")
+
+
+@app.command()
+def lies(
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", help="Play it, also anew; repeat for more. See `kinds`."),
+    ] = None,
+    together: Annotated[int, typer.Option(min=1, help="Liars in one network, at most.")] = 8,
+    out: Annotated[
+        Path, typer.Option(help="The record; kinds that it has of these sources are left out.")
+    ] = Path("var/lies.json"),
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    root: Root = Path("var/lies"),
+) -> None:
+    """Play every lie on whole networks, audit what came; exit code 0 only if all end as listed."""
+    from devnet.lies import newest
+    from devnet.play import load, play_all, table
+
+    asked = tuple(known(one) for one in kind or ())
+    chosen = asked or tuple(one for one in LIES if one not in newest(load(out)["networks"]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+    def empty() -> None:
+        stop_recorded(root / "pids.json")
+        _empty(root)
+
+    found = play_all(
+        chosen, out, root, together, empty, partial(print, file=sys.stderr, flush=True)
+    )
+    print(json.dumps(found) if json_output else table(found["networks"]))
+    sys.exit(0 if found["ok"] else 1)
 
 
 @app.command()

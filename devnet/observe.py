@@ -34,6 +34,7 @@ from protocol.core.errors import PolicyError, PrimeError, UntrustedError
 from protocol.core.ids import ZERO_DIGEST, Address, Digest
 from protocol.core.messages import LeaseAnswer, LeaseRequest, SubmissionInfo
 from protocol.core.rollout import SignedSubmission
+from protocol.core.signing import Domain
 from protocol.transport.client import OrchestratorClient
 from protocol.transport.problems import NotFoundError
 
@@ -79,7 +80,8 @@ def observe(network: Network) -> Observation:
     with network.client() as client:
         seen.batches, seen.files = trained(network, client, seen.chain)
         seen.nodes = [
-            _node(network, contracts, client, seen.chain, node.name) for node in network.plan.nodes
+            node_facts(network, contracts, client, seen.chain, node.name)
+            for node in network.plan.nodes
         ]
     seen.payments, seen.roots_match = _payments(network, contracts, seen.chain)
     seen.replays = _replays(network, seen)
@@ -153,36 +155,46 @@ class _RootsOnChain:
     """Proves submissions to be leaves of roots that the chain holds, from the published lists."""
 
     def __init__(self, client: OrchestratorClient, chain: ChainFacts, network: Network) -> None:
-        self._domain = network.deployment().domain("work")
-        self._known: dict[str, str] = {}
-        for event in chain.of(events.RootPosted):
-            if event.leaves_object == ZERO_DIGEST:
-                continue  # a node posted its own leaf: there is no list
-            raw = client.get_object(event.leaves_object)
-            leaves = [
-                SignedSubmission.model_validate_json(json.dumps(item))
-                for item in encoding.parse_canonical_json(raw)
-            ]
-            digests = [leaf.submission.digest(self._domain) for leaf in leaves]
-            if encoding.merkle_root(digests) != event.root or len(digests) != event.count:
-                continue  # a list that is not the root's proves nothing
-            for leaf, digest in zip(leaves, digests, strict=True):
-                self._known[digest] = leaf.submission.sha256
+        leaves = published_leaves(client, chain, network.deployment().domain("work"))
+        self._known: dict[str, str] = {
+            digest: leaf.submission.sha256 for digest, leaf in leaves.items()
+        }
 
     def hold(self, submission: str, sha256: str) -> bool:
         return self._known.get(submission) == sha256
 
 
+def published_leaves(
+    client: OrchestratorClient, chain: ChainFacts, domain: Domain
+) -> dict[Digest, SignedSubmission]:
+    """Every submission under a root that the chain holds, by its digest."""
+    known: dict[Digest, SignedSubmission] = {}
+    for event in chain.of(events.RootPosted):
+        if event.leaves_object == ZERO_DIGEST:
+            continue  # a node posted its own leaf: there is no list
+        raw = client.get_object(event.leaves_object)
+        leaves = [
+            SignedSubmission.model_validate_json(json.dumps(item))
+            for item in encoding.parse_canonical_json(raw)
+        ]
+        digests = [leaf.submission.digest(domain) for leaf in leaves]
+        if encoding.merkle_root(digests) != event.root or len(digests) != event.count:
+            continue  # a list that is not the root's proves nothing
+        known.update(zip(digests, leaves, strict=True))
+    return known
+
+
 # -- liars_slashed --------------------------------------------------------------------------------
 
 
-def _node(
+def node_facts(
     network: Network,
     contracts: Contracts,
     client: OrchestratorClient,
     chain: ChainFacts,
     name: str,
 ) -> NodeFacts:
+    """One node from outside; if it was slashed, a lease is asked for with its key."""
     address = network.accounts[name].address
     plan = next(node for node in network.plan.nodes if node.name == name)
     slashes = [e for e in chain.of(events.SlashExecuted) if e.node == address]
@@ -279,14 +291,15 @@ def _replays(network: Network, seen: Observation) -> list[Replay]:
         accepted = _one_accepted(client)
     if accepted is not None:
         asked.append((accepted, "accepted"))
-    said = _audit(network, [subject for subject, _ in asked]) if asked else []
+    said = audit(network, [subject for subject, _ in asked]) if asked else []
     return [
         Replay(subject, expected, said[i] if i < len(said) else "no answer")
         for i, (subject, expected) in enumerate(asked)
     ]
 
 
-def _audit(network: Network, subjects: Sequence[str]) -> list[str]:
+def audit(network: Network, subjects: Sequence[str]) -> list[str]:
+    """What `prime-node audit replay` says of each subject."""
     said = network.supervisor.run(
         "audit",
         [

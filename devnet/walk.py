@@ -48,7 +48,14 @@ class Walk:
         self.evaluations: list[tuple[int, float]] = []
 
     def start(self) -> None:
-        """Everything up: chain, contracts, pool, programs, nodes."""
+        """Everything up, policy 0 evaluated, the first batch sealed."""
+        self.bring_up()
+        self.evaluate(0)
+        self.note("nodes are joining")
+        self.until("the first batch", lambda status: status.step >= 1, START_SECONDS)
+
+    def bring_up(self) -> None:
+        """Chain, contracts, pool, programs, nodes, until the first policy is published."""
         network = self.network
         self.note("starting a local chain and deploying the contracts")
         network.start_chain()
@@ -63,9 +70,6 @@ class Walk:
             self.note(f"starting {node.name}")
             network.start_node(node)
         self.until("policy 0", lambda status: status.latest_version is not None, START_SECONDS)
-        self.evaluate(0)
-        self.note("nodes are joining")
-        self.until("the first batch", lambda status: status.step >= 1, START_SECONDS)
 
     def learn(self) -> None:
         """Until two evaluations in a row are good enough, or the run's last step."""
@@ -109,9 +113,7 @@ class Walk:
         network.supervisor.stop("trainer")
         network.start_trainer(steps=0)
         self.until("the last policy at every honest node", self._all_have_the_last, 120)
-        for node in network.plan.nodes:
-            network.supervisor.stop(node.name)
-        self.until("every file's verdict and root", self._all_judged_and_rooted, 180)
+        self.stop_nodes()
         self.note("waiting until the last work's validity has passed")
         contracts = network.contracts()
         periods = network.plan.periods
@@ -135,6 +137,12 @@ class Walk:
                         *("--data", str(network.root / "nodes" / node.name)),
                     ],
                 )
+
+    def stop_nodes(self) -> None:
+        """Ends every node; then every file gets its verdict and its root."""
+        for node in self.network.plan.nodes:
+            self.network.supervisor.stop(node.name)
+        self.until("every file's verdict and root", self._all_judged_and_rooted, 180)
 
     def evaluate(self, version: int) -> None:
         """Evaluates a policy that came through the relay, and remembers its mean reward."""

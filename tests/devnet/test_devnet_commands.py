@@ -47,6 +47,7 @@ def test_a_folder_that_no_run_has_marked_is_left_alone(tmp_path: Path) -> None:
         (["up", "--runtime", "docker"], "--runtime docker needs the worker's image — --image"),
         (["up", "--runtime", "podman"], "no runtime 'podman' — process or docker"),
         (["up", "--liar", "charming"], "charming"),
+        (["lies", "--kind", "charming"], "there is no lie 'charming' — known are"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_anything_starts(
