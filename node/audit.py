@@ -25,14 +25,16 @@ from protocol.chain import history
 from protocol.chain.events import ValidatorSet
 from protocol.chain.history import Slash
 from protocol.core import ids
+from protocol.core.calibration import CalibrationStatement
 from protocol.core.checkpoint import PolicyStatement, SignedManifest
 from protocol.core.errors import NotFoundError, PrimeError, UnavailableError
-from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.ids import ZERO_DIGEST, Address, Digest
 from protocol.core.messages import RelayInfo, SubmissionInfo
 from protocol.core.run import RunDefinition
+from protocol.core.signing import Domain
 from protocol.core.task import SignedLease
 from protocol.engine.base import Engine
-from protocol.proofs.thresholds import Calibration
+from protocol.proofs.thresholds import Calibration, parse_signed
 from protocol.verification.audit import (
     MAX_OBJECT_BYTES,
     Setting,
@@ -202,12 +204,17 @@ def _setting(settings: Settings, api: NodeApi, link: Link, library: Orchestrator
         environment=environment_for(run),
         engines=FetchedEngines(folder, api, settings.threads or 1),
         now=time.time(),
-        calibration=run_calibration(run, library),
+        calibration=run_calibration(
+            run, library, pool.manager, link.deployment.domain_of(CalibrationStatement)
+        ),
     )
 
 
-def run_calibration(run: RunDefinition, library: OrchestratorLibrary) -> Calibration | None:
-    """The run's own calibration object; None where it uses the shipped one."""
+def run_calibration(
+    run: RunDefinition, library: OrchestratorLibrary, manager: Address, domain: Domain
+) -> Calibration | None:
+    """The run's own calibration object; None where it uses the shipped one. Raises MalformedError,
+    UntrustedError if the object is no calibration that the pool's manager signed."""
     if run.calibration == ZERO_DIGEST:
         return None
-    return Calibration.model_validate_json(library.object(run.calibration, MAX_OBJECT_BYTES))
+    return parse_signed(library.object(run.calibration, MAX_OBJECT_BYTES), manager, domain)

@@ -96,7 +96,9 @@ def verify(
             FolderEngines(data_folder.policies, keep=1),
             draw_secret=ids.digest(secrets.token_bytes(32)),
             submission_digest=encoding.sha256(data),
-            calibration=run_calibration(run, library),
+            calibration=run_calibration(
+                run, library, api.client.pool().manager, api.client.domain("slasher")
+            ),
             draw_count=run.rows_per_lease if every_row else None,
         )
     finally:

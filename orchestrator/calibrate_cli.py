@@ -1,7 +1,8 @@
 """`orchestrator calibrate`: honest drift of every set-up on this machine, as a signed object.
 
-The run definition names the calibration by its SHA-256 (`calibration = "0x…"`); the signed object
-beside it says who measured it. Files that declare a set-up which it does not cover are verified in
+The run definition names the calibration by its SHA-256 (`calibration = "0x…"`), and its pool's
+manager answers for it: whoever judges by it (validators, auditors, `prime-node verify`) refuses one
+that the manager did not sign. Files that declare a set-up which it does not cover are verified in
 shadow: measured, never slashed, never paid.
 """
 
@@ -14,17 +15,20 @@ import sys
 import time
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
-from protocol.core.calibration import CalibrationStatement, SignedCalibration
+from protocol.core.calibration import CalibrationStatement
 from protocol.core.errors import UnavailableError, UserError
 from protocol.storage.base import put_object
 from protocol.storage.directory import DirectoryStore
 from protocol.verification.engines import ENGINES
+
+if TYPE_CHECKING:
+    from protocol.proofs.thresholds import Calibration
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,6 +50,10 @@ def calibrate(
         list[str] | None,
         typer.Option(help="cpu or cuda; repeat for both (default: what this machine has)."),
     ] = None,
+    replay_device: Annotated[
+        str | None,
+        typer.Option(help="What the pool's validators replay on (default: the first --device)."),
+    ] = None,
     plain: Annotated[
         bool, typer.Option(help="Measure the plain engine, or only those of --python.")
     ] = True,
@@ -57,61 +65,55 @@ def calibrate(
         ),
     ] = None,
     scale: Annotated[float, typer.Option(help="More or fewer files.", min=0.001)] = 1.0,
+    sign: Annotated[
+        Path | None,
+        typer.Option(help="Calibration measured before, elsewhere, say: only sign it."),
+    ] = None,
     objects: Annotated[
         Path | None, typer.Option(help="Folder of the pool's object store, to put it there too.")
     ] = None,
     deployment: Annotated[
         Path | None, typer.Option(help="Deployment JSON, to sign for its network.")
     ] = None,
-    wallet: Annotated[Path | None, typer.Option(help="Keystore that signs it.")] = None,
+    wallet: Annotated[
+        Path | None, typer.Option(help="Keystore of the pool's manager, to sign it.")
+    ] = None,
     password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
     password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
 ) -> None:
     """Measure honest drift of every set-up here; write (and sign) the limits that follow."""
     from protocol.proofs.thresholds import load
-    from protocol.verification.calibrate import calibrate as measure
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     if (wallet is None) != (deployment is None):
         raise UserError(
             "a signature needs both a keystore and a network", hint="give --wallet and --deployment"
         )
+    if sign is not None and wallet is None:
+        raise UserError("nobody is there to sign it", hint="give --wallet and --deployment")
     domain = Deployment.load(deployment).domain_of(CalibrationStatement) if deployment else None
     signer = None
     if wallet is not None:
         prompt = f"Password of {wallet}: "
         signer = load_keystore(wallet, read_password(password_file, password_fd, prompt=prompt))
     _try_to_write(out)  # what cannot be written is said now, not in an hour
-    python_of, found = _interpreters(python or [], plain), load(keep) if keep else None
     left_out: list[str] = []
-    measured = False
-    for one in device or _devices():
-        try:
-            found, lacking = measure(
-                model or [], python_of=python_of, device=one, scale=scale, keep=found
-            )
-        except UnavailableError as error:
-            left_out.append(f"{one}: {error}")
-            continue
-        left_out += lacking
-        measured = True
-    if found is None or not measured:
-        raise UnavailableError("; ".join(left_out))
+    if sign is not None:
+        found = load(sign)
+    else:
+        engines, devices = _interpreters(python or [], plain), device or _devices()
+        kept = load(keep) if keep else None
+        found, left_out = _measured(
+            model or [], engines, devices, replay_device or devices[0], scale, kept
+        )
+    if signer is not None and domain is not None:
+        found = found.sign(signer, domain, int(time.time()))
     out.write_bytes(found.canonical())  # its SHA-256 is its name
     if objects is not None:
         put_object(DirectoryStore(objects), found.canonical())
-    written = {"calibration": str(out), "digest": found.digest()}
-    if signer is not None and domain is not None:
-        statement = CalibrationStatement(calibration=found.digest(), made_at=int(time.time()))
-        signed = SignedCalibration(
-            statement=statement,
-            signer=signer.address,
-            signature=signer.sign(statement, domain),
-        )
-        beside = out.with_suffix(".signed.json")
-        beside.write_text(signed.model_dump_json() + "\n", encoding="utf-8")
-        written["signed"] = str(beside)
+    by = found.signed.signer if found.signed else None
+    written = {"calibration": str(out), "digest": found.digest(), "signer": by}
     if as_json:
         typer.echo(json.dumps({**written, "left_out": left_out}))
         return
@@ -122,7 +124,47 @@ def calibrate(
         )
     for reason in left_out:
         typer.echo(f"left out: {reason}")
+    typer.echo(f"for replays in {found.replay_dtype} on {found.replay_device}")
+    typer.echo(
+        f"signed by {by}"
+        if by
+        else "not signed: no pool is judged by it until its manager signs it (--sign)"
+    )
     typer.echo(f"digest {found.digest()} → {out} (for the run definition: calibration = …)")
+
+
+def _measured(
+    models: list[Path],
+    python_of: dict[str, Path | None],
+    devices: list[str],
+    replay_device: str,
+    scale: float,
+    found: Calibration | None,
+) -> tuple[Calibration, list[str]]:
+    """What every device's set-ups measure, beside those of `found`, and what was left out. Raises
+    UnavailableError if nothing could be measured."""
+    from protocol.verification.calibrate import calibrate as measure
+
+    left_out: list[str] = []
+    measured = False
+    for one in devices:
+        try:
+            found, lacking = measure(
+                models,
+                python_of=python_of,
+                device=one,
+                replay_device=replay_device,
+                scale=scale,
+                keep=found,
+            )
+        except UnavailableError as error:
+            left_out.append(f"{one}: {error}")
+            continue
+        left_out += lacking
+        measured = True
+    if found is None or not measured:
+        raise UnavailableError("; ".join(left_out))
+    return found, left_out
 
 
 def _try_to_write(out: Path) -> None:

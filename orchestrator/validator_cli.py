@@ -37,13 +37,19 @@ from protocol.chain.deployment import Deployment
 from protocol.chain.keystore import load_keystore, read_password
 from protocol.chain.sender import Sender
 from protocol.core import ids
+from protocol.core.calibration import CalibrationStatement
 from protocol.core.checkpoint import PolicyStatement
-from protocol.core.errors import NotFoundError, UnavailableError, UntrustedError, UserError
+from protocol.core.errors import (
+    MalformedError,
+    NotFoundError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
 from protocol.core.ids import ZERO_DIGEST, Address
-from protocol.core.run import RunDefinition
 from protocol.environments.registry import environment_for
 from protocol.folders import make_folder
-from protocol.proofs.thresholds import Calibration
+from protocol.proofs.thresholds import Calibration, parse_signed, shipped
 from protocol.run_file import read_run
 from protocol.stopping import until_stopped
 from protocol.storage.base import ObjectStore
@@ -159,6 +165,8 @@ def validate(
         manager, trainer = pool_facts(store, place, pool, definition.digest())
         context = PoolContext(deployment=place, pool=pool, manager=manager, run=definition)
         files = DirectoryStore(objects or orchestrator_data / "objects")
+        calibration = run_calibration(context, files)
+        check_replay(calibration or shipped(), dtype, device)
         draws = DrawSecrets(
             store, files, context, signer, random=secrets.token_bytes, now=time.time
         )
@@ -186,7 +194,7 @@ def validate(
             worker=f"{signer.address}:{os.getpid()}:{secrets.token_hex(4)}",
             version=f"prime-open {importlib.metadata.version('prime-open')}",
             now=time.time,
-            calibration=run_calibration(definition, files),
+            calibration=calibration,
             patience=Patience(claim_seconds=claim_seconds),
         )
         # a slash takes stake: where the network asks for it, endpoints must agree on its dry run
@@ -272,17 +280,34 @@ def pool_facts(
     return ids.address(manager), ids.address(trainer)
 
 
-def run_calibration(run: RunDefinition, objects: ObjectStore) -> Calibration | None:
+def run_calibration(context: PoolContext, objects: ObjectStore) -> Calibration | None:
     """The run's own calibration object; None where it uses the shipped one.
 
-    Raises UserError if the object is not in the store, or is no calibration.
+    Raises UserError if the object is not in the store, is no calibration, or is not signed by the
+    pool's manager.
     """
-    if run.calibration == ZERO_DIGEST:
+    named = context.run.calibration
+    if named == ZERO_DIGEST:
         return None
     hint = "put the object that the run definition names into the object store"
     try:
-        return Calibration.model_validate_json(read_object(objects, run.calibration))
+        raw = read_object(objects, named)
     except (NotFoundError, UntrustedError) as error:
         raise UserError(f"the run's calibration is not there: {error}", hint=hint) from error
-    except ValueError as error:
-        raise UserError(f"object {run.calibration} is no calibration", hint=hint) from error
+    try:
+        return parse_signed(raw, context.manager, context.domain(CalibrationStatement))
+    except (MalformedError, UntrustedError) as error:
+        hint = "the run has to name one that its manager signed (docs/verification.md)"
+        raise UserError(str(error), hint=hint) from error
+
+
+def check_replay(calibration: Calibration, dtype: str, device: str) -> None:
+    """Raises UserError if a validator that replays so could judge nothing by this calibration."""
+    due = calibration.replay_dtype, calibration.replay_device
+    if dtype == due[0] and (device == "cpu") == (due[1] == "cpu"):
+        return
+    raise UserError(
+        f"the run's calibration holds for replays in {due[0]} on {due[1]}, not in {dtype} on "
+        f"{device}: this validator could judge no file",
+        hint="replay as it says, or measure another: orchestrator calibrate --replay-device",
+    )

@@ -1,4 +1,4 @@
-"""Who measured a calibration: a signature over its digest."""
+"""Who answers for a calibration: a signature over its digest."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from protocol.core.signing import (
 
 
 class CalibrationStatement(Statement):
-    """`calibration`: SHA-256 of the calibration object; `made_at` in Unix seconds."""
+    """`calibration`: SHA-256 of the calibration object without its signature; `made_at` in Unix
+    seconds."""
 
     CONTRACT: ClassVar[ContractName] = "slasher"
     calibration: DigestField
     made_at: U64
 
 
-class SignedCalibration(Strict):
-    """The signature as published beside the object."""
+class CalibrationSignature(Strict):
+    """A CalibrationStatement's signature, as it stands in the object that it is about."""
 
-    statement: CalibrationStatement
+    made_at: U64
     signer: AddressField
     signature: SignatureField

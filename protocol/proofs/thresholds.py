@@ -28,9 +28,10 @@ from typing import Literal
 from pydantic import Field
 
 from protocol.core import encoding
-from protocol.core.errors import MalformedError
-from protocol.core.ids import Digest
-from protocol.core.signing import Strict
+from protocol.core.calibration import CalibrationSignature, CalibrationStatement
+from protocol.core.errors import MalformedError, UntrustedError
+from protocol.core.ids import Address, Digest
+from protocol.core.signing import Domain, Signer, Strict
 from protocol.proofs.tails import MICRO, Tail
 
 SHIPPED = Path(__file__).with_name("calibration.json")
@@ -197,11 +198,14 @@ def _limit(tail: Tail) -> int:
 
 
 class Calibration(Strict):
-    """What was measured, on what, by which replaying set-up. Named by its SHA-256."""
+    """What was measured, on what, by which replaying set-up: its limits hold for replays by that
+    one alone. Named by its SHA-256. One that a run names is signed by the pool's manager."""
 
     version: Literal[3] = 3
     replay_engine: str
     replay_dtype: str
+    replay_device: str = "cpu"
+    """As in a file's metadata. Objects from before it was stated were measured on CPUs."""
     source: str
     """Models, batch sizes and machine, in words."""
     aim_per_billion: int = Field(default=round(AIM * 1e9), ge=1)
@@ -209,12 +213,52 @@ class Calibration(Strict):
     extrapolation: str = EXTRAPOLATION
     """From what."""
     setups: tuple[SetupLimits, ...]
+    signed: CalibrationSignature | None = None
 
     def canonical(self) -> bytes:
-        return encoding.canonical_json(self.model_dump(mode="json"))
+        """The object's bytes. What it does not state is left out, so that older ones keep their
+        names."""
+        unstated = {"replay_device"} - self.model_fields_set
+        if self.signed is None:
+            unstated.add("signed")
+        return encoding.canonical_json(self.model_dump(mode="json", exclude=unstated))
 
     def digest(self) -> Digest:
         return encoding.sha256(self.canonical())
+
+    def sign(self, signer: Signer, domain: Domain, made_at: int) -> Calibration:
+        """The same, signed. `domain` is that of a CalibrationStatement."""
+        made = self._statement(made_at)
+        signature = CalibrationSignature(
+            made_at=made_at, signer=signer.address, signature=signer.sign(made, domain)
+        )
+        return self.model_copy(update={"signed": signature})
+
+    def check_signature(self, signer: Address, domain: Domain) -> None:
+        """Raises UntrustedError unless `signer` signed it."""
+        if self.signed is None:
+            raise UntrustedError(
+                f"calibration {self.digest()} is not signed: orchestrator calibrate --sign"
+            )
+        made = self._statement(self.signed.made_at)
+        if made.recover(domain, self.signed.signature) != self.signed.signer:
+            raise UntrustedError(
+                f"calibration {self.digest()} is not signed by {self.signed.signer}, whom it names"
+            )
+        if self.signed.signer != signer:
+            raise UntrustedError(
+                f"calibration {self.digest()} is signed by {self.signed.signer}, not by the "
+                f"pool's manager, {signer}"
+            )
+
+    def _statement(self, made_at: int) -> CalibrationStatement:
+        unsigned = self.model_copy(update={"signed": None})
+        return CalibrationStatement(calibration=unsigned.digest(), made_at=made_at)
+
+    def replayed_by(self, engine: str, dtype: str, device: str) -> bool:
+        """Whether its limits hold for replays by that set-up."""
+        mine = (self.replay_engine, self.replay_dtype, self.replay_device)
+        return mine == (engine, dtype, device)
 
     def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
         """What was measured of that set-up; None if it never was."""
@@ -266,6 +310,19 @@ def load(path: Path) -> Calibration:
         return Calibration.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise MalformedError(f"{path} is no calibration: {error}") from error
+
+
+def parse_signed(raw: bytes, manager: Address, domain: Domain) -> Calibration:
+    """The calibration that a run names, from its object's bytes. Raises MalformedError,
+    UntrustedError unless the pool's manager signed it."""
+    try:
+        found = Calibration.model_validate_json(raw)
+    except ValueError as error:
+        raise MalformedError("the object that the run names is no calibration") from error
+    if found.canonical() != raw:
+        raise MalformedError("the calibration that the run names is not in its canonical form")
+    found.check_signature(manager, domain)
+    return found
 
 
 @cache

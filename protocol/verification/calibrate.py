@@ -151,6 +151,7 @@ def calibrate(
     *,
     python_of: dict[str, Path | None],
     device: str = "cpu",
+    replay_device: str | None = None,
     dtypes: Sequence[str] | None = None,
     scale: float = 1.0,
     keep: Calibration | None = None,
@@ -160,14 +161,23 @@ def calibrate(
     `keep`: an earlier calibration (of another machine, or other engines), whose set-ups stay; of
     one that is measured again, each statistic has the wider of both limits.
     `python_of`: engine → its interpreter (None: this one). `scale` multiplies the number of files.
-    Every set-up is measured on each of `models` and on tiny random ones, and replayed in float32 on
-    `device`. Raises UnavailableError if a model does not load, or no set-up runs.
+    Every set-up is measured on each of `models` and on tiny random ones, generated on `device` and
+    replayed in float32 on `replay_device` (None: the same). Raises UnavailableError if a model does
+    not load, no set-up runs, or `keep` is for replays by another set-up.
     """
     measured: dict[tuple[str, str], _Measured] = defaultdict(_Measured)
     left_out: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folders = [*models, *tiny_models(Path(scratch))]
-        verifiers = {model: load_engine(model, device=device, threads=1) for model in folders}
+        replay_on = replay_device or device
+        verifiers = {model: load_engine(model, device=replay_on, threads=1) for model in folders}
+        verifier = next(iter(verifiers.values()))
+        if keep and not keep.replayed_by(verifier.name, REPLAY_DTYPE, verifier.device):
+            raise UnavailableError(
+                f"the calibration to keep is for replays by {keep.replay_engine} in "
+                f"{keep.replay_dtype} on {keep.replay_device}, this one for {verifier.name} in "
+                f"{REPLAY_DTYPE} on {verifier.device}"
+            )
         others = OTHER_CPUS if device == "cpu" else ()
         for engine, python in python_of.items():
             for dtype, settings in product(dtypes or DTYPES, ((), *others)):
@@ -189,13 +199,7 @@ def calibrate(
         raise UnavailableError("no set-up runs here: " + "; ".join(left_out))
     source = ", ".join([*(model.name for model in models), "2 tiny random models"])
     source += f"; {platform.machine()}, {device}"
-    replay_engine = next(iter(verifiers.values())).name
     if keep is not None:
-        if (keep.replay_engine, keep.replay_dtype) != (replay_engine, REPLAY_DTYPE):
-            raise UnavailableError(
-                f"the calibration to keep is for replays by {keep.replay_engine} in "
-                f"{keep.replay_dtype}, this one for {replay_engine} in {REPLAY_DTYPE}"
-            )
         again = {(setup.engine, setup.dtype, setup.device): setup for setup in setups}
         for kept in keep.setups:
             key = (kept.engine, kept.dtype, kept.device)
@@ -203,8 +207,9 @@ def calibrate(
         setups = list(again.values())
         source = source if keep.source == source else f"{source}; kept: {keep.source}"
     calibration = Calibration(
-        replay_engine=replay_engine,
+        replay_engine=verifier.name,
         replay_dtype=REPLAY_DTYPE,
+        replay_device=verifier.device,
         source=source,
         setups=tuple(sorted(setups, key=lambda s: (s.engine, s.dtype, s.device))),
     )

@@ -278,10 +278,12 @@ def _judge_replay(
     statistics["compute_share"] = _compute_share(file, numbers, engine)
     if limits is None:
         measured = ", ".join(f"{name} {statistics[name]:.3g}" for name in STATISTICS)
+        lacking = f"{made.engine}, {made.dtype} on {made.device}"
+        if not calibrated:
+            lacking = f"replays by {engine.name}, {engine.dtype} on {engine.device}"
         return Finding(
             Reason.UNCALIBRATED if calibrated else Reason.UNKNOWN_SETUP,
-            f"no calibration for {made.engine}, {made.dtype} on {made.device}: measured only: "
-            f"{measured}",
+            f"no calibration for {lacking}: measured only: {measured}",
             statistics=statistics,
             rows_drawn=drawn,
             row_statistics=found,
@@ -320,9 +322,8 @@ def _calibration(
     chosen = calibration or shipped()
     if run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return None
-    if (chosen.replay_engine, chosen.replay_dtype) != (engine.name, engine.dtype):
-        return None
-    return chosen
+    by_this_one = chosen.replayed_by(engine.name, engine.dtype, engine.device)
+    return chosen if by_this_one else None
 
 
 def _explained_by_earlier(

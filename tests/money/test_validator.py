@@ -9,27 +9,25 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from court_kit import HONEST, LIAR, Court, Shelf, small_run
+from court_kit import HONEST, LIAR, Court, Shelf
 from money_kit import TRAINER, VALIDATOR, key
 
 from orchestrator import judging
 from orchestrator.policy_store import PolicyStore
 from orchestrator.store import jobs, leases, schema
 from orchestrator.store.submissions import SubmissionRow
-from orchestrator.validator_cli import run_calibration
 from protocol.broadcast.manifest import Trust
 from protocol.chain.history import Slash
 from protocol.core import encoding
 from protocol.core.checkpoint import PolicyStatement
-from protocol.core.errors import UnavailableError, UserError
+from protocol.core.errors import UnavailableError
 from protocol.core.ids import Digest
 from protocol.core.task import SignedLease
 from protocol.core.verdict import Evidence, Reason, SignedVerdict, VerdictTable
 from protocol.environments.base import Problem, TaskScore
 from protocol.environments.reverse import Reverse
-from protocol.proofs.thresholds import STATISTICS, shipped
+from protocol.proofs.thresholds import STATISTICS
 from protocol.storage.base import digest_key, put_object
-from protocol.storage.directory import DirectoryStore
 from protocol.verification import verify
 from protocol.verification.audit import audit_slash
 from protocol.verification.engines import FolderEngines, load_engine
@@ -301,16 +299,3 @@ def test_a_file_whose_lease_names_no_draw_of_ours_is_left_to_others(court: Court
         connection.execute(schema.draw_secrets.delete())  # another key's secrets now
     assert court.validator.judge_next() == row.digest
     assert court.shop.row(row.digest).status == "submitted"
-
-
-def test_the_run_s_own_calibration_comes_from_the_object_store(tmp_path: Path) -> None:
-    objects = DirectoryStore(tmp_path)
-    own = shipped().model_copy(update={"source": "this pool's machines"})
-    run = small_run().model_copy(update={"calibration": own.digest()})
-    assert run_calibration(small_run(), objects) is None
-    with pytest.raises(UserError, match="calibration is not there"):
-        run_calibration(run, objects)
-    assert put_object(objects, own.canonical()) == own.digest()
-    found = run_calibration(run, objects)
-    assert found is not None
-    assert found.digest() == own.digest()

@@ -13,6 +13,7 @@ from protocol.core.run import RunDefinition
 from protocol.engine.base import Engine, Generation
 from protocol.environments.base import Environment
 from protocol.environments.registry import environment_for
+from protocol.proofs.thresholds import Calibration
 from protocol.verification import build
 from protocol.verification.build import PlannedRow
 from protocol.verification.calibrate import HonestFile, synthetic_lease, synthetic_run
@@ -92,7 +93,13 @@ class World:
         described = replace(build.metadata_of(lease.lease_digest, engine), **(metadata or {}))
         return replace(lease, data=write_rollout_file(file_rows, described))
 
-    def judge(self, file: HonestFile, secret: int = 0, run: RunDefinition | None = None) -> Finding:
+    def judge(
+        self,
+        file: HonestFile,
+        secret: int = 0,
+        run: RunDefinition | None = None,
+        calibration: Calibration | None = None,
+    ) -> Finding:
         return verify_file(
             file.data,
             file.signed,
@@ -102,6 +109,7 @@ class World:
             self.policies,
             draw_secret=digest(secret.to_bytes(32, "big")),
             submission_digest=file.lease_digest,
+            calibration=calibration,
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.core import encoding
 from protocol.core.errors import MalformedError, UnavailableError
 from protocol.environments.registry import environment_for
 from protocol.proofs import tails, thresholds
@@ -108,9 +109,11 @@ def test_an_earlier_calibrations_other_setups_are_kept(monkeypatch: pytest.Monke
     assert before is not None
     assert both.rows > before.rows
     assert shipped.source in found.source
-    other = shipped.model_copy(update={"replay_dtype": "bfloat16"})
-    with pytest.raises(UnavailableError, match="to keep is for replays by"):
-        calibrate.calibrate([], python_of={"plain": None}, dtypes=("float32",), keep=other)
+    assert found.replay_device == "cpu"
+    for elsewhere in ({"replay_dtype": "bfloat16"}, {"replay_device": "NVIDIA H200"}):
+        other = shipped.model_copy(update=elsewhere)
+        with pytest.raises(UnavailableError, match="to keep is for replays by"):
+            calibrate.calibrate([], python_of={"plain": None}, dtypes=("float32",), keep=other)
 
 
 def test_measured_on_two_machines_a_setup_has_the_wider_limits_of_both() -> None:
@@ -251,6 +254,35 @@ def test_the_calibration_has_one_encoding_and_says_what_it_aims_at() -> None:
     assert again.setup("plain/1", "float32", "cpu") is not None
     assert again.setup("plain/1", "float32", "NVIDIA H200") is None
     assert json.loads(shipped.canonical())["version"] == 3
+
+
+def test_an_older_object_keeps_its_name_and_is_taken_for_a_cpus() -> None:
+    shipped = thresholds.shipped()
+    assert "replay_device" in shipped.model_fields_set
+    older = json.loads(shipped.canonical())
+    del older["replay_device"]
+    raw = encoding.canonical_json(older)
+    found = Calibration.model_validate_json(raw)
+    assert found.digest() == encoding.sha256(raw) != shipped.digest()
+    assert found.replayed_by("plain/1", "float32", "cpu")
+    assert not found.replayed_by("plain/1", "float32", "NVIDIA H200")
+
+
+OFF_FORMULA = {("vllm/1", "bfloat16", "row", "margin_max")}
+"""Told from the maxima of 608 files, which bound those of rows (docs/verification.md)."""
+
+
+def test_every_shipped_limit_but_one_follows_from_its_own_distribution() -> None:
+    shipped, off = thresholds.shipped(), set()
+    for setup in shipped.setups:
+        for scope, tails_of in (("row", setup.row), ("file", setup.file), ("long", setup.long)):
+            chance = thresholds.chance_of_one(scope)  # type: ignore[arg-type]
+            for name, tail in tails_of.items():
+                least = thresholds.least_ratio(name, setup.dtype, shipped.replay_dtype) * MICRO
+                reach = tail.start + tail.scale * math.log(tails.SHARE / chance)
+                if abs(tail.limit - max(least, SAFETY * tail.largest, reach)) > 30:  # millionths
+                    off.add((setup.engine, setup.dtype, scope, name))
+    assert off == OFF_FORMULA
 
 
 def test_synthetic_runs_are_pinned_by_their_length() -> None:

@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.calibrate_cli import app
+from orchestrator.context import PoolContext
 from orchestrator.validator_cli import run_calibration
 from protocol.chain.deployment import Deployment, Periods
 from protocol.chain.keystore import save_keystore
 from protocol.core import encoding, ids
-from protocol.core.calibration import CalibrationStatement, SignedCalibration
+from protocol.core.calibration import CalibrationStatement
 from protocol.core.errors import UnavailableError, UserError
 from protocol.core.messages import ContractAddresses
 from protocol.core.signing import CONTRACT_NAMES, LocalSigner
@@ -23,6 +24,7 @@ from protocol.storage.directory import DirectoryStore
 from protocol.verification import calibrate
 from protocol.verification.setups import synthetic_run
 
+Asked = tuple[str, str, list[str], int]
 SIGNER = LocalSigner(b"\xa7" * 32)
 
 
@@ -62,12 +64,10 @@ def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
     )
     said = json.loads(answer.stdout.strip().splitlines()[-1])
     assert said["digest"] == encoding.sha256(out.read_bytes())
-    signed = SignedCalibration.model_validate_json(Path(said["signed"]).read_bytes())
-    domain = place.domain_of(CalibrationStatement)
-    assert signed.statement.calibration == said["digest"]
-    assert signed.statement.recover(domain, signed.signature) == SIGNER.address == signed.signer
+    assert said["signer"] == SIGNER.address
     run = synthetic_run(5).model_copy(update={"calibration": said["digest"]})
-    found = run_calibration(run, DirectoryStore(tmp_path / "objects"))
+    context = PoolContext(deployment=place, pool=1, manager=SIGNER.address, run=run)
+    found = run_calibration(context, DirectoryStore(tmp_path / "objects"))
     assert found is not None
     assert found.setup("plain/1", "float32", "cpu") is not None
 
@@ -76,6 +76,7 @@ def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
     ("words", "named"),
     [
         (["--wallet", "w.json"], "both a keystore and a network"),
+        (["--sign", "c.json"], "nobody is there to sign it"),
         (["--python", "other=/bin/true"], "names no engine"),
         (["--python", "vllm"], "names no engine"),
         (["--python", "vllm=/nowhere/python"], "no interpreter"),
@@ -94,16 +95,17 @@ def test_what_is_wrong_is_said_before_anything_is_measured(
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int]]:
-    """(device, engines, set-ups kept) of each measurement, none of which takes place."""
-    calls: list[tuple[str, list[str], int]] = []
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """(device, replay device, engines, set-ups kept) of each measurement; none takes place."""
+    calls: list[Asked] = []
     shipped = thresholds.shipped()
 
     def measure(
-        models: list[Path], *, python_of: dict[str, Path | None], device: str, scale: float,
-        keep: thresholds.Calibration | None,
+        models: list[Path], *, python_of: dict[str, Path | None], device: str, replay_device: str,
+        scale: float, keep: thresholds.Calibration | None,
     ) -> tuple[thresholds.Calibration, list[str]]:  # fmt: skip
-        calls.append((device, sorted(python_of), len(keep.setups) if keep else 0))
+        kept = len(keep.setups) if keep else 0
+        calls.append((device, replay_device, sorted(python_of), kept))
         if device == "cuda":
             raise UnavailableError("no set-up runs here")
         return shipped, ["one that is missing"]
@@ -113,7 +115,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, li
 
 
 def test_every_engine_and_device_at_hand_is_measured_and_the_others_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, list[str], int]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[Asked]
 ) -> None:
     python = tmp_path / "engines" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -123,14 +125,36 @@ def test_every_engine_and_device_at_hand_is_measured_and_the_others_are_named(
     words = ["--out", str(out), "--json", "--device", "cpu", "--device", "cuda"]
     said = CliRunner().invoke(app, words, catch_exceptions=False)
     kept = len(thresholds.shipped().setups)
-    assert asked == [("cpu", ["plain", "vllm"], 0), ("cuda", ["plain", "vllm"], kept)]
+    both = ["plain", "vllm"]  # replayed on one: limits for two would not go together
+    assert asked == [("cpu", "cpu", both, 0), ("cuda", "cpu", both, kept)]
     answer = json.loads(said.stdout.strip().splitlines()[-1])
     assert answer["left_out"] == ["one that is missing", "cuda: no set-up runs here"]
     assert answer["digest"] == thresholds.shipped().digest() == encoding.sha256(out.read_bytes())
 
 
+def test_what_was_measured_elsewhere_is_signed_by_the_manager_without_measuring_it_again(
+    tmp_path: Path, asked: list[Asked]
+) -> None:
+    place, wallet, password = (tmp_path / name for name in ("d.json", "w.json", "pw"))
+    place.write_text(_deployment().model_dump_json())
+    save_keystore(wallet, SIGNER.account.key, "secret", light=True)
+    password.write_text("secret\n")
+    measured, out = tmp_path / "measured.json", tmp_path / "c.json"
+    words = ["--out", str(measured), "--device", "cpu"]
+    said = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "not signed: no pool is judged by it until its manager signs it" in said.stdout
+    words = ["--out", str(out), "--sign", str(measured), "--wallet", str(wallet)]
+    words += ["--deployment", str(place), "--password-file", str(password)]
+    said = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert f"signed by {SIGNER.address}" in said.stdout
+    assert len(asked) == 1
+    domain = _deployment().domain_of(CalibrationStatement)
+    found = thresholds.parse_signed(out.read_bytes(), SIGNER.address, domain)
+    assert found.setups == thresholds.shipped().setups
+
+
 def test_where_nothing_could_be_measured_nothing_is_written(
-    tmp_path: Path, asked: list[tuple[str, list[str], int]]
+    tmp_path: Path, asked: list[Asked]
 ) -> None:
     out = tmp_path / "c.json"
     with pytest.raises(UnavailableError, match="no set-up runs here"):

@@ -136,6 +136,20 @@ def test_an_uncalibrated_setup_is_measured_and_never_rejected(
     assert found.statistics["margin_max"] > 1
 
 
+@pytest.mark.parametrize("other", [{"replay_device": "NVIDIA H200"}, {"replay_dtype": "bfloat16"}])
+def test_by_limits_of_another_replaying_setup_a_file_is_measured_and_never_rejected(
+    world: Any, other: dict[str, str]
+) -> None:
+    """Limits hold for one pair of prover and replayer: a GPU's prefill rounds otherwise."""
+    lie = world.made(6, change=lambda rows, *_: [replace(r, logprobs=r.logprobs - 1) for r in rows])
+    assert world.judge(lie).reason is Reason.TAMPERED_LOGPROBS
+    assert thresholds.shipped().replayed_by("plain/1", "float32", "cpu")
+    found = world.judge(lie, calibration=thresholds.shipped().model_copy(update=other))
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.UNKNOWN_SETUP)
+    assert "no calibration for replays by plain/1, float32 on cpu: measured" in found.detail
+    assert (found.chance, found.thresholds) == (None, {})
+
+
 def world_request(row: Any, run: Any) -> Any:
     from protocol.engine.base import GenerationRequest
 

@@ -1,0 +1,93 @@
+"""A calibration that a run names: who answers for it, and by whose replays it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from money_kit import FAKE_DEPLOYMENT, MANAGER, key
+
+from node.audit import run_calibration as named_by
+from orchestrator.context import PoolContext
+from orchestrator.validator_cli import check_replay, run_calibration
+from protocol.core.calibration import CalibrationStatement
+from protocol.core.checkpoint import PolicyStatement
+from protocol.core.errors import MalformedError, UntrustedError, UserError
+from protocol.core.ids import Digest
+from protocol.proofs.thresholds import parse_signed, shipped
+from protocol.storage.base import digest_key, put_object
+from protocol.storage.directory import DirectoryStore
+from protocol.verification.setups import synthetic_run
+
+LIAR = key(99)
+
+
+@dataclass
+class _Library:
+    """The orchestrator's objects, as an auditor gets them."""
+
+    objects: DirectoryStore
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        return self.objects.get(digest_key(digest), limit)
+
+
+def test_the_run_s_own_calibration_comes_from_the_object_store_signed_by_the_manager(
+    tmp_path: Path,
+) -> None:
+    objects = DirectoryStore(tmp_path)
+    context = PoolContext(
+        deployment=FAKE_DEPLOYMENT, pool=1, manager=MANAGER.address, run=synthetic_run(5)
+    )
+    domain = context.domain(CalibrationStatement)
+    bare = shipped().model_copy(update={"source": "this pool's machines"})
+    own = bare.sign(MANAGER, domain, 1)
+    moved = shipped().sign(MANAGER, domain, 1).model_copy(update={"source": "elsewhere"})
+    forged = bare.sign(LIAR, domain, 1)
+    assert forged.signed is not None
+    under_its_name = forged.signed.model_copy(update={"signer": MANAGER.address})
+    cases = [
+        (own, ""),
+        (bare, "is not signed"),
+        (forged, f"by {LIAR.address}, not by the pool's manager"),
+        (forged.model_copy(update={"signed": under_its_name}), "whom it names"),
+        (bare.sign(MANAGER, context.domain(PolicyStatement), 1), "whom it names"),
+        (moved, "is not signed by"),
+    ]
+    library: Any = _Library(objects)
+    assert run_calibration(context, objects) is None
+    for object_, refused in cases:
+        run = context.run.model_copy(update={"calibration": object_.digest()})
+        here = replace(context, run=run)
+        with pytest.raises(UserError, match="calibration is not there"):
+            run_calibration(here, objects)
+        assert put_object(objects, object_.canonical()) == object_.digest()
+        if not refused:
+            found = run_calibration(here, objects)
+            assert found == named_by(run, library, MANAGER.address, domain) == own
+            continue
+        with pytest.raises(UserError, match=refused):
+            run_calibration(here, objects)
+        with pytest.raises(UntrustedError, match=refused):
+            named_by(run, library, MANAGER.address, domain)
+
+
+def test_a_validator_that_could_judge_nothing_by_the_runs_calibration_does_not_start() -> None:
+    check_replay(shipped(), "float32", "cpu")
+    for dtype, device in (("bfloat16", "cpu"), ("float32", "cuda")):
+        with pytest.raises(UserError, match=f"on cpu, not in {dtype} on {device}"):
+            check_replay(shipped(), dtype, device)
+    check_replay(shipped().model_copy(update={"replay_device": "an H200"}), "float32", "cuda:1")
+
+
+@pytest.mark.parametrize("raw", [b"{}", b"not json", b"[1]"])
+def test_an_object_that_is_no_calibration_is_none(raw: bytes) -> None:
+    domain = FAKE_DEPLOYMENT.domain_of(CalibrationStatement)
+    with pytest.raises(MalformedError, match="no calibration"):
+        parse_signed(raw, MANAGER.address, domain)
+    signed = shipped().sign(MANAGER, domain, 1)
+    assert parse_signed(signed.canonical(), MANAGER.address, domain) == signed
+    with pytest.raises(MalformedError, match="canonical"):
+        parse_signed(signed.canonical() + b" ", MANAGER.address, domain)
