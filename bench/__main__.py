@@ -1,7 +1,9 @@
 """`python -m bench NAME [--json] [--quick]`, `python -m bench list|report`.
 
-`detection` also takes `--minutes M` (goes on where it stopped) and `--model DIR`; `proofs` takes
-`--minutes M` for its honest windows.
+`detection` also takes `--minutes M` (goes on where it stopped), `--model DIR` and `--costs` (these
+rows alone, measured anew); `proofs` takes `--minutes M` for its honest windows. Both take
+`--device cpu|cuda:N`: where models generate and replay. What a GPU gives is a bench of another name
+(`detection-cuda`), to be kept apart.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.form import result, show
+from bench.form import device_of, result, show
 from protocol.core.errors import PrimeError
 
 BENCHES = {
@@ -35,7 +37,7 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     with one that is no number, stays where it is and is refused as an unknown flag."""
     kinds: dict[str, Callable[[str], Any]] = {}
     if {"detection", "proofs"} & {*words}:
-        kinds["--minutes"] = float
+        kinds |= {"--minutes": float, "--device": str}
     if "detection" in words:
         kinds["--model"] = Path
     rest, options = list(words), {}
@@ -45,6 +47,9 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
             with suppress(ValueError):
                 options[option[2:]] = kind(rest[at + 1])
                 del rest[at : at + 2]
+    if "detection" in words and "--costs" in rest:
+        rest.remove("--costs")
+        options["costs"] = True
     return rest, options
 
 
@@ -71,7 +76,9 @@ def main(words: list[str]) -> int:
     module = importlib.import_module(f"bench.{names[0]}")
     quick = "--quick" in flags
     try:
-        found = result(names[0], module.run(quick, **options), module.PACKAGES, quick)
+        device = device_of(options.get("device", "cpu"))
+        rows = module.run(quick, **options)
+        found = result(names[0], rows, module.PACKAGES, quick, device)
     except PrimeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code

@@ -2,29 +2,25 @@
 
     python -m bench.detection_kept      var/bench/detection → bench/results/detection-files.json
 
-One line a unit: of each file its lease, ending, reason, rows, commit and the statistic nearest to
-its limit. Kept work counts as long as the sources that decide it are the same; the text model is
-trained anew elsewhere, to weights that may differ in their last bits.
+One line a unit: of each file its lease, ending, reason, rows, commit, the statistic nearest to its
+limit, and which rows were caught alone. Kept work counts as long as golden.STATISTICS is the same,
+an attack's also as long as the attacks' source is; the text model is trained anew elsewhere, to
+weights that may differ in their last bits.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from bench.detection_units import Record, Units, bench_of, sources
+from bench.detection_units import Record, Units, attacks_digest, bench_of
 from bench.form import ROOT
+from bench.golden import STATISTICS
 
 KEPT = ROOT / "bench" / "results" / "detection-files.json"
 Tokens = Mapping[str, tuple[int, str]]
-
-
-def sources_digest() -> str:
-    """Of all that decides what a unit finds, the model's weights left out."""
-    return sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()
 
 
 def shortened(record: Record) -> list[Any]:
@@ -35,15 +31,17 @@ def shortened(record: Record) -> list[Any]:
         *(record[name] for name in ("number", "outcome", "reason", "rows", "commit")),
         record["compute_share"],
         {} if nearest is None else {nearest: round(shares[nearest], 4)},
+        record["alone"] and "".join("01"[caught] for caught in record["alone"]),
     ]
 
 
 def lengthened(parts: list[Any]) -> Record:
     """The other way."""
-    number, outcome, reason, rows, commit, compute_share, shares = parts
+    number, outcome, reason, rows, commit, compute_share, shares, alone = parts
     return {
         "number": number, "commit": commit, "outcome": outcome, "reason": reason, "detail": "",
-        "rows": rows, "shares": shares, "compute_share": compute_share, "series": None,
+        "rows": rows, "shares": shares, "compute_share": compute_share,
+        "alone": alone and [caught == "1" for caught in alone], "series": None,
     }  # fmt: skip
 
 
@@ -53,22 +51,26 @@ def keep(units: Units, tokens: Tokens, path: Path = KEPT) -> int:
     for unit in sorted(units.folder.glob("*.*.*.json")):
         records = [shortened(record) for record in json.loads(unit.read_bytes())]
         lines.append(f"{json.dumps(unit.stem)}: {json.dumps(records)}")
-    head = json.dumps({"sources": sources_digest(), "tokens": dict(tokens)})
+    head = json.dumps(
+        {"statistics": STATISTICS, "attacks": attacks_digest(), "tokens": dict(tokens)}
+    )
     path.write_text(head[:-1] + ', "units": {\n' + ",\n".join(lines) + "\n}}\n")
     return len(lines)
 
 
 def restore(units: Units, path: Path = KEPT) -> Tokens:
-    """Puts kept units where they are missing, if their sources are these; what was known of the
-    tokens that attacks need."""
+    """Puts kept units where they are missing, if their statistics are these; what was known of the
+    tokens that attacks need, if the attacks are."""
     if not path.exists():
         return {}
     kept = json.loads(path.read_bytes())
-    if kept["sources"] != sources_digest():
+    if kept.get("statistics") != STATISTICS:
         return {}
     for name, records in kept["units"].items():
         if not (units.folder / f"{name}.json").exists():
             units.keep(name, [lengthened(parts) for parts in records])
+    if kept["attacks"] != attacks_digest():
+        return {}
     return {name: (needed, by) for name, (needed, by) in kept["tokens"].items()}
 
 

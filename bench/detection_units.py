@@ -1,54 +1,60 @@
 """The detection bench's work in pieces that are kept: a run may be stopped and taken up again.
 
-A unit is some honest files of one set-up, or some of one attack. Its result is a JSON file
-under var/bench/detection/KEY, KEY being the model, the statistics' source (protocol/proofs) and the
-attacks'; its name has the limits that it was judged by, each record the commit it was made by.
-`behind` says which line of work is furthest behind its aim.
+A unit is some honest files of one set-up, or some of one attack. Its result is a JSON file under
+var/bench/detection/KEY, KEY being the model, the device and golden.STATISTICS; its name has the
+limits that it was judged by, an attack's the digest of the attacks' source too, and each record the
+commit it was made by. `behind` says which line of work is furthest behind its aim.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bench.attacks import AS_VLLM, ATTACKS, DTYPE, Job
+from bench.attacks import ATTACKS, MUST_CATCH, held_by_verifier
+from bench.detection_rows import FileRows
 from bench.form import ROOT, commit
+from bench.golden import STATISTICS
 from bench.honest import Bench
 from bench.honest_files import Maker, make, makers
+from bench.kin import weights_digest
+from bench.lying import DTYPE, Job, as_vllm
 from bench.textmodel import text_model
-from protocol.core.errors import MalformedError
 from protocol.proofs.thresholds import shipped
-from protocol.verification import replay
 from protocol.verification.rollout_file import read_rollout_file
 from protocol.verification.setups import HonestFile
 from protocol.verification.verify import Finding
 
 FOLDER = ROOT / "var" / "bench" / "detection"
 OUTPUT_TOKENS = 256
-ROWS_OF_A_FILE = 8
+GROUPS, SAMPLES = 2, 4
+ROWS_OF_A_FILE = GROUPS * SAMPLES
 SINGLE_SEQUENCES = 96
 FILES_TOGETHER = 5
 """Files of one attack that are made at once."""
+REFERENCE_SETUP = "plain-bfloat16-64"
+"""The honest set-up against whose windows attacks are measured: the attackers' own."""
 SERIES_FILES = 40
-"""Files of an attack, and of honest ones in the attacks' set-up, whose every window is kept."""
-_SOURCES = (
-    *("bench/attacks.py", "bench/textmodel.py"),
-    *("protocol/engine/variants.py", "protocol/verification/forgeries.py"),
+"""Honest files of it whose every window is kept."""
+AS_VLLM = "_as_vllm"
+"""Ends the name of an attack whose very same files are declared as vLLM's work."""
+_ATTACK_SOURCES = (
+    *("bench/attacks.py", "bench/lying.py", "bench/kin.py"),
+    *("protocol/engine/variants.py", "protocol/engine/quantize.py"),
+    "protocol/verification/forgeries.py",
 )
 Record = dict[str, Any]
 
 
-def sources() -> list[Path]:
-    """The files that decide what a unit finds, but for the limits and the model."""
-    paths = [ROOT / name for name in _SOURCES]
-    return paths + sorted((ROOT / "protocol" / "proofs").glob("*.py"))
+@cache
+def attacks_digest() -> str:
+    """Of what decides how lies are made; honest files do not depend on it."""
+    return sha256(b"".join((ROOT / name).read_bytes() for name in _ATTACK_SOURCES)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,10 @@ class Line:
     maker: Maker | None = None
 
 
-def honest_lines(sequences: int) -> list[Line]:
+def honest_lines(sequences: int, device: str = "cpu") -> list[Line]:
     """Every pair of {vLLM, plain} × {float32, bfloat16} × {64, 1}: together `sequences` honest rows
     of OUTPUT_TOKENS tokens, few of each set-up in batches of 1, which are slow to make."""
-    every = makers()
+    every = makers(device)
     single = min(SINGLE_SEQUENCES, sequences // len(every))
     lots = [maker for maker in every if maker.batch_rows > 1]
     each = (sequences - single * (len(every) - len(lots))) / len(lots)
@@ -79,33 +85,40 @@ def honest_lines(sequences: int) -> list[Line]:
     return lines
 
 
-def attack_lines(files: int) -> list[Line]:
-    """Each attack, `files` times."""
+def attack_lines(files: int, device: str = "cpu") -> list[Line]:
+    """Each attack, `files` times, declared as plain and (on CPUs, which have limits) as vLLM;
+    first those that have to be caught."""
     together = min(files, FILES_TOGETHER)
-    return [Line(name, -(-files // together), together) for name in ATTACKS]
+    declared = ("", AS_VLLM) if device == "cpu" else ("",)
+    return [
+        Line(name + suffix, -(-files // together), together)
+        for name in sorted(ATTACKS, key=lambda name: name not in MUST_CATCH)
+        for suffix in declared
+    ]
 
 
-def limits_key(line: Line) -> str:
+def limits_key(line: Line, device: str = "cpu") -> str:
     """Eight digits of the limits that a line's files are judged by; "none" where their set-up is
-    not in the shipped calibration."""
+    not in the shipped calibration. An attack's goes on with what it was made by."""
     engine = "vllm" if line.name.endswith(AS_VLLM) else "plain"
-    dtype = DTYPE
+    dtype, made_by = DTYPE, "-" + attacks_digest()[:8]
     if line.maker is not None:
-        engine, dtype = line.maker.engine, line.maker.dtype
+        engine, dtype, made_by = line.maker.engine, line.maker.dtype, ""
     for setup in shipped().setups:
-        if (setup.engine.partition("/")[0], setup.dtype, setup.device) == (engine, dtype, "cpu"):
-            return sha256(setup.model_dump_json().encode()).hexdigest()[:8]
-    return "none"
+        if (setup.engine.partition("/")[0], setup.dtype, setup.device) == (engine, dtype, device):
+            return sha256(setup.model_dump_json().encode()).hexdigest()[:8] + made_by
+    return "none" + made_by
 
 
-def bench_of(folder: Path | None) -> Bench:
+def bench_of(folder: Path | None, device: str = "cpu") -> Bench:
     """Files of 2 × 4 rows of OUTPUT_TOKENS tokens, all replayed; the text model unless given."""
     return Bench(
         max_output_tokens=OUTPUT_TOKENS,
         folder=folder or text_model(),
-        groups=2,
-        samples=4,
+        groups=GROUPS,
+        samples=SAMPLES,
         remembering=True,
+        device=device,
     )
 
 
@@ -114,14 +127,21 @@ class Units:
 
     def __init__(self, bench: Bench, root: Path = FOLDER) -> None:
         self.bench = bench
-        key = sha256()
-        for path in sources() + sorted(bench.folder.glob("*.safetensors")):
-            key.update(path.read_bytes())
-        self.folder = root / key.hexdigest()[:12]
+        key = f"{STATISTICS} {bench.device} {weights_digest(bench.folder)}"
+        self.folder = root / sha256(key.encode()).hexdigest()[:12]
         self.folder.mkdir(parents=True, exist_ok=True)
 
+    def limits_key(self, line: Line) -> str:
+        """See `limits_key`, for the device that this work is done on."""
+        return limits_key(line, self._device)
+
+    @cached_property
+    def _device(self) -> str:
+        """As files name it."""
+        return "cpu" if self.bench.device == "cpu" else self.bench.engine().device
+
     def _paths(self, line: Line) -> list[Path]:
-        return sorted(self.folder.glob(f"{line.name}.{limits_key(line)}.*.json"))
+        return sorted(self.folder.glob(f"{line.name}.{self.limits_key(line)}.*.json"))
 
     def done(self, line: Line) -> int:
         """Units of a line that are there."""
@@ -137,20 +157,37 @@ class Units:
         return min(open_lines, key=lambda line: self.done(line) / line.aim, default=None)
 
     def work(self, line: Line, base: int) -> None:
-        """Makes and keeps a line's next unit; its leases are numbered from `base`."""
+        """Makes and keeps a line's next unit; its leases are numbered from `base`. An attack's is
+        kept as declared either way."""
         unit = self.done(line)
-        if line.maker is None:  # every attack on the same leases: what is honest is made once
-            base = 100_000
-        numbers = range(base + unit * line.files, base + (unit + 1) * line.files)
         if line.maker is None:
-            made = ATTACKS[line.name](Job(self.bench, numbers))
-        else:
-            made = make(self.bench, line.maker, numbers)
-        records = [
-            self._record(file, number, line, unit)
-            for file, number in zip(made, numbers, strict=True)
-        ]
-        self.keep(f"{line.name}.{limits_key(line)}.{unit:05}", records)
+            self._lie(line, unit)
+            return
+        numbers = range(base + unit * line.files, base + (unit + 1) * line.files)
+        bench = self.bench
+        records = []
+        for number, file in zip(numbers, make(bench, line.maker, numbers), strict=True):
+            rows = FileRows(bench, file)
+            series = line.name == REFERENCE_SETUP and unit * line.files < SERIES_FILES
+            records.append(_record(bench, file, number, rows, series))
+        self.keep(f"{line.name}.{self.limits_key(line)}.{unit:05}", records)
+
+    def _lie(self, line: Line, unit: int) -> None:
+        name = line.name.removesuffix(AS_VLLM)
+        bench = held_by_verifier(name, self.bench)
+        base = 100_000  # every attack on the same leases: what is honest is made once
+        numbers = range(base + unit * line.files, base + (unit + 1) * line.files)
+        plain: list[Record] = []
+        relabelled: list[Record] = []
+        for number, file in zip(numbers, ATTACKS[name](Job(bench, numbers)), strict=True):
+            rows = FileRows(bench, file)
+            plain.append(_record(bench, file, number, rows, True))
+            if bench.device == "cpu":
+                relabelled.append(_record(bench, as_vllm(file), number, rows, False))
+        for suffix, records in (("", plain), (AS_VLLM, relabelled)):
+            stem = f"{name}{suffix}.{self.limits_key(replace(line, name=name + suffix))}"
+            if records:
+                self.keep(f"{stem}.{unit:05}", records)
 
     def keep(self, name: str, found: object) -> None:
         """Writes one result whole, or not at all."""
@@ -170,26 +207,22 @@ class Units:
         path = self.folder / f"{name}.json"
         return json.loads(path.read_bytes()) if path.exists() else []
 
-    def _record(self, file: HonestFile, number: int, line: Line, unit: int) -> Record:
-        finding = self.bench.judge(file, number)
-        wanted = line.maker is None or (line.maker.engine, line.maker.dtype) == (
-            "plain",
-            "bfloat16",
-        )
-        series = None
-        if wanted and unit * line.files < SERIES_FILES:
-            series = series_of(self.bench, file)
-        return {
-            "number": number,
-            "commit": commit(),
-            "outcome": finding.outcome.name,
-            "reason": finding.reason.name,
-            "detail": finding.detail[:300],
-            "rows": len(finding.rows_drawn),
-            "shares": _shares(finding),
-            "compute_share": finding.statistics.get("compute_share"),
-            "series": series and {name: values.tolist() for name, values in series.items()},
-        }
+
+def _record(bench: Bench, file: HonestFile, number: int, rows: FileRows, series: bool) -> Record:
+    finding = bench.judge(file, number)
+    windows = rows.series() if series else None
+    return {
+        "number": number,
+        "commit": commit(),
+        "outcome": finding.outcome.name,
+        "reason": finding.reason.name,
+        "detail": finding.detail[:300],
+        "rows": len(finding.rows_drawn),
+        "shares": _shares(finding),
+        "compute_share": finding.statistics.get("compute_share"),
+        "alone": rows.alone(read_rollout_file(file.data).metadata.engine),
+        "series": windows and {name: values.tolist() for name, values in windows.items()},
+    }
 
 
 def _shares(finding: Finding) -> dict[str, float]:
@@ -202,23 +235,6 @@ def _shares(finding: Finding) -> dict[str, float]:
             if limit:
                 shares[name] = max(shares.get(name, 0.0), value / limit)
     return shares
-
-
-def series_of(bench: Bench, file: HonestFile) -> dict[str, NDArray[np.float64]] | None:
-    """Statistic → value of each window of a file, in order: [windows]; None if the file's proofs
-    do not even decode."""
-    made = read_rollout_file(file.data)
-    rows = made.rows
-    _, plan = bench.lease(file.signed.lease.index)
-    try:
-        replayed = replay.Replayed(
-            bench.engine(), bench.run, file.lease_digest, range(len(rows)), plan, rows,
-            bench.engine().twin(made.metadata.dtype),
-        )  # fmt: skip
-        parts = [replayed.by_window(i) for i in range(len(rows))]
-    except MalformedError:
-        return None
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def numbered(lines: Sequence[Line]) -> Iterator[tuple[Line, int]]:

@@ -41,8 +41,8 @@ class OnePolicy:
 
 
 @cache
-def _load(folder: Path, dtype: str, batch_rows: int) -> Engine:
-    return load_engine(folder, dtype=dtype, batch_rows=batch_rows, threads=1)
+def _load(folder: Path, dtype: str, batch_rows: int, device: str) -> Engine:
+    return load_engine(folder, dtype=dtype, device=device, batch_rows=batch_rows, threads=1)
 
 
 class Remembering:
@@ -90,7 +90,7 @@ def _remembering(engine: Engine) -> Engine:
 
 @dataclass
 class Bench:
-    """A run over a model folder (the text model unless given), replayed in float32.
+    """A run over a model folder (the text model unless given), replayed in float32 on `device`.
 
     `groups` × `samples` rows a file, `share` of them replayed. `remembering`: engines that compute
     nothing twice; not where seconds are measured.
@@ -102,6 +102,7 @@ class Bench:
     samples: int = 16
     share: float = 1.0
     remembering: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self.run: RunDefinition = synthetic_run(self.max_output_tokens).model_copy(
@@ -114,7 +115,7 @@ class Bench:
         self.environment: Environment = environment_for(self.run)
 
     def bare_engine(self, dtype: str = "float32", batch_rows: int = 64) -> Engine:
-        return _load(self.folder, dtype, batch_rows)
+        return _load(self.folder, dtype, batch_rows, self.device)
 
     def engine(self, dtype: str = "float32", batch_rows: int = 64) -> Engine:
         bare = self.bare_engine(dtype, batch_rows)

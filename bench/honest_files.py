@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.form import ROOT, Row
 from bench.honest import Bench
 from protocol.core.errors import PrimeError, UnavailableError
-from protocol.core.verdict import Outcome
+from protocol.core.verdict import Outcome, Reason
 from protocol.engine.base import Engine
 from protocol.proofs import activations
 from protocol.verification import build
@@ -31,13 +31,18 @@ VLLM_PYTHON = Path(
 )
 
 
+SHADOW = frozenset({Reason.UNKNOWN_SETUP, Reason.UNCALIBRATED})
+"""Reasons of files that were measured only."""
+
+
 @dataclass(frozen=True)
 class Maker:
-    """A set-up: `batch_rows` rows generated together."""
+    """A set-up: `batch_rows` rows generated together, on `device` ("cpu", "cuda:0")."""
 
     engine: str
     dtype: str
     batch_rows: int
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -55,6 +60,7 @@ def make(bench: Bench, maker: Maker, numbers: range) -> list[HonestFile]:
             *("bench.honest_files", "--out", folder),
             *("--model", str(bench.folder.resolve()), "--engine", maker.engine),
             *("--dtype", maker.dtype, "--batch", str(maker.batch_rows)),
+            *("--device", maker.device),
             *("--first", str(numbers.start), "--count", str(len(numbers))),
             *("--tokens", str(bench.max_output_tokens), "--share", str(bench.share)),
             *("--groups", str(bench.groups), "--samples", str(bench.samples)),
@@ -76,26 +82,28 @@ def _made(bench: Bench, engine: Engine, numbers: range) -> list[HonestFile]:
     ]
 
 
-def makers() -> list[Maker]:
+def makers(device: str = "cpu") -> list[Maker]:
     """Every pair of {plain, vLLM} × {bfloat16, float32} × {64, 1}; no vLLM where it is missing."""
     engines = ("plain", "vllm") if VLLM_PYTHON.exists() else ("plain",)
     return [
-        Maker(engine, dtype, batch_rows)
+        Maker(engine, dtype, batch_rows, device)
         for engine in engines
         for dtype in ("bfloat16", "float32")
         for batch_rows in (64, 1)
     ]
 
 
-def honest_windows(count: int, minutes: float | None = None) -> list[Row]:
+def honest_windows(count: int, minutes: float | None = None, device: str = "cpu") -> list[Row]:
     """At least `count` windows (or as many as `minutes` allow), none of them made by the replaying
     set-up (plain, float32, rows together): how many lie in files that were rejected. All rows are
-    replayed. Raises UnavailableError if a file could not be judged."""
-    wide = Bench(max_output_tokens=128)
-    narrow = Bench(max_output_tokens=128, groups=2, samples=4)  # one by one is slow
+    replayed. On a device without shipped limits they are measured in shadow, as the row says.
+    Raises UnavailableError if a file could not be judged."""
+    wide = Bench(max_output_tokens=128, device=device)
+    narrow = replace(wide, groups=2, samples=4)  # one by one is slow
     made: Counter[str] = Counter()
-    rejected = first = 0
-    others = [maker for maker in makers() if maker != Maker("plain", "float32", 64)]
+    rejected = first = shadow = 0
+    replaying = Maker("plain", "float32", 64, device)
+    others = [maker for maker in makers(device) if maker != replaying]
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     while made.total() < count and time.monotonic() < end:
         for maker in others:
@@ -106,6 +114,8 @@ def honest_windows(count: int, minutes: float | None = None) -> list[Row]:
                 made[maker.name] += windows
                 if finding.outcome is Outcome.REJECTED:
                     rejected += windows
+                elif finding.reason in SHADOW:
+                    shadow += windows
                 elif finding.outcome is not Outcome.ACCEPTED:
                     raise UnavailableError(f"{maker.name} could not be judged: {finding.detail}")
             first += files
@@ -120,7 +130,13 @@ def honest_windows(count: int, minutes: float | None = None) -> list[Row]:
             count,
             "higher",
         ),
-        Row("honest_windows_rejected", rejected, f"of {made.total()}; replayed in float32", 0),
+        Row(
+            "honest_windows_rejected",
+            rejected,
+            f"of {made.total()}; replayed in float32"
+            + (f"; {shadow} in shadow: no limits for this device" if shadow else ""),
+            None if shadow else 0,
+        ),
     ]
 
 
@@ -137,6 +153,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", required=True)
     parser.add_argument("--dtype", required=True)
+    parser.add_argument("--device", default="cpu")
     for name in ("--batch", "--first", "--count", "--tokens", "--groups", "--samples"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--share", type=float, required=True)
@@ -147,7 +164,7 @@ def main() -> int:
             groups=options.groups, samples=options.samples, share=options.share,
         )  # fmt: skip
         engine = load_engine(
-            options.model, engine=options.engine, dtype=options.dtype,
+            options.model, engine=options.engine, dtype=options.dtype, device=options.device,
             batch_rows=options.batch, threads=1,
         )  # fmt: skip
         try:

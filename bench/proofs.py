@@ -1,4 +1,5 @@
-"""Cost and soundness of activation proofs: `python -m bench proofs [--json] [--quick]`.
+"""Cost and soundness of activation proofs: `python -m bench proofs [--json] [--quick]
+[--minutes M] [--device cpu|cuda:0]`.
 
 timing      ours and `toploc` 0.1.6 in turn, one thread, hidden size 5120 × 4,096 tokens, CPU time
 bytes       tie-free windows of which both packages must make the same proof
@@ -205,9 +206,9 @@ def malformed(count: int) -> Row:
     return Row("crashes", crashes, f"of {count} malformed proofs", 0)
 
 
-def run(quick: bool, minutes: float | None = None) -> list[Row]:
+def run(quick: bool, minutes: float | None = None, device: str = "cpu") -> list[Row]:
     """All rows; `quick` takes a smaller size of the same work, `minutes` bounds the honest windows'
-    time."""
+    time; `device` is where these are generated and replayed (proofs themselves are the CPU's)."""
     hidden, tokens, repeats = (1024, 1024, 5) if quick else (5120, 4096, 7)
     states = _states(tokens, hidden, 0)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -223,7 +224,7 @@ def run(quick: bool, minutes: float | None = None) -> list[Row]:
     return [
         *timed,
         equal,
-        *honest_windows(300 if quick else 10_000, minutes),
+        *honest_windows(300 if quick else 10_000, minutes, device),
         *forgeries(hidden, 50 if quick else 300),
         malformed(200 if quick else 5000),
     ]

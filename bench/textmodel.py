@@ -10,9 +10,11 @@ large trained models have.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import pydoc_data.topics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,51 +54,69 @@ def build_tokenizer() -> Any:
     )
 
 
-def build_model(vocabulary: int) -> Any:
-    """The untrained model, float32."""
+def build_model(
+    vocabulary: int, hidden: int = HIDDEN, layers: int = LAYERS, ends: Sequence[int] = (0,)
+) -> Any:
+    """The untrained model, float32; it ends at the first of `ends`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(SEED)
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocabulary,
-            hidden_size=HIDDEN,
-            intermediate_size=3 * HIDDEN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            num_key_value_heads=hidden // 64,
             head_dim=32,
             max_position_embeddings=1024,
             tie_word_embeddings=False,
-            eos_token_id=0,
-            pad_token_id=0,
+            eos_token_id=ends[0] if len(ends) == 1 else list(ends),
+            pad_token_id=ends[0],
             bos_token_id=None,
         )
     )
 
 
+def adamw(model: Any, rate: float) -> torch.optim.AdamW:
+    """The optimizer of this script, for all of `model`."""
+    return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
+
+
+def draws(seed: int = SEED) -> torch.Generator:
+    """What stretches of text are drawn by."""
+    return torch.Generator().manual_seed(seed)
+
+
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, by: torch.Generator
+) -> float:
+    """One optimizer step on BATCH random stretches of `tokens`; the loss before it."""
+    starts = torch.randint(0, len(tokens) - CONTEXT - 1, (BATCH,), generator=by)
+    ids = torch.stack([tokens[start : start + CONTEXT] for start in starts.tolist()])
+    # Without bfloat16 instructions autocast takes ten times as long as float32.
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=native_bfloat16()):
+        loss = model(input_ids=ids, labels=ids).loss
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.item())
+
+
 def train(model: Any, tokens: Tensor, steps: int) -> float:
     """AdamW with warm-up and cosine decay on random stretches of `tokens`; the last loss in nats
-    a character (mean of the last 20 steps)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
-    generator = torch.Generator().manual_seed(SEED)
+    a token (mean of the last 20 steps)."""
+    optimizer, by = adamw(model, PEAK_LR), draws()
     losses: list[float] = []
-    for step in range(steps):
-        share = min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    for number in range(steps):
+        share = min(1.0, (number + 1) / 30) * 0.5 * (1 + math.cos(math.pi * number / steps))
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * max(share, 0.02)
-        starts = torch.randint(0, len(tokens) - CONTEXT - 1, (BATCH,), generator=generator)
-        ids = torch.stack([tokens[start : start + CONTEXT] for start in starts.tolist()])
-        # Without bfloat16 instructions autocast takes ten times as long as float32.
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=native_bfloat16()):
-            loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        if step % 60 == 0:
-            print(f"step {step}: {loss.item():.3f} nats a character", file=sys.stderr, flush=True)
+        losses.append(step(model, optimizer, tokens, by))
+        if number % 60 == 0:
+            print(f"step {number}: {losses[-1]:.3f} nats a token", file=sys.stderr, flush=True)
     return sum(losses[-20:]) / len(losses[-20:])
 
 
@@ -110,6 +130,20 @@ def add_outliers(model: Any) -> None:
         head[:, chosen] /= OUTLIER_SCALE
 
 
+def encoded(tokenizer: Any, end: int) -> Tensor:
+    """The corpus as one row of tokens, `end` after each topic."""
+    rows = (tokenizer.encode(part, add_special_tokens=False) for part in corpus().split(END))
+    return torch.tensor([token for row in rows for token in (*row, end)])
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes a policy folder in bfloat16, whole or not at all; `model` stays as it is."""
+    partial = folder.with_suffix(".part")
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
+
+
 def text_model(folder: Path = FOLDER, steps: int = STEPS) -> Path:
     """The folder with the model, made if it is not there (minutes on one core)."""
     if (folder / "tokenizer.json").exists():
@@ -118,20 +152,10 @@ def text_model(folder: Path = FOLDER, steps: int = STEPS) -> Path:
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
     pieces = tokenizer.get_vocab()
-    tokens = torch.tensor(
-        [
-            pieces.get(letter, pieces[UNKNOWN])
-            for part in corpus().split(END)
-            for letter in (*part, END)
-        ]
-    )
     model = build_model(len(pieces))
-    loss = train(model, tokens, steps)
+    loss = train(model, encoded(tokenizer, pieces[END]), steps)
     add_outliers(model)
-    partial = folder.with_suffix(".part")
-    model.to(torch.bfloat16).save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(folder)
+    save(model, tokenizer, folder)
     print(f"bench: {loss:.3f} nats a character", file=sys.stderr)
     return folder
 
