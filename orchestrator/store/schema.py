@@ -14,13 +14,14 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     Table,
     Text,
     UniqueConstraint,
 )
+
+from orchestrator.store.sender_tables import sender_tables
 
 metadata = MetaData()
 
@@ -302,51 +303,7 @@ loop_leases = Table(  # who runs the manager's loops: one of the orchestrators o
     Column("beat", BigInteger, nullable=False),  # counts up while its holder lives
 )
 
-sender_meta = Table(  # the manager's sender journal: see protocol/chain/journal.py
-    "sender_meta",
-    metadata,
-    Column("key", Text, primary_key=True),
-    Column("value", Text, nullable=False),
-)
-
-sender_intents = Table(
-    "sender_intents",
-    metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("id", Text, nullable=False, unique=True),
-    Column("call_to", Text),
-    Column("data", LargeBinary, nullable=False),
-    Column("value", Text, nullable=False),
-    Column("description", Text, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("nonce", BigInteger),
-    Column("gas", BigInteger),
-    Column("note", Text, nullable=False),
-    Column("error", Text),
-    Column("tx_hash", Text),
-    Column("block", BigInteger),
-    Column("contract", Text),
-    Column("missing_at", BigInteger),
-    Column("created_at", Float, nullable=False),
-    Column("updated_at", Float, nullable=False),
-    Index("sender_intents_open", "status", "seq"),
-    Index("sender_intents_nonce", "nonce"),
-)
-
-sender_attempts = Table(
-    "sender_attempts",
-    metadata,
-    Column("hash", Text, primary_key=True),
-    Column("intent_id", Text, nullable=False),
-    Column("nonce", BigInteger, nullable=False),
-    Column("max_fee", Text, nullable=False),
-    Column("priority_fee", Text, nullable=False),
-    Column("raw", LargeBinary, nullable=False),
-    Column("signed_at", Float, nullable=False),
-    Column("sent_at", Float),
-    Column("closed", Integer, nullable=False),
-    Index("sender_attempts_intent", "intent_id", "signed_at"),
-)
+sender_meta, sender_intents, sender_attempts = sender_tables(metadata)
 
 drift = Table(
     "drift",

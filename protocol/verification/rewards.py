@@ -21,15 +21,10 @@ from protocol.chain.deployment import Deployment
 from protocol.chain.events import (
     Claimed,
     Event,
-    LeafPosted,
     LeafRejected,
     PoolCreated,
-    RewardRootDisabled,
     RewardRootPosted,
     RootPosted,
-    SlashCancelled,
-    SlashExecuted,
-    SlashProposed,
     ValidatorSet,
 )
 from protocol.core import encoding
@@ -43,12 +38,12 @@ from protocol.core.settlement import (
     SettledFile,
     Settlement,
     SlashFact,
-    SlashState,
     answered_for,
     settle,
 )
 from protocol.core.signing import Strict
 from protocol.core.verdict import Outcome, SignedVerdict, Verdict, VerdictTable
+from protocol.verification import reward_events
 
 M = TypeVar("M", bound=Strict)
 MAX_OBJECT_BYTES = 32 << 20
@@ -143,13 +138,7 @@ class Rebuilder:
 
     def posted(self) -> list[RewardRootPosted]:
         """Reward roots that stand: the newest of each epoch, without disabled ones."""
-        live: dict[int, RewardRootPosted] = {}
-        for event in self._events:
-            if isinstance(event, RewardRootPosted):
-                live[event.epoch] = event
-            elif isinstance(event, RewardRootDisabled):
-                live = {n: e for n, e in live.items() if not event.epoch <= n <= event.last}
-        return [live[number] for number in sorted(live)]
+        return reward_events.standing(self._events)
 
     def rebuild(self, epoch: int) -> Rebuilt:
         """See `rebuild` above."""
@@ -213,7 +202,7 @@ class Rebuilder:
         names = {file.submission_digest for file in held}
         leaves = [
             (root, leaf)
-            for root in self._roots(published.as_of_block)
+            for root in reward_events.roots_until(self._events, published.as_of_block)
             if root.epoch <= published.epoch
             for leaf in self._leaves_of(root, claims)
             if root.epoch > after or leaf.digest in names
@@ -236,14 +225,6 @@ class Rebuilder:
             price_per_unit=self._run.price_per_unit,
         )
 
-    def _roots(self, block: int) -> list[RootPosted]:
-        """Roots up to `block`; a root posted twice counts once."""
-        first: dict[Digest, RootPosted] = {}
-        for event in self._events:
-            if isinstance(event, RootPosted) and event.block <= block:
-                first.setdefault(event.root, event)
-        return list(first.values())
-
     def _leaves_of(self, root: RootPosted, claims: dict[Digest, SettledFile]) -> list[_Leaf]:
         """The leaves of a root; held to the root, and each to its node, once.
 
@@ -254,7 +235,7 @@ class Rebuilder:
             claim = claims.get(root.root)
             if claim is None or claim.root_seq != root.seq:
                 return []
-            return [_Leaf(self._poster(root), root.root, None)]
+            return [_Leaf(reward_events.poster(self._events, root), root.root, None)]
         if root.root not in self._leaves:
             leaves = decode_leaves(self._get(root.leaves_object))
             digests = []
@@ -270,13 +251,6 @@ class Rebuilder:
                 for leaf, digest in zip(leaves, digests, strict=True)
             ]
         return self._leaves[root.root]
-
-    def _poster(self, root: RootPosted) -> Address:
-        """The node that posted its own leaf as `root`; the contract has checked its signature."""
-        for event in self._events:
-            if isinstance(event, LeafPosted) and (event.seq, event.leaf) == (root.seq, root.root):
-                return event.node
-        raise UntrustedError(f"root {root.seq} has no list of leaves, and no node posted it")
 
     def _fact(
         self,
@@ -336,7 +310,7 @@ class Rebuilder:
         Those on chain must all be listed, in the state that the chain shows; one that is listed and
         not on chain can only hold money back, never take it.
         """
-        on_chain = self._slashes_on_chain(published.as_of_block)
+        on_chain = reward_events.slashes_until(self._events, published.as_of_block)
         nodes = {file.node for file in published.files}
         facts = []
         for slash in published.slashes:
@@ -355,21 +329,6 @@ class Rebuilder:
             if state != "cancelled" and node in nodes:
                 raise UntrustedError(f"the settlement passes over the slash for {leaf}")
         return facts
-
-    def _slashes_on_chain(self, block: int) -> dict[Digest, tuple[Address, SlashState]]:
-        leaf_of: dict[int, Digest] = {}
-        found: dict[Digest, tuple[Address, SlashState]] = {}
-        for event in self._events:
-            if event.block > block:
-                continue
-            if isinstance(event, SlashProposed):
-                leaf_of[event.id] = event.leaf
-                found[event.leaf] = (event.node, "open")
-            elif isinstance(event, SlashExecuted) and event.id in leaf_of:
-                found[leaf_of[event.id]] = (event.node, "executed")
-            elif isinstance(event, SlashCancelled) and event.id in leaf_of:
-                found[leaf_of[event.id]] = (event.node, "cancelled")
-        return found
 
     def _get(self, digest: Digest) -> bytes:
         data = self._objects.get_object(digest, MAX_OBJECT_BYTES)
