@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256, shake_256
 from pathlib import Path
 from typing import Any, cast
@@ -88,8 +88,9 @@ class Recorded:
         for row, request in enumerate(requests):
             count = len(request.output_tokens)
             here = f"{self.name} {row}"
-            margins = _fractions(f"{here} margin", count, 0.5)
+            margins = _fractions(f"{here} margin", count, 6.0 if row == 4 else 0.5)
             margins[_words(f"{here} equal", count) % np.uint16(16) > 0] = 0
+            margins[-1] = 0.25 if row == 1 else 0.0
             found.append(
                 Replay(
                     logprobs=-_fractions(f"logprob {row}", count, 9.5)
@@ -123,7 +124,7 @@ def _file() -> tuple[list[PlannedRow], list[FileRow]]:
                 problem_id=str(row), group=group, sample=sample, prompt_tokens=(1, 2, 3),
                 output_tokens=output, target_length=4,
                 logprobs=-_fractions(f"logprob {row}", count, 9.5)
-                - _fractions(f"file {row}", count, 0.02),
+                - _fractions(f"file {row}", count, 3.0 if row == 5 else 0.02),
                 finish_reason="end" if row == 1 else "length", policy_version=0, reward=0.0,
                 proofs=activations.pack(activations.build(windows)),
                 sketch=sketch.pack(sketch.build(windows, keys)),
@@ -144,6 +145,39 @@ def limits(reference: Reference, share: float) -> Limits:
         engine="e", dtype="d", device="cpu", batches=(1,), rows=1, files=1, tokens=1,
         row=every, file=every, long=every,
     ).limits(reference)  # fmt: skip
+
+
+def _lies(plan: list[PlannedRow], rows: list[FileRow], of: Limits) -> dict[str, str]:
+    """Endings of made-up evidence beside true evidence, and of a row that ends early."""
+    own, seed = cast(Engine, Recorded("own", 7)), seeds.lease_seed(LEASE)
+    windows = activations.split_windows(states("unrelated", LENGTHS[8]))
+    keys = sketch_keys(seed, rows[8].group, rows[8].sample, rows[8].output_tokens)
+    proofs = activations.pack(activations.build(windows))
+    sketches = sketch.pack(sketch.build(windows, keys))
+    changes: dict[str, dict[str, Any]] = {
+        "proofs": {"proofs": proofs},
+        "sketch": {"sketch": sketches},
+        "both": {"proofs": proofs, "sketch": sketches},
+        "logprobs": {"logprobs": rows[8].logprobs - np.float32(0.5)},
+    }
+    found = {}
+    for name, change in changes.items():
+        lying = [*rows[:8], replace(rows[8], **change), *rows[9:]]
+        every = range(len(rows))
+        replayed = replay.Replayed(own, synthetic_run(256), LEASE, every, plan, lying, own)
+        row = replayed.measure()[8]
+        sound = replace(row, values={**row.values, "margin_max": 0.0, "margin_mean": 0.0})
+        sound = replace(sound, values={**sound.values, "twin_margin": 0.0})
+        for of_what, judged in (("", row), (" sound", sound)):
+            accusation = replay.accuse([judged], of)
+            found[name + of_what] = "" if accusation is None else accusation.reason.name
+    early = replay.Replayed(own, synthetic_run(256), LEASE, range(2), plan, rows, own).measure()[1]
+    for margin in (0.0, 9.0):
+        ended = replace(early, inner_margin=margin)
+        ended = replace(ended, values={**ended.values, "margin_max": 9.0})
+        accusation = replay.accuse([ended], of)
+        found[f"early {margin}"] = "" if accusation is None else accusation.reason.name
+    return found
 
 
 def _plain(found: Mapping[str, float]) -> dict[str, float]:
@@ -198,7 +232,9 @@ def values() -> Values:
         "chances": _plain(
             {s: limits(reference, 1.3).honest_chance("sketch", 0.05, s, 8) for s in ("row", "file")}
         ),
+        "scopes": [list(replay.file_scopes(measured[:n])) for n in range(len(measured) + 1)],
         "accusations": accusations,
+        "lies": _lies(plan, rows, limits(reference, 25.0)),
     }  # fmt: skip
 
 

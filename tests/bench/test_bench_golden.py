@@ -41,7 +41,29 @@ def test_the_vector_holds_every_statistic_scope_and_ending() -> None:
     values = VECTOR["values"]
     assert set(thresholds.STATISTICS) <= values["together"].keys()
     assert {name.partition(".")[0] for name in values["limits"]} == {*thresholds.SCOPES}
-    assert len({*values["accusations"].values()}) >= 3
+    endings = {*values["accusations"].values(), *values["lies"].values()}
+    assert endings >= {
+        *("", "WRONG_ACTIVATIONS", "WRONG_SAMPLING", "FORGED_PROOF", "WRONG_SKETCH"),
+        *("EARLY_END", "TAMPERED_LOGPROBS"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("protocol.verification.replay", "MARGIN_CAP", 3.9),
+        ("protocol.verification.replay", "BROKEN", {"exponent": 2.0, "sign": 2.0, "sketch": 2.0}),
+        ("protocol.verification.replay", "LONG_TOKENS", 9999),
+        ("protocol.proofs.thresholds", "FLOORS", {**thresholds.FLOORS, "sketch": 2.0**-8}),
+        ("protocol.proofs.sampling", "END_PROBABILITY", 0.01),
+    ],
+)
+def test_a_changed_constant_changes_a_value(
+    where: str, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the values would show it."""
+    monkeypatch.setattr(f"{where}.{name}", value)
+    assert json.loads(json.dumps(golden.values())) != VECTOR["values"]
 
 
 def test_other_values_are_not_written_under_the_same_number(
