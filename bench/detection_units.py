@@ -25,6 +25,7 @@ from bench.honest_files import Maker, make, makers
 from bench.kin import weights_digest
 from bench.lying import DTYPE, Job, as_vllm
 from bench.textmodel import text_model
+from protocol.core.errors import UnavailableError
 from protocol.proofs.thresholds import shipped
 from protocol.verification.rollout_file import read_rollout_file
 from protocol.verification.setups import HonestFile
@@ -111,8 +112,11 @@ def limits_key(line: Line, device: str = "cpu") -> str:
 
 
 def bench_of(folder: Path | None, device: str = "cpu") -> Bench:
-    """Files of 2 × 4 rows of OUTPUT_TOKENS tokens, all replayed; the text model unless given."""
-    return Bench(
+    """Files of 2 × 4 rows of OUTPUT_TOKENS tokens, all replayed; the text model unless given.
+    Raises UnavailableError if the folder holds no model."""
+    if folder is not None and not (folder / "config.json").exists():
+        raise UnavailableError(f"there is no model in {folder}: no config.json")
+    bench = Bench(
         max_output_tokens=OUTPUT_TOKENS,
         folder=folder or text_model(),
         groups=GROUPS,
@@ -120,6 +124,8 @@ def bench_of(folder: Path | None, device: str = "cpu") -> Bench:
         remembering=True,
         device=device,
     )
+    bench.engine()  # a folder that does not load is refused before anything is begun
+    return bench
 
 
 class Units:
