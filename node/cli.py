@@ -21,6 +21,7 @@ from node.cli_owner import rewards_app, stake_app, wallet_app
 from node.cli_work import work_app
 from node.config import Settings
 from protocol.core.errors import PrimeError, UnavailableError, UntrustedError, UserError
+from protocol.core.printing import printable
 from protocol.logs import log_to_stderr
 from protocol.times import utc
 from protocol.waiting import FIRST_ANSWER_HELP
@@ -229,7 +230,7 @@ def main() -> None:
     try:
         app(prog_name="prime-node")
     except PrimeError as error:
-        print(f"prime-node: {error}", file=sys.stderr)
+        print(printable(f"prime-node: {error}", keep="\n"), file=sys.stderr)
         if isinstance(error, UserError) and error.hint:
             print(f"  → {error.hint}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -12,6 +12,7 @@ import typer
 
 from node.cli_common import Json, configured, print_json, tree_lines
 from node.config import Settings
+from protocol.core.printing import printable
 from protocol.times import utc
 
 audit_app = typer.Typer(help="Check what others were slashed or paid for.", no_args_is_help=True)
@@ -101,12 +102,12 @@ def audit_replay(settings: Settings, subject: Subjects, as_json: Json = False) -
         if as_json:
             print_json(found.as_json(), compact=len(subject) > 1)
             continue
-        typer.echo(f"{found.result}: {found.detail}")
+        typer.echo(f"{found.result}: {printable(found.detail)}")
         if found.expected is not None:
             here = found.found.name if found.found is not None else "–"
             typer.echo(f"  published {found.expected.name}, found here {here}")
         for name, (said, own) in found.statistics.items():
-            typer.echo(f"  {name}: {said} published, {own} here")
+            typer.echo(printable(f"  {name}: {said} published, {own} here"))
         for note in found.notes:
-            typer.echo(f"  note: {note}")
+            typer.echo(printable(f"  note: {note}"))
     raise typer.Exit(worst)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from node.config import Settings, load
+from protocol.core.printing import printable
 from protocol.times import utc
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -125,7 +126,7 @@ def said(name: str, value: object) -> str:
         return prime(int(str(value)))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "–" if value in (None, "") else str(value)
+    return "–" if value in (None, "") else printable(str(value))
 
 
 def tree_lines(fields: Mapping[str, Any], indent: int = 0) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from protocol.core.errors import PrimeError, UserError
+from protocol.core.printing import printable
 
 app = typer.Typer(
     name="orchestrator",
@@ -144,7 +145,8 @@ def main() -> None:
         app(prog_name="orchestrator")
     except PrimeError as error:
         hint = error.hint if isinstance(error, UserError) else ""
-        print(f"orchestrator: {error}" + (f"; {hint}" if hint else ""), file=sys.stderr)
+        said = f"orchestrator: {error}" + (f"; {hint}" if hint else "")
+        print(printable(said, keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -131,6 +131,27 @@ def files() -> dict[str, tuple[Reason, bytes]]:
         "sketch_of_more_windows": (OVERSIZED, one(sketch=bytes(129))),
         "bomb_problem_id": (OVERSIZED, one(problem_id="x" * (8 << 20))),
         "bomb_prompt": (OVERSIZED, one(prompt_tokens=np.zeros(1 << 20, dtype=np.int32))),
+        "bomb_between_columns": (  # 8 million tokens beside 88 MiB of proofs that no window has
+            OVERSIZED,
+            rows_of(
+                [
+                    replace(
+                        honest_row(i, 3),
+                        prompt_tokens=np.full(1 << 15, 1000, dtype=np.int32),
+                        proofs=bytes(22 << 20 if i < 4 else 0),
+                    )
+                    for i in range(252)
+                ]
+            ),
+        ),
+        "bomb_finish": (
+            OVERSIZED,
+            rows_of([replace(row, finish_reason="e" * (22 << 20)) for row in ROWS]),
+        ),
+        "metadata_escapes": (
+            MALFORMED,
+            write_rollout_file(ROWS, replace(METADATA, device="cpu\x1b[2J\n accepted: NONE")),
+        ),
         "bomb_output": (
             OVERSIZED,
             one(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from protocol.core.errors import PrimeError, UserError
+from protocol.core.printing import printable
 from protocol.waiting import FIRST_ANSWER_HELP
 
 if TYPE_CHECKING:
@@ -287,7 +288,8 @@ def main() -> None:
     except PrimeError as error:
         logging.getLogger("trainer").debug("the cause", exc_info=True)
         hint = error.hint if isinstance(error, UserError) else ""
-        print(f"trainer: {error}" + (f"; {hint}" if hint else ""), file=sys.stderr)
+        said = f"trainer: {error}" + (f"; {hint}" if hint else "")
+        print(printable(said, keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -2,23 +2,26 @@
 
 A reader's steps, each before anything larger is allocated:
 size → footer → rows, columns, codec → page headers → pyarrow: types, values → bounds of each row.
-Every malformed input ends in one FileError that names its reason; nothing else escapes.
+Every malformed input ends in one FileError that names its reason; nothing else escapes but a
+MemoryError, which says nothing of the file.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from protocol.core.errors import MalformedError
+from protocol.core.printing import printable
 from protocol.core.rollout import (
     COLUMNS,
     MAX_FILE_BYTES,
@@ -48,6 +51,10 @@ MAX_METADATA_VALUE = 128
 MAX_PROOF_BYTES = 2 + 2 + 2 * PROOF_TOPK
 MAX_SKETCH_BYTES = 2 * SKETCH_DIMENSIONS
 """Of one proof window, as packed."""
+_SLACK = 128 << 10
+"""Bytes a column: levels, and values too long by a little, which are told by their row."""
+MAX_FINISH_REASON = 16
+"""Bytes; what it may be is looked at later."""
 MAX_PROBLEM_ID = 256
 """Characters, as protocol.core.verdict.VerdictRow allows."""
 _LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
@@ -137,7 +144,8 @@ def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes
 
 
 def read_rollout_file(data: bytes) -> RolloutFile:
-    """Parses a file within the limits of core/rollout.py. Raises FileError, and nothing else."""
+    """Parses a file within the limits of core/rollout.py. Raises FileError, and MemoryError where
+    this machine has too little; nothing else."""
     if len(data) > MAX_FILE_BYTES:
         raise FileError(Reason.OVERSIZED, f"{len(data)} bytes exceed {MAX_FILE_BYTES}")
     try:
@@ -154,12 +162,12 @@ def read_rollout_file(data: bytes) -> RolloutFile:
         table = source.read(use_threads=False)
         table.validate(full=True)
         return RolloutFile(metadata, _rows(table))
-    except FileError:
+    except (FileError, MemoryError):  # ours, not the file's: pyarrow's is an ArrowException too
         raise
     except MalformedError as error:
         raise FileError(Reason.MALFORMED, str(error)) from error
     except (pa.ArrowException, ValueError, OSError, KeyError) as error:
-        text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        text = printable(str(error)[:200]) or type(error).__name__
         raise FileError(Reason.MALFORMED, f"not a readable Parquet file: {text}") from error
 
 
@@ -167,6 +175,8 @@ def _metadata(footer: Footer) -> FileMetadata:
     pairs = {key: value for key, value in footer.pairs.items() if key != "ARROW:schema"}
     if any(len(value) > MAX_METADATA_VALUE for value in pairs.values()):
         raise FileError(Reason.OVERSIZED, f"a metadata value exceeds {MAX_METADATA_VALUE} letters")
+    if not all(value.isprintable() for value in pairs.values()):
+        raise FileError(Reason.MALFORMED, "a metadata value holds what cannot be printed")
     if pairs.get("schema_version") != SCHEMA_VERSION:
         found = pairs.get("schema_version", "none")[:32]
         raise FileError(Reason.WRONG_SCHEMA, f"schema version {found!r}, not {SCHEMA_VERSION!r}")
@@ -193,10 +203,28 @@ def _require_shape(footer: Footer, data: bytes) -> None:
     if sum(column.values for column in footer.columns) > MAX_VALUES:
         raise FileError(Reason.OVERSIZED, f"more than {MAX_VALUES} values")
     budget = MAX_FILE_BYTES * 2
-    for column in footer.columns:
-        budget -= require_plain_pages(
+    for column, most in zip(footer.columns, _most_bytes(footer), strict=True):
+        unpacked = require_plain_pages(
             data, start=column.start, length=column.length, values=column.values, budget=budget
         )
+        if unpacked > most:
+            raise FileError(Reason.OVERSIZED, "a column unpacks to more than its rows may hold")
+        budget -= unpacked
+
+
+def _most_bytes(footer: Footer) -> list[int]:
+    """What each column may unpack to at most, in the schema's order: proofs and sketches by the
+    tokens that the file has, since a few bytes may unpack to all of what a file may hold."""
+    rows = footer.rows
+    values = {name: column.values for name, column in zip(COLUMNS, footer.columns, strict=True)}
+    windows = values["output_tokens"] // PROOF_WINDOW + rows
+    texts = {
+        "problem_id": 4 * MAX_PROBLEM_ID * rows,
+        "finish_reason": MAX_FINISH_REASON * rows,
+        "proofs": MAX_PROOF_BYTES * windows,
+        "sketch": MAX_SKETCH_BYTES * windows,
+    }
+    return [texts.get(name, 0) + 16 * values[name] + _SLACK for name in COLUMNS]
 
 
 def _rows(table: pa.Table) -> tuple[FileRow, ...]:
@@ -206,6 +234,7 @@ def _rows(table: pa.Table) -> tuple[FileRow, ...]:
             pa.types.is_list(part.type) and part.flatten().null_count for part in column.chunks
         ):
             raise FileError(Reason.MALFORMED, f"column {name!r} has nulls")
+    _require_lengths(table)
     plain = {
         name: table.column(name).to_pylist() for name, kind in COLUMNS.items() if kind not in _LISTS
     }
@@ -233,20 +262,39 @@ def _lists(column: pa.ChunkedArray) -> list[NDArray[Any]]:
     return parts
 
 
-def _require_row(number: int, row: FileRow) -> None:
-    """Bounds of one row that need no lease."""
-    tokens = len(row.output_tokens)
-    if len(row.prompt_tokens) > MAX_PROMPT_TOKENS or tokens > MAX_OUTPUT_TOKENS:
-        raise FileError(Reason.OVERSIZED, f"row {number} has too many tokens")
-    if len(row.problem_id) > MAX_PROBLEM_ID:
-        raise FileError(Reason.OVERSIZED, f"row {number} has a problem id that is too long")
-    if not tokens or not row.prompt_tokens:
-        raise FileError(Reason.MALFORMED, f"row {number} has no prompt or no output")
+def _require_lengths(table: pa.Table) -> None:
+    """How long each row's values may be, before any of them becomes a Python object."""
+
+    def lengths(name: str, of: Callable[[pa.ChunkedArray], pa.ChunkedArray]) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = of(table.column(name)).to_numpy().astype(np.int64)
+        return found
+
+    prompts = lengths("prompt_tokens", pc.list_value_length)
+    tokens = lengths("output_tokens", pc.list_value_length)
+    logprobs = lengths("logprobs", pc.list_value_length)
+    proofs, sketches = (lengths(name, pc.binary_length) for name in ("proofs", "sketch"))
+    names = lengths("problem_id", pc.utf8_length)
+    endings = lengths("finish_reason", pc.binary_length)
     windows = -(-tokens // PROOF_WINDOW)
-    if len(row.proofs) > windows * MAX_PROOF_BYTES or len(row.sketch) > windows * MAX_SKETCH_BYTES:
-        raise FileError(Reason.OVERSIZED, f"row {number} has more proofs than windows")
-    if len(row.logprobs) != tokens:
-        raise FileError(Reason.MALFORMED, f"row {number} has {len(row.logprobs)} log-probabilities")
+    many = (proofs > windows * MAX_PROOF_BYTES) | (sketches > windows * MAX_SKETCH_BYTES)
+    for bad, reason, what in (
+        (
+            (prompts > MAX_PROMPT_TOKENS) | (tokens > MAX_OUTPUT_TOKENS),
+            Reason.OVERSIZED,
+            "too many tokens",
+        ),
+        (names > MAX_PROBLEM_ID, Reason.OVERSIZED, "a problem id that is too long"),
+        ((prompts == 0) | (tokens == 0), Reason.MALFORMED, "no prompt or no output"),
+        (many, Reason.OVERSIZED, "more proofs than windows"),
+        (endings > MAX_FINISH_REASON, Reason.MALFORMED, "an unknown finish reason"),
+        (logprobs != tokens, Reason.MALFORMED, "not one log-probability for each token"),
+    ):
+        if bad.any():
+            raise FileError(reason, f"row {int(bad.argmax())} has {what}")
+
+
+def _require_row(number: int, row: FileRow) -> None:
+    """Bounds of one row's values that need no lease."""
     if min(row.output_tokens) < 0 or min(row.prompt_tokens) < 0:
         raise FileError(Reason.MALFORMED, f"row {number} has a negative token")
     if not np.isfinite(row.logprobs).all() or not np.isfinite(row.reward):

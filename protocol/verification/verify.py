@@ -171,6 +171,8 @@ def verify_file(
             table = check_rewards(file.rows, plan, environment, engine)
     except RulingError as ruling:
         return Finding(ruling.reason, ruling.detail, chance=ruling.chance)
+    except MemoryError as error:
+        return Finding(Reason.OUT_OF_RESOURCES, f"the file's checks ran out of memory: {error}")
     repeated = None if seen is None else repeats.repeated(file.rows, seen)
     count = max(run.least_drawn(len(file.rows)), draw_count or 0)
     if repeated:

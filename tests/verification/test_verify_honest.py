@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from protocol.core import encoding
@@ -16,6 +17,7 @@ from protocol.core.verdict import Outcome, Reason, VerdictTable
 from protocol.engine.tiny import write_tiny_model
 from protocol.environments.registry import environment_for
 from protocol.proofs import thresholds
+from protocol.verification import rollout_file
 from protocol.verification.build import build_rollout_file
 from protocol.verification.calibrate import synthetic_lease, synthetic_run
 from protocol.verification.engines import load_engine
@@ -115,6 +117,20 @@ def test_a_policy_that_is_not_here_is_the_validators_trouble(world: Any) -> None
     empty.policies.engines.clear()
     found = empty.judge(world.honest(4))
     assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.POLICY_MISSING)
+
+
+def test_a_machine_that_is_short_of_memory_says_nothing_of_a_file(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyarrow's own error of memory is one of those by which it refuses a damaged file."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise pa.ArrowMemoryError("malloc of size 4096 failed")
+
+    file = world.honest(4)
+    monkeypatch.setattr(rollout_file.pq, "ParquetFile", full)
+    found = world.judge(file)
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.OUT_OF_RESOURCES)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What strangers say (files, peers, tasks) cannot look like another program's word."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from node.cli_common import tree_lines
+from protocol.core.printing import printable
+from protocol.logs import LINE, PlainFormatter
+
+HOSTILE = "cpu\x1b[2J\x1b]0;t\x07\n2026-01-01 00:00:00Z INFO    accepted\r\u202egnp\x9b\u2028"
+
+
+@pytest.mark.parametrize("text", ["", "plain", "größer – 97 %", "日本", "\\n as written"])
+def test_what_prints_stays_as_it_is(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_what_does_not_print_is_written_out() -> None:
+    assert printable(HOSTILE).isprintable()
+    assert printable("a\x1b[2J\n\u202eb\U000e0001") == "a\\x1b[2J\\n\\u202eb\\U000e0001"
+    assert printable("two\nlines\x07", keep="\n") == "two\nlines\\x07"
+
+
+def test_a_log_has_one_line_an_event_whatever_is_logged() -> None:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(PlainFormatter(LINE))
+    log = logging.Logger("stranger", logging.INFO)
+    log.addHandler(handler)
+    log.info("made with %s", HOSTILE)
+    assert written.getvalue().count("\n") == 1
+    assert written.getvalue()[:-1].isprintable()
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("it failed")
+    assert "Traceback" in written.getvalue()
+    assert all(line.isprintable() for line in written.getvalue().split("\n"))
+
+
+def test_published_words_reach_no_terminal_as_they_are() -> None:
+    shown = tree_lines({"evidence": {"detail": HOSTILE, "rows": [HOSTILE]}})
+    assert len(shown) == 3
+    assert all(line.isprintable() for line in shown)
