@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench import attacks, detection, detection_units, kin, textmodel
+from bench import attacks, detection, detection_costs, detection_units, kin, textmodel
 from bench.__main__ import main
 
 WORDS = "the seed of a lease says what is drawn, and who looks at it sees whether it was. "
@@ -92,3 +93,31 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(
             (tmp_path / "config.json").write_text("{}")
         assert main(["detection", "--quick", "--model", str(tmp_path)]) == 69
         assert "no model" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_costs_are_told_by_wall_time_and_for_files_that_are_replayed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detection_costs, "OUTPUT_TOKENS", 12)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(detection_costs, "timed", _counted(clock))
+    rows = {row[0]: row for row in detection_costs.cost_rows(_llama(tmp_path / "llama"), "cpu", 2)}
+    assert {name: row[3] for name, row in rows.items() if row[3]} == {
+        "validate_ratio_b64": 5,
+        "validate_ratio_b1": 20,
+    }
+    assert {"validate_ratio_b64_bf16", "validate_cpu_ratio_b1", "validate_rows_s_bf16"} <= {*rows}
+    # Turn n: together, few, validated take 3n, 3n + 1, 3n + 2 seconds by this clock.
+    assert rows["validate_ratio_b64"][1] == 1.5 / 3.5
+    assert rows["validate_ratio_b1"][1] == 2.5 * 32 / 3.5
+    assert rows["validate_cpu_ratio_b64"][1] == 3.0 / 7.0
+    assert rows["drawn_flops_bfloat16"][1] == pytest.approx(0.5, abs=0.1)
+
+
+def _counted(clock: Iterator[int]) -> Callable[[Callable[[], object]], detection_costs.Seconds]:
+    def timed(act: Callable[[], object]) -> detection_costs.Seconds:
+        act()
+        now = next(clock)
+        return detection_costs.Seconds(now, 2 * now)
+
+    return timed
