@@ -35,9 +35,13 @@ from bench.attacks import LYING_ROWS, MUST_CATCH
 from bench.detection_costs import Cost, cost_rows
 from bench.detection_kept import restore
 from bench.detection_units import (
+    AGED,
     AS_VLLM,
+    OLDER_UNITS,
     OUTPUT_TOKENS,
+    REFERENCE_OLDER,
     REFERENCE_SETUP,
+    REFERENCES,
     SAMPLES,
     Line,
     Record,
@@ -46,6 +50,7 @@ from bench.detection_units import (
     bench_of,
     honest_lines,
     numbered,
+    older_line,
 )
 from bench.form import Row
 from bench.honest_files import SHADOW
@@ -102,19 +107,15 @@ def _series(records: Sequence[Record]) -> list[Series]:
 
 def tokens_of(units: Units) -> dict[str, tuple[int, str]]:
     """`tokens_needed` of each attack whose windows, and honest ones, are at hand."""
-    honest = _series(
-        [
-            record
-            for line in honest_lines(HONEST_SEQUENCES, units.bench.device)
-            if line.name == REFERENCE_SETUP
-            for record in units.records(line)
-        ]
-    )
+    device = units.bench.device
+    of_setup = [one for one in honest_lines(HONEST_SEQUENCES, device) if one.name in REFERENCES]
+    honest = {line.name: _series(units.records(line)) for line in (*of_setup, older_line(device))}
     found = {}
     for line in attack_lines(ATTACK_FILES, units.bench.device):
         lying = _series(units.records(line))
-        if lying and honest:
-            found[line.name] = tokens_needed(honest, lying)
+        reference = honest.get(REFERENCE_OLDER if line.name in AGED else REFERENCE_SETUP)
+        if lying and reference:
+            found[line.name] = tokens_needed(reference, lying)
     return found
 
 
@@ -214,7 +215,8 @@ def run(
         return _shown(units.kept("cost"))
     known = restore(units) if model is None and device == "cpu" else {}
     sequences, files = (QUICK_SEQUENCES, QUICK_FILES) if quick else (HONEST_SEQUENCES, ATTACK_FILES)
-    honest, attacks = honest_lines(sequences, device), attack_lines(files, device)
+    honest = [*honest_lines(sequences, device), older_line(device, 1 if quick else OLDER_UNITS)]
+    attacks = attack_lines(files, device)
     bases = dict(numbered(honest))
     end = None if minutes is None else time.monotonic() + 60 * minutes
     lines: list[Line] = [*attacks, *honest]

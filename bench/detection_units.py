@@ -22,7 +22,7 @@ from bench.form import ROOT, commit
 from bench.golden import STATISTICS
 from bench.honest import Bench
 from bench.honest_files import Maker, make, makers
-from bench.kin import weights_digest
+from bench.kin import OLDER, stepped, weights_digest
 from bench.lying import DTYPE, Job, as_vllm
 from bench.textmodel import text_model
 from protocol.core.errors import UnavailableError
@@ -40,8 +40,14 @@ FILES_TOGETHER = 5
 """Files of one attack that are made at once."""
 REFERENCE_SETUP = "plain-bfloat16-64"
 """The honest set-up against whose windows attacks are measured: the attackers' own."""
+REFERENCE_OLDER = f"{OLDER}-bfloat16-64"
+"""The same with the older policy, which lies about older policies are measured against."""
+REFERENCES = (REFERENCE_SETUP, REFERENCE_OLDER)
 SERIES_FILES = 40
-"""Honest files of it whose every window is kept."""
+"""Honest files of either whose every window is kept."""
+OLDER_UNITS = 5
+AGED = frozenset(name for name in ATTACKS if name.startswith("old"))
+"""Lies whose verifier holds a newer policy."""
 AS_VLLM = "_as_vllm"
 """Ends the name of an attack whose very same files are declared as vLLM's work."""
 _ATTACK_SOURCES = (
@@ -86,6 +92,11 @@ def honest_lines(sequences: int, device: str = "cpu") -> list[Line]:
     return lines
 
 
+def older_line(device: str = "cpu", units: int = OLDER_UNITS) -> Line:
+    """Honest files of the policy that all newer ones come from."""
+    return Line(REFERENCE_OLDER, units, 8, Maker("plain", DTYPE, 64, device))
+
+
 def attack_lines(files: int, device: str = "cpu") -> list[Line]:
     """Each attack, `files` times, declared as plain and (on CPUs, which have limits) as vLLM;
     first those that have to be caught."""
@@ -126,6 +137,11 @@ def bench_of(folder: Path | None, device: str = "cpu") -> Bench:
     )
     bench.engine()  # a folder that does not load is refused before anything is begun
     return bench
+
+
+def older(bench: Bench) -> Bench:
+    """The bench whose policy is the older one."""
+    return replace(bench, folder=stepped(bench.folder) / OLDER)
 
 
 class Units:
@@ -170,11 +186,11 @@ class Units:
             self._lie(line, unit)
             return
         numbers = range(base + unit * line.files, base + (unit + 1) * line.files)
-        bench = self.bench
+        bench = older(self.bench) if line.name == REFERENCE_OLDER else self.bench
         records = []
         for number, file in zip(numbers, make(bench, line.maker, numbers), strict=True):
             rows = FileRows(bench, file)
-            series = line.name == REFERENCE_SETUP and unit * line.files < SERIES_FILES
+            series = line.name in REFERENCES and unit * line.files < SERIES_FILES
             records.append(_record(bench, file, number, rows, series))
         self.keep(f"{line.name}.{self.limits_key(line)}.{unit:05}", records)
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import detection, detection_kept, detection_units, form
 from bench.__main__ import main
-from bench.detection_units import Line, Units, honest_lines, limits_key, numbered
+from bench.detection_units import Line, Units, attack_lines, honest_lines, limits_key, numbered
 from bench.honest_files import makers
 
 
@@ -209,3 +209,19 @@ def test_figures_of_a_gpu_have_another_name(monkeypatch: pytest.MonkeyPatch) -> 
     here = form.result("detection", [], [], False, "cpu")
     assert here["bench"] == "detection"
     assert "device" not in here["machine"]
+
+
+def test_older_policies_are_measured_against_honest_files_of_that_policy(units: Units) -> None:
+    """Else a change of the policy would pass for a change that the lie made."""
+    honest = detection_units.older_line()
+    text = next(one for one in honest_lines(600) if one.name == detection_units.REFERENCE_SETUP)
+    for line, value in ((honest, 3.0), (text, 1.0)):
+        record = {**_record(1), "series": {"sketch": 64 * [value]}}
+        _keep(units, line, 0, [record])
+    lie, other = (
+        next(one for one in attack_lines(25) if one.name == n) for n in ("old1_1e6", "t09")
+    )
+    for line in (lie, other):
+        _keep(units, line, 0, [{**_record(1), "series": {"sketch": 64 * [2.0]}}])
+    units.bench.device = "cpu"
+    assert detection.tokens_of(units) == {"old1_1e6": (-1, ""), "t09": (32, "sketch")}
