@@ -25,8 +25,9 @@ HONEST = 2
 """Honest nodes beside the liars of each network."""
 SHOWN = 6
 """Judged files of a liar that nobody should slash, before it has shown enough."""
-GIVEN_UP = 48
-"""Judged files of one that should be slashed, none of them rejected, before nobody waits longer."""
+GIVEN_UP = 200
+"""Judged files of one that should be slashed, none of them rejected, before nobody waits longer.
+The least lie that is listed so, one step of 1e-5, shows in one file of ten or twenty."""
 NOT_ITS_OWN = frozenset({Reason.UNAVAILABLE, Reason.LATE, Reason.POLICY_TOO_OLD, Reason.UNROOTED})
 """Void for time alone, on a busy machine: these say nothing of what is in the file."""
 AUDITED: Mapping[Ending, str] = {"slashed": "match", "void": "match", "unseen": "accepted"}

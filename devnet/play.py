@@ -199,6 +199,10 @@ def table(networks: Sequence[Record]) -> str:
         counts = (one["files"], one["judged"], len(one["slashes"]))
         lines.append(_line(kind, lie.ends, one["came"], *counts, audits, reasons))
         lines += [f"  NOT AS LISTED: {words}" for words in one["wrong"]]
+        earlier = [
+            liar for network in networks for liar in network["liars"] if liar["kind"] == kind
+        ]
+        lines += [f"  another: {two['came']}, file {two['files']}" for two in earlier[:-1]]
     hurt = [node for network in networks for node in network["honest"] if not node["ok"]]
     lines += [f"HONEST, AND HURT: {node}" for node in hurt]
     return "\n".join(lines)

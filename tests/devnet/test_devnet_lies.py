@@ -196,3 +196,14 @@ def test_the_sources_are_those_that_make_and_judge_files(tmp_path: Path) -> None
         "proofs/sketch.py",
     )
     assert all((ROOT / "protocol" / name).exists() for name in names)
+
+
+def test_the_table_also_shows_the_liars_of_a_kind_that_ended_otherwise() -> None:
+    let_pass = lies.record("t11", files(Reason.NONE, Reason.NONE), LIAR, ["accepted"])
+    found = lies.record("t11", files(FOUND), SLASHED, ["match"])
+    told = play.table([{"liars": [let_pass, found], "honest": []}])
+    assert "another: unseen, file 2" in told
+    assert "WRONG_SAMPLING 1" in told
+    assert "NOT AS LISTED" not in told
+    assert "NOT AS LISTED: unseen" in play.table([{"liars": [let_pass], "honest": []}])
+    assert told.count("not played") == len(LIES) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -55,3 +56,18 @@ def test_each_kind_of_node_ends_as_it_should(tmp_path: Path) -> None:
         assert {root for *_, root in planted + hidden} <= {None}, "none of them came on chain"
     finally:
         store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_lies_are_played_on_a_network_and_recorded_with_their_audits(tmp_path: Path) -> None:
+    require_anvil()
+    root, out = tmp_path / "run", tmp_path / "lies.json"
+    words = ("lies", "--kind", "truncated", "--kind", "copied_rows", "--kind", "old1_1e6")
+    done = run(devnet(*words, "--out", str(out), "--root", str(root)), 580)
+    assert done.returncode == 1, "the other kinds were not played"
+    (network,) = json.loads(out.read_text())["networks"]
+    audits = {one["kind"]: {*one["audits"]} for one in network["liars"] if one["ok"]}
+    assert audits == {"truncated": {"match"}, "copied_rows": {"match"}, "old1_1e6": {"accepted"}}
+    assert [node["refused"] for node in network["honest"]] == [[], []]
+    assert processes_of(root) == []
