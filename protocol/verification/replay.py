@@ -50,6 +50,11 @@ _STATES = frozenset({"exponent", "sign", "mantissa", "sketch", "twin_mantissa", 
 _LOGPROBS = frozenset({"logprob_mean", "logprob_max", "twin_logprob"})
 
 
+class NoNumbersError(Exception):
+    """The replay is no evidence: policy, machine or engine gave states or probabilities that are
+    not numbers."""
+
+
 @dataclass(frozen=True)
 class RowStatistics:
     """One replayed row. `values` has every name in thresholds.STATISTICS; `inner_margin` is the
@@ -100,7 +105,7 @@ class Replayed:
     file's own dtype (`engine` itself if that is its dtype, or one that it cannot compute in).
 
     `rows` have passed the structural checks: prompts as planned, proofs that decode. Raises
-    MalformedError if a row does not fit the model.
+    MalformedError if a row does not fit the model, NoNumbersError.
     """
 
     def __init__(
@@ -135,6 +140,8 @@ class Replayed:
 
     def _side(self, engine: Engine, requests: Sequence[ReplayRequest]) -> _Side:
         replays = engine.replay(requests, self._temperature)
+        if not all(map(_numbers, replays)):
+            raise NoNumbersError("the replay's own states or probabilities are not numbers")
         windows = [activations.split_windows(replay.states) for replay in replays]
         sketches = [
             sketch.build(of_row, keys) for of_row, keys in zip(windows, self._keys, strict=True)
@@ -260,6 +267,14 @@ class Replayed:
             "mantissa": float(match.mantissa.mean()),
             "sketch": float(distance.mean()),
         }
+
+
+def _numbers(replay: Replay) -> bool:
+    """Whether a replay can be held against anybody: finite states, no NaN. A margin may be infinite
+    (a token that the policy gives no chance)."""
+    found = (replay.logprobs, replay.margins, replay.contrasts, replay.tail_mass)
+    finite = bool(((replay.states & 0x7FFF) < 0x7F80).all())
+    return finite and not any(np.isnan(values).any() for values in found)
 
 
 def combine(rows: Sequence[RowStatistics]) -> dict[str, float]:

@@ -274,6 +274,8 @@ def _judge_replay(
         limits = None if setup is None else setup.limits(replays.reference())
     except MalformedError as error:
         return Finding(Reason.MALFORMED, str(error), rows_drawn=drawn)
+    except replay.NoNumbersError as error:
+        return Finding(Reason.VALIDATOR_CRASHED, str(error))
     except MemoryError as error:
         return Finding(Reason.OUT_OF_RESOURCES, f"replay ran out of memory: {error}")
     statistics = replay.combine(found)
@@ -337,7 +339,11 @@ def _explained_by_earlier(
 ) -> replay.Accusation:
     """WRONG_POLICY, with its version, if an earlier policy replays the rows without fault."""
     for version, engine in engines.earlier(signed.policy_version):
-        if replay.accuse(measure(engine), limits) is None:
+        try:
+            explained = replay.accuse(measure(engine), limits) is None
+        except (replay.NoNumbersError, MalformedError):
+            continue  # a policy that explains nothing: the accusation stands
+        if explained:
             detail = f"made with policy {version}; {accusation.detail}"
             return replace(accusation, reason=Reason.WRONG_POLICY, detail=detail)
     return accusation

@@ -133,6 +133,25 @@ def test_a_machine_that_is_short_of_memory_says_nothing_of_a_file(
     assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.OUT_OF_RESOURCES)
 
 
+@pytest.mark.parametrize("broken", ["states", "logprobs", "margins", "contrasts"])
+def test_a_replay_that_gives_no_numbers_accuses_nobody(
+    world: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """A diverged policy, or a machine's fault: NaN lies beyond every limit."""
+    file = world.honest(6)
+    honest = world.engine.replay
+
+    def replay(requests: Any, temperature: float) -> Any:
+        found = honest(requests, temperature)
+        values = getattr(found[-1], broken).copy()
+        values.flat[0] = 0x7FC0 if broken == "states" else float("nan")
+        return [*found[:-1], replace(found[-1], **{broken: values})]
+
+    monkeypatch.setattr(world.engine, "replay", replay)
+    found = world.judge(file)
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.VALIDATOR_CRASHED)
+
+
 @pytest.mark.parametrize(
     "setup", [{"device": "NVIDIA H200"}, {"dtype": "float8"}, {"engine": "vllm/2"}]
 )

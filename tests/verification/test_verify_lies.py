@@ -242,6 +242,17 @@ def test_an_older_policy_is_rejected_even_if_it_is_not_at_hand(
     _rejected(world, lambda n: world.honest(n, older), WEIGHTS)
 
 
+def test_an_earlier_policy_that_gives_no_numbers_saves_no_liar(
+    world: Any, older_folder: Path
+) -> None:
+    older, broken = load_engine(older_folder), load_engine(older_folder)
+    with torch.no_grad():
+        next(iter(broken.model.parameters())).fill_(float("nan"))  # type: ignore[attr-defined]
+    both = type(world)(world.run, world.environment, world.engine)
+    both.policies.engines[0] = broken
+    assert both.judge(both.honest(1, older)).reason in WEIGHTS
+
+
 def _forced(world: Any, outputs: Callable[[Any, tuple[int, ...]], tuple[int, ...]]) -> Any:
     """Rows whose tokens were chosen by hand, everything else computed by the true policy."""
 
