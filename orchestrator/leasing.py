@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 
 from orchestrator import scheduler, shadow, uploads
 from orchestrator.backend import Backend
+from orchestrator.pauses import pause_of
 from orchestrator.scheduler import Asker, Grant, Rules, Supply, Wait
 from orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
 from orchestrator.store.leases import LeaseRow
@@ -82,6 +83,9 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
             )
         if held := _held(connection, account, now, shadow=False):
             return held
+        if pause := pause_of(connection, account, now, backend.context.run.lease_seconds):
+            wait = min(60_000, int(1000 * (pause.until - now)) + 1)
+            return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))
         if not backend.planted.may_lease(connection, account, now):
             return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
         asker = Asker(node.status, request.policy_version)

@@ -164,6 +164,24 @@ def ended_badly(
     return records(SubmissionRow, connection.execute(query).mappings().all())
 
 
+def newest_endings(
+    connection: Connection, node: Address, limit: int
+) -> list[tuple[str, int, float]]:
+    """(status, reason, judged at) of the node's judged submissions, shadow ones left out, newest
+    first."""
+    query = (
+        sa.select(_submissions.status, _submissions.reason, _submissions.judged_at)
+        .where(
+            _submissions.node == node,
+            _submissions.judged_at.is_not(None),
+            _submissions.shadow.is_(False),
+        )
+        .order_by(_submissions.judged_at.desc(), _submissions.digest)
+        .limit(limit)
+    )
+    return [(row.status, row.reason, row.judged_at) for row in connection.execute(query)]
+
+
 def accepted_of(connection: Connection, node: Address) -> int:
     """Number of accepted submissions of `node`, shadow ones left out (but not planted ones: these
     are treated like any other)."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from orchestrator_world import MakeWorld, World, signer
 
+from orchestrator.pauses import PATIENCE
 from orchestrator.store import leases, nodes, schema, submissions
 from protocol.core.draws import DrawList
 from protocol.core.encoding import sha256
@@ -224,3 +225,49 @@ def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World
     assert ending["detail"] == Reason.MALFORMED.sentence
     assert told(int(world.clock())) == [ending], "told again: the verdict may have come late"
     assert told(int(world.clock()) + 100) == []
+
+
+def test_a_node_whose_files_are_all_void_waits_longer_each_time_and_hears_why(world: World) -> None:
+    """Void files cost their node nothing, and validators a replay each where nobody calibrated the
+    set-up: made-up ones came as fast as leases were asked for."""
+    session = world.member(1)
+
+    def judged(reason: Reason) -> None:
+        digest = world.hand_in(session, str(world.clock()).encode())
+        world.clock.advance(1)
+        _beat_all(world)
+        with world.backend.store.begin() as connection:
+            connection.execute(
+                schema.submissions.update()
+                .where(schema.submissions.c.digest == digest)
+                .values(
+                    status="accepted" if reason is Reason.NONE else "void",
+                    reason=int(reason),
+                    judged_at=world.clock(),
+                )
+            )
+
+    def waits() -> float:
+        start = world.clock()
+        while True:
+            answer = ask(world, session)
+            if answer.lease is not None:
+                return world.clock() - start
+            assert "were void (UNCALIBRATED)" in answer.reason
+            assert "prime-node verify" in answer.reason
+            world.clock.advance(answer.retry_after_ms / 1000)
+            _beat_all(world)
+
+    for _ in range(PATIENCE - 1):
+        judged(Reason.UNCALIBRATED)
+        assert waits() == 0
+    judged(Reason.UNAVAILABLE)  # the pool's fault
+    assert waits() == 0
+    found = []
+    for _ in range(7):
+        judged(Reason.UNCALIBRATED)
+        found.append(round(waits(), 1))
+    assert found == [7.5, 15, 30, 60, 120, 240, 240]
+    judged(Reason.NONE)
+    judged(Reason.UNCALIBRATED)
+    assert waits() == 0
