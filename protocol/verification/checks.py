@@ -5,6 +5,7 @@ Each raises RulingError with the reason at the first thing that is wrong; see ve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from protocol.core.errors import MalformedError
@@ -107,7 +108,28 @@ def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
                 raise RulingError(Reason.FORGED_PROOF, f"row {number}: {error}") from error
 
 
+NOISE_SPAN = 25.7
+"""Between the largest and the smallest noise that proofs/sampling.py gives, 22.9 and −2.8."""
+SPARE = 10.0
+
+
+def least_logprob(vocabulary: int) -> float:
+    """No sampler draws a token below this, whatever the model: the most probable token has at least
+    1/vocabulary, and noise lifts another above it by NOISE_SPAN at most; rounding takes SPARE."""
+    return -(math.log(vocabulary) + NOISE_SPAN + SPARE)
+
+
 def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
+    """What log-probabilities show of themselves: none that no noise draws (in training one of them
+    would be a ratio of infinity), and not too many small ones."""
+    least = least_logprob(engine.vocabulary)
+    for number, row in enumerate(rows):
+        if float(row.logprobs.min()) < least:
+            raise RulingError(
+                Reason.TWO_HUMPED,
+                f"row {number} claims a log-probability of {float(row.logprobs.min()):.4g}; no "
+                f"noise draws a token below {least:.1f}, whatever the model",
+            )
     counts = [sampling.improbable_tokens(row.logprobs, engine.vocabulary) for row in rows]
     observed = sum(count for count, _ in counts)
     expected = sum(bound for _, bound in counts)
@@ -140,7 +162,7 @@ def check_rewards(
         if grade.refutes(row.reward) and graded().refutes(row.reward):
             raise RulingError(
                 Reason.TAMPERED_REWARD,
-                f"row {number} claims reward {row.reward:.6f}, the grader gives "
+                f"row {number} claims reward {row.reward:.9g}, the grader gives "
                 f"{grade.reward_micro / MICRO:.6f} ({grade.reason})",
             )
         table.append(

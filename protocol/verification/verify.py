@@ -6,7 +6,7 @@
     engine          the lease's policy                       → abstained if it is not here
     rows            order, prompts, targets, termination     → void, or rejected: wrong data
     proofs          decode strictly; no sketch occurs twice  → void, or rejected
-    two humps       too many claimed improbabilities         → rejected
+    two humps       claimed improbabilities: one, too many   → rejected
     rewards         every row graded again                   → rejected
     repeats         a row that another file has              → every row is replayed
     replay          drawn rows: sampling, states, log-probs  → rejected; void if uncalibrated

@@ -15,9 +15,11 @@ from protocol.core.seeds import lease_seed
 from protocol.core.verdict import Outcome, Reason
 from protocol.engine.base import Generation, GenerationRequest, ReplayRequest
 from protocol.engine.quantize import quantizer
-from protocol.proofs import activations, sketch
+from protocol.proofs import activations, sampling, sketch
 from protocol.verification import build
+from protocol.verification.checks import NOISE_SPAN, least_logprob
 from protocol.verification.engines import load_engine
+from protocol.verification.rollout_file import FileRow
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 LEASES = range(200, 204)
@@ -251,6 +253,39 @@ def test_an_earlier_policy_that_gives_no_numbers_saves_no_liar(
     both = type(world)(world.run, world.environment, world.engine)
     both.policies.engines[0] = broken
     assert both.judge(both.honest(1, older)).reason in WEIGHTS
+
+
+def test_a_log_probability_that_no_noise_draws_is_a_lie_in_a_row_that_nobody_replays(
+    world: Any,
+) -> None:
+    """One such token would make training's ratio infinite; drawn rows are a quarter of a file."""
+    floor = least_logprob(world.engine.vocabulary)
+    found = world.judge(world.honest(3))
+    hidden = next(n for n in range(64) if n not in found.rows_drawn)
+
+    def claims(value: float) -> Any:
+        def change(rows: list[FileRow], *_: Any) -> list[FileRow]:
+            logprobs = rows[hidden].logprobs.copy()
+            logprobs[0] = value
+            rows[hidden] = replace(rows[hidden], logprobs=logprobs)
+            return rows
+
+        return world.judge(world.made(3, change=change))
+
+    for value in (-3e38, floor - 0.1):
+        said = claims(value)
+        assert (said.reason, said.chance) == (Reason.TWO_HUMPED, 0), said
+        assert f"row {hidden} claims" in said.detail
+    assert claims(floor + 0.1).outcome is Outcome.ACCEPTED  # as far as one row's claim goes
+
+
+def test_the_noise_spans_no_more_than_is_reckoned_with() -> None:
+    bits = np.array([0, 2**32 - 1], dtype=np.uint32)
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    largest, smallest = -np.log(-np.log1p(-np.minimum(uniform, np.float32(1 - 2.0**-24))))
+    assert largest - smallest < NOISE_SPAN
+    noise = sampling.gumbel([[1, 2]], [0], 1 << 16)
+    assert smallest <= noise.min() < noise.max() <= largest
 
 
 def _forced(world: Any, outputs: Callable[[Any, tuple[int, ...]], tuple[int, ...]]) -> Any:
