@@ -44,6 +44,7 @@ from protocol.core.verdict import Evidence, Outcome, Reason
 from protocol.environments.base import Environment
 from protocol.proofs.thresholds import Calibration, shipped
 from protocol.storage.base import ObjectStore
+from protocol.verification.audit_compare import compare_slash
 from protocol.verification.engines import EngineProvider
 from protocol.verification.packing import Packing
 from protocol.verification.verify import Finding, verify_file
@@ -191,6 +192,12 @@ class Validator:
             draw = replace(own, secret=accusation.draw_secret)
         rows = len(accusation.rows_drawn) if accusation else 0
         finding = self._verify(job, draw, engines, rows)
+        if accusation is not None and finding.outcome is Outcome.REJECTED:
+            said = compare_slash(accusation, finding, ())
+            if said.result != "match":  # a lie, but not as stated: nobody vouches for that
+                log.warning("submission %s, the first opinion's evidence: %s", digest, said.detail)
+                accusation, draw = None, own
+                finding = self._verify(job, own, engines, 0)
         if finding.outcome is Outcome.ABSTAINED:
             raise _AbstainError(finding.reason, finding.detail)
         evidence = None
@@ -265,21 +272,24 @@ class Validator:
         return _Job(row, signed, lease, signed_lease, before, said)
 
     def _accusation(self, job: _Job) -> Evidence | None:
-        """The evidence of another validator who rejected the file, to be tried here; or None."""
-        named = next((o.evidence for o in job.opinions if o.evidence is not None), None)
-        if named is None:
+        """The evidence of another validator who rejected the file, to be tried here; None if nobody
+        did, or what is stated is no evidence on this file: then we look for ourselves."""
+        named = next((o for o in job.opinions if o.evidence is not None), None)
+        if named is None or named.evidence is None:
             return None
         try:
-            evidence = Evidence.model_validate_json(read_object(self._objects, named))
-        except (NotFoundError, UntrustedError, ValueError) as error:
-            raise _AbstainError(
-                Reason.OUT_OF_RESOURCES, f"the first opinion's evidence is not here: {error}"
-            ) from error
-        if evidence.submission != job.signed:
-            raise _AbstainError(
-                Reason.VALIDATOR_CRASHED, "the first opinion's evidence is of another file"
+            evidence = Evidence.model_validate_json(read_object(self._objects, named.evidence))
+            holds = (
+                evidence.submission == job.signed
+                and evidence.validator == named.validator
+                and Reason(evidence.reason).outcome is Outcome.REJECTED
             )
-        return evidence
+        except (NotFoundError, UntrustedError, ValueError) as error:
+            holds = False
+            log.warning(
+                "submission %s: no evidence behind its rejection: %s", job.row.digest, error
+            )
+        return evidence if holds else None
 
     def _draw(self, job: _Job) -> Draw:
         """The secret that the lease names; a file whose lease names none of ours is another's."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 import sqlalchemy as sa
-from court_kit import HONEST, LIAR, Court
+from court_kit import HONEST, LIAR, Court, Shelf
 from money_kit import VALIDATOR, key
 
 from orchestrator import judging
@@ -19,7 +23,8 @@ from protocol.core.encoding import sha256
 from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.verdict import Evidence, Outcome, Reason
 from protocol.proofs.thresholds import shipped
-from protocol.storage.base import digest_key
+from protocol.storage.base import digest_key, put_object
+from protocol.verification.audit import audit_slash
 
 SECOND, THIRD = key(70), key(71)
 A, R, V = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.VOID
@@ -97,6 +102,40 @@ def test_an_accusation_that_does_not_hold_elsewhere_slashes_nobody(court: Court)
         records = {r.validator: r for r in opinions.track_records(connection)}
     assert (records[VALIDATOR.address].opinions, records[VALIDATOR.address].overruled) == (2, 1)
     assert records[SECOND.address].overruled == 0
+
+
+FALSE: list[dict[str, Any]] = [
+    {"chance": "0"},
+    {"statistics": {"logprob_max": "0.001"}},
+    {"reason": int(Reason.WRONG_SKETCH)},
+    {"reason": int(Reason.MALFORMED)},
+    {"validator": THIRD.address},
+    {"lease": None},
+]
+
+
+@pytest.mark.parametrize("false", FALSE, ids=str)
+def test_a_second_validator_vouches_for_no_evidence_that_an_audit_would_not_match(
+    court: Court, false: dict[str, Any]
+) -> None:
+    """The lie is true, what the first states of it is not: its node would win the dispute."""
+    second = court.another(SECOND)
+    row = court.shop.submit(LIAR, make=court.forged)
+    assert court.validator.judge_next() == row.digest
+    with court.shop.store.begin() as connection:
+        (opinion,) = opinions.of(connection, row.digest)
+        assert opinion.evidence is not None
+        stated = json.loads(_object(court, opinion.evidence)) | false
+        raw = put_object(court.shop.objects, json.dumps(stated).encode())
+        connection.execute(sa.update(schema.opinions).values(evidence=raw))
+    assert second.judge_next() == row.digest
+    judged = court.shop.row(row.digest)
+    assert (judged.status, judged.reason) == ("rejected", Reason.TAMPERED_LOGPROBS)
+    assert court.evidence(judged).validator == SECOND.address
+    setting = court.setting()
+    both = setting.validators | {SECOND.address}
+    found = audit_slash(court.slash(judged), replace(setting, validators=both), Shelf(court.shop))
+    assert found.result == "match", found
 
 
 def _object(court: Court, digest: Digest) -> bytes:

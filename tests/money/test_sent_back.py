@@ -192,7 +192,8 @@ def test_what_was_said_to_be_rare_and_is_not_makes_files_be_replayed_only_until_
     copyist.kept = [min(copyist.kept, key=lambda row: len(row.output_tokens))]
     with shop.store.begin() as connection:
         connection.execute(sa.delete(schema.row_marks))  # the honest file is another one
-    lying = court.judged(copyist.copy(claimed=50.0), LIAR)
+    claimed = 25 / -float(copyist.kept[0].logprobs.sum())  # e^-25: rare, and yet to be drawn
+    lying = court.judged(copyist.copy(claimed=claimed), LIAR)
     assert lying.status == "accepted"
     its = marks(read_rollout_file(court.file(lying)).rows)
     with shop.store.begin() as connection:
