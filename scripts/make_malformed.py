@@ -148,6 +148,7 @@ def files() -> dict[str, tuple[Reason, bytes]]:
             OVERSIZED,
             rows_of([replace(row, finish_reason="e" * (22 << 20)) for row in ROWS]),
         ),
+        "arrow_schema": (SCHEMA, write(table(), store_schema=True)),
         "metadata_escapes": (
             MALFORMED,
             write_rollout_file(ROWS, replace(METADATA, device="cpu\x1b[2J\n accepted: NONE")),

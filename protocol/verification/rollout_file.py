@@ -172,7 +172,9 @@ def read_rollout_file(data: bytes) -> RolloutFile:
 
 
 def _metadata(footer: Footer) -> FileMetadata:
-    pairs = {key: value for key, value in footer.pairs.items() if key != "ARROW:schema"}
+    pairs = dict(footer.pairs)
+    if "ARROW:schema" in pairs:  # which would steer how pyarrow reads the columns
+        raise FileError(Reason.WRONG_SCHEMA, "the file stores an Arrow schema (store_schema=False)")
     if any(len(value) > MAX_METADATA_VALUE for value in pairs.values()):
         raise FileError(Reason.OVERSIZED, f"a metadata value exceeds {MAX_METADATA_VALUE} letters")
     if not all(value.isprintable() for value in pairs.values()):
