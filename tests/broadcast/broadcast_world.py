@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from served import served
 
 from devnet.chain import free_port
 from protocol.broadcast import layout
+from protocol.broadcast.client import Base, FetchStats, fetch
+from protocol.broadcast.durable import NOTE
 from protocol.broadcast.manifest import Trust
 from protocol.broadcast.publish import finalize, publish
 from protocol.core.checkpoint import Manifest, PolicyStatement, SignedManifest
@@ -158,3 +161,30 @@ def bad_server(root: Path, behave: Behave) -> Iterator[str]:
 def dead_url() -> str:
     """A URL where nobody listens."""
     return f"http://127.0.0.1:{free_port()}"
+
+
+def get(signed: SignedManifest, sources: list[str], dest: Path, **options: object) -> FetchStats:
+    """`fetch` by an impatient client."""
+    options.setdefault("patience", 5.0)
+    return fetch(signed, sources, dest, **options)  # type: ignore[arg-type]
+
+
+def base_of(folder: Path, signed: SignedManifest) -> Base:
+    """A version that lies in `folder`, to apply deltas to."""
+    return Base(folder, signed.manifest)
+
+
+def left_in(folder: Path) -> set[str]:
+    """What lies there, but for locks and notes of what is on its way to the platter."""
+    return {p.name for p in folder.iterdir() if not p.name.startswith((".lock", NOTE, f".{NOTE}"))}
+
+
+class PlainHandler(SimpleHTTPRequestHandler):
+    """Python's own file server, which knows no ranges."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def plain_server(root: Path) -> AbstractContextManager[str]:
+    return served(partial(PlainHandler, directory=str(root)))

@@ -1,0 +1,315 @@
+"""Where a policy is fetched from: relays, origins, plain mirrors; those that lie, fail, crawl or
+hang are left for others."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from broadcast_world import (
+    CHUNK,
+    Run,
+    answer,
+    bad_server,
+    dead_url,
+    get,
+    plain_server,
+    same_files,
+)
+
+from protocol.broadcast import chunks, sources, transfer
+from protocol.broadcast.server import Origin
+from protocol.broadcast.sources import SourceBook, normal_url
+from protocol.core.errors import MalformedError, UnavailableError
+
+
+def test_one_connection_serves_many_chunks(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin:
+        stats = get(signed, [origin.url], tmp_path / "0", per_source=1)
+        assert stats.chunks > 10
+        assert origin.counters.connections == 1
+
+
+def test_a_flipped_byte_costs_one_chunk_and_names_its_sender(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    size = len(run.file(0))
+
+    def flip(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        first = handler.span[0]  # type: ignore[attr-defined]
+        if first == 5 * CHUNK:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        answer(handler, body)
+
+    book = SourceBook()
+    with Origin(run.root) as origin, bad_server(run.root, flip) as liar:
+        stats = get(signed, [liar, origin.url], tmp_path / "0", book=book)
+        assert same_files(tmp_path / "0", run, 0)
+        assert stats.refetched == 1
+        assert [(f.url, f.kind) for f in stats.faults] == [(liar, "lie")]
+        assert "wrong chunk 5 of /policies/0/model.safetensors" in stats.faults[0].reason
+        assert stats.bytes_received <= size + 1000  # the wrong chunk itself is not counted
+        again = get(signed, [liar, origin.url], tmp_path / "again" / "0", book=book)
+        assert set(again.by_source) == {origin.url}, "the liar is avoided from then on"
+
+
+def test_when_everybody_lies_the_error_names_them(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+
+    def lie(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        answer(handler, bytes(len(body)))
+
+    with (
+        bad_server(run.root, lie) as one,
+        bad_server(run.root, lie) as two,
+        pytest.raises(UnavailableError) as caught,
+    ):
+        get(signed, [one, two], tmp_path / "0")
+    assert one in str(caught.value)
+    assert two in str(caught.value)
+    assert not (tmp_path / "0").exists()
+
+
+def truncate(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    answer(handler, body[: len(body) // 2], claim=len(body))
+    handler.close_connection = True
+
+
+def shorter(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    answer(handler, body[:-1])
+
+
+def longer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    answer(handler, body + b"x")
+
+
+def other_range(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    first, last, size = handler.span  # type: ignore[attr-defined]
+    handler.span = (first + 1, last + 1, size)  # type: ignore[attr-defined]
+    answer(handler, body)
+
+
+def redirect(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", "http://127.0.0.1:1/")
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+def refuse(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    handler.send_error(500)
+
+
+def gibberish(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    handler.wfile.write(b"\x00\xff" * 100 + b"\r\n\r\n")
+    handler.close_connection = True
+
+
+def hang_up(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "behave", [truncate, shorter, longer, other_range, redirect, refuse, gibberish, hang_up]
+)
+def test_a_source_that_does_not_deliver_is_left_for_another(
+    run: Run, tmp_path: Path, behave: Callable[[BaseHTTPRequestHandler, bytes], None]
+) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin, bad_server(run.root, behave) as bad:
+        stats = get(signed, [bad, origin.url], tmp_path / "0")
+        assert same_files(tmp_path / "0", run, 0)
+        assert stats.by_source.get(bad, 0) < CHUNK  # a tiny file, asked for whole, may be right
+        assert bad in {fault.url for fault in stats.faults}
+        with pytest.raises(UnavailableError, match=bad):
+            get(signed, [bad], tmp_path / "1", patience=0.3)
+    assert not (tmp_path / "1").exists()
+
+
+def test_silent_and_crawling_sources_are_abandoned(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = run.publish()
+    monkeypatch.setattr(chunks, "HEDGE_AFTER", 0.05)
+    monkeypatch.setattr(sources, "OVERDUE", 0.05)
+    done = threading.Event()
+
+    def silence(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        done.wait(30)
+        handler.close_connection = True
+
+    def crawl(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        answer(handler, body[:1], claim=len(body))
+        for byte in body[1:]:
+            if done.wait(0.05):
+                break
+            try:
+                handler.wfile.write(bytes([byte]))
+            except OSError:
+                break
+        handler.close_connection = True
+
+    with (
+        Origin(run.root) as origin,
+        bad_server(run.root, silence) as mute,
+        bad_server(run.root, crawl) as slow,
+    ):
+        try:
+            get(signed, [mute, slow, origin.url], tmp_path / "0")
+        finally:
+            done.set()
+    assert same_files(tmp_path / "0", run, 0)
+
+
+def test_a_crawling_only_source_ends_in_an_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = run.publish()
+    monkeypatch.setattr(transfer, "GRACE", 0.1)
+    done = threading.Event()
+
+    def crawl(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        try:
+            answer(handler, body[:1], claim=len(body))
+            while not done.wait(0.01):
+                handler.wfile.write(b"x")
+        except OSError:
+            pass
+        handler.close_connection = True
+
+    with bad_server(run.root, crawl) as slow:
+        try:
+            with pytest.raises(UnavailableError, match="crawls"):
+                get(signed, [slow], tmp_path / "0", patience=0.2)
+        finally:
+            done.set()
+
+
+def test_dead_and_nonsensical_sources_cost_little(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    odd = ["ftp://x", "not a url", "http://", "http://user:pw@h/", "http://h:99999", dead_url()]
+    with Origin(run.root) as origin:
+        stats = get(signed, [*odd, origin.url], tmp_path / "0")
+    assert same_files(tmp_path / "0", run, 0)
+    assert set(stats.by_source) == {origin.url}
+
+
+def test_without_any_source_the_error_says_so(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="no relay or origin is known"):
+        get(run.publish(), [], tmp_path / "0")
+
+
+def test_pythons_http_server_on_a_plain_copy_is_a_mirror(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    shutil.copytree(run.root, tmp_path / "copy")
+    with plain_server(tmp_path / "copy") as mirror:
+        stats = get(signed, [mirror], tmp_path / "0")
+    assert same_files(tmp_path / "0", run, 0)
+    assert stats.bytes_received == stats.policy_bytes
+    assert not stats.faults
+
+
+def test_a_server_without_ranges_helps_beside_others_and_its_lies_are_noticed(
+    run: Run, tmp_path: Path
+) -> None:
+    signed = run.publish()
+    shutil.copytree(run.root, tmp_path / "copy")
+    path = tmp_path / "copy" / "policies" / "0" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[5 * CHUNK + 7] ^= 1
+    path.write_bytes(data)
+    with plain_server(tmp_path / "copy") as mirror, bad_server(run.root, answer) as other:
+        stats = get(signed, [mirror, other], tmp_path / "0")
+        alone = tmp_path / "alone" / "0"
+        with pytest.raises(UnavailableError, match="wrong chunk 5"):
+            get(signed, [mirror], alone, patience=0.5)
+    assert same_files(tmp_path / "0", run, 0)
+    assert not alone.exists()
+    assert stats.bytes_written == stats.policy_bytes
+
+
+def test_a_resumed_fetch_from_a_server_without_ranges_writes_only_what_is_missing(
+    run: Run, tmp_path: Path
+) -> None:
+    signed = run.publish()
+    half = []
+
+    def first_half(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        half.append(1)
+        if len(half) > 8:
+            handler.close_connection = True
+            return
+        answer(handler, body)
+
+    with bad_server(run.root, first_half) as broken, pytest.raises(UnavailableError):
+        get(signed, [broken], tmp_path / "0", patience=0.3)
+    with plain_server(run.root) as mirror:
+        stats = get(signed, [mirror], tmp_path / "0")
+    assert same_files(tmp_path / "0", run, 0)
+    assert stats.kept > 0
+    assert stats.bytes_written < stats.policy_bytes
+
+
+def test_any_plain_file_server_with_ranges_is_a_mirror(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    book = SourceBook()
+    with bad_server(run.root, answer) as mirror:
+        stats = get(signed, [mirror], tmp_path / "0", book=book)
+    assert same_files(tmp_path / "0", run, 0)
+    assert book.get(mirror).role == "mirror"
+    assert stats.by_source == {mirror: stats.policy_bytes}
+
+
+def test_origins_are_spared_while_a_relay_or_mirror_delivers(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    with Origin(run.root) as origin, bad_server(run.root, answer) as mirror:
+        stats = get(signed, [origin.url, mirror], tmp_path / "0")
+        assert set(stats.by_source) == {mirror}
+
+
+def test_base_urls_are_normalised_or_refused() -> None:
+    assert normal_url("http://h:80/a/") == "http://h:80/a"
+    for bad in ("http://h/?q=1", "http://h/#f", "file:///etc/passwd", "http://h h/", "//h", ""):
+        with pytest.raises(MalformedError):
+            normal_url(bad)
+
+
+def test_the_fastest_source_is_asked_first_and_failures_rest_longer_each_time() -> None:
+    now = [0.0]
+    book = SourceBook(lambda: now[0])
+    urls = ["http://a", "http://b"]
+
+    def pick() -> str | None:
+        source = book.pick(urls, (), 1)
+        return source.url if source else None
+
+    assert (pick(), pick(), pick()) == ("http://a", "http://b", None)
+    book.good(book.get("http://a"), 1000, 1.0)
+    book.good(book.get("http://b"), 1000, 0.1)
+    assert pick() == "http://b"
+    book.bad(book.get("http://b"), "refused")
+    assert pick() == "http://a"
+    book.release(book.get("http://a"))
+    assert book.next_chance(["http://b"], ()) == pytest.approx(0.25)
+    now[0] += 0.25
+    assert pick() == "http://b"
+    book.bad(book.get("http://b"), "refused")
+    assert book.next_chance(["http://b"], ()) == pytest.approx(0.5)
+    assert pick() == "http://a"
+    book.wait(book.get("http://a"), 2.0)
+    assert book.next_chance(["http://a"], ()) == pytest.approx(2.0)
+    assert book.get("http://a").failures == 0, "to ask for patience is no fault"
+    now[0] += 2
+    assert pick() == "http://b"
+    assert pick() == "http://a"
+    book.lied(book.get("http://a"), "wrong chunk")
+    assert book.next_chance(["http://a"], ()) is None
+    assert pick() is None
+    now[0] += 601
+    assert pick() == "http://a"
