@@ -126,21 +126,25 @@ def compare_verdict(
 
 def as_sure(published: str, found: str) -> bool:
     """Whether two chances of an honest file say the same, rounding apart: in an exponential tail
-    their logarithms lie apart as statistics do. 0, no matter of chance, is like nothing else."""
+    their logarithms lie apart as statistics do. What is none (0, no matter of chance, or infinity)
+    is like nothing else."""
     try:
         a, b = float(published), float(found)
     except ValueError:
         return False
-    if not (a > 0 and b > 0):
+    if not (0 < a <= 1 and 0 < b <= 1):
         return a == b
     one, other = abs(math.log(a)), abs(math.log(b))
     return abs(one - other) <= ABSOLUTE_LOG_CHANCE + RELATIVE_LOG_CHANCE * max(one, other)
 
 
 def close(published: str, found: str) -> bool:
-    """Whether two statistics are one finding, rounding apart. Anything may be published."""
+    """Whether two statistics are one finding, rounding apart. Anything may be published;
+    an infinite margin (a token that the policy gives no chance) is like another alone."""
     try:
         a, b = float(published), float(found)
     except ValueError:
         return False
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return a == b
     return abs(a - b) <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * max(abs(a), abs(b))
