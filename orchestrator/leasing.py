@@ -84,7 +84,7 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
         if held := _held(connection, account, now, shadow=False):
             return held
         if pause := pause_of(connection, account, now, backend.context.run.lease_seconds):
-            wait = min(60_000, int(1000 * (pause.until - now)) + 1)
+            wait = int(1000 * pause.retry_after(now)) + 1
             return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))
         if not backend.planted.may_lease(connection, account, now):
             return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)

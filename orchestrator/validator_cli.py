@@ -47,6 +47,7 @@ from protocol.core.errors import (
     UserError,
 )
 from protocol.core.ids import ZERO_DIGEST, Address
+from protocol.engine.base import cpu_name
 from protocol.environments.registry import environment_for
 from protocol.folders import make_folder
 from protocol.proofs.thresholds import Calibration, parse_signed, shipped
@@ -304,10 +305,12 @@ def run_calibration(context: PoolContext, objects: ObjectStore) -> Calibration |
 def check_replay(calibration: Calibration, dtype: str, device: str) -> None:
     """Raises UserError if a validator that replays so could judge nothing by this calibration."""
     due = calibration.replay_dtype, calibration.replay_device
-    if dtype == due[0] and (device == "cpu") == (due[1] == "cpu"):
+    on_cpu = device == "cpu"
+    fits = due[1] == cpu_name() if on_cpu else not due[1].startswith("cpu")
+    if dtype == due[0] and fits:
         return
     raise UserError(
         f"the run's calibration holds for replays in {due[0]} on {due[1]}, not in {dtype} on "
-        f"{device}: this validator could judge no file",
+        f"{cpu_name() if on_cpu else device}: this validator could judge no file",
         hint="replay as it says, or measure another: orchestrator calibrate --replay-device",
     )

@@ -182,6 +182,16 @@ def newest_endings(
     return [(row.status, row.reason, row.judged_at) for row in connection.execute(query)]
 
 
+def waits(connection: Connection, node: Address) -> bool:
+    """Whether a submission of `node` is still to be judged, shadow ones left out."""
+    query = sa.select(_submissions.digest).where(
+        _submissions.node == node,
+        _submissions.status == "submitted",
+        _submissions.shadow.is_(False),
+    )
+    return connection.execute(query.limit(1)).first() is not None
+
+
 def accepted_of(connection: Connection, node: Address) -> int:
     """Number of accepted submissions of `node`, shadow ones left out (but not planted ones: these
     are treated like any other)."""

@@ -7,6 +7,7 @@ no engine.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,6 +21,13 @@ Dtype = Literal["float32", "bfloat16"]
 Noise = Callable[[Any, Any, int], Any]
 """(keys int64 (N, 2), positions int64 (N,), vocabulary) → Gumbel noise float32 (N, vocabulary),
 torch tensors: proofs.sampling_torch.gumbel, handed in so that the rooms stay apart."""
+
+
+def cpu_name() -> str:
+    """What a file says of the processor: "cpu" on x86-64, where limits are measured. Others name
+    their architecture: how far their kernels drift is to be measured before anybody is judged."""
+    machine = platform.machine().lower()
+    return "cpu" if machine in ("x86_64", "amd64") else f"cpu {machine}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class Engine(Protocol):
 
     @property
     def device(self) -> str:
-        """Device kind: "cpu" or the accelerator's name, as in the file's metadata."""
+        """Device kind: `cpu_name` or the accelerator's name, as in the file's metadata."""
         ...
 
     @property

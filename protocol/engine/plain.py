@@ -29,6 +29,7 @@ from protocol.engine.base import (
     Noise,
     Replay,
     ReplayRequest,
+    cpu_name,
 )
 from protocol.engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from protocol.engine.linears import native_bfloat16, widen
@@ -114,7 +115,7 @@ class PlainEngine(PolicyFacts):
     def device(self) -> str:
         if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
             return torch.cuda.get_device_name(self._torch_device)
-        return self._torch_device.type
+        return cpu_name() if self._torch_device.type == "cpu" else self._torch_device.type
 
     def twin(self, dtype: str) -> PlainEngine:
         """See Engine.twin. Loaded from the same folder once, then kept."""

@@ -29,7 +29,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from protocol.core.errors import MalformedError, UnavailableError
 from protocol.core.rollout import FinishReason
-from protocol.engine.base import Generation, GenerationRequest, Noise, Replay, ReplayRequest
+from protocol.engine.base import (
+    Generation,
+    GenerationRequest,
+    Noise,
+    Replay,
+    ReplayRequest,
+    cpu_name,
+)
 from protocol.engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from protocol.engine.policy_weights import require_policy
 from protocol.engine.recorder import Recorder, Row
@@ -152,7 +159,7 @@ class VllmEngine(PolicyFacts):
 
     @property
     def device(self) -> str:
-        return "cpu" if self._cpu else torch.cuda.get_device_name()
+        return cpu_name() if self._cpu else torch.cuda.get_device_name()
 
     def twin(self, dtype: str) -> VllmEngine:
         """See Engine.twin: itself, or UnavailableError."""

@@ -16,6 +16,7 @@ from protocol.core.calibration import CalibrationStatement
 from protocol.core.checkpoint import PolicyStatement
 from protocol.core.errors import MalformedError, UntrustedError, UserError
 from protocol.core.ids import Digest
+from protocol.engine.base import cpu_name
 from protocol.proofs.thresholds import parse_signed, shipped
 from protocol.storage.base import digest_key, put_object
 from protocol.storage.directory import DirectoryStore
@@ -80,6 +81,18 @@ def test_a_validator_that_could_judge_nothing_by_the_runs_calibration_does_not_s
         with pytest.raises(UserError, match=f"on cpu, not in {dtype} on {device}"):
             check_replay(shipped(), dtype, device)
     check_replay(shipped().model_copy(update={"replay_device": "an H200"}), "float32", "cuda:1")
+
+
+def test_a_processor_that_nobody_measured_judges_nothing_and_is_not_called_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [cpu_name(), shipped().replay_device] == ["cpu", "cpu"]
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert cpu_name() == "cpu aarch64"
+    with pytest.raises(UserError, match="on cpu, not in float32 on cpu aarch64"):
+        check_replay(shipped(), "float32", "cpu")
+    measured = shipped().model_copy(update={"replay_device": "cpu aarch64"})
+    check_replay(measured, "float32", "cpu")
 
 
 @pytest.mark.parametrize("raw", [b"{}", b"not json", b"[1]"])

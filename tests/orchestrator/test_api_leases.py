@@ -268,6 +268,14 @@ def test_a_node_whose_files_are_all_void_waits_longer_each_time_and_hears_why(wo
         judged(Reason.UNCALIBRATED)
         found.append(round(waits(), 1))
     assert found == [7.5, 15, 30, 60, 120, 240, 240]
+    digest = world.hand_in(session, b"not judged yet")
+    _beat_all(world)
+    waiting = ask(world, session)
+    assert waiting.lease is None
+    assert "once its files are judged" in waiting.reason
+    with world.backend.store.begin() as connection:
+        mine = schema.submissions.c.digest == digest
+        connection.execute(schema.submissions.delete().where(mine))
     judged(Reason.NONE)
     judged(Reason.UNCALIBRATED)
     assert waits() == 0
