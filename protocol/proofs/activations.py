@@ -65,7 +65,8 @@ def largest(window: NDArray[np.uint16]) -> NDArray[np.int64]:
 
 
 def modulus_of(positions: NDArray[np.int64]) -> int:
-    """Largest m ≤ 65497 for which all `positions` mod m are distinct."""
+    """Largest m ≤ 65497 for which all `positions` (int64 [k], distinct, ascending) mod m are
+    distinct. Raises MalformedError if there is none above MIN_MODULUS."""
     if not len(positions) or positions[-1] < MAX_MODULUS:
         return MAX_MODULUS
     for m in range(MAX_MODULUS, MIN_MODULUS, -1):
@@ -185,7 +186,8 @@ class WindowMatches:
 
 
 def verify(proofs: Sequence[DecodedProof], windows: Sequence[NDArray[np.uint16]]) -> WindowMatches:
-    """Compares decoded proofs with the verifier's own flattened windows, in order.
+    """Compares decoded proofs with the verifier's own flattened windows (uint16 bf16 bits, [N],
+    N ≥ 1; their `min(128, N)` largest elements are compared), in order: arrays of length W.
 
     Raises MalformedError on states that are not finite, and if the counts differ.
     """

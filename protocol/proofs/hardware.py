@@ -94,7 +94,8 @@ def _product_torch(
 
 
 def decode_solution(data: bytes, size: int, rounds: int) -> NDArray[np.int64]:
-    """Products from the wire. Raises MalformedError unless the length is exact."""
+    """Products from the wire: int64 [rounds, size, size]. Raises MalformedError unless the length
+    is exact; the entries are anything."""
     expected = solution_bytes(size, rounds)
     if len(data) != expected:
         raise MalformedError(f"a solution has {expected} bytes, not {len(data)}")
@@ -102,7 +103,7 @@ def decode_solution(data: bytes, size: int, rounds: int) -> NDArray[np.int64]:
 
 
 def encode_solution(products: NDArray[np.int64]) -> bytes:
-    """int64 little-endian bytes, row by row."""
+    """Products (int64 [rounds, size, size]) as little-endian bytes, row by row. Checks nothing."""
     return products.astype("<i8").tobytes()
 
 

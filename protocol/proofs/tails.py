@@ -34,6 +34,7 @@ _UNLUCKY_SIGMA = 1.959964
 """The same in standard deviations of a normal distribution."""
 QUANTILES = (50, 90, 99)
 LEAST_CHANCE = 1e-15
+"""No chance is stated below it: nobody knows a tail that far, and 0 says that it is none."""
 MICRO = 1_000_000
 
 

@@ -16,6 +16,7 @@ from protocol.core.verdict import Outcome, Reason, VerdictRow
 from protocol.engine.base import Engine
 from protocol.environments.base import Environment, Grade, decode_output
 from protocol.proofs import activations, sampling, sketch
+from protocol.proofs.tails import LEAST_CHANCE
 from protocol.proofs.thresholds import SIGNIFICANCE
 from protocol.verification.build import PlannedRow
 from protocol.verification.rollout_file import FileRow
@@ -39,7 +40,10 @@ def check_rows(
     run: RunDefinition,
     engine: Engine,
 ) -> None:
-    """Structure of every row first (void), then what the seed dictates (rejected)."""
+    """Structure of every row first (void), then what the seed dictates (rejected).
+
+    Raises RulingError: WRONG_ROWS, MALFORMED; WRONG_TARGETS, WRONG_PROMPTS.
+    """
     if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
         raise RulingError(
             Reason.WRONG_ROWS, "the rows are not the lease's groups and samples in order"
@@ -65,7 +69,10 @@ def check_rows(
 def _check_ending(
     number: int, row: FileRow, run: RunDefinition, end_tokens: frozenset[int]
 ) -> None:
-    """A row ends at its first end token, or at the length limit without one."""
+    """A row ends at its first end token, or at the length limit without one.
+
+    Raises RulingError: WRONG_ROWS.
+    """
     tokens = row.output_tokens
     if len(tokens) > run.max_output_tokens:
         raise RulingError(Reason.WRONG_ROWS, f"row {number} is longer than the run allows")
@@ -79,7 +86,10 @@ def _check_ending(
 
 
 def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
-    """Lengths (void), then contents that no honest program writes (rejected)."""
+    """Lengths (void), then contents that no honest program writes (rejected).
+
+    Raises RulingError: MALFORMED; COPIED_ROWS, FORGED_PROOF.
+    """
     unpacked = []
     sketches: dict[bytes, int] = {}
     for number, row in enumerate(rows):
@@ -121,7 +131,10 @@ def least_logprob(vocabulary: int) -> float:
 
 def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
     """What log-probabilities show of themselves: none that no noise draws (in training one of them
-    would be a ratio of infinity), and not too many small ones."""
+    would be a ratio of infinity), and not too many small ones.
+
+    Raises RulingError: TWO_HUMPED.
+    """
     least = least_logprob(engine.vocabulary)
     for number, row in enumerate(rows):
         if float(row.logprobs.min()) < least:
@@ -133,7 +146,7 @@ def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
     counts = [sampling.improbable_tokens(row.logprobs, engine.vocabulary) for row in rows]
     observed = sum(count for count, _ in counts)
     expected = sum(bound for _, bound in counts)
-    chance = sampling.poisson_tail(observed, expected)
+    chance = max(LEAST_CHANCE, sampling.poisson_tail(observed, expected))
     if chance < SIGNIFICANCE:
         raise RulingError(
             Reason.TWO_HUMPED,
@@ -150,7 +163,10 @@ def check_rewards(
     engine: Engine,
 ) -> tuple[VerdictRow, ...]:
     """Recomputes every reward. A grade that a limit of time decided accuses nobody, nor does one
-    that comes out otherwise the second time."""
+    that comes out otherwise the second time.
+
+    Raises RulingError: TAMPERED_REWARD.
+    """
     table = []
     for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
         text = decode_output(engine.tokenizer, row.output_tokens)

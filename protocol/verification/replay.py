@@ -27,6 +27,7 @@ from protocol.core.run import RunDefinition
 from protocol.core.verdict import Reason
 from protocol.engine.base import TAIL_PROBABILITY, Engine, Replay, ReplayRequest
 from protocol.proofs import activations, sampling, sketch
+from protocol.proofs.tails import LEAST_CHANCE
 from protocol.proofs.thresholds import (
     BROKEN,
     FILE_ROWS,
@@ -319,7 +320,8 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
         f"{name} {max(together[name], *(r.values[name] for r in bad)):.4g}"
         for name in sorted(excess)
     )
-    chance, tail = _chance(rows, together, limits), together["tail_probability"]
+    chance = _chance(rows, together, limits)
+    tail = max(LEAST_CHANCE, together["tail_probability"])
     if excess:
         where += f"; an honest file does so with a chance below {chance:.0e}"
     if excess & _STATES:

@@ -1,0 +1,47 @@
+"""How sure an accusation is said to be: never below the least chance, as 0 says that it is none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.core.verdict import Reason
+from protocol.proofs import sampling
+from protocol.proofs.tails import LEAST_CHANCE
+from protocol.proofs.thresholds import STATISTICS, Limits
+from protocol.verification.checks import RulingError, check_humps
+from protocol.verification.replay import RowStatistics, accuse
+
+VOCABULARY = 97
+
+
+def row_of(observed: int, margin: float = 0.0) -> RowStatistics:
+    return RowStatistics(
+        0, 300, 10, 0.0, dict.fromkeys(STATISTICS, 0.0) | {"margin_max": margin},
+        margin, False, observed, 1e-3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("observed", [40, 100, 300])
+def test_a_file_of_improbable_tokens_alone_is_stated_with_the_least_chance(observed: int) -> None:
+    logprobs = np.full(observed, -20.0, dtype=np.float32)
+    assert sampling.poisson_tail(observed, observed * 1e-3) < LEAST_CHANCE
+    rows: Any = [SimpleNamespace(logprobs=logprobs)]
+    engine: Any = SimpleNamespace(vocabulary=VOCABULARY)
+    with pytest.raises(RulingError) as said:
+        check_humps(rows, engine)
+    assert (said.value.reason, said.value.chance) == (Reason.TWO_HUMPED, LEAST_CHANCE)
+
+
+@pytest.mark.parametrize("margin", [0.0, 2.0])
+@pytest.mark.parametrize("observed", [40, 300])
+def test_a_replay_that_finds_two_humps_states_no_chance_below_the_least(
+    observed: int, margin: float
+) -> None:
+    limits = Limits({"row": {"margin_max": 1.0}})
+    found = accuse([row_of(observed, margin)], limits)
+    assert found is not None
+    assert (found.reason, found.chance) == (Reason.TWO_HUMPED, LEAST_CHANCE)
