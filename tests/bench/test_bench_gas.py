@@ -25,6 +25,7 @@ def _forge_is_here() -> None:
         pytest.skip("needs the Foundry toolchain (make setup installs it)")
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_the_sources_do_not_give_is_refused(tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
     shutil.copytree(gas.SNAPSHOT.parent, snapshots)

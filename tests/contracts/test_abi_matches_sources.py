@@ -26,6 +26,7 @@ def _script() -> ModuleType:
 
 
 @pytest.mark.forge
+@pytest.mark.slow
 def test_committed_abi_and_bytecode_are_what_the_sources_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(tmp_path: Path) -> None:
     require_anvil()
     root = tmp_path / "run"

@@ -70,6 +70,7 @@ def families() -> list[str]:
     return sorted(set(DATASETS) - set(UNFIT) - NEED_MORE)
 
 
+@pytest.mark.slow
 def test_no_family_pays_an_answer_that_looks_at_no_question() -> None:
     """The same text is paid in full on half of a family's problems at most (some ask yes or no)."""
     open_ = {}

@@ -24,6 +24,7 @@ def status(world: NodeWorld) -> dict[str, Any]:
     return overview(settings)
 
 
+@pytest.mark.slow
 def test_a_shadow_node_works_without_chain_or_seat_and_shows_its_verdicts(
     world: NodeWorld,
 ) -> None:

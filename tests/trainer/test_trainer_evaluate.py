@@ -169,6 +169,7 @@ def test_a_filtered_dataset_is_a_dataset_again(model: Path, tmp_path: Path) -> N
         assert {"solve_rate", "solve_samples", "index"} <= set(found["metadata"])
 
 
+@pytest.mark.slow
 def test_problems_of_a_procedural_family_are_kept_with_their_grader(
     model: Path, tmp_path: Path
 ) -> None:

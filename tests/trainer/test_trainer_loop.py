@@ -36,6 +36,7 @@ def weights(data: Path, version: int) -> dict[str, torch.Tensor]:
     return load_file(data / "origin" / "policies" / str(version) / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_batch_that_breaks_a_rule_ends_the_run_with_its_file_named(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -50,6 +51,7 @@ def test_a_batch_that_breaks_a_rule_ends_the_run_with_its_file_named(
     assert len(pool.published()) == 2  # what was whole is published, nothing of the bad batch
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_skipped_publishes_the_weights_unchanged_and_says_so(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -77,6 +79,7 @@ def test_three_skipped_batches_in_a_row_end_the_run_in_any_case(pool: Pool, tmp_
     assert "3 steps in a row changed no weight" in ended.stdout
 
 
+@pytest.mark.slow
 def test_an_alarm_that_stops_the_run_leaves_its_batch_kept_and_the_next_untouched(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_an_unusable_model_ends_with_one_sentence(tmp_path: Path) -> None:
         calibrate.calibrate([tmp_path / "none"], python_of={"plain": None})
 
 
+@pytest.mark.slow
 def test_files_of_another_interpreter_are_those_of_this_one(tmp_path: Path) -> None:
     model = calibrate.tiny_models(tmp_path)[0]
     jobs = [Job(model, 64, 2), Job(model, 1, 1)]
@@ -142,6 +143,7 @@ def test_lengths_that_a_model_has_no_positions_for_are_left_out(tmp_path: Path) 
         fitting(tmp_path, (24,))
 
 
+@pytest.mark.slow
 def test_files_made_as_on_an_older_cpu_are_asked_of_a_process_of_their_own(tmp_path: Path) -> None:
     model = calibrate.tiny_models(tmp_path)[0]
     older = Setup("plain", "float32", settings=(("ONEDNN_MAX_CPU_ISA", "AVX2"),))
