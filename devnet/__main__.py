@@ -21,6 +21,7 @@ from devnet.plan import Plan, node_plans
 from devnet.processes import stop_recorded
 from protocol.chain.deployment import DEMO_PERIODS, Periods
 from protocol.core.errors import FatalError, PrimeError, UnavailableError, UserError
+from protocol.core.printing import printable
 from protocol.folders import make_folder
 from protocol.verification.lies import LIES
 
@@ -268,7 +269,7 @@ def main() -> None:
     except PrimeError as error:
         hint = f" — {error.hint}" if isinstance(error, UserError) and error.hint else ""
         kind = "the demo failed: " if isinstance(error, FatalError | UnavailableError) else ""
-        print(f"devnet: {kind}{error}{hint}", file=sys.stderr)
+        print(printable(f"devnet: {kind}{error}{hint}", keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

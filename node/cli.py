@@ -232,7 +232,7 @@ def main() -> None:
     except PrimeError as error:
         print(printable(f"prime-node: {error}", keep="\n"), file=sys.stderr)
         if isinstance(error, UserError) and error.hint:
-            print(f"  → {error.hint}", file=sys.stderr)
+            print(printable(f"  → {error.hint}", keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

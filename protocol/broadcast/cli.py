@@ -48,6 +48,7 @@ from protocol.core import ids
 from protocol.core.checkpoint import Manifest, PolicyStatement, SignedManifest
 from protocol.core.errors import ConflictError, PrimeError, UntrustedError, UserError
 from protocol.core.ids import ZERO_ADDRESS
+from protocol.core.printing import printable
 from protocol.core.signing import Domain, LocalSigner, Signer
 from protocol.stopping import until_stopped
 
@@ -255,7 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="python -m protocol.broadcast")
     except PrimeError as error:
         hint = error.hint if isinstance(error, UserError) else ""
-        print(f"broadcast: {error}" + (f"; {hint}" if hint else ""), file=sys.stderr)
+        said = f"broadcast: {error}" + (f"; {hint}" if hint else "")
+        print(printable(said, keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 
 import pytest
 
 from node.cli_common import tree_lines
+from protocol.core.errors import UserError
 from protocol.core.printing import printable
 from protocol.logs import LINE, PlainFormatter
 
@@ -46,3 +48,22 @@ def test_published_words_reach_no_terminal_as_they_are() -> None:
     shown = tree_lines({"evidence": {"detail": HOSTILE, "rows": [HOSTILE]}})
     assert len(shown) == 3
     assert all(line.isprintable() for line in shown)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["devnet.__main__", "node.cli", "orchestrator.cli", "protocol.broadcast.cli", "trainer.cli"],
+)
+def test_no_command_ends_with_strangers_words_as_they_are(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise UserError(f"the peer said {HOSTILE}", hint=f"ask {HOSTILE}")
+
+    module = importlib.import_module(command)
+    monkeypatch.setattr(module, "app", fails)
+    with pytest.raises(SystemExit):
+        module.main()
+    said = capsys.readouterr().err
+    assert said.count("the peer said cpu\\x1b[2J") == said.count("ask cpu\\x1b[2J") == 1
+    assert all(line.isprintable() for line in said.split("\n"))
