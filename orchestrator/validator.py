@@ -44,7 +44,8 @@ from protocol.core.verdict import Evidence, Outcome, Reason
 from protocol.environments.base import Environment
 from protocol.proofs.thresholds import Calibration, shipped
 from protocol.storage.base import ObjectStore
-from protocol.verification.audit_compare import compare_slash
+from protocol.verification.audit_compare import check_stated, compare_slash
+from protocol.verification.draw_audit import check_draw
 from protocol.verification.engines import EngineProvider
 from protocol.verification.packing import Packing
 from protocol.verification.verify import Finding, verify_file
@@ -196,8 +197,8 @@ class Validator:
             said = compare_slash(accusation, finding, ())
             if said.result != "match":  # a lie, but not as stated: nobody vouches for that
                 log.warning("submission %s, the first opinion's evidence: %s", digest, said.detail)
-                accusation, draw = None, own
-                finding = self._verify(job, own, engines, 0)
+                accusation, draw = None, own  # every row: what was just seen is not to be lost
+                finding = self._verify(job, own, engines, self._context.run.rows_per_lease)
         if finding.outcome is Outcome.ABSTAINED:
             raise _AbstainError(finding.reason, finding.detail)
         evidence = None
@@ -279,17 +280,23 @@ class Validator:
             return None
         try:
             evidence = Evidence.model_validate_json(read_object(self._objects, named.evidence))
-            holds = (
-                evidence.submission == job.signed
-                and evidence.validator == named.validator
-                and Reason(evidence.reason).outcome is Outcome.REJECTED
+            check_stated(
+                evidence,
+                (self._calibration or shipped()).digest(),
+                submission=job.signed,
+                lease=job.signed_lease,
+                validator=named.validator,
+                chain_id=self._context.deployment.chain_id,
+                run_digest=self._context.run.digest(),
             )
+            if not job.row.shadow:  # whose lease is for a pool that no draw is signed for
+                deployment, run, now = self._context.deployment, self._context.run, self._now()
+                fetch = partial(read_object, self._objects)
+                check_draw(evidence, job.row.digest, deployment, run, fetch, now=now)
         except (NotFoundError, UntrustedError, ValueError) as error:
-            holds = False
-            log.warning(
-                "submission %s: no evidence behind its rejection: %s", job.row.digest, error
-            )
-        return evidence if holds else None
+            log.warning("submission %s: no evidence rejects it: %s", job.row.digest, error)
+            return None
+        return evidence
 
     def _draw(self, job: _Job) -> Draw:
         """The secret that the lease names; a file whose lease names none of ours is another's."""

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from protocol.core.errors import UntrustedError
+from protocol.core.ids import ZERO_DIGEST, Address, Digest
+from protocol.core.rollout import SignedSubmission
 from protocol.core.task import SignedLease
 from protocol.core.verdict import Evidence, Outcome, Reason, SignedVerdict, VerdictTable
 from protocol.verification.verify import EXPLAINED_BY_WEIGHTS, Finding
@@ -22,8 +25,10 @@ ABSOLUTE_LOG_CHANCE, RELATIVE_LOG_CHANCE = 5.0, 0.25
 """The same for the logarithm of a chance, which moves as far as a statistic 10 % off does in units
 of its tail: 1e-7 and 1e-10 are one finding, 1e-7 and 1e-14 are not."""
 
-_SAME_LIE = [frozenset({reason, Reason.WRONG_POLICY}) for reason in EXPLAINED_BY_WEIGHTS]
-"""One finding: whether an earlier policy explains it depends on which of them are at hand."""
+_SAME_LIE = EXPLAINED_BY_WEIGHTS | {Reason.WRONG_POLICY}
+"""One finding, *other weights*: whether states or samples cross their limits first may hang on a
+device's rounding, and whether an earlier policy explains it on which of them are at hand. Rows,
+statistics and chance must agree all the same, so no file is a lie by this that is none without."""
 
 Result = Literal["match", "accepted", "mismatch", "cannot tell"]
 
@@ -51,6 +56,32 @@ class Audit:
         }
 
 
+def check_stated(
+    evidence: Evidence,
+    calibration: Digest,
+    *,
+    submission: SignedSubmission,
+    lease: SignedLease,
+    validator: Address,
+    chain_id: int,
+    run_digest: Digest,
+) -> None:
+    """Raises UntrustedError unless the evidence is a rejection by `validator` that says this of
+    what it rests on: anything else, and an audit looks no further (audit.py). `calibration` is the
+    one that is used here. ValueError for a reason that there is none of."""
+    for name, said, due in (
+        ("submission", evidence.submission, (submission,)),
+        ("lease", evidence.lease, (lease,)),
+        ("validator", evidence.validator, (validator,)),
+        ("chain", evidence.chain_id, (chain_id,)),
+        ("run", evidence.run_digest, (run_digest,)),
+        ("calibration", evidence.calibration, (ZERO_DIGEST, calibration)),
+        ("outcome", Reason(evidence.reason).outcome, (Outcome.REJECTED,)),
+    ):
+        if said not in due:
+            raise UntrustedError(f"the evidence's {name} is another")
+
+
 def compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) -> Audit:
     """The evidence of a slash against what this machine finds in the same file and rows."""
     expected = Reason(evidence.reason)
@@ -65,7 +96,7 @@ def compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) 
 
     if finding.outcome is Outcome.ABSTAINED:
         return audit("cannot tell", finding.detail)
-    if finding.reason is not expected and {finding.reason, expected} not in _SAME_LIE:
+    if finding.reason is not expected and not {finding.reason, expected} <= _SAME_LIE:
         return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
     if finding.rows_drawn != evidence.rows_drawn:
         return audit("mismatch", "the evidence names other rows than its secret draws")

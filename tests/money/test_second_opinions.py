@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,17 +15,20 @@ import sqlalchemy as sa
 from court_kit import HONEST, LIAR, Court, Shelf
 from money_kit import VALIDATOR, key
 
-from orchestrator import judging
+from orchestrator import judging, validator
 from orchestrator import opinions as rules
 from orchestrator.claims import Patience
 from orchestrator.store import jobs, leases, opinions, schema, submissions
 from orchestrator.store.opinions import OpinionRow
+from protocol.core import seeds
 from protocol.core.encoding import sha256
 from protocol.core.ids import ZERO_DIGEST, Digest
+from protocol.core.task import SignedLease
 from protocol.core.verdict import Evidence, Outcome, Reason
 from protocol.proofs.thresholds import shipped
 from protocol.storage.base import digest_key, put_object
 from protocol.verification.audit import audit_slash
+from protocol.verification.rollout_file import read_rollout_file, write_rollout_file
 
 SECOND, THIRD = key(70), key(71)
 A, R, V = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.VOID
@@ -40,7 +44,7 @@ def said(court: Court, digest: Digest) -> list[tuple[str, int]]:
         return [(row.validator, row.reason) for row in opinions.of(connection, digest)]
 
 
-def test_a_slash_takes_two_validators_and_the_second_replays_the_firsts_rows(court: Court) -> None:
+def test_a_slash_takes_two_validators_and_the_second_replays_the_secrets_rows(court: Court) -> None:
     second = court.another(SECOND)
     row = court.shop.submit(LIAR, make=court.forged)
     assert court.validator.judge_next() == row.digest
@@ -111,6 +115,11 @@ FALSE: list[dict[str, Any]] = [
     {"reason": int(Reason.MALFORMED)},
     {"validator": THIRD.address},
     {"lease": None},
+    {"lease": {"policy_version": 7}},
+    {"chain_id": 5},
+    {"run_digest": sha256(b"another run")},
+    {"calibration": sha256(b"another calibration")},
+    {"statistics": {"draw_commitment": sha256(b"another draw")}},
 ]
 
 
@@ -122,20 +131,64 @@ def test_a_second_validator_vouches_for_no_evidence_that_an_audit_would_not_matc
     second = court.another(SECOND)
     row = court.shop.submit(LIAR, make=court.forged)
     assert court.validator.judge_next() == row.digest
+    _restate(court, row.digest, false)
+    assert second.judge_next() == row.digest
+    _is_rejected_by_the_seconds_evidence(court, row.digest)
+
+
+def test_a_lie_that_a_second_validator_has_seen_is_not_lost_by_a_draw_of_its_own(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row lies, and the second's own draw misses it: it replays every row instead."""
+    whole, secrets = seeds.drawn_rows, list[Digest]()
+
+    def drawn(secret: Digest, digest: Digest, rows: int, count: int) -> list[int]:
+        if count >= rows:
+            return whole(secret, digest, rows, count)
+        secrets.append(secret)
+        return [0, 1, 2, 3] if secret == secrets[0] else [4, 5, 6, 7]
+
+    monkeypatch.setattr(seeds, "drawn_rows", drawn)
+    monkeypatch.setattr(validator, "draw_count", lambda *_: 4)
+    second = court.another(SECOND)
+    row = court.shop.submit(LIAR, make=partial(_one_row_lies, court))
+    assert court.validator.judge_next() == row.digest
+    _restate(court, row.digest, {"reason": int(Reason.WRONG_SKETCH)})
+    assert second.judge_next() == row.digest
+    evidence = _is_rejected_by_the_seconds_evidence(court, row.digest)
+    assert sorted(evidence.rows_drawn) == list(range(8))
+
+
+def _one_row_lies(court: Court, signed: SignedLease, lease_digest: Digest) -> bytes:
+    honest, forged = (
+        read_rollout_file(make(signed, lease_digest)) for make in (court.honest, court.forged)
+    )
+    return write_rollout_file([forged.rows[0], *honest.rows[1:]], forged.metadata)
+
+
+def _restate(court: Court, digest: Digest, false: dict[str, Any]) -> None:
+    """Replaces what the first validator's evidence says, `false` where it is to be false."""
     with court.shop.store.begin() as connection:
-        (opinion,) = opinions.of(connection, row.digest)
+        (opinion,) = opinions.of(connection, digest)
         assert opinion.evidence is not None
-        stated = json.loads(_object(court, opinion.evidence)) | false
+        stated = json.loads(_object(court, opinion.evidence))
+        for name, value in false.items():
+            stated[name] = stated[name] | value if isinstance(value, dict) else value
         raw = put_object(court.shop.objects, json.dumps(stated).encode())
         connection.execute(sa.update(schema.opinions).values(evidence=raw))
-    assert second.judge_next() == row.digest
-    judged = court.shop.row(row.digest)
+
+
+def _is_rejected_by_the_seconds_evidence(court: Court, digest: Digest) -> Evidence:
+    """Which an audit matches."""
+    judged = court.shop.row(digest)
     assert (judged.status, judged.reason) == ("rejected", Reason.TAMPERED_LOGPROBS)
-    assert court.evidence(judged).validator == SECOND.address
+    evidence = court.evidence(judged)
+    assert evidence.validator == SECOND.address
     setting = court.setting()
     both = setting.validators | {SECOND.address}
     found = audit_slash(court.slash(judged), replace(setting, validators=both), Shelf(court.shop))
     assert found.result == "match", found
+    return evidence
 
 
 def _object(court: Court, digest: Digest) -> bytes:
