@@ -36,12 +36,14 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> int:
 
 
 def section(found: Mapping[str, Any]) -> str:
-    """One bench: where and when, and its rows."""
-    machine = found["machine"]
+    """One bench: where and when, beside what (`load`, a sentence written by whoever kept it), and
+    its rows."""
+    machine, load = found["machine"], found.get("load")
     lines = [
         f"## {found['bench']}",
         f"{found.get('date', 'undated')}, commit {found['commit']}, {machine['cores']} cores of "
-        f"{machine['cpu']}{', at the quick size' if found['quick'] else ''}.",
+        f"{machine['cpu']}{', at the quick size' if found['quick'] else ''}"
+        f"{f' ({load})' if load else ''}.",
         "",
         "| row | measured | bar | peer |",
         "|---|---|---|---|",

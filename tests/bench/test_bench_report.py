@@ -1,0 +1,44 @@
+"""The page of figures says where each was measured, beside what, and which bars are missed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import report
+from bench.report import PAGE, section, write
+from protocol.core.errors import MalformedError
+
+FOUND: dict[str, Any] = {
+    "bench": "proofs", "date": "2026-11-22", "commit": "abc", "quick": False,
+    "load": "three others beside it", "machine": {"cpu": "a CPU", "cores": 2},
+    "rows": [
+        {
+            "name": "build_ratio", "value": 4.4, "unit": "×", "bar": 6.0, "better": "higher",
+            "peer": 29.0, "peer_name": "toploc", "ok": False,
+        },
+    ],
+}  # fmt: skip
+
+
+def test_a_figure_says_what_ran_beside_it_and_that_its_bar_is_missed() -> None:
+    page = section(FOUND)
+    assert "2026-11-22, commit abc, 2 cores of a CPU (three others beside it)." in page
+    assert "| `build_ratio` | 4.4 × **not met** | ≥ 6 | 29 (toploc) |" in page
+    assert "()" not in section({**FOUND, "load": None})
+
+
+def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "proofs.json").write_text(json.dumps({**FOUND, "machine": None}))
+    with pytest.raises(MalformedError, match=r"proofs\.json is no result of a bench"):
+        write(tmp_path, tmp_path / "page.md")
+
+
+def test_the_page_is_what_the_results_give(tmp_path: Path) -> None:
+    """`python -m bench report` after a change of bench/results."""
+    write(page=tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == PAGE.read_text()
+    assert report.RESULTS.is_dir()
