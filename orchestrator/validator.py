@@ -35,7 +35,13 @@ from orchestrator.store.submissions import SubmissionRow
 from protocol.chain.contracts import Contracts
 from protocol.chain.sender import Sender
 from protocol.core import encoding
-from protocol.core.errors import FatalError, NotFoundError, UnavailableError, UntrustedError
+from protocol.core.errors import (
+    FatalError,
+    MalformedError,
+    NotFoundError,
+    UnavailableError,
+    UntrustedError,
+)
 from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission
 from protocol.core.signing import Signer
@@ -293,7 +299,7 @@ class Validator:
                 deployment, run, now = self._context.deployment, self._context.run, self._now()
                 fetch = partial(read_object, self._objects)
                 check_draw(evidence, job.row.digest, deployment, run, fetch, now=now)
-        except (NotFoundError, UntrustedError, ValueError) as error:
+        except (MalformedError, NotFoundError, UntrustedError, ValueError) as error:
             log.warning("submission %s: no evidence rejects it: %s", job.row.digest, error)
             return None
         return evidence

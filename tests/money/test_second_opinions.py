@@ -18,6 +18,7 @@ from money_kit import VALIDATOR, key
 from orchestrator import judging, validator
 from orchestrator import opinions as rules
 from orchestrator.claims import Patience
+from orchestrator.context import MAX_OBJECT_BYTES
 from orchestrator.store import jobs, leases, opinions, schema, submissions
 from orchestrator.store.opinions import OpinionRow
 from protocol.core import seeds
@@ -120,10 +121,11 @@ FALSE: list[dict[str, Any]] = [
     {"run_digest": sha256(b"another run")},
     {"calibration": sha256(b"another calibration")},
     {"statistics": {"draw_commitment": sha256(b"another draw")}},
+    {"detail": "x" * MAX_OBJECT_BYTES},
 ]
 
 
-@pytest.mark.parametrize("false", FALSE, ids=str)
+@pytest.mark.parametrize("false", FALSE, ids=lambda false: str(false)[:60])
 def test_a_second_validator_vouches_for_no_evidence_that_an_audit_would_not_match(
     court: Court, false: dict[str, Any]
 ) -> None:
