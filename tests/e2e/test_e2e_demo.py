@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,17 +15,45 @@ from e2e_kit import ROOT, devnet, findings, listening, processes_of, require_anv
 SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.slow
-def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The folder of a short demo that has ended, and its exit code."""
     require_anvil()
-    root = tmp_path / "run"
+    root = tmp_path_factory.mktemp("demo") / "run"
     words = ("up", "--plain", "--quick", "--steps", "3", "--nodes", "3", "--liars", "1")
-    done = run(devnet(*words, "--root", str(root)), 580)
+    return root, run(devnet(*words, "--root", str(root)), 580).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(
+    ended: tuple[Path, int],
+) -> None:
+    root, returncode = ended
     assert findings(root) == dict.fromkeys(SIX, True)
-    assert done.returncode == 0
+    assert returncode == 0
     assert "<svg" in (root / "report.html").read_text()
     assert not (root / "pids.json").exists()
+    assert processes_of(root) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_check_derives_the_findings_anew_from_a_run_that_has_ended(
+    ended: tuple[Path, int], tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(ended[0], root)
+    (root / "findings.json").unlink()
+    assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 0
+    assert findings(root) == dict.fromkeys(SIX, True)
+    # A trainer that says it trained something else than what was sealed is found out.
+    metrics = root / "trainer" / "metrics.jsonl"
+    first, *rest = metrics.read_text().splitlines()
+    forged = first.replace('"batch": "0x', '"batch": "0xf')[: len(first) + 1]
+    metrics.write_text("\n".join([forged, *rest]) + "\n")
+    assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 1
+    assert not findings(root)["fresh"]
     assert processes_of(root) == []
 
 
@@ -56,24 +85,4 @@ def test_ctrl_c_ends_every_process_and_frees_every_port(tmp_path: Path) -> None:
     finally:
         demo.kill()
         demo.wait()
-    assert processes_of(root) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_check_derives_the_findings_anew_from_a_run_that_has_ended(tmp_path: Path) -> None:
-    require_anvil()
-    root = tmp_path / "run"
-    words = ("up", "--plain", "--quick", "--steps", "2", "--nodes", "2", "--liars", "0")
-    assert run(devnet(*words, "--root", str(root)), 580).returncode == 0
-    (root / "findings.json").unlink()
-    assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 0
-    assert findings(root) == dict.fromkeys(SIX, True)
-    # A trainer that says it trained something else than what was sealed is found out.
-    metrics = root / "trainer" / "metrics.jsonl"
-    first, *rest = metrics.read_text().splitlines()
-    forged = first.replace('"batch": "0x', '"batch": "0xf')[: len(first) + 1]
-    metrics.write_text("\n".join([forged, *rest]) + "\n")
-    assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 1
-    assert not findings(root)["fresh"]
     assert processes_of(root) == []
