@@ -159,9 +159,9 @@ class Join:
             len(calls),
         )
         for number, act in enumerate(describe(calls), 1):
-            log.warning(
-                "%d. %s\n   to   %s\n   data %s", number, act["what"], act["to"], act["data"]
-            )
+            log.warning("%d. %s", number, act["what"])
+            log.warning("   to   %s", act["to"])
+            log.warning("   data %s", act["data"])
         log.warning(
             "with this program: here, prime-node node consent --provider %s --out FILE; at the "
             "owner's machine, each with --wallet OWNER_KEYSTORE: prime-node stake add AMOUNT, "

@@ -123,8 +123,11 @@ def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> No
     )
     assert "has to send 5 transaction(s)" in log
     assert chain.world.node_status() is None, "no challenge before the owner's part"
-    calldata = [line.split()[1] for line in log.splitlines() if line.startswith("   data")]
-    targets = [line.split()[1] for line in log.splitlines() if line.startswith("   to")]
+    calldata, targets = (
+        [line.rpartition(word)[2] for line in log.splitlines() if word in line]
+        for word in ("   data ", "   to   ")
+    )
+    assert len(targets) == 5
 
     contracts = chain.deployed.contracts
     chain.deployed.send(owner, contracts.token.faucet())
