@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from protocol.core.errors import PrimeError, UserError
-from protocol.core.printing import printable
+from protocol.core.errors import PrimeError
+from protocol.core.printing import last_words
 
 app = typer.Typer(
     name="orchestrator",
@@ -144,9 +144,7 @@ def main() -> None:
     try:
         app(prog_name="orchestrator")
     except PrimeError as error:
-        hint = error.hint if isinstance(error, UserError) else ""
-        said = f"orchestrator: {error}" + (f"; {hint}" if hint else "")
-        print(printable(said, keep="\n"), file=sys.stderr)
+        print(last_words("orchestrator", error), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from orchestrator import judging, uploads
+from orchestrator import first_opinion, judging, uploads
 from orchestrator.claims import Claims, Patience
-from orchestrator.context import PoolContext, read_object
+from orchestrator.context import PoolContext
 from orchestrator.draws import Draw, DrawSecrets
 from orchestrator.history import draw_count
 from orchestrator.judging import Judgement
@@ -35,13 +35,7 @@ from orchestrator.store.submissions import SubmissionRow
 from protocol.chain.contracts import Contracts
 from protocol.chain.sender import Sender
 from protocol.core import encoding
-from protocol.core.errors import (
-    FatalError,
-    MalformedError,
-    NotFoundError,
-    UnavailableError,
-    UntrustedError,
-)
+from protocol.core.errors import FatalError, NotFoundError, UnavailableError, UntrustedError
 from protocol.core.ids import ZERO_DIGEST, Digest
 from protocol.core.rollout import MAX_FILE_BYTES, SignedSubmission
 from protocol.core.signing import Signer
@@ -50,8 +44,7 @@ from protocol.core.verdict import Evidence, Outcome, Reason
 from protocol.environments.base import Environment
 from protocol.proofs.thresholds import Calibration, shipped
 from protocol.storage.base import ObjectStore
-from protocol.verification.audit_compare import check_stated, compare_slash
-from protocol.verification.draw_audit import check_draw
+from protocol.verification.audit_compare import compare_slash
 from protocol.verification.engines import EngineProvider
 from protocol.verification.packing import Packing
 from protocol.verification.verify import Finding, verify_file
@@ -194,7 +187,12 @@ class Validator:
     def _judge(self, digest: Digest, engines: EngineProvider) -> None:
         job = self._load(digest)
         own = draw = self._draw(job)
-        accusation = self._accusation(job)
+        accusation = None
+        if named := next((o for o in job.opinions if o.evidence is not None), None):
+            accusation = first_opinion.evidence_of(
+                named, job.row, job.signed, job.signed_lease, self._context, self._objects,
+                (self._calibration or shipped()).digest(), now=self._now(),
+            )  # fmt: skip
         if accusation is not None:  # does what another found hold here, in the very same rows?
             draw = replace(own, secret=accusation.draw_secret)
         rows = len(accusation.rows_drawn) if accusation else 0
@@ -277,32 +275,6 @@ class Validator:
                 Reason.VALIDATOR_CRASHED, "lease and submission in the store do not belong together"
             )
         return _Job(row, signed, lease, signed_lease, before, said)
-
-    def _accusation(self, job: _Job) -> Evidence | None:
-        """The evidence of another validator who rejected the file, to be tried here; None if nobody
-        did, or what is stated is no evidence on this file: then we look for ourselves."""
-        named = next((o for o in job.opinions if o.evidence is not None), None)
-        if named is None or named.evidence is None:
-            return None
-        try:
-            evidence = Evidence.model_validate_json(read_object(self._objects, named.evidence))
-            check_stated(
-                evidence,
-                (self._calibration or shipped()).digest(),
-                submission=job.signed,
-                lease=job.signed_lease,
-                validator=named.validator,
-                chain_id=self._context.deployment.chain_id,
-                run_digest=self._context.run.digest(),
-            )
-            if not job.row.shadow:  # whose lease is for a pool that no draw is signed for
-                deployment, run, now = self._context.deployment, self._context.run, self._now()
-                fetch = partial(read_object, self._objects)
-                check_draw(evidence, job.row.digest, deployment, run, fetch, now=now)
-        except (MalformedError, NotFoundError, UntrustedError, ValueError) as error:
-            log.warning("submission %s: no evidence rejects it: %s", job.row.digest, error)
-            return None
-        return evidence
 
     def _draw(self, job: _Job) -> Draw:
         """The secret that the lease names; a file whose lease names none of ours is another's."""

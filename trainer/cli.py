@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from protocol.core.errors import PrimeError, UserError
-from protocol.core.printing import printable
+from protocol.core.printing import last_words
 from protocol.waiting import FIRST_ANSWER_HELP
 
 if TYPE_CHECKING:
@@ -287,9 +287,7 @@ def main() -> None:
         app(args=with_file(sys.argv[1:]), prog_name="trainer")
     except PrimeError as error:
         logging.getLogger("trainer").debug("the cause", exc_info=True)
-        hint = error.hint if isinstance(error, UserError) else ""
-        said = f"trainer: {error}" + (f"; {hint}" if hint else "")
-        print(printable(said, keep="\n"), file=sys.stderr)
+        print(last_words("trainer", error), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -48,7 +48,7 @@ from protocol.core import ids
 from protocol.core.checkpoint import Manifest, PolicyStatement, SignedManifest
 from protocol.core.errors import ConflictError, PrimeError, UntrustedError, UserError
 from protocol.core.ids import ZERO_ADDRESS
-from protocol.core.printing import printable
+from protocol.core.printing import last_words
 from protocol.core.signing import Domain, LocalSigner, Signer
 from protocol.stopping import until_stopped
 
@@ -255,9 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, prog_name="python -m protocol.broadcast")
     except PrimeError as error:
-        hint = error.hint if isinstance(error, UserError) else ""
-        said = f"broadcast: {error}" + (f"; {hint}" if hint else "")
-        print(printable(said, keep="\n"), file=sys.stderr)
+        print(last_words("broadcast", error), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from protocol.core.errors import PrimeError, UserError
+
 
 def printable(text: str, keep: str = "") -> str:
     """`text` with everything written out that does not print: control characters and escape
@@ -9,3 +11,9 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def last_words(program: str, error: PrimeError) -> str:
+    """What a program ends with: its name, what happened, and what to type next."""
+    hint = error.hint if isinstance(error, UserError) else ""
+    return printable(f"{program}: {error}" + (f"; {hint}" if hint else ""), keep="\n")
