@@ -16,14 +16,12 @@ import logging
 import os
 import random
 import shutil
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from node.api import NodeApi
@@ -52,6 +50,7 @@ from protocol.core.ids import Address
 from protocol.core.run import RunDefinition
 from protocol.core.signing import LocalSigner
 from protocol.environments.sources import BESIDE_POLICIES, bring
+from protocol.stopping import until_stopped
 from protocol.waiting import StoppedError, until_answered
 
 log = logging.getLogger("prime.node")
@@ -101,18 +100,12 @@ class Agent:
             self._data.unlock()
 
     def stop(self) -> None:
-        """Asks the agent to end; safe to call from any thread or a signal handler."""
+        """Asks the agent to end; safe to call from any thread."""
         self._stop.set()
 
     def install_signals(self) -> None:
         """SIGTERM and SIGINT end it cleanly; a second one ends it at once."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            signal.signal(number, signal.SIG_DFL)
-            self.stop()
-
-        signal.signal(signal.SIGTERM, handle)
-        signal.signal(signal.SIGINT, handle)
+        until_stopped(self._stop, second_ends=True)
 
     # -- from start to first heartbeat
 

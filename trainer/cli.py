@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +19,7 @@ import typer
 
 from protocol.core.errors import PrimeError, UserError
 from protocol.core.printing import last_words
+from protocol.stopping import until_stopped
 from protocol.waiting import FIRST_ANSWER_HELP
 
 if TYPE_CHECKING:
@@ -120,10 +119,7 @@ def run(
     if dry_run:
         _show_plan(settings, flags, config, as_json)
         return
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    run_trainer(settings, stop)
+    run_trainer(settings, until_stopped())
 
 
 @app.command()

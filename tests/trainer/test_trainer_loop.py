@@ -13,7 +13,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file
-from trainer_pool import Pool, finished, pool_server, started, wait_until
+from trainer_pool import Pool, finished, pool_server, started, told_to_stop, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.core.errors import UserError
@@ -117,8 +117,8 @@ def test_a_run_shows_itself_and_ends_as_a_model_folder(pool: Pool, tmp_path: Pat
         url = next(line.split()[1] for line in child.stdout if line.startswith("metrics: "))
         wait_until(lambda: "prime_trainer_step 1" in httpx.get(url).text, "the second step")
         page = httpx.get(url).text
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=30) == 0
+        code, said = told_to_stop(child)
+        assert code == 0, said
     for name in ("reward", "length_error", "staleness", "ratio", "clipped", "entropy", "kl_old",
                  "gradient_norm", "tokens_s", "seconds", "background", "overlong"):  # fmt: skip
         assert f"prime_trainer_{name}" in page, name

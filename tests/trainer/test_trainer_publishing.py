@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import trainer_kit as kit
-from trainer_pool import Pool, finished, started, wait_until
+from trainer_pool import Pool, finished, started, told_to_stop, wait_until
 
 from orchestrator.store import arrivals
 from protocol.broadcast import layout
@@ -227,9 +227,9 @@ def test_ctrl_c_ends_the_serving_and_is_no_error(pool: Pool, tmp_path: Path) -> 
     with started(by_hand(pool, tmp_path / "data")) as child:
         assert child.stdout is not None
         assert any(line.startswith("serving policy 0 at") for line in child.stdout)
-        child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=60) == 0
-        assert "nobody is known to have all of policy 0 yet" in child.stdout.read()
+        code, said = told_to_stop(child, signal.SIGINT)
+        assert code == 0
+        assert "nobody is known to have all of policy 0 yet" in said
 
 
 def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file
-from trainer_pool import Pool, finished, pool_server, started, wait_until
+from trainer_pool import Pool, finished, pool_server, started, told_to_stop, wait_until
 
 from protocol.broadcast.manifest import verify_folder
 from protocol.chain.keystore import save_keystore
@@ -116,8 +116,8 @@ def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
         assert manifest["manifest"]["result_digest"] == pool.run.base_model
         pool.seal_random(0)
         wait_until(lambda: len(pool.published()) == 2, "policy 1")
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=30) == 0
+        code, said = told_to_stop(child)
+        assert code == 0, said
         with pytest.raises(httpx.ConnectError):  # nobody is left at the origin's port
             httpx.get(f"{origin}/policies/0/manifest.json")
     assert len(lines(data)) == 1
@@ -151,8 +151,8 @@ def test_a_trainer_that_is_told_to_stop_leaves_the_batches_that_lie_ready(
     data = tmp_path / "data"
     with started(pool.command(data)) as child:
         wait_until(lambda: len(lines(data)) > 0, "the first step")
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=60) == 0
+        code, said = told_to_stop(child)
+        assert code == 0, said
     assert 0 < len(lines(data)) < sealed
 
 
@@ -166,8 +166,8 @@ def test_an_orchestrator_that_comes_late_is_waited_for(pool: Pool, tmp_path: Pat
                 break
         else:
             pytest.fail("it did not say what it waits for")
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=30) == 0
+        code, said = told_to_stop(child)
+        assert code == 0, said
 
 
 def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_one(
@@ -184,8 +184,8 @@ def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_o
     with started([*pool.command(data), *silent]) as child:
         assert child.stdout is not None
         assert any("trying again" in line for line in child.stdout)
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=30) == 0
+        code, said = told_to_stop(child)
+        assert code == 0, said
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 90.0) 
 def environment() -> dict[str, str]:
     """One thread, our repository, no settings of the machine's own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PRIME_")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONFAULTHANDLER": "1"}
+    return kept | ours
 
 
 @contextmanager
@@ -187,6 +188,21 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         child.wait()
         if child.stdout is not None:
             child.stdout.close()
+
+
+def told_to_stop(
+    child: subprocess.Popen[str], number: int = signal.SIGTERM, seconds: float = 120.0
+) -> tuple[int, str]:
+    """The exit code of a child that `number` is sent to, and what it still said. Fails the test
+    with where each of its threads stood if it does not end."""
+    child.send_signal(number)
+    try:
+        said, _ = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER: it says so
+        said, _ = child.communicate(timeout=seconds)
+        raise AssertionError(f"it did not end within {seconds:g} s:\n{said}") from None
+    return child.returncode, said
 
 
 def finished(command: list[str], seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
