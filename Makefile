@@ -23,10 +23,10 @@ demo-stop: ## Ends a demo left running
 	@if [ -x $(PY) ]; then $(PY) -m devnet stop; else echo "nothing was left running"; fi
 
 test: setup ## The tests (≤ 15 minutes); what lacks its engine is skipped by name
-	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(PY) -m pytest -rs -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## Every test but those that need a GPU (≤ 45 minutes)
-	@PRIME_TESTS_SKIP_NOTHING=1 $(PY) -m pytest -m "not gpu" $(ARGS)
+	@PRIME_TESTS_SKIP_NOTHING=1 $(PY) -m pytest -rs -m "not gpu" $(ARGS)
 
 check: setup ## Lint, types, floors, formats
 	@$(PY) -m ruff check .

@@ -45,7 +45,7 @@ def running(*arguments: object) -> Iterator[dict[str, Any]]:
     try:
         yield json.loads(child.stdout.readline())
         child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == 0
+        assert child.wait(120) == 0
     finally:
         child.kill()
         child.wait()

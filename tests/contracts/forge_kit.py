@@ -26,12 +26,14 @@ def need_forge() -> None:
             pytest.skip(f"needs the Foundry toolchain: {problem} (make setup installs it)")
 
 
-def forge(*arguments: str, profile: str = "default") -> subprocess.CompletedProcess[str]:
+def forge(
+    *arguments: str, profile: str = "default", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs forge in the repository's root and returns what it said."""
     return subprocess.run(
         [str(FORGE), *arguments],
         cwd=ROOT,
-        env={**os.environ, "FOUNDRY_PROFILE": profile},
+        env={**os.environ, "FOUNDRY_PROFILE": profile, **environment},
         capture_output=True,
         text=True,
         check=False,

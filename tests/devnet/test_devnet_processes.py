@@ -59,7 +59,7 @@ def test_a_running_demo_and_all_its_processes_end_at_demo_stop(
     left = children(tmp_path)
     assert len(left) == 2
     assert "the demo" in stop_recorded(tmp_path / "pids.json")
-    assert parent.wait(20) == 0
+    assert parent.wait(120) == 0
     assert psutil.wait_procs(left, timeout=20)[1] == []
     assert not (tmp_path / "pids.json").exists()
     assert stop_recorded(tmp_path / "pids.json") == [], "and again does no harm"
@@ -84,7 +84,7 @@ def test_a_process_number_that_now_belongs_to_another_program_is_left_alone(tmp_
         assert other.poll() is None
     finally:
         other.kill()
-        other.wait(20)
+        other.wait(120)
 
 
 def test_a_required_process_that_ends_by_itself_is_named_with_its_last_words(
@@ -92,7 +92,7 @@ def test_a_required_process_that_ends_by_itself_is_named_with_its_last_words(
 ) -> None:
     network = Supervisor(tmp_path / "logs", tmp_path / "pids.json", {})
     child = network.start("one", [sys.executable, "-c", "import sys; sys.exit('out of luck')"])
-    child.process.wait(20)
+    child.process.wait(120)
     with pytest.raises(FatalError, match=r"(?s)one ended with exit code 1.*out of luck"):
         network.check()
     network.stop_all()

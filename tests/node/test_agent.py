@@ -41,7 +41,7 @@ def test_node_joins_works_and_stops_cleanly(world: NodeWorld) -> None:
     assert workers, "the worker is a child of the agent"
 
     agent.send_signal(signal.SIGTERM)
-    assert agent.wait(30) == 0
+    assert agent.wait(120) == 0
     assert not [worker for worker in workers if worker.is_running()]
 
     first = world.submissions()[0]
@@ -75,7 +75,7 @@ def test_agent_killed_while_the_orchestrator_is_down_loses_no_file(world: NodeWo
     assert submission["lease_digest"] == world.leases()[0]["digest"]
     until(lambda: not list(outbox.glob("*.parquet")), "the receipted file is removed")
     second.send_signal(signal.SIGINT)
-    assert second.wait(30) == 0
+    assert second.wait(120) == 0
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_stop_while_generating_gives_the_lease_back_to_the_same_node(world: Node
     admitted(world)
     until(lambda: world.leases(), "a lease is taken")
     agent.send_signal(signal.SIGTERM)
-    assert agent.wait(30) == 0
+    assert agent.wait(120) == 0
     assert "given back: " in world.log()
     (lease,) = world.leases()
     assert lease["status"] == "open"
@@ -115,7 +115,7 @@ def test_a_void_file_and_its_reason_are_told_by_the_agent_itself(world: NodeWorl
     until(lambda: sentence in status().get("not_accepted", []), "the status says why")
     assert status()["files"]["void"] == 1
     agent.send_signal(signal.SIGTERM)
-    assert agent.wait(30) == 0
+    assert agent.wait(120) == 0
     assert world.log().count(sentence) == 1, "said once"
     shown = subprocess.run(
         [sys.executable, "-m", "node.cli", "status", "--data", str(world.folder / "node")],
@@ -133,7 +133,7 @@ def test_quarantined_node_waits_and_ejected_node_stops_and_says_why(world: NodeW
     until(lambda: "directive wait" in world.log(), "it was told to wait")
     assert agent.poll() is None
     world.set_status("ejected")
-    assert agent.wait(30) == 77
+    assert agent.wait(120) == 77
     last = world.log().strip().splitlines()[-1]
     assert last == "prime-node: the orchestrator says stop: the node was ejected from the pool"
 
@@ -151,7 +151,7 @@ def test_two_agents_do_not_share_a_data_folder(world: NodeWorld) -> None:
     first = world.join()
     admitted(world)
     second = world.join()
-    assert second.wait(30) == 64
+    assert second.wait(120) == 64
     assert f"another agent (process {first.pid}) works in" in world.log()
 
 

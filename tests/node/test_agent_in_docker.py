@@ -51,7 +51,7 @@ def test_task_in_a_container_makes_files_and_ends_with_its_agent(
         assert container.attrs["Config"]["User"].split(":")[0] != "0"
 
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(60) == 0
+        assert agent.wait(120) == 0
         assert not engine.containers.list(all=True, filters={"label": f"{LABEL}={NODE.address}"})
         data = world.backend.objects.get(
             digest_key(Digest(world.submissions()[0]["sha256"])), 1 << 20

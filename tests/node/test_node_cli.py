@@ -209,7 +209,7 @@ def test_who_has_joined_before_waits_for_an_orchestrator_that_is_away(
             assert child.stderr is not None
             assert any("trying again in 2 s" in line for line in child.stderr)
             child.send_signal(signal.SIGTERM)
-            assert child.wait(30) == 0
+            assert child.wait(120) == 0
         finally:
             child.kill()
 

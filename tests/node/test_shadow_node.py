@@ -45,7 +45,7 @@ def test_a_shadow_node_works_without_chain_or_seat_and_shows_its_verdicts(
     assert status(world)["seat"] == "none (shadow): nothing at stake, nothing paid"
     assert "no stake, no pay, no slash" in world.log()
     agent.terminate()
-    assert agent.wait(30) == 0
+    assert agent.wait(120) == 0
     listed = prime_node("status", "--data", str(world.folder / "node"))
     assert "shadow" in listed.stdout
 
@@ -54,10 +54,10 @@ def test_a_shadow_agent_whose_node_has_a_seat_ends_and_says_what_to_do(world: No
     first = world.join()
     until(lambda: world.node_status() == "admitted", "it solved its challenge")
     first.terminate()
-    assert first.wait(30) == 0
+    assert first.wait(120) == 0
     world.admit()
     agent = world.join("--shadow")
-    assert agent.wait(30) == 77
+    assert agent.wait(120) == 77
     assert "would put its stake at risk" in world.log()
     assert not world.leases()
 

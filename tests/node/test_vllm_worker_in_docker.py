@@ -78,7 +78,7 @@ def test_vllm_s_image_makes_a_file_that_the_validator_accepts(
         assert configured["NetworkMode"] == "none"
         assert configured["ReadonlyRootfs"]
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(60) == 0
+        assert agent.wait(120) == 0
 
         submitted = world.submissions()[0]
         data = world.backend.objects.get(digest_key(Digest(submitted["sha256"])), 1 << 20)

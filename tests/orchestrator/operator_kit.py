@@ -60,7 +60,7 @@ RUN = run_definition(
 )
 
 
-def eventually(what: Callable[[], bool], seconds: float = 30.0) -> None:
+def eventually(what: Callable[[], bool], seconds: float = 120.0) -> None:
     """Polls until `what()` holds. Fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not what():
@@ -140,7 +140,7 @@ def operator(deployed: Deployed, tmp_path: Path) -> Iterator[Operator]:
     for child in made.children:
         if child.poll() is None:
             child.kill()
-        child.wait(20)
+        child.wait(120)
         assert child.stdout is not None
         child.stdout.close()
 

@@ -80,7 +80,7 @@ def test_a_validator_whose_rpc_never_answered_ends_and_a_later_start_waits(
             assert child.stderr is not None
             assert any("the appointment loop tries again" in line for line in child.stderr)
             child.send_signal(signal.SIGTERM)
-            assert child.wait(30) == 0
+            assert child.wait(120) == 0
         finally:
             child.kill()
 

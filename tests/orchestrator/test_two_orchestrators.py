@@ -80,11 +80,11 @@ def test_two_orchestrators_on_one_store_post_no_root_and_seal_no_batch_twice(
         eventually(settled, 90)
         assert other.poll() is None
         other.send_signal(signal.SIGTERM)
-        assert other.wait(20) == 0
+        assert other.wait(120) == 0
     finally:
         if other.poll() is None:
             other.kill()
-        other.wait(20)
+        other.wait(120)
         assert other.stdout is not None
         other.stdout.close()
 
