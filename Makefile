@@ -8,7 +8,7 @@ export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
 
-.PHONY: help setup demo demo-stop test test-all check format contracts bench clean
+.PHONY: help setup demo demo-stop test test-all soak check format contracts bench gpu clean
 
 help: ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ test: setup ## The tests (≤ 15 minutes); what lacks its engine is skipped by n
 test-all: setup ## Every test but those that need a GPU (≤ 45 minutes)
 	@PRIME_TESTS_SKIP_NOTHING=1 $(PY) -m pytest -rs -m "not gpu" $(ARGS)
 
+soak: setup ## Long runs by name: make soak ARGS="demo-runs"; without ARGS it lists them
+	@$(PY) -m devnet soak $(ARGS)
+
 check: setup ## Lint, types, floors, formats
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -40,11 +43,14 @@ format: setup ## Rewrites files in the project's format
 	@$(PY) -m ruff format .
 	@scripts/forge fmt
 
-contracts: setup ## Compiles the contracts and writes protocol/chain/abi
+contracts: setup ## Compiles the contracts and writes protocol/prime_chain/abi
 	@$(PY) scripts/build_contracts.py
 
 bench: setup ## One bench: make bench ARGS="NAME --json"
 	@$(PY) -m bench $(ARGS)
+
+gpu: ## What one CUDA card does with this code (≤ 8 minutes; needs torch, Triton, transformers, no setup)
+	@python3 scripts/gpu_kit.py run $(ARGS)
 
 clean: demo-stop ## Removes what was made, but for .venv and node_modules
 	@rm -rf var contracts/out contracts/cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -34,13 +34,13 @@ from bench.lying import (
     texts,
     variant,
 )
-from protocol.core import seeds
-from protocol.engine.base import Engine, GenerationRequest, ReplayRequest
-from protocol.proofs import activations, sampling_torch, sketch
-from protocol.verification import build
-from protocol.verification.forgeries import FORGERIES, forged_rows
-from protocol.verification.rollout_file import FileRow
-from protocol.verification.setups import HonestFile
+from prime_core import seeds
+from prime_engine.base import Engine, GenerationRequest, ReplayRequest
+from prime_verify import build
+from prime_verify.canaries.forgeries import FORGERIES, forged_rows
+from prime_verify.proofs import activations, sampling_torch, sketch
+from prime_verify.rollout_file import FileRow
+from prime_verify.setups import HonestFile
 
 # ── other weights ────────────────────────────────────────────────────────────────────────────────
 
@@ -106,8 +106,8 @@ def _cut(keep: Callable[[torch.Tensor], torch.Tensor]) -> Attack:
         head = engine.model.get_output_embeddings()
         noise = sampling_torch.gumbel
 
-        def cut(keys: torch.Tensor, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
-            drawn = noise(keys, places, vocabulary)
+        def cut(seeds: torch.Tensor, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
+            drawn = noise(seeds, places, vocabulary)
             return drawn.masked_fill(~keep(head.last), -torch.inf)
 
         def remember(layer: Any, _inputs: Any, output: torch.Tensor) -> None:
@@ -160,13 +160,13 @@ def _by_other(other: Other) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
 
 
 def _half_by(other: Other) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
-    """Honest to the middle, then another model from there (its noise starts anew)."""
+    """Honest to the middle, then another model from there, with the right noise."""
 
     def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
         half = job.bench.run.max_output_tokens // 2
         honest = texts(build.generate_rows(plan, job.bench.run, job.honest_engine))
         asked = [
-            GenerationRequest(row.prompt_tokens + text[:half], half, row.noise_key)
+            GenerationRequest(row.prompt_tokens + text[:half], half, row.noise_seed)
             for row, text in zip(plan, honest, strict=True)
         ]
         rest = other(job).generate(asked, job.bench.run.temperature)
@@ -259,7 +259,7 @@ def _by_a_copy(
     copy = variant(job, "int4")
     replays = copy.replay(
         [
-            ReplayRequest(row.prompt_tokens, g.output_tokens, row.noise_key)
+            ReplayRequest(row.prompt_tokens, g.output_tokens, row.noise_seed)
             for row, g in zip(plan, made, strict=True)
         ],
         job.bench.run.temperature,

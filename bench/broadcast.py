@@ -34,7 +34,7 @@ from bench.broadcast_net import LOSS, MBIT, NODES, shaped
 from bench.broadcast_parts import PEER, Stage, peer_python, stage
 from bench.broadcast_whole import Whole, chains, many_clients, one_client
 from bench.form import ROOT, Row
-from protocol.core.errors import UnavailableError, UserError
+from prime_core.errors import UnavailableError, UserError
 
 PACKAGES = ("blake3", "numpy", "zstandard")
 GIB = 1 << 30

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from bench.broadcast_parts import Child, Stage, settle
 from bench.broadcast_whole import FILE, require_same
-from protocol.broadcast.files import open_regular, read_at
-from protocol.broadcast.tensors import read_tensors
-from protocol.proofs.sketch import float_to_bf16
+from prime_broadcast.files import open_regular, read_at
+from prime_broadcast.tensors import read_tensors
+from prime_verify.proofs.sketch import float_to_bf16
 
 RATES = (1e-6, 3e-6, 1e-5)
 WARM_UP = 10

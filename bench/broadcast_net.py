@@ -21,7 +21,7 @@ from pathlib import Path
 from bench.broadcast_delta import write_pair
 from bench.broadcast_parts import Child, Stage, remove
 from bench.broadcast_whole import FILE, require_same
-from protocol.core.errors import UnavailableError
+from prime_core.errors import UnavailableError
 
 MBIT, LOSS = 100, 0.01
 NODES, RELAYS = 8, 2

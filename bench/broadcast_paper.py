@@ -13,7 +13,7 @@ import argparse
 import sys
 from dataclasses import dataclass, replace
 
-from protocol.broadcast.manifest import choose_chunk_size
+from prime_broadcast.manifest import choose_chunk_size
 
 MEGABIT = 1e6 / 8
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.form import ROOT
-from protocol.core.errors import UnavailableError
+from prime_core.errors import UnavailableError
 
 PEER = "shardcast 0.3.2"
 PEER_REQUIREMENT = "shardcast==0.3.2"

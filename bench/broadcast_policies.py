@@ -12,23 +12,23 @@ import sys
 from pathlib import Path
 
 from bench.form import ROOT
-from protocol.broadcast.manifest import build_manifest
-from protocol.core import seeds
-from protocol.core.ids import Digest, Step
-from protocol.core.rollout import Rollout
-from protocol.core.run import MICRO, LengthBudgets, Objective, RunDefinition
-from protocol.core.task import Task
-from protocol.engine.plain import PlainEngine
-from protocol.environments.base import decode_output
-from protocol.environments.registry import environment_ref, load_environment
-from protocol.proofs.sampling_torch import gumbel
-from protocol.verification.build import PlannedRow, generate_rows
-from trainer.config import Settings
-from trainer.data import TrainingBatch
-from trainer.learner import make_learner, train_step
-from trainer.metrics import Stopwatch
-from trainer.parallel import joined_world, published_state
-from trainer.publish import export
+from prime_broadcast.manifest import build_manifest
+from prime_core import seeds
+from prime_core.ids import Digest, Step
+from prime_core.rollout import Rollout
+from prime_core.run import MICRO, LengthBudgets, RunDefinition
+from prime_core.task import Task
+from prime_engine.plain import PlainEngine
+from prime_envs.base import decode_output
+from prime_envs.registry import environment_ref, load_environment
+from prime_trainer.config import Settings
+from prime_trainer.data import TrainingBatch
+from prime_trainer.learner import make_learner, train_step
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.parallel import joined_world, published_state
+from prime_trainer.publish import export
+from prime_verify.build import PlannedRow, generate_rows
+from prime_verify.proofs.sampling_torch import gumbel
 
 MODEL = ROOT / "devnet" / "model"
 RATE, WARM_UP = 3e-4, 10
@@ -38,8 +38,7 @@ SEED = Digest("0x" + "b0" * 32)
 
 def run_definition() -> RunDefinition:
     """The devnet's run in all that shapes a gradient, with smaller batches."""
-    targets = {"1": (2, 6), "2": (2, 6, 10, 14)}
-    budgets = LengthBudgets(by_class=targets, penalty_micro=150_000, form="clip")
+    budgets = LengthBudgets(targets=(2, 6, 10, 14), penalty_micro=150_000, form="clip")
     problems = len(load_environment("reverse", {}, budgets)) - HELDOUT
     return RunDefinition(
         name="bench",
@@ -47,7 +46,6 @@ def run_definition() -> RunDefinition:
         environment=environment_ref(
             "reverse", {}, budgets, train_size=problems, heldout_size=HELDOUT
         ),
-        objective=Objective(name="grpo", advantage="mean_std"),
         max_output_tokens=40,
         samples_per_group=SAMPLES,
         groups_per_lease=2,
@@ -67,13 +65,13 @@ def batch_of(run: RunDefinition, engine: PlainEngine, step: int) -> TrainingBatc
     count = 2 * run.groups_per_batch
     seed = seeds.lease_seed(Digest(f"0x{step:064x}"))
     indices = seeds.problem_indices(seed, count, run.environment.train_size)
-    targets = seeds.target_lengths(seed, count, run.budgets.allowed(2))
+    targets = seeds.target_lengths(seed, count, run.budgets.targets)
     rows = []
     for group, (index, target) in enumerate(zip(indices, targets, strict=True)):
         problem = environment.problem(index)
         prompt = tuple(environment.prompt_tokens(problem, target, engine.tokenizer))
         for sample in range(run.samples_per_group):
-            key = seeds.noise_key(seed, group, sample)
+            key = seeds.noise_seed(seed, group, sample)
             rows.append(PlannedRow(group, sample, problem, target, prompt, key))
     rollouts: list[Rollout] = []
     for row, made in zip(rows, generate_rows(rows, run, engine), strict=True):

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.broadcast_floor import curls, floor_seconds
 from bench.broadcast_parts import Child, Stage, copy_seconds, curl_seconds, remove, settle
-from protocol.core.errors import UntrustedError
+from prime_core.errors import UntrustedError
 
 FILE = "model.safetensors"
 TOUCHED = 9 << 30

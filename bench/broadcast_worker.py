@@ -19,15 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from protocol.broadcast import delta, layout
-from protocol.broadcast.client import Base, fetch
-from protocol.broadcast.manifest import MANIFEST_NAME, Trust, build_manifest, read_signed
-from protocol.broadcast.publish import finalize, publish
-from protocol.broadcast.relay import Relay
-from protocol.broadcast.server import Limits, Origin, Server
-from protocol.core.checkpoint import Manifest, PolicyStatement, SignedManifest
-from protocol.core.ids import ZERO_ADDRESS
-from protocol.core.signing import Domain, LocalSigner
+from prime_broadcast import delta, layout
+from prime_broadcast.client import Base, fetch
+from prime_broadcast.manifest import MANIFEST_NAME, Trust, build_manifest, read_signed
+from prime_broadcast.publish import finalize, publish
+from prime_broadcast.relay import Relay
+from prime_broadcast.server import Limits, Origin, Server
+from prime_core.checkpoint import Manifest, PolicyStatement, SignedManifest
+from prime_core.ids import ZERO_ADDRESS
+from prime_core.signing import Domain, LocalSigner
 
 POOL = 0
 SIGNER = LocalSigner(b"\x11" * 32)

@@ -54,9 +54,9 @@ from bench.detection_units import (
 )
 from bench.form import Row
 from bench.honest_files import SHADOW
-from protocol.core.errors import UnavailableError
-from protocol.core.rollout import PROOF_WINDOW
-from protocol.core.verdict import Reason
+from prime_core.errors import UnavailableError
+from prime_core.proof_form import PROOF_WINDOW
+from prime_core.verdict import Reason
 
 PACKAGES = ("numpy", "torch", "transformers")
 AUC = 0.999

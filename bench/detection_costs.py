@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.honest import Bench
-from protocol.core.run import MICRO, RunDefinition
-from protocol.engine.base import Generation
-from protocol.verification import build
+from prime_core.run import MICRO, RunDefinition
+from prime_engine.base import Generation
+from prime_verify import build
 
 Cost = tuple[str, float, str, float | None]
 """Name, value, unit, bar (at least)."""

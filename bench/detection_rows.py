@@ -6,19 +6,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.honest import Bench
-from protocol.core.errors import MalformedError
-from protocol.core.verdict import Outcome
-from protocol.proofs.thresholds import shipped
-from protocol.verification import replay
-from protocol.verification.checks import (
+from prime_core.errors import MalformedError
+from prime_core.verdict import Outcome
+from prime_verify import replay
+from prime_verify.checks import (
     RulingError,
     check_humps,
     check_proofs,
     check_rewards,
     check_rows,
 )
-from protocol.verification.rollout_file import read_rollout_file
-from protocol.verification.setups import HonestFile
+from prime_verify.proofs.thresholds import shipped
+from prime_verify.rollout_file import read_rollout_file
+from prime_verify.setups import HonestFile
 
 
 class FileRows:

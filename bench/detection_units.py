@@ -25,11 +25,11 @@ from bench.honest_files import Maker, make, makers
 from bench.kin import OLDER, stepped, weights_digest
 from bench.lying import DTYPE, Job, as_vllm
 from bench.textmodel import text_model
-from protocol.core.errors import UnavailableError
-from protocol.proofs.thresholds import shipped
-from protocol.verification.rollout_file import read_rollout_file
-from protocol.verification.setups import HonestFile
-from protocol.verification.verify import Finding
+from prime_core.errors import UnavailableError
+from prime_verify.proofs.thresholds import shipped
+from prime_verify.rollout_file import read_rollout_file
+from prime_verify.setups import HonestFile
+from prime_verify.verify import Finding
 
 FOLDER = ROOT / "var" / "bench" / "detection"
 OUTPUT_TOKENS = 256
@@ -52,8 +52,8 @@ AS_VLLM = "_as_vllm"
 """Ends the name of an attack whose very same files are declared as vLLM's work."""
 _ATTACK_SOURCES = (
     *("bench/attacks.py", "bench/lying.py", "bench/kin.py"),
-    *("protocol/engine/variants.py", "protocol/engine/quantize.py"),
-    "protocol/verification/forgeries.py",
+    *("protocol/prime_engine/variants.py", "protocol/prime_engine/quantize.py"),
+    "protocol/prime_verify/canaries/forgeries.py",
 )
 Record = dict[str, Any]
 

@@ -1,11 +1,11 @@
 """Graders and budgets: programs a second in the sandbox, grades a second, and how evenly files of
 two speed classes take their time.
 
-`file_time_ratio` is measured on the real worker (node.worker.workshop) with the demo's model, one
-node slowed fourfold as the demo slows one, budgets chosen by lengths.balanced_targets: the slower
-class's median file time over the faster one's, the larger way round. The model keeps to its budget
-by force: each row is generated exactly as long as it was asked to be, so what is measured is the
-budgets and the machinery, not the model's obedience.
+`file_time_ratio` is measured on the real worker (prime_node.worker.workshop) with the demo's
+model, one node slowed fourfold as the demo slows one, budgets chosen by lengths.balanced_targets:
+the slower class's median file time over the faster one's, the larger way round.
+The model keeps to its budget by force: each row is generated exactly as long as it was asked to be,
+so what is measured is the budgets and the machinery, not the model's obedience.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.form import ROOT, Row
-from protocol.core import encoding
-from protocol.core.run import LengthBudgets, RunDefinition
-from protocol.core.task import Task
-from protocol.engine.base import Engine, Generation, GenerationRequest
-from protocol.environments.graders.mathematics import Mathematics
-from protocol.environments.lengths import balanced_targets
-from protocol.environments.registry import environment_ref
-from protocol.environments.sandbox.client import Program, Sandbox
-from protocol.environments.tasks import Task as GradedTask
+from prime_core import encoding
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.task import Task
+from prime_engine.base import Engine, Generation, GenerationRequest
+from prime_envs.graders.mathematics import Mathematics
+from prime_envs.lengths import balanced_targets
+from prime_envs.registry import environment_ref
+from prime_envs.sandbox.client import Program, Sandbox
+from prime_envs.tasks import Task as GradedTask
 
 PACKAGES = ("math-verify", "sympy", "torch")
 TRIVIAL = Program("print(sum(map(int, input().split())))", stdin="20 22\n")
@@ -108,9 +108,9 @@ class _Obedient:
 
 
 def _file_times(quick: bool) -> Iterator[Row]:
-    from node.worker.workshop import Job, Options, Workshop
-    from protocol.verification.calibrate import synthetic_lease
-    from protocol.verification.engines import load_engine
+    from prime_node.worker.workshop import Job, Options, Workshop
+    from prime_verify.calibrate import synthetic_lease
+    from prime_verify.engines import load_engine
 
     by_class = balanced_targets(MENU, {1: Fraction(1), 2: Fraction(4)})
     run = _run(by_class)
@@ -130,7 +130,9 @@ def _file_times(quick: bool) -> Iterator[Row]:
         for number in range(2 if quick else 9):
             for speed_class, shop in shops.items():
                 made = synthetic_lease(run, number, policy_version=0)
-                lease = made.signed.lease.model_copy(update={"speed_class": speed_class})
+                asked = run.budgets.preferred(speed_class)
+                target = asked[number % len(asked)]
+                lease = made.signed.lease.model_copy(update={"target": target})
                 job = Job(
                     made.signed.model_copy(update={"lease": lease}),
                     encoding.sha256(f"{number} {speed_class}".encode()),
@@ -153,7 +155,7 @@ class _Only:
 
 
 def _run(by_class: dict[str, tuple[int, ...]]) -> RunDefinition:
-    budgets = LengthBudgets(by_class=by_class, penalty_micro=0)
+    budgets = LengthBudgets(targets=tuple(MENU), by_class=by_class, penalty_micro=0)
     return RunDefinition(
         name="bench",
         base_model=encoding.sha256(b"bench"),

@@ -25,23 +25,20 @@ from bench.form import Row
 from devnet.__main__ import QUICK_PERIODS
 from devnet.model import COMMITTED, END, IGNORED, training_words
 from devnet.network import Network
-from devnet.plan import CHALLENGE_ROUNDS, NodePlan, Plan, class_threshold, run_definition
+from devnet.plan import NodePlan, Plan, run_definition
 from devnet.walk import Walk
-from orchestrator.store import open_store, schema, sqlite_url
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import Digest
-from protocol.core.run import LengthBudgets, RunDefinition, SpeedClasses
-from protocol.environments.lengths import balanced_targets
-from protocol.environments.registry import environment_ref
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_envs.lengths import balanced_targets
+from prime_envs.registry import environment_ref
+from prime_orchestrator.store import open_store, schema, sqlite_url
 
 SLOWED = 4
 MENU = tuple(range(2, 59, 4))
 ANSWER_TOKENS = 15
 """Of a file's time beside its dots, in dots: the word, its end, and what any file costs. Measured:
 files with targets of 2 took the slow node 1.33 times as long as those of 36 took the fast one."""
-CHALLENGE = 2048
-"""Its size. Twice the demo's: eight times the work for four times the carrying, which takes longer
-than the work does at 1,024, and hides a fourfold difference."""
 FILES = 10
 """Of each node, before its times are looked at; the first two warm up."""
 PACKAGES = ("torch", "transformers")
@@ -58,21 +55,21 @@ class EvenFiles(Network):
         self.model, self._by_class = model, dict(by_class)
 
     def definition(self, base: Digest) -> RunDefinition:
-        """The devnet's run with other budgets, and a challenge that parts the two nodes."""
-        run = run_definition(self.plan, base, 1)
-        budgets = LengthBudgets(by_class=self._by_class, penalty_micro=20_000, form="clip")
+        """The devnet's run with other budgets."""
+        run = run_definition(self.plan, base)
+        budgets = LengthBudgets(
+            targets=tuple(sorted({t for some in self._by_class.values() for t in some})),
+            by_class=self._by_class, min_share_micro=0, penalty_micro=20_000, form="clip",
+        )  # fmt: skip
         sizes = {"train_size": run.environment.train_size, "heldout_size": 256}
         return run.model_copy(
             update={
                 "budgets": budgets,
                 "environment": environment_ref("reverse", {}, budgets, **sizes),
                 "max_output_tokens": 2 * max(MENU),
-                "speed": SpeedClasses(
-                    thresholds=(class_threshold(CHALLENGE, slower=2.5, carry=0.35),),
-                    challenge_size=CHALLENGE, challenge_rounds=CHALLENGE_ROUNDS,
-                ),
+                "speed": run.speed.model_copy(update={"ratios_micro": (750_000,)}),
             }
-        )  # fmt: skip
+        )
 
 
 def teach(folder: Path) -> Path:
@@ -163,10 +160,7 @@ def live_file_times(root: Path, files: int) -> list[Row]:
         network.supervisor.wait_for(f"{files} files of each node", enough, 240, interval=2.0)
         classes = {names[node.node]: node.speed_class for node in network.status().nodes}
         if classes != {"fast": 2, "slow": 1}:
-            raise UnavailableError(
-                f"the challenge did not part the nodes ({classes}): if this machine is busy with "
-                "other work, both answers came late; measure when it is quiet"
-            )
+            raise UnavailableError(f"the speed classes do not separate the nodes: {classes}")
         found = times(database, names)
     finally:
         network.stop()

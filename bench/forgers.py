@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.honest import Bench
-from protocol.core.errors import MalformedError
-from protocol.core.verdict import Outcome
-from protocol.proofs import activations
-from protocol.proofs.thresholds import FLOORS
-from protocol.verification import build
-from protocol.verification.build import PlannedRow
-from protocol.verification.forgeries import FORGERIES, Forge, forged_rows
-from protocol.verification.rollout_file import FileRow
+from prime_core.errors import MalformedError
+from prime_core.verdict import Outcome
+from prime_verify import build
+from prime_verify.build import PlannedRow
+from prime_verify.canaries.forgeries import FORGERIES, Forge, forged_rows
+from prime_verify.proofs import activations
+from prime_verify.proofs.thresholds import FLOORS
+from prime_verify.rollout_file import FileRow
 
 
 def passes(proof: bytes, window: NDArray[np.uint16]) -> bool:

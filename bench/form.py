@@ -12,7 +12,7 @@ from typing import Any, Literal
 from devnet.origin import ROOT as ROOT
 from devnet.origin import commit as commit
 from devnet.origin import machine
-from protocol.core.errors import UnavailableError, UserError
+from prime_core.errors import UnavailableError, UserError
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from bench.trainer_parts import (
     published_lengths,
     random_rows,
 )
-from protocol.core.errors import UnavailableError
-from trainer.learner import make_learner, train_step
-from trainer.metrics import Stopwatch
-from trainer.observe import peak_flops
-from trainer.parallel import World, joined_world
+from prime_core.errors import UnavailableError
+from prime_trainer.learner import make_learner, train_step
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.observe import peak_flops
+from prime_trainer.parallel import World, joined_world
 
 PACKAGES = ("torch", "transformers")
 PEER_TOKENS_S, PEER = 11_896.0, "prime-rl, 0.6 B at 16k on one H100 (published)"

@@ -10,18 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from bench.textmodel import text_model
-from protocol.core import encoding
-from protocol.core.ids import Digest
-from protocol.core.run import MICRO, RunDefinition
-from protocol.engine.base import Engine, Generation, GenerationRequest, Replay, ReplayRequest
-from protocol.environments.base import Environment
-from protocol.environments.registry import environment_for
-from protocol.verification import build
-from protocol.verification.build import PlannedRow
-from protocol.verification.calibrate import HonestFile, synthetic_lease, synthetic_run
-from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import FileRow, write_rollout_file
-from protocol.verification.verify import Finding, verify_file
+from prime_core import encoding
+from prime_core.ids import Digest
+from prime_core.run import MICRO, RunDefinition
+from prime_engine.base import (
+    Engine,
+    Generation,
+    GenerationRequest,
+    Replay,
+    ReplayRequest,
+    StateSink,
+)
+from prime_envs.base import Environment
+from prime_envs.registry import environment_for
+from prime_verify import build
+from prime_verify.build import PlannedRow
+from prime_verify.calibrate import HonestFile, synthetic_lease, synthetic_run
+from prime_verify.engines import load_engine
+from prime_verify.rollout_file import FileRow, write_rollout_file
+from prime_verify.verify import Finding, verify_file
 
 Change = Callable[[list[FileRow], Sequence[PlannedRow]], list[FileRow]]
 
@@ -65,8 +72,13 @@ class Remembering:
         return list(self._found[key])
 
     def generate(
-        self, requests: Sequence[GenerationRequest], temperature: float
+        self,
+        requests: Sequence[GenerationRequest],
+        temperature: float,
+        sink: StateSink | None = None,
     ) -> list[Generation]:
+        if sink is not None:  # what went into a sink cannot be handed out again
+            return self._engine.generate(requests, temperature, sink)
         return self._once("generate", requests, temperature)
 
     def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from bench.form import ROOT, Row
 from bench.honest import Bench
-from protocol.core.errors import PrimeError, UnavailableError
-from protocol.core.verdict import Outcome, Reason
-from protocol.engine.base import Engine
-from protocol.proofs import activations
-from protocol.verification import build
-from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import read_rollout_file
-from protocol.verification.setups import HonestFile, run_elsewhere
+from prime_core.errors import PrimeError, UnavailableError
+from prime_core.verdict import Outcome, Reason
+from prime_engine.base import Engine
+from prime_verify import build
+from prime_verify.engines import load_engine
+from prime_verify.proofs import activations
+from prime_verify.rollout_file import read_rollout_file
+from prime_verify.setups import HonestFile, run_elsewhere
 
 VLLM_PYTHON = Path(
     os.environ.get("PRIME_VLLM_PYTHON", ROOT / "var" / "engines" / "vllm" / "bin" / "python")
@@ -65,7 +65,8 @@ def make(bench: Bench, maker: Maker, numbers: range) -> list[HonestFile]:
             *("--tokens", str(bench.max_output_tokens), "--share", str(bench.share)),
             *("--groups", str(bench.groups), "--samples", str(bench.samples)),
         ]
-        run_elsewhere(VLLM_PYTHON, arguments, maker.name)
+        ours = os.pathsep.join((str(ROOT), str(ROOT / "protocol")))
+        run_elsewhere(VLLM_PYTHON, arguments, maker.name, {"PYTHONPATH": ours})
         return [
             replace(bench.lease(number)[0], data=(Path(folder) / f"{number}.parquet").read_bytes())
             for number in numbers

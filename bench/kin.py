@@ -21,8 +21,8 @@ from torch import Tensor
 
 from bench.form import ROOT
 from bench.textmodel import STEPS, adamw, build_model, draws, encoded, save, step, train
-from protocol.core.errors import UnavailableError
-from protocol.engine.folder import end_tokens
+from prime_core.errors import UnavailableError
+from prime_engine.folder import end_tokens
 
 KIN = ROOT / "var" / "bench" / "kin"
 OLDER = "older"

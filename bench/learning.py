@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.form import ROOT, Row
 from bench.learning_run import MODES, Record, learn
-from trainer.parallel import joined_world
+from prime_trainer.parallel import joined_world
 
 PACKAGES = ("torch", "transformers", "reasoning-gym")
 FOLDER = ROOT / "var" / "bench" / "learning"

@@ -23,25 +23,26 @@ from typing import Any
 
 from bench.form import ROOT
 from bench.trainer_parts import batch_of, bench_settings
-from protocol.core import encoding
-from protocol.core.rollout import Rollout
-from protocol.core.run import LengthBudgets, Objective, RunDefinition
-from protocol.core.task import Task
-from protocol.core.verdict import Outcome
-from protocol.engine.base import Engine, Generation
-from protocol.engine.quantize import quantizer
-from protocol.environments.base import Environment
-from protocol.environments.registry import environment_for, environment_ref, load_environment
-from protocol.verification import build
-from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import load_rollouts, write_rollout_file
-from protocol.verification.setups import HonestFile, synthetic_lease
-from protocol.verification.verify import Finding, verify_file
-from trainer.evaluate import ask, summary
-from trainer.learner import Learner, make_learner, train_step
-from trainer.metrics import Stopwatch
-from trainer.parallel import World, published_state
-from trainer.publish import export
+from prime_core import encoding
+from prime_core.rollout import Rollout
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.task import Task
+from prime_core.verdict import Outcome
+from prime_engine.base import Engine, Generation
+from prime_engine.quantize import quantizer
+from prime_envs.base import Environment
+from prime_envs.registry import environment_for, environment_ref, load_environment
+from prime_trainer.config import Objective
+from prime_trainer.evaluate import ask, summary
+from prime_trainer.learner import Learner, make_learner, train_step
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.parallel import World, published_state
+from prime_trainer.publish import export
+from prime_verify import build
+from prime_verify.engines import load_engine
+from prime_verify.rollout_file import load_rollouts, write_rollout_file
+from prime_verify.setups import HonestFile, synthetic_lease
+from prime_verify.verify import Finding, verify_file
 
 MODEL = ROOT / "devnet" / "model"
 HELDOUT = 256
@@ -144,7 +145,7 @@ def crossing(curve: list[tuple[int, int, float]], goal: float) -> float | None:
 
 def learning_definition(mode: Mode) -> RunDefinition:
     """The devnet's run, held open for four stale policies."""
-    budgets = LengthBudgets(by_class={"1": TARGETS}, penalty_micro=150_000, form="clip")
+    budgets = LengthBudgets(targets=TARGETS, penalty_micro=150_000, form="clip")
     size = len(load_environment("reverse", {}, budgets))
     return RunDefinition(
         name="learning",
@@ -152,7 +153,6 @@ def learning_definition(mode: Mode) -> RunDefinition:
         environment=environment_ref(
             "reverse", {}, budgets, train_size=size - HELDOUT, heldout_size=HELDOUT
         ),
-        objective=Objective(name=mode.objective),
         max_output_tokens=40,
         samples_per_group=mode.samples,
         groups_per_lease=FILE_GROUPS,
@@ -225,6 +225,7 @@ class Learning:
         settings = bench_settings(
             MODEL, root, learning_rate=self.mode.learning_rate, warmup_steps=10, weight_decay=0.0,
             beta1=0.9, beta2=0.95, gradient_clip=self.mode.gradient_clip,
+            objective=Objective(name=self.mode.objective),
         )  # fmt: skip
         self.learner: Learner = make_learner(self.run, settings, world)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.honest import Bench
-from protocol.engine.base import Engine, Generation, GenerationRequest, ReplayRequest
-from protocol.engine.variants import VARIANTS
-from protocol.engine.vllm import NAME as VLLM
-from protocol.verification.build import PlannedRow
-from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import FileRow, read_rollout_file, write_rollout_file
-from protocol.verification.setups import HonestFile
+from prime_engine.base import Engine, Generation, GenerationRequest, ReplayRequest
+from prime_engine.variants import VARIANTS
+from prime_engine.vllm import NAME as VLLM
+from prime_verify.build import PlannedRow
+from prime_verify.engines import load_engine
+from prime_verify.rollout_file import FileRow, read_rollout_file, write_rollout_file
+from prime_verify.setups import HonestFile
 
 DTYPE = "bfloat16"
 Plan = Sequence[PlannedRow]
@@ -80,7 +80,7 @@ def asked_of(job: Job, plan: Plan, keyed: bool = True, flip: int = 0) -> list[Ge
         GenerationRequest(
             row.prompt_tokens,
             job.bench.run.max_output_tokens,
-            (row.noise_key[0] ^ flip, row.noise_key[1]) if keyed else None,
+            row.noise_seed ^ flip if keyed else None,
         )
         for row in plan
     ]
@@ -91,7 +91,7 @@ def claim(job: Job, plan: Plan, tokens: Sequence[Sequence[int]]) -> list[Generat
     engine = job.honest_engine
     replays = engine.replay(
         [
-            ReplayRequest(row.prompt_tokens, tuple(text), row.noise_key)
+            ReplayRequest(row.prompt_tokens, tuple(text), row.noise_seed)
             for row, text in zip(plan, tokens, strict=True)
         ],
         job.bench.run.temperature,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.form import ROOT
-from protocol.core.errors import UnavailableError
+from prime_core.errors import UnavailableError
 
 FOLDER = ROOT / "var" / "bench"
 _MINUTES = 20

@@ -31,11 +31,11 @@ from bench.forgers import accepted_on_model, passes
 from bench.form import ROOT, Row
 from bench.honest_files import honest_windows
 from bench.peers import peer_python
-from protocol.core.errors import MalformedError, UnavailableError
-from protocol.core.rollout import PROOF_WINDOW
-from protocol.proofs import activations
-from protocol.proofs.sketch import float_to_bf16
-from protocol.verification.forgeries import FORGERIES
+from prime_core.errors import MalformedError, UnavailableError
+from prime_core.proof_form import PROOF_WINDOW
+from prime_verify.canaries.forgeries import FORGERIES
+from prime_verify.proofs import activations
+from prime_verify.proofs.sketch import float_to_bf16
 
 EARLIER_BUILD_US, EARLIER_VERIFY_US = 33.5, 19.0
 """µs a token of toploc 0.1.6 on one CPU thread, H 5120 × 4,096 tokens, measured earlier."""

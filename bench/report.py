@@ -21,7 +21,7 @@ run, unless the peer's name says otherwise.
 def write(results: Path = RESULTS, page: Path = PAGE) -> int:
     """Writes the page; returns how many benches are on it. Raises MalformedError naming a result
     that cannot be read."""
-    from protocol.core.errors import MalformedError
+    from prime_core.errors import MalformedError
 
     sections = []
     for path in sorted(results.glob("*.json")):

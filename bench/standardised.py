@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.textmodel import FOLDER, STEPS, text_model
-from protocol.core import seeds
-from protocol.engine.base import Engine, ReplayRequest
-from protocol.engine.variants import VARIANTS
-from protocol.environments.registry import environment_for
-from protocol.proofs import activations, sketch
-from protocol.proofs.thresholds import FLOORS
-from protocol.verification.build import generate_rows, plan_rows, sketch_keys
-from protocol.verification.engines import load_engine
-from protocol.verification.setups import synthetic_lease, synthetic_run
+from prime_core import seeds
+from prime_engine.base import Engine, ReplayRequest
+from prime_engine.variants import VARIANTS
+from prime_envs.registry import environment_for
+from prime_verify.build import generate_rows, plan_rows, sketch_keys
+from prime_verify.engines import load_engine
+from prime_verify.proofs import activations, sketch
+from prime_verify.proofs.thresholds import FLOORS
+from prime_verify.setups import synthetic_lease, synthetic_run
 
 LIES = ("int4", "int8", "old1_1e4", "old10_1e4", "old10_1e5")
 TOKENS = 128
@@ -78,7 +78,7 @@ def shares(file: File, scale: Scale | None) -> tuple[float, float]:
 
 def _states(engine: Engine, plan: Sequence[Any], made: Sequence[Any]) -> States:
     asked = [
-        ReplayRequest(row.prompt_tokens, tuple(one.output_tokens), row.noise_key)
+        ReplayRequest(row.prompt_tokens, tuple(one.output_tokens), row.noise_seed)
         for row, one in zip(plan, made, strict=True)
     ]
     return [sketch.bf16_to_float(found.states) for found in engine.replay(asked, 1.0)]

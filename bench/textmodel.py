@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.form import ROOT
-from protocol.engine.linears import native_bfloat16
+from prime_engine.linears import native_bfloat16
 
 FOLDER = ROOT / "var" / "bench" / "textmodel"
 END = "<end>"

@@ -31,13 +31,13 @@ from bench.trainer_parts import (
     published_lengths,
     random_rows,
 )
-from protocol.core.errors import UnavailableError
-from trainer.advantages import judge
-from trainer.learner import Learner, groups_of, make_learner, train_step
-from trainer.metrics import Stopwatch
-from trainer.observe import COMPUTE
-from trainer.packing import plan, quality
-from trainer.parallel import World, joined_world
+from prime_core.errors import UnavailableError
+from prime_trainer.advantages import judge
+from prime_trainer.learner import Learner, groups_of, make_learner, train_step
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.observe import COMPUTE
+from prime_trainer.packing import plan, quality
+from prime_trainer.parallel import World, joined_world
 
 PACKAGES = ("torch", "transformers")
 PEER = ROOT / "var" / "bench" / "trl"
@@ -114,7 +114,7 @@ def against_trl(model: Path, root: Path, world: World, rounds: int) -> list[Row]
     lengths = published_lengths(GROUPS * SAMPLES, 7, SCALE)
     rows = random_rows(lengths, SAMPLES, 64, 8)
     learner = small_learner(model, root / "ours", world)
-    judged = judge(groups_of(rows, SAMPLES), learner.run.objective)
+    judged = judge(groups_of(rows, SAMPLES), learner.objective)
     work = {
         "samples": SAMPLES,
         "micro_rows": MICRO_ROWS,

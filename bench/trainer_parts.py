@@ -14,20 +14,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from protocol.core.ids import ZERO_DIGEST, Address, Digest, Step
-from protocol.core.rollout import Rollout
-from protocol.core.run import LengthBudgets, Objective, RunDefinition
-from protocol.core.task import Task
-from protocol.environments.registry import environment_ref
-from trainer.config import Settings
-from trainer.data import TrainingBatch
-from trainer.feed import PoolFacts
-from trainer.learner import Learner
-from trainer.metrics import Stopwatch
-from trainer.model import Policy, load_policy
-from trainer.parallel import World, shard
-from trainer.publish import export, verify_loadable
-from trainer.train import Trainer
+from prime_core.ids import ZERO_DIGEST, Address, Digest, Step
+from prime_core.rollout import Rollout
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.task import Task
+from prime_envs.registry import environment_ref
+from prime_trainer.checkpoint import TrainerState
+from prime_trainer.config import Settings
+from prime_trainer.data import TrainingBatch
+from prime_trainer.feed import PoolFacts
+from prime_trainer.learner import Learner
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.model import Policy, load_policy
+from prime_trainer.parallel import World, shard
+from prime_trainer.publish import export, verify_loadable
+from prime_trainer.train import Trainer
 
 TARGETS = (2000, 4000, 6000, 8000, 10000)
 """INTELLECT-2's TARGET-LONG lengths (arXiv 2505.07291), drawn alike."""
@@ -51,7 +52,7 @@ def bench_model(folder: Path, *, hidden: int, layers: int, vocabulary: int, posi
     """A Qwen3-shaped folder of random weights from a fixed seed."""
     from transformers import Qwen3ForCausalLM
 
-    from protocol.engine.tiny import character_tokenizer, qwen3_shape
+    from prime_engine.tiny import character_tokenizer, qwen3_shape
 
     tokenizer = character_tokenizer()
     config = qwen3_shape(
@@ -66,7 +67,6 @@ def bench_model(folder: Path, *, hidden: int, layers: int, vocabulary: int, posi
 
 
 def bench_run(
-    objective: Objective | None = None,
     *,
     groups: int,
     samples: int,
@@ -74,12 +74,11 @@ def bench_run(
     **changes: Any,
 ) -> RunDefinition:
     """A run definition of the reverse task around made-up rows; `changes` are further fields."""
-    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=penalty_micro, form="clip")
+    budgets = LengthBudgets(targets=(2, 6), penalty_micro=penalty_micro, form="clip")
     values: dict[str, Any] = {
         "name": "bench",
         "base_model": ZERO_DIGEST,
         "environment": environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=64),
-        "objective": objective or Objective(),
         "max_output_tokens": 16_384,
         "samples_per_group": samples,
         "groups_per_lease": 1,
@@ -143,7 +142,7 @@ class LocalTrainer(Trainer):
     def verified_batch(self, step: int, watch: Stopwatch) -> TrainingBatch:
         return batch_of(self.rows, self.learner.run.samples_per_group, step)
 
-    def publish(self, weights: dict[str, Tensor], version: int, watch: Stopwatch) -> None:
+    def publish(self, weights: dict[str, Tensor], state: TrainerState, watch: Stopwatch) -> None:
         with watch.timed("publish"):
             folder = self.data / "export"
             export(weights, self.learner.settings.need("model"), folder)

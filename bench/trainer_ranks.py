@@ -16,8 +16,8 @@ from bench.trainer_parts import (
     published_lengths,
     random_rows,
 )
-from trainer.learner import backward, make_learner
-from trainer.parallel import joined_world
+from prime_trainer.learner import backward, make_learner
+from prime_trainer.parallel import joined_world
 
 GROUPS, SAMPLES = 6, 4
 

@@ -38,7 +38,7 @@ EXTRAS = {
     "vllm": ("rollout-base", "families", "rollout-cpu"),
 }
 OPTIONAL = ("pycosat",)
-"""Left out where this machine could not build it (protocol/environments/reasoning.py)."""
+"""Left out where this machine could not build it (prime_envs/reasoning.py)."""
 NOT_NEEDED = ("triton", "torchvision", "torchaudio", "torchcodec", "numba", "anthropic")
 """What vLLM names and its CPU kernels do without: 1 GB of compilers for GPUs, builds for another
 torch, n-gram speculation, another server's API. The container test fails if that ever changes."""
@@ -60,8 +60,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 COMMAND = {
-    "plain": ["python", "-m", "node.worker"],
-    "vllm": ["python", "-m", "node.worker", "--engine", "vllm"],
+    "plain": ["python", "-m", "prime_node.worker"],
+    "vllm": ["python", "-m", "prime_node.worker", "--engine", "vllm"],
 }
 
 
@@ -116,10 +116,10 @@ def interpreter_files() -> Iterator[tuple[PurePosixPath, Path]]:
 
 def source_files() -> Iterator[tuple[PurePosixPath, Path]]:
     """What the worker imports of this project."""
-    for package in ("protocol", "node"):
-        for here in (ROOT / package).rglob("*"):
+    for folder in (ROOT / "protocol", ROOT / "node"):
+        for here in folder.rglob("*"):
             if here.is_file() and "__pycache__" not in here.parts:
-                yield SOURCE / here.relative_to(ROOT).as_posix(), here
+                yield SOURCE / here.relative_to(folder).as_posix(), here
 
 
 def program_files(engine: str) -> Iterator[tuple[PurePosixPath, Path]]:

@@ -1,6 +1,6 @@
 # The rollout worker for NVIDIA GPUs: vLLM generates. See docs/worker-images.md for publishing it.
 #   docker build -f deploy/worker-cuda.Dockerfile -t prime-worker-cuda .
-# The task's command names the engine: ["python", "-m", "node.worker", "--engine", "vllm"]. Like the
+# The task's command names the engine: ["python", "-m", "prime_node.worker", "--engine", "vllm"]. Like the
 # CPU image it needs no network, no capability and no writable root but /tmp.
 # Not run yet on a GPU machine by its authors: files made with it are judged in shadow until a
 # calibration covers the set-up (orchestrator calibrate --device cuda).
@@ -26,4 +26,4 @@ ENV VLLM_USE_V2_MODEL_RUNNER=0 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_ST
     HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false \
     HOME=/tmp XDG_CACHE_HOME=/tmp/cache VLLM_CACHE_ROOT=/tmp/cache/vllm
 USER 65532:65532
-CMD ["python", "-m", "node.worker", "--engine", "vllm", "--device", "cuda", "--dtype", "bfloat16"]
+CMD ["python", "-m", "prime_node.worker", "--engine", "vllm", "--device", "cuda", "--dtype", "bfloat16"]

@@ -1,4 +1,4 @@
-# The rollout worker: what runs inside a task's container (python -m node.worker).
+# The rollout worker: what runs inside a task's container (python -m prime_node.worker).
 #   docker build -f deploy/worker.Dockerfile -t prime-worker .
 # The run definition names the image by digest (or, without a registry, by image id). It needs no
 # network, no capability, no writable root: the agent starts it without them.
@@ -23,4 +23,4 @@ COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 USER 65532:65532
-CMD ["python", "-m", "node.worker"]
+CMD ["python", "-m", "prime_node.worker"]

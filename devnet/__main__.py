@@ -1,10 +1,11 @@
-"""`python -m devnet up|check|lies|kinds|stop`: the whole network on this machine."""
+"""`python -m devnet up|check|lies|kinds|soak|stop`: the whole network on this machine."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -19,11 +20,11 @@ from rich.live import Live
 from devnet.liars import known
 from devnet.plan import Plan, node_plans
 from devnet.processes import stop_recorded
-from protocol.chain.deployment import DEMO_PERIODS, Periods
-from protocol.core.errors import FatalError, PrimeError, UnavailableError, UserError
-from protocol.core.printing import printable
-from protocol.folders import make_folder
-from protocol.verification.lies import LIES
+from prime_core.deployment import DEMO_PERIODS, Periods
+from prime_core.errors import FatalError, PrimeError, UnavailableError, UserError
+from prime_core.folders import make_folder
+from prime_core.printing import printable
+from prime_verify.canaries.lies import LIES
 
 ROOT = Path("var/devnet")
 MARK = ".devnet-run"
@@ -32,6 +33,23 @@ QUICK_PERIODS = Periods(
     epoch_length=8, validity=24, slash_window=6, dispute_window=6, reward_delay=4, unbonding=60
 )
 """For tests of the whole walk."""
+
+SOAKS = {
+    "demo-runs": (
+        "nine whole demos from a clean checkout (an hour; --only rest|busy|one-core)",
+        ("bench", "demo", "--json"),
+    ),
+    "faults": (
+        "an hour's work of one pool behind RPC endpoints that fail in every way (10 minutes)",
+        ("pytest", "-q", "tests/money/test_money_behind_faults.py", "--faults-seconds=600"),
+    ),
+    "strangers": (
+        "1,000,000 events of strangers, and other attacks on the chain layer",
+        ("bench", "attacks", "--json"),
+    ),
+    "lies": ("every lie on whole networks, and what came of it", ("devnet", "lies", "--json")),
+}
+"""Name → (what it is, the module and words that run it)."""
 
 app = typer.Typer(
     help="The whole network on one machine.", no_args_is_help=True, add_completion=False,
@@ -61,7 +79,7 @@ def up(
     ] = 0,
     validators: Annotated[
         int, typer.Option(min=1, help="How many judge; from two on, two must reject a file.")
-    ] = 1,
+    ] = 3,
     port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
     runtime: Annotated[str, typer.Option(help="process (isolates nothing) or docker.")] = "process",
     image: Annotated[str, typer.Option(help="Worker image by digest, for docker.")] = "",
@@ -170,6 +188,24 @@ def lies(
     sys.exit(0 if found["ok"] else 1)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def soak(
+    part: Annotated[
+        str | None, typer.Argument(help="Which one; without it they are listed.")
+    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="Handed on to it.")] = None,
+) -> None:
+    """Run one of the long runs; exit code 0 only if every figure is within its bar."""
+    if part is None:
+        for name, (what, _) in SOAKS.items():
+            print(f"{name:<12} {what}")
+        return
+    if part not in SOAKS:
+        raise UserError(f"there is no long run {part!r}", hint=f"one of {', '.join(SOAKS)}")
+    command = [sys.executable, "-m", *SOAKS[part][1], *(words or ())]
+    sys.exit(subprocess.run(command, check=False).returncode)
+
+
 @app.command()
 def stop(root: Root = ROOT) -> None:
     """End a network that was left running."""
@@ -225,8 +261,6 @@ def _run(plan: Plan, plain: bool) -> int:
         if live is not None:
             live.start()
         walk.start()
-        if plain:
-            print(f"page: {network.url}", flush=True)
         walk.learn()
         walk.wait_for_slashes()
         walk.settle()

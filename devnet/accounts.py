@@ -6,10 +6,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.chain.keystore import create_keystore, keystore_address, load_keystore
-from protocol.core.errors import UserError
-from protocol.core.ids import Address
-from protocol.core.signing import LocalSigner
+from prime_chain.keystore import create_keystore, keystore_address, load_keystore
+from prime_core.errors import UserError
+from prime_core.ids import Address
+from prime_core.signing import LocalSigner
 
 PARTIES = ("deployer", "manager", "trainer", "validator", "relay")
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import httpx
 
-from protocol.core.errors import FatalError, UnavailableError, UserError
-from protocol.core.ids import Address
-from protocol.core.signing import LocalSigner
+from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_core.ids import Address
+from prime_core.signing import LocalSigner, limit_recursion
 
 CHAIN_ID = 31337
 DEV_MNEMONIC = "test test test test test test test test test test test junk"
@@ -80,6 +80,7 @@ def dev_signer(index: int) -> LocalSigner:
     """Anvil's public development account `index` (0 … 9): known to everyone, for local use only."""
     from eth_account import Account
 
+    limit_recursion()
     Account.enable_unaudited_hdwallet_features()
     account = Account.from_mnemonic(DEV_MNEMONIC, account_path=f"m/44'/60'/0'/0/{index}")
     return LocalSigner(bytes(account.key))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from devnet.chain import CHAIN_ID, Anvil, dev_signer
-from protocol.chain.amounts import ETHER
-from protocol.chain.client import Call, ChainClient, TxReceipt
-from protocol.chain.contracts import Contracts
-from protocol.chain.deployer import Options, deploy
-from protocol.chain.deployment import Deployment, Periods
-from protocol.chain.errors import ChainRevertedError
-from protocol.core import ids
-from protocol.core.errors import UnavailableError
-from protocol.core.signing import LocalSigner
+from prime_chain.amounts import ETHER
+from prime_chain.client import Call, ChainClient, TxReceipt
+from prime_chain.contracts import Contracts, PoolConfig
+from prime_chain.deployer import Options, deploy
+from prime_chain.errors import ChainRevertedError
+from prime_core import ids
+from prime_core.deployment import Deployment, Periods
+from prime_core.errors import UnavailableError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.rollout import Submission
+from prime_core.signing import LocalSigner
+from prime_core.verdict import Law, Opinion, Outcome, Reason, SignedOpinion, reason_digest
 
 TEST_PERIODS = Periods(
     epoch_length=10, validity=30, slash_window=10, dispute_window=10, reward_delay=10, unbonding=60
@@ -23,12 +27,16 @@ TEST_PERIODS = Periods(
 """Seconds; tests move the chain's clock with `Anvil.forward`."""
 
 
+EVIDENCE = Digest("0x" + "e1" * 32)
+"""What the opinions of `opinions_on` name."""
+
+
 @dataclass
 class Deployed:
     """A deployment and everything to use it with.
 
     `accounts` are anvil's ten development keys, each with 10,000 ETH; account 0 deployed, holds the
-    token's initial supply (10^9 PRIME) and is the guardian.
+    token's initial supply (10^9 PRIME) and is the arbiter.
     """
 
     anvil: Anvil
@@ -80,6 +88,56 @@ class Deployed:
         return self.client.block("latest").time
 
 
+def pool_config(
+    trainer: Address,
+    run_digest: Digest,
+    stake: int,
+    *,
+    slash: int | None = None,
+    capacity: int = 10,
+    quorum: int = 1,
+    lease_seconds: int = 60,
+) -> PoolConfig:
+    """A pool for tests: a slash takes a whole seat's stake unless `slash` (wei) says otherwise."""
+    return PoolConfig(
+        trainer, run_digest, stake, stake if slash is None else slash, capacity, quorum,
+        lease_seconds,
+    )  # fmt: skip
+
+
+def opinions_on(
+    deployment: Deployment,
+    submission: Submission,
+    signers: Sequence[LocalSigner],
+    *,
+    reason: Reason = Reason.WRONG_ACTIVATIONS,
+    evidence: Digest = EVIDENCE,
+) -> list[SignedOpinion]:
+    """What `signers` say of a submission, under one law. `evidence` counts for rejections only."""
+    nothing = ZERO_DIGEST
+    law = Law(
+        lease=submission.lease_digest, run=nothing, verification_class=nothing, verifier=nothing,
+        draws=nothing,
+    )  # fmt: skip
+    said = Opinion(
+        pool=submission.pool,
+        submission=submission.digest(deployment.domain_of(submission)),
+        law=law.struct_hash(),
+        outcome=int(reason.outcome),
+        reason=reason_digest(reason),
+        table=nothing,
+        evidence=evidence if reason.outcome is Outcome.REJECTED else nothing,
+        judged_at=0,
+    )
+    domain = deployment.domain_of(said)
+    return [
+        SignedOpinion(
+            opinion=said, law=law, validator=one.address, signature=one.sign(said, domain)
+        )
+        for one in signers
+    ]
+
+
 def deploy_local(
     anvil: Anvil, folder: Path, *, periods: Periods = TEST_PERIODS, dispute_deposit: int = 0
 ) -> Deployed:
@@ -91,7 +149,7 @@ def deploy_local(
         testnet=True,
         holder=accounts[0].address,
         supply=10**9 * ETHER,
-        guardian=accounts[0].address,
+        arbiter=accounts[0].address,
         dispute_deposit=dispute_deposit,
     )
     deployment = deploy(client, accounts[0], options, journal=folder / "deployer.sqlite")

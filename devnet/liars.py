@@ -1,15 +1,17 @@
-"""`python -m devnet.liars KIND …`: the worker of a lying node, started by an otherwise honest agent
-through its development setting `worker_command`. Takes the honest worker's arguments."""
+"""`python -P devnet/liars.py KIND …`: the worker of a lying node.
+
+An otherwise honest agent starts it through its development setting `worker_command`. Takes the
+honest worker's arguments."""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
 
-from node.planting import LyingWorkshop
-from node.worker.__main__ import main as worker_main
-from protocol.core.errors import UserError
-from protocol.verification.lies import LIES
+from prime_core.errors import UserError
+from prime_node.planting import LyingWorkshop
+from prime_node.worker.__main__ import main as worker_main
+from prime_verify.canaries.lies import LIES
 
 
 def known(kind: str) -> str:

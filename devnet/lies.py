@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from devnet.findings import NodeFacts, liars_slashed
-from protocol.core.ids import Digest
-from protocol.core.messages import NodeInfo
-from protocol.core.task import LeaseStatus
-from protocol.core.verdict import Reason
-from protocol.verification.lies import LIES, Ending
+from prime_core.ids import Digest
+from prime_core.messages import NodeInfo
+from prime_core.task import LeaseStatus
+from prime_core.verdict import Reason
+from prime_verify.canaries.lies import LIES, Ending
 
 HONEST = 2
 """Honest nodes beside the liars of each network."""
@@ -32,7 +32,10 @@ NOT_ITS_OWN = frozenset({Reason.UNAVAILABLE, Reason.LATE, Reason.POLICY_TOO_OLD,
 """Void for time alone, on a busy machine: these say nothing of what is in the file."""
 AUDITED: Mapping[Ending, str] = {"slashed": "match", "void": "match", "unseen": "accepted"}
 """What an audit says of each slash; of a void file; of an accepted one."""
-SOURCES = ("protocol/engine", "protocol/proofs", "protocol/verification")
+SOURCES = (
+    *("protocol/prime_engine", "protocol/prime_verify"),
+    *("protocol/prime_verify/proofs", "protocol/prime_verify/canaries"),
+)
 """What makes and judges files, beside the two programs that lie."""
 
 Came = Literal["slashed", "rejected", "void", "unseen", "mixed", "nothing"]
@@ -50,7 +53,7 @@ class JudgedFile:
 
 def sources(root: Path) -> str:
     """SHA-256 of what decides how a lie ends."""
-    paths = [root / "node" / "planting.py", root / "devnet" / "liars.py"]
+    paths = [root / "node" / "prime_node" / "planting.py", root / "devnet" / "liars.py"]
     for folder in SOURCES:
         found = (root / folder).glob("*")
         paths += sorted(path for path in found if path.suffix in (".py", ".json"))

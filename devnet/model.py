@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.core.run import LengthBudgets
-from protocol.environments.reverse import Reverse
+from prime_core.run import LengthBudgets
+from prime_envs.reverse import Reverse
 
 COMMITTED = Path(__file__).parent / "model"
 HELDOUT = 1024
@@ -171,7 +171,7 @@ def make(folder: Path, *, quiet: bool = False) -> None:
 
 def training_words() -> list[str]:
     """The environment's training problems: all but the last HELDOUT words."""
-    environment = Reverse({}, LengthBudgets(by_class={"1": TARGETS}, penalty_micro=0))
+    environment = Reverse({}, LengthBudgets(targets=TARGETS, penalty_micro=0))
     return [environment.problem(i).prompt for i in range(len(environment) - HELDOUT)]
 
 

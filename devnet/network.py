@@ -11,25 +11,27 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from devnet.accounts import PARTIES, Account, make, recorded
 from devnet.chain import Anvil, free_port
-from devnet.plan import TOKEN, NodePlan, Plan, class_threshold, run_definition
+from devnet.plan import TOKEN, NodePlan, Plan, run_definition
 from devnet.processes import Child, Supervisor
-from protocol.broadcast.manifest import build_manifest
-from protocol.chain.client import ChainClient
-from protocol.chain.contracts import Contracts
-from protocol.chain.deployment import Deployment
-from protocol.core.errors import PrimeError, UnavailableError, UserError
-from protocol.core.ids import Digest
-from protocol.core.messages import Status
-from protocol.core.run import RunDefinition
-from protocol.transport.client import OrchestratorClient
+from prime_broadcast.manifest import build_manifest
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_core.deployment import Deployment
+from prime_core.errors import PrimeError, UnavailableError, UserError
+from prime_core.ids import Digest
+from prime_core.messages import Status
+from prime_core.run import RunDefinition
+from prime_core.transport.client import OrchestratorClient
 
 MODEL = Path(__file__).parent / "model"
+LIARS = Path(__file__).with_name("liars.py")
 BIN = Path(sys.executable).parent
 RECORD = "network.json"
 POOL_FUNDS = 5_000 * TOKEN
@@ -94,7 +96,7 @@ class Network:
         self.supervisor.run(
             "deploy",
             [
-                *self._orchestrator("deployment", "deploy", "--network", "local"),
+                *self.command("deployment", "deploy", "--network", "local"),
                 *("--rpc", self.anvil.url, "--out", str(self.deployment_file)),
                 *self.accounts["deployer"].flags(),
                 *("--epoch", str(periods.epoch_length), "--validity", str(periods.validity)),
@@ -107,18 +109,18 @@ class Network:
 
     def definition(self, base: Digest) -> RunDefinition:
         """What the pool trains, from the base model of that digest."""
-        return run_definition(self.plan, base, class_threshold())
+        return run_definition(self.plan, base)
 
     def create_pool(self) -> None:
         """The run definition, the pool on chain, its funds and its validator."""
         run = self.definition(build_manifest(self.model, pool=0, version=0, step=0).result_digest)
-        self.run_file.write_bytes(run.canonical())
+        self.run_file.write_bytes(run.raw())
         manager = self.accounts["manager"].flags()
         chain = ("--rpc", self.anvil.url, "--deployment", str(self.deployment_file))
         created = self.supervisor.run(
             "pool",
             [
-                *self._orchestrator("pool", "create", *chain, *manager, "--json"),
+                *self.command("pool", "create", *chain, *manager, "--json"),
                 *("--run", str(self.run_file)),
                 *("--trainer", self.accounts["trainer"].address),
                 *self._named("--validator", self.plan.judges),
@@ -131,7 +133,7 @@ class Network:
         self.supervisor.run(
             "pool",
             [
-                *self._orchestrator("pool", "fund", *chain, *manager, "--json"),
+                *self.command("pool", "fund", *chain, *manager, "--json"),
                 *("--pool", str(self.pool), "--amount", str(POOL_FUNDS // TOKEN)),
             ],
         )
@@ -144,7 +146,7 @@ class Network:
         self.supervisor.start(
             "orchestrator",
             [
-                *self._orchestrator("serve", "--host", "127.0.0.1", "--port", str(port)),
+                *self.command("serve", "--host", "127.0.0.1", "--port", str(port)),
                 *("--data", str(self.root / "orchestrator"), "--run", str(self.run_file)),
                 *("--allow-relay", self.accounts["relay"].address),
                 *self._planted(),
@@ -156,16 +158,14 @@ class Network:
         self.supervisor.wait_for("the orchestrator", self._answers, 60)
 
     def start_validators(self) -> None:
-        """Validators, each a process with a key of its own, on the orchestrator's store."""
+        """Validators, each with a key and a folder of its own: nothing else is shared with them."""
         for name in self.plan.judges:
             self.supervisor.start(
                 name,
                 [
-                    *self._orchestrator("validate"),
-                    *("--orchestrator-data", str(self.root / "orchestrator")),
-                    *("--data", str(self.root / name), "--run", str(self.run_file)),
+                    *(str(BIN / "validator"), "run", "--orchestrator", self.url),
+                    *("--rpc", self.anvil.url, "--data", str(self.root / name)),
                     *("--threads", "1"),
-                    *self._chain_flags(),
                     *self.accounts[name].flags(),
                 ],
             )
@@ -175,7 +175,7 @@ class Network:
         self.supervisor.start(
             "relay",
             [
-                *self._orchestrator("relay", "--orchestrator", self.url),
+                *self.command("relay", "--orchestrator", self.url),
                 *("--data", str(self.root / "relay"), "--port", str(self.relay_port)),
                 # the demo's outside observer reads it without an account
                 *("--access", "anyone"),
@@ -216,9 +216,9 @@ class Network:
             command += ["--throttle", str(node.throttle)]
         if node.planted:
             secret = self._planting_secret()
-            command += ["--worker-command", f"python -m node.planting {secret}"]
+            command += ["--worker-command", f"python -m prime_node.planting {secret}"]
         if node.liar:
-            command += ["--worker-command", f"python -m devnet.liars {node.liar}"]
+            command += ["--worker-command", f"python -P {shlex.quote(str(LIARS))} {node.liar}"]
         return self.supervisor.start(node.name, command, required=node.liar is None)
 
     def stop(self) -> None:
@@ -243,7 +243,7 @@ class Network:
             return client.get("/v1/status", Status)
 
     def run(self) -> RunDefinition:
-        return RunDefinition.model_validate_json(self.run_file.read_bytes())
+        return RunDefinition.parse(self.run_file.read_bytes())
 
     def deployment(self) -> Deployment:
         """Where the contracts live."""
@@ -296,7 +296,8 @@ class Network:
             return True
         return True
 
-    def _orchestrator(self, *words: str) -> Sequence[str]:
+    def command(self, *words: str) -> Sequence[str]:
+        """`orchestrator` with words."""
         return [str(BIN / "orchestrator"), *words]
 
     def _chain_flags(self) -> tuple[str, ...]:

@@ -22,21 +22,21 @@ from devnet.findings import (
 from devnet.network import BIN, Network
 from devnet.plan import HELDOUT
 from devnet.walk import evaluate
-from protocol.broadcast.manifest import MANIFEST_NAME, Trust, read_signed, verify_folder
-from protocol.chain import events
-from protocol.chain.contracts import Contracts
-from protocol.chain.events import Event
-from protocol.chain.history import read_events
-from protocol.core import encoding
-from protocol.core.batch import SignedBatch
-from protocol.core.checkpoint import Manifest, SignedManifest
-from protocol.core.errors import PolicyError, PrimeError, UntrustedError
-from protocol.core.ids import ZERO_DIGEST, Address, Digest
-from protocol.core.messages import LeaseAnswer, LeaseRequest, SubmissionInfo
-from protocol.core.rollout import SignedSubmission
-from protocol.core.signing import Domain
-from protocol.transport.client import OrchestratorClient
-from protocol.transport.problems import NotFoundError
+from prime_broadcast.manifest import MANIFEST_NAME, Trust, read_signed, verify_folder
+from prime_chain import events
+from prime_chain.contracts import Contracts
+from prime_chain.events import Event
+from prime_chain.history import read_events
+from prime_core import encoding
+from prime_core.batch import SignedBatch
+from prime_core.checkpoint import Manifest, SignedManifest
+from prime_core.errors import PolicyError, PrimeError, UntrustedError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.messages import LeaseAnswer, LeaseRequest, NodeInfo, SubmissionInfo
+from prime_core.rollout import SignedSubmission
+from prime_core.signing import Domain
+from prime_core.transport.client import OrchestratorClient
+from prime_core.transport.problems import NotFoundError
 
 T = TypeVar("T", bound=Event)
 
@@ -221,8 +221,7 @@ def node_facts(
 
 
 def _units(client: OrchestratorClient, node: Address) -> int:
-    nodes = json.loads(client.send("GET", "/v1/nodes", signed=False))
-    return sum(int(known["units"]) for known in nodes if known["node"] == node)
+    return client.get(f"/v1/nodes/{node}", NodeInfo).units
 
 
 def _lease_refused(network: Network, name: str) -> bool:

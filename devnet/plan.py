@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from protocol.chain.deployment import DEMO_PERIODS, Periods
-from protocol.core.ids import Digest
-from protocol.core.run import LengthBudgets, Objective, RunDefinition, SpeedClasses
-from protocol.core.task import Task
-from protocol.environments.registry import environment_ref
-from protocol.proofs import hardware
-from protocol.verification.lies import LIES, Ending
+from prime_core.deployment import DEMO_PERIODS, Periods
+from prime_core.ids import Digest
+from prime_core.run import LengthBudgets, RunDefinition, SpeedClasses
+from prime_core.task import Task
+from prime_envs.registry import environment_ref
+from prime_verify.canaries.lies import LIES, Ending
 
 TOKEN = 10**18
 HELDOUT = 256
-TARGETS = {"1": (2, 6), "2": (2, 6, 10, 14)}
+TARGETS = (2, 6, 10, 14)
+PREFERRED = {"1": (2, 6), "2": TARGETS}
+"""By speed class: the slow node is asked for short answers first."""
 PENALTY_MICRO = 150_000
 """0.15 for each thinking dot off the target."""
-CHALLENGE_SIZE = 1024
+CHALLENGE_SIZE = 512
 CHALLENGE_ROUNDS = 2
-CARRY_SECONDS = 0.7
-"""What carrying and hashing an answer may take while every node of the demo does it at once, on two
-cores: 0.4 s were measured, while the throttled node took 1.8 s in all. Too little of it seats every
-node in the lowest class, and the longer targets are never trained."""
 
 LIARS = ("int4", "best_of_4", "copied_proof", "made_up_proof")
-"""Who lies if nobody says; protocol.verification.lies has all kinds."""
+"""Who lies if nobody says; prime_verify.canaries.lies has all kinds."""
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node: its name, whether and how it lies (a name of protocol.verification.lies), how many
+    """One node: its name, whether and how it lies (a name of prime_verify.canaries.lies), how many
     times slower than this machine it is, whether it has no seat, whether its files are planted."""
 
     name: str
@@ -67,11 +63,11 @@ class Plan:
     port: int = 0
     runtime: Literal["process", "docker"] = "process"
     image: str = ""
-    validators: int = 1
+    validators: int = 3
     groups_per_batch: int = 32
     samples_per_group: int = 16
     groups_per_lease: int = 4
-    evaluate_every: int = 8
+    evaluate_every: int = 6
 
     @property
     def judges(self) -> tuple[str, ...]:
@@ -117,41 +113,17 @@ def node_plans(
     return tuple(plans)
 
 
-def class_threshold(
-    size: int = CHALLENGE_SIZE,
-    rounds: int = CHALLENGE_ROUNDS,
-    slower: float = 3.2,
-    carry: float = CARRY_SECONDS,
-) -> int:
-    """Million multiply-adds a second that part two speed classes on this machine: an answer that
-    took `slower` times this machine's own solving time is the slow one's.
-
-    The orchestrator's clock also counts hashing and carrying the answer: `carry` seconds for the
-    demo's 16 MiB, as much more for a longer one.
-    """
-    seed = Digest("0x" + "5e" * 32)
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        hardware.solve(seed, size, rounds)
-        best = min(best, time.perf_counter() - start)
-    answers = hardware.solution_bytes(size, rounds) / hardware.solution_bytes(
-        CHALLENGE_SIZE, CHALLENGE_ROUNDS
+def run_definition(plan: Plan, base_model: Digest) -> RunDefinition:
+    """The demo's run."""
+    budgets = LengthBudgets(
+        targets=TARGETS, by_class=PREFERRED, penalty_micro=PENALTY_MICRO, form="clip"
     )
-    work = hardware.multiply_adds(size, rounds)
-    return int(work / (slower * best + carry * answers) / 1e6)
-
-
-def run_definition(plan: Plan, base_model: Digest, threshold: int) -> RunDefinition:
-    """The demo's run. `threshold` (million multiply-adds a second) parts the two classes."""
-    budgets = LengthBudgets(by_class=TARGETS, penalty_micro=PENALTY_MICRO, form="clip")
     return RunDefinition(
         name="devnet",
         base_model=base_model,
         environment=environment_ref(
             "reverse", {}, budgets, train_size=reverse_train_size(budgets), heldout_size=HELDOUT
         ),
-        objective=Objective(name="grpo", advantage="mean_std"),
         max_output_tokens=40,
         samples_per_group=plan.samples_per_group,
         groups_per_lease=plan.groups_per_lease,
@@ -159,12 +131,13 @@ def run_definition(plan: Plan, base_model: Digest, threshold: int) -> RunDefinit
         max_staleness=2,
         budgets=budgets,
         speed=SpeedClasses(
-            thresholds=(threshold,),
+            ratios_micro=(500_000,),
             challenge_size=CHALLENGE_SIZE,
             challenge_rounds=CHALLENGE_ROUNDS,
         ),
         task=Task(image=plan.image or "process", memory_mb=2048, cpus_milli=1000, pids=128),
         price_per_unit=TOKEN // 1000,
+        price_per_judged_file=TOKEN // 100,
         stake_per_class=100 * TOKEN,
         slash_amount=50 * TOKEN,
         epoch_seconds=plan.periods.epoch_length,
@@ -179,6 +152,6 @@ def run_definition(plan: Plan, base_model: Digest, threshold: int) -> RunDefinit
 
 def reverse_train_size(budgets: LengthBudgets) -> int:
     """All of the demo's problems but the last HELDOUT are for training."""
-    from protocol.environments.registry import load_environment
+    from prime_envs.registry import load_environment
 
     return len(load_environment("reverse", {}, budgets)) - HELDOUT

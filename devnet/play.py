@@ -20,15 +20,15 @@ from devnet.observe import ChainFacts, audit, node_facts, published_leaves
 from devnet.origin import ROOT, commit, machine
 from devnet.plan import Plan, node_plans
 from devnet.walk import Walk
-from protocol.chain.deployment import Periods
-from protocol.chain.history import read_events
-from protocol.core.errors import PrimeError, UnavailableError
-from protocol.core.ids import Address
-from protocol.core.messages import Status, SubmissionInfo
-from protocol.core.signing import Domain
-from protocol.core.verdict import Reason
-from protocol.transport.client import OrchestratorClient
-from protocol.verification.lies import LIES
+from prime_chain.history import read_events
+from prime_core.deployment import Periods
+from prime_core.errors import PrimeError, UnavailableError
+from prime_core.ids import Address
+from prime_core.messages import Status, SubmissionInfo
+from prime_core.signing import Domain
+from prime_core.transport.client import OrchestratorClient
+from prime_core.verdict import Reason
+from prime_verify.canaries.lies import LIES
 
 PERIODS = Periods(
     epoch_length=8, validity=90, slash_window=6, dispute_window=6, reward_delay=4, unbonding=120

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol.core.errors import FatalError, UnavailableError
+from prime_core.errors import FatalError, UnavailableError
 
 STOP_SECONDS = 20.0
 

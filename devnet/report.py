@@ -14,8 +14,8 @@ from devnet.findings import Finding
 from devnet.network import Network
 from devnet.observe import Observation
 from devnet.plan import TOKEN
-from protocol.chain import events
-from protocol.core.messages import Status
+from prime_chain import events
+from prime_core.messages import Status
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --good: #17803d; --bad: #b42318; }
@@ -89,6 +89,7 @@ def gather(
             }
             for node in status.nodes
         ],
+        "targets": [share.model_dump() for share in status.targets],
         "slashes": [
             {
                 "node": names.get(event.node, event.node),
@@ -146,6 +147,11 @@ def page(data: dict[str, Any]) -> str:
                  n["void"], n["units"])
                 for n in data["nodes"]
             ),
+        ),
+        "<h2>Target lengths</h2>",
+        _table(
+            ("target", "leases asked", "accepted", "groups trained of late"),
+            ((t["target"], t["asked"], t["accepted"], t["trained"]) for t in data["targets"]),
         ),
         "<h2>Slashes</h2>",
         _table(

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from protocol.core.messages import NodeInfo, Status
+from prime_core.messages import NodeInfo, Status
 
 _TONES = {
     "active": "green",
@@ -55,6 +55,11 @@ def picture(
         "staleness",
         f"at most {staleness}",
     )
+    shares = "  ".join(
+        f"{share.target}: {share.accepted} of {share.asked}{' STARVES' if share.starving else ''}"
+        for share in status.targets
+    )
+    head.add_row("targets", shares or "–", "", "")
     head.add_row("reward", f"{rewards[-1]:.3f}" if rewards else "–", "by batch", sparkline(rewards))
     head.add_row(
         "held out",

@@ -1,6 +1,7 @@
 """The demo from start to end, as one walk:
 
-    start → learn (evaluate every few policies, until two in a row are good) → stop training
+    start → premises (every target length is asked for)
+          → learn (evaluate every few policies, until two in a row are good) → stop training
           → settle (last epoch's validity passes, reward roots are posted, honest nodes claim)
           → observe from outside → six findings → report
 
@@ -20,21 +21,23 @@ import httpx
 from devnet.findings import NEEDED_REWARD, NEEDED_RISE
 from devnet.network import BIN, Network
 from devnet.plan import HELDOUT
-from protocol.broadcast.access import Passes, ephemeral_signer
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.layout import INDEX_NAME, POLICIES, parse_index
-from protocol.broadcast.manifest import Trust
-from protocol.broadcast.sources import SourceBook
-from protocol.chain.events import RootPosted
-from protocol.chain.history import read_events
-from protocol.core import ids
-from protocol.core.checkpoint import SignedManifest
-from protocol.core.errors import PrimeError, UnavailableError
-from protocol.core.messages import Status
+from prime_broadcast.access import Passes, ephemeral_signer
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.layout import INDEX_NAME, POLICIES, parse_index
+from prime_broadcast.manifest import Trust
+from prime_broadcast.sources import SourceBook
+from prime_chain.events import RootPosted
+from prime_chain.history import read_events
+from prime_core import ids
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import FatalError, PrimeError, UnavailableError
+from prime_core.messages import Status
 
-START_SECONDS = 180.0
+START_SECONDS = 600.0
 STEP_SECONDS = 90.0
 EVALUATION_SEED = 7
+LEASES_SEEN = 4
+"""Leases for each target length, after which the run's premises are looked at."""
 Note = Callable[[str], None]
 
 
@@ -48,11 +51,40 @@ class Walk:
         self.evaluations: list[tuple[int, float]] = []
 
     def start(self) -> None:
-        """Everything up, policy 0 evaluated, the first batch sealed."""
+        """Everything up, the premises looked at, policy 0 evaluated, the first batch sealed."""
         self.bring_up()
+        self.premises()
         self.evaluate(0)
-        self.note("nodes are joining")
         self.until("the first batch", lambda status: status.step >= 1, START_SECONDS)
+
+    def premises(self) -> None:
+        """Waits until the first nodes work and LEASES_SEEN leases are out, and looks at what the
+        run rests on. Raises FatalError with what is wrong."""
+        run = self.network.run()
+        self.note("nodes are joining")
+        least = LEASES_SEEN * len(run.budgets.targets)
+
+        def asked(status: Status) -> int:
+            return sum(share.asked for share in status.targets)
+
+        self.until(f"{least} leases", lambda status: asked(status) >= least, START_SECONDS)
+        status = self.network.status()
+        if missing := [share.target for share in status.targets if share.asked == 0]:
+            raise FatalError(
+                f"of {asked(status)} leases none asked for the target lengths {missing}: the run "
+                "cannot learn them"
+            )
+        names = self.network.names()
+        classes = {
+            names[node.node]: node.speed_class for node in status.nodes if node.node in names
+        }
+        slow = [node.name for node in self.network.plan.nodes if node.throttle > 1.0]
+        told_apart = slow and len({*classes.values()}) > 1
+        words = ", ".join(f"{name} {number}" for name, number in sorted(classes.items()))
+        asks = ", ".join(f"{share.target}: {share.asked}" for share in status.targets)
+        self.note(f"leases by target length {asks}; speed classes: {words}")
+        if slow and not told_apart:
+            self.note(f"{', '.join(slow)} should be of a lower class, and is not seen to be (yet)")
 
     def bring_up(self) -> None:
         """Chain, contracts, pool, programs, nodes, until the first policy is published."""
@@ -63,6 +95,7 @@ class Walk:
         network.create_pool()
         self.note("starting orchestrator, validator, trainer and relay")
         network.start_orchestrator()
+        self.note(f"page: {network.url}")
         network.start_validators()
         network.start_trainer()
         network.start_relay()
@@ -112,7 +145,7 @@ class Walk:
         self.note("ending training: every node takes the last policy, every file its verdict")
         network.supervisor.stop("trainer")
         network.start_trainer(steps=0)
-        self.until("the last policy at every honest node", self._all_have_the_last, 120)
+        self.until("the last policy at every honest node", self._all_have_the_last, START_SECONDS)
         self.stop_nodes()
         self.note("waiting until the last work's validity has passed")
         contracts = network.contracts()
@@ -142,7 +175,7 @@ class Walk:
         """Ends every node; then every file gets its verdict and its root."""
         for node in self.network.plan.nodes:
             self.network.supervisor.stop(node.name)
-        self.until("every file's verdict and root", self._all_judged_and_rooted, 180)
+        self.until("every file's verdict and root", self._all_judged_and_rooted, START_SECONDS)
 
     def evaluate(self, version: int) -> None:
         """Evaluates a policy that came through the relay, and remembers its mean reward."""

@@ -1,4 +1,4 @@
-"""Compiles the contracts and writes protocol/chain/abi/*.json: Python users need no compiler.
+"""Compiles the contracts and writes prime_chain/abi/*.json: Python users need no compiler.
 
     scripts/build_contracts.py            compile, write
     scripts/build_contracts.py --check    compile, compare with what is committed, exit 1 if stale
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "contracts" / "out" / "release"
 CACHE = ROOT / "contracts" / "cache" / "release"
-ABI = ROOT / "protocol" / "chain" / "abi"
+ABI = ROOT / "protocol" / "prime_chain" / "abi"
 LAYOUT = ROOT / "contracts" / "storage-layout.json"
 CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher")
 
@@ -69,7 +69,7 @@ def artifact(name: str) -> dict[str, Any]:
 
 
 def artifacts() -> dict[str, str]:
-    """File name to content of everything under protocol/chain/abi."""
+    """File name to content of everything under prime_chain/abi."""
     files = {f"{name}.json": artifact(name) for name in CONTRACTS}
     errors = json.loads((OUT / "Errors.sol" / "Errors.json").read_text())
     files["Errors.json"] = {"contractName": "Errors", "abi": errors["abi"]}
@@ -126,7 +126,7 @@ def main() -> int:
         path.unlink()
     for name, content in artifacts().items():
         (ABI / name).write_text(content)
-        print(f"protocol/chain/abi/{name}")
+        print(f"protocol/prime_chain/abi/{name}")
     LAYOUT.write_text(layout())
     return 0
 

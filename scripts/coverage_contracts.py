@@ -31,7 +31,7 @@ def measure(copy: Path) -> str:
     (copy / "node_modules").symlink_to(ROOT / "node_modules")
     if (ROOT / ".venv").exists():
         (copy / ".venv").symlink_to(ROOT / ".venv")
-    shutil.copytree(ROOT / "protocol/chain/abi", copy / "protocol/chain/abi")
+    shutil.copytree(ROOT / "protocol/prime_chain/abi", copy / "protocol/prime_chain/abi")
     done = subprocess.run(
         [str(copy / "scripts/forge"), "coverage", "--ir-minimum", "--report", "lcov"],
         cwd=copy, capture_output=True, text=True, check=False,

@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
-from protocol.core.verdict import Reason
-from protocol.verification.made_up import made_up_row
-from protocol.verification.rollout_file import (
+from prime_core.ids import ZERO_DIGEST
+from prime_core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
+from prime_core.verdict import Reason
+from prime_verify.made_up import made_up_row
+from prime_verify.rollout_file import (
     FileMetadata,
     FileRow,
     arrow_schema,

@@ -1,10 +1,10 @@
-"""Writes tests/vectors/eip712.json from protocol.core: the one file that Python and Solidity share.
+"""Writes tests/vectors/eip712.json from prime_core: the one file that Python and Solidity share.
 
     scripts/make_vectors.py            write
     scripts/make_vectors.py --check    compare with what is committed, exit 1 if it differs
 
 It holds the digest and a signature of every EIP-712 statement under one fixed domain a contract,
-Merkle roots with all their proofs, and reward leaves. pytest checks that protocol.core gives them,
+Merkle roots with all their proofs, and reward leaves. pytest checks that prime_core gives them,
 forge that the contracts do (tests/contracts/Vectors.t.sol).
 """
 
@@ -18,24 +18,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from protocol.core import encoding
-from protocol.core.batch import BatchStatement
-from protocol.core.calibration import CalibrationStatement
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.draws import DrawCommitment
-from protocol.core.ids import address, digest
-from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
-from protocol.core.rollout import Receipt, Submission
-from protocol.core.signing import CONTRACT_NAMES, Domain, LocalSigner, Sol, Statement
-from protocol.core.task import Lease
-from protocol.core.verdict import Verdict
+from prime_core import encoding
+from prime_core.batch import BatchStatement
+from prime_core.calibration import CalibrationStatement
+from prime_core.checkpoint import PolicyStatement
+from prime_core.draws import DrawCommitment
+from prime_core.ids import address, digest
+from prime_core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
+from prime_core.rollout import Receipt, Submission
+from prime_core.signing import CONTRACT_NAMES, Domain, LocalSigner, Sol, Statement
+from prime_core.task import Lease
+from prime_core.verdict import Law, Opinion
 
 PATH = Path(__file__).resolve().parent.parent / "tests" / "vectors" / "eip712.json"
 CHAIN_ID = 84532
 PRIVATE_KEY = 0x5EED
 STATEMENTS: tuple[type[Statement], ...] = (
     NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
-    Lease, Submission, Receipt, BatchStatement, Verdict, DrawCommitment,
+    Lease, Submission, Receipt, BatchStatement, Law, Opinion, DrawCommitment,
     CalibrationStatement,
 )  # fmt: skip
 TREE_SIZES = (1, 2, 3, 4, 5, 7, 8, 13)

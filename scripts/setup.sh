@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+. scripts/installer.sh
+
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
@@ -18,7 +20,7 @@ find_python() {
 }
 
 python=$(find_python)
-stamp=$({ "$python" --version; cat pyproject.toml constraints.txt package.json "$0" scripts/setup_families.sh; } | sha256sum | cut -d' ' -f1)
+stamp=$({ "$python" --version; cat pyproject.toml constraints.txt package.json "$0" scripts/installer.sh scripts/setup_families.sh; } | sha256sum | cut -d' ' -f1)
 if [ "$(cat .venv/.setup-stamp 2>/dev/null || true)" = "$stamp" ] && [ -d node_modules/@foundry-rs ]; then
   exit 0
 fi
@@ -31,8 +33,7 @@ if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 fi
 # constraints.txt pins what was tested; torch is left out of it, so that a machine's own build of it
 # (CPU, CUDA, ROCm) is taken.
-.venv/bin/python -m pip install --quiet --disable-pip-version-check \
-  --constraint constraints.txt --editable '.[dev]' ||
+install_into .venv/bin/python --constraint constraints.txt --editable '.[dev]' ||
   fail "the Python packages did not install; the lines above say why"
 
 scripts/setup_families.sh .venv/bin/python --constraint constraints.txt ||

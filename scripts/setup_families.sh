@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# reasoning-gym into an environment: setup_families.sh PYTHON [what else pip install is told].
+# reasoning-gym into an environment: setup_families.sh PYTHON [further arguments of pip install].
 # It wants pycosat, for one family of puzzles; that comes as C source only. A machine without a
-# compiler gets every other family (protocol/environments/reasoning.py).
+# compiler gets every other family (protocol/prime_envs/reasoning.py).
 set -euo pipefail
 python=$1
 shift
-install=("$python" -m pip install --quiet --disable-pip-version-check "$@")
+. "$(dirname "$0")/installer.sh"
+install=(install_into "$python" "$@")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 

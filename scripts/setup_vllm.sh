@@ -23,8 +23,8 @@ holds_this_checkout() {
 	"$python" -I -c '
 import sys
 from pathlib import Path
-import protocol, protocol.core.run
-sys.exit(not Path(protocol.__file__).resolve().is_relative_to(Path.cwd().resolve()))' 2>/dev/null
+import prime_core.run
+sys.exit(not Path(prime_core.run.__file__).resolve().is_relative_to(Path.cwd().resolve()))' 2>/dev/null
 }
 
 if has_engine; then

@@ -15,8 +15,8 @@ from hypothesis import settings
 
 from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
-from orchestrator.store import open_store
-from protocol.core.errors import UserError
+from prime_core.errors import UserError
+from prime_orchestrator.store import open_store
 
 # No example fails for having taken long: on a busy machine any may.
 settings.register_profile("untimed", deadline=None)
@@ -25,6 +25,11 @@ settings.load_profile("untimed")
 ALLOWED = ("CUDA", "NVIDIA", "only root")
 """What the reason of a skip may name even there: GPUs, and who runs the tests."""
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults-seconds", type=float, default=45.0,
+                     help="how long endpoints fail in test_money_behind_faults.py")  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)

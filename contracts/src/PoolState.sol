@@ -23,12 +23,16 @@ abstract contract PoolState is EIP712 {
     event NodeLeft(uint256 indexed pool, address indexed node);
     /// @notice A node lost its seat.
     event NodeEjected(uint256 indexed pool, address indexed node);
-    /// @notice A node may not come back, or may again. A slash bans as well, without this event.
+    /// @notice A node may not come back, or may again. A slash bans as well: see `Slasher.SlashExecuted`.
     event BanSet(uint256 indexed pool, address indexed node, bool on);
     /// @notice The trainer published a policy.
     event PolicyPublished(uint256 indexed pool, uint64 indexed version, bytes32 manifestDigest);
     /// @notice The run is over.
     event PoolEnded(uint256 indexed pool);
+    /// @notice Leases of steps from `fromStep` on are given under another run definition.
+    event RunRevised(uint256 indexed pool, bytes32 runDigest, uint64 fromStep);
+    /// @notice The slasher's address was set, for good.
+    event SlasherWired(address slasher);
 
     /// @notice A provider lets a pool seat its nodes, up to a speed class; zero takes that back.
     event SeatsAllowed(uint256 indexed pool, address indexed provider, uint8 upToClass);
@@ -51,11 +55,13 @@ abstract contract PoolState is EIP712 {
     /// @param validators Number of accounts ever appointed.
     struct Pool {
         address manager;
-        uint96 stakePerClass;
+        uint88 stakePerClass;
+        uint8 quorum;
         address trainer;
         uint64 nextVersion;
         uint8 validators;
-        address treasury;
+        uint88 slashAmount;
+        uint32 leaseSeconds;
         uint32 capacity;
         uint32 members;
         bool ended;
@@ -64,11 +70,23 @@ abstract contract PoolState is EIP712 {
         bytes32 runDigest;
     }
 
+    /// @param runDigest Digest of the run definition.
+    /// @param fromStep The first step whose leases are given under it.
+    /// @param at When it was published (Unix time).
+    struct Revision {
+        bytes32 runDigest;
+        uint64 fromStep;
+        uint64 at;
+    }
+
     /// @param number Given at the first appointment, never again to another account.
-    /// @param on Whether its verdicts count now.
+    /// @param on Whether its opinions count now.
+    /// @param countsFrom Submissions that are valid until then or longer are of leases signed after
+    /// the present appointment.
     struct Validator {
         uint8 number;
         bool on;
+        uint40 countsFrom;
     }
 
     /// @notice A node's seat. It stays on record when given up: who answered for the node's work
@@ -130,6 +148,7 @@ abstract contract PoolState is EIP712 {
     mapping(uint256 pool => mapping(address node => Move)) internal _moves;
     /// @notice When a pool ended (Unix time), zero while it runs.
     mapping(uint256 pool => uint64) public endedAt;
+    mapping(uint256 pool => Revision[]) internal _revisions;
 
     /// @param vault_ Holds the stake.
     constructor(StakeVault vault_) EIP712("Prime", "1") {
@@ -158,42 +177,88 @@ abstract contract PoolState is EIP712 {
             uint256 stakePerClass,
             uint32 capacity,
             uint32 members,
-            bool ended,
-            address treasury
+            bool ended
         )
     {
         Pool storage p = _known(pool);
-        return (
-            p.manager,
-            p.trainer,
-            p.runDigest,
-            p.stakePerClass,
-            p.capacity,
-            p.members,
-            p.ended,
-            p.treasury
-        );
+        return (p.manager, p.trainer, p.runDigest, p.stakePerClass, p.capacity, p.members, p.ended);
     }
 
-    /// @notice Whether an account's verdicts count in a pool.
+    /// @notice The revisions of a pool's run after its first definition, which `poolOf` names, in the
+    /// order of their steps.
+    function revisionsOf(uint256 pool) external view returns (Revision[] memory) {
+        return _revisions[pool];
+    }
+
+    /// @notice What a pool's judgement rests on: the number of opinions, what a slash takes, the longest
+    /// lease. Reverts if there is no such pool.
+    function judgementOf(uint256 pool)
+        external
+        view
+        returns (uint8 quorum, uint256 slashAmount, uint32 leaseSeconds)
+    {
+        Pool storage p = _known(pool);
+        return (p.quorum, p.slashAmount, p.leaseSeconds);
+    }
+
+    /// @notice Reverts unless the accounts are as many as the pool's quorum asks for, in rising order of
+    /// their numbers, appointed now, and appointed before a lease was signed that ends at `validUntil`.
+    /// @param pool The pool.
+    /// @param authors Who signed.
+    /// @param validUntil End of the submission that they judge.
+    /// @return numbers Their numbers, one byte each, the first in the lowest.
+    function quorumOf(uint256 pool, address[] calldata authors, uint64 validUntil)
+        external
+        view
+        returns (uint24 numbers)
+    {
+        uint256 quorum = _known(pool).quorum;
+        if (authors.length != quorum) revert Errors.NoQuorum(authors.length, quorum);
+        uint8 last;
+        for (uint256 i; i < quorum; ++i) {
+            Validator memory v = _validators[pool][authors[i]];
+            if (!v.on) revert Errors.NotAllowed(authors[i]);
+            if (v.number <= last) revert Errors.OpinionsOutOfOrder(last, v.number);
+            if (v.countsFrom > validUntil) {
+                revert Errors.AppointedLate(authors[i], v.countsFrom, validUntil);
+            }
+            last = v.number;
+            numbers |= uint24(last) << uint24(8 * i);
+        }
+    }
+
+    /// @notice The accounts of the numbers that `quorumOf` returned.
+    function authorsOf(uint256 pool, uint24 numbers)
+        external
+        view
+        returns (address[] memory authors)
+    {
+        uint256 length = numbers > type(uint16).max ? 3 : numbers > type(uint8).max ? 2 : 1;
+        authors = new address[](length);
+        for (uint256 i; i < length; ++i) {
+            authors[i] = validatorAt[pool][uint8(numbers >> (8 * i))];
+        }
+    }
+
+    /// @notice A validator's number in a pool (zero if it never was one), whether its opinions count
+    /// now, and from which submission's end on.
+    function validatorOf(uint256 pool, address account)
+        external
+        view
+        returns (uint8 number, bool on, uint40 countsFrom)
+    {
+        Validator memory v = _validators[pool][account];
+        return (v.number, v.on, v.countsFrom);
+    }
+
+    /// @notice Whether an account's opinions count in a pool.
     function isValidator(uint256 pool, address account) external view returns (bool) {
         return _validators[pool][account].on;
-    }
-
-    /// @notice A validator's number in a pool, zero if its verdicts do not count.
-    function validatorNumber(uint256 pool, address account) external view returns (uint8) {
-        Validator memory v = _validators[pool][account];
-        return v.on ? v.number : 0;
     }
 
     /// @notice A pool's manager. Reverts if there is no such pool.
     function managerOf(uint256 pool) external view returns (address) {
         return _known(pool).manager;
-    }
-
-    /// @notice Where a pool's slashed stake goes, zero if it is burned.
-    function treasuryOf(uint256 pool) external view returns (address) {
-        return _known(pool).treasury;
     }
 
     /// @notice Whether a pool has ended.
@@ -226,16 +291,15 @@ abstract contract PoolState is EIP712 {
 
     /// @notice Who answers for a node's work in a pool, with how much for each submission, and to whom.
     /// @return provider Zero if the node never joined.
-    /// @return stake Stake that its seat needs, or needed.
+    /// @return amount What one slash takes.
     /// @return manager The pool's.
     function liabilityOf(uint256 pool, address node)
         external
         view
-        returns (address provider, uint256 stake, address manager)
+        returns (address provider, uint256 amount, address manager)
     {
-        Stay storage seat = _seats[pool][node];
         Pool storage p = _pools[pool];
-        return (seat.provider, uint256(p.stakePerClass) * seat.speedClass, p.manager);
+        return (_seats[pool][node].provider, p.slashAmount, p.manager);
     }
 
     /// @notice EIP-712 digest of an invite under this contract's domain.

@@ -15,8 +15,31 @@ import { Invite, PolicyStatement, Statements } from "./libraries/Statements.sol"
 /// A seat commits stake of the node's provider, so it needs the provider's own consent: its
 /// transaction (`join`, `Registry.enroll`), or a class that it allowed the pool before (`allow`).
 contract Pools is PoolState {
+    /// @notice What a pool fixes at its creation.
+    /// @param trainer Signs the policies.
+    /// @param runDigest Digest of the run definition.
+    /// @param stakePerClass Active stake that a seat needs, times its speed class.
+    /// @param slashAmount What one slash takes, at most `stakePerClass`; zero: nothing is slashed.
+    /// @param capacity Seats.
+    /// @param quorum How many validators' opinions reject or slash: 2 or 3; 1 on a local chain.
+    /// @param leaseSeconds The longest lease: an opinion counts for leases that were signed after its
+    /// author's appointment, and a lease ends at most so long after it was signed.
+    struct Config {
+        address trainer;
+        bytes32 runDigest;
+        uint88 stakePerClass;
+        uint88 slashAmount;
+        uint32 capacity;
+        uint8 quorum;
+        uint32 leaseSeconds;
+    }
+
     /// @notice Says who owns a node.
     Registry public immutable registry;
+    /// @notice A pool's quorum is at most this: a proposal names its authors in three bytes.
+    uint8 public constant MAX_QUORUM = 3;
+    /// @notice The chain on which one validator is enough.
+    uint256 public constant LOCAL_CHAIN = 31_337;
     address private immutable _deployer = msg.sender;
 
     /// @param registry_ Says who owns a node.
@@ -32,54 +55,63 @@ contract Pools is PoolState {
         if (slasher != address(0)) revert Errors.AlreadyWired();
         if (slasher_ == address(0)) revert Errors.ZeroAddress();
         slasher = slasher_;
+        emit SlasherWired(slasher_);
     }
 
     // ----------------------------------------------------------------------------- the manager's
 
     /// @notice Makes a pool whose manager is the caller.
-    /// @param trainer Signs the policies.
-    /// @param runDigest Digest of the run definition.
-    /// @param stakePerClass Active stake that a seat needs, times its speed class; also the most
-    /// that one submission can be slashed for, times the class.
-    /// @param capacity Seats.
-    /// @param treasury Receives slashed stake; zero burns it.
     /// @return pool The new pool's number.
-    function create(
-        address trainer,
-        bytes32 runDigest,
-        uint256 stakePerClass,
-        uint32 capacity,
-        address treasury
-    ) external returns (uint256 pool) {
-        if (trainer == address(0)) revert Errors.ZeroAddress();
-        if (runDigest == 0) revert Errors.ZeroDigest();
-        if (capacity == 0) revert Errors.ZeroCapacity();
-        // A class is at most 255, so a seat's stake always fits the vault's 96 bits.
-        if (stakePerClass > type(uint88).max) {
-            revert Errors.InsufficientStake(msg.sender, type(uint88).max, stakePerClass);
+    function create(Config calldata config) external returns (uint256 pool) {
+        if (config.trainer == address(0)) revert Errors.ZeroAddress();
+        if (config.runDigest == 0) revert Errors.ZeroDigest();
+        if (config.capacity == 0) revert Errors.ZeroCapacity();
+        if (config.leaseSeconds == 0) revert Errors.ZeroPeriod();
+        if (config.slashAmount > config.stakePerClass) {
+            revert Errors.SlashAboveStake(config.stakePerClass, config.slashAmount);
+        }
+        uint256 least = block.chainid == LOCAL_CHAIN ? 1 : 2;
+        if (config.quorum < least || config.quorum > MAX_QUORUM) {
+            revert Errors.NoQuorum(config.quorum, least);
         }
         pool = ++count;
         Pool storage p = _pools[pool];
         p.manager = msg.sender;
-        p.capacity = capacity;
-        p.trainer = trainer;
-        p.stakePerClass = uint96(stakePerClass);
-        p.treasury = treasury;
-        p.runDigest = runDigest;
-        emit PoolCreated(pool, msg.sender, trainer, runDigest);
+        p.stakePerClass = config.stakePerClass;
+        p.quorum = config.quorum;
+        p.trainer = config.trainer;
+        p.slashAmount = config.slashAmount;
+        p.leaseSeconds = config.leaseSeconds;
+        p.capacity = config.capacity;
+        p.runDigest = config.runDigest;
+        emit PoolCreated(pool, msg.sender, config.trainer, config.runDigest);
     }
 
-    /// @notice Appoints or dismisses a validator.
+    /// @notice Revises the run: leases of steps from `fromStep` on are given under `runDigest`. What the
+    /// pool fixed at its creation (trainer, stake, seats) stays.
+    function revise(uint256 pool, bytes32 runDigest, uint64 fromStep) external {
+        if (_managed(pool).ended) revert Errors.PoolHasEnded(pool);
+        if (runDigest == 0) revert Errors.ZeroDigest();
+        Revision[] storage made = _revisions[pool];
+        uint64 last = made.length == 0 ? 0 : made[made.length - 1].fromStep;
+        if (fromStep <= last) revert Errors.RevisionNotLater(last, fromStep);
+        made.push(Revision(runDigest, fromStep, uint64(block.timestamp)));
+        emit RunRevised(pool, runDigest, fromStep);
+    }
+
+    /// @notice Appoints or dismisses a validator. Its opinions count for leases that are signed from now
+    /// on. A pool whose quorum is one appoints one account.
     function setValidator(uint256 pool, address validator, bool on) external {
         Pool storage p = _managed(pool);
         if (validator == address(0)) revert Errors.ZeroAddress();
-        if (on && validator == p.treasury) revert Errors.ValidatorIsTreasury(validator);
         Validator storage v = _validators[pool][validator];
         if (v.number == 0) {
-            if (p.validators == type(uint8).max) revert Errors.TooManyValidators(p.validators);
+            uint8 most = p.quorum == 1 ? 1 : type(uint8).max;
+            if (p.validators == most) revert Errors.TooManyValidators(most);
             v.number = ++p.validators;
             validatorAt[pool][v.number] = validator;
         }
+        if (on && !v.on) v.countsFrom = uint40(block.timestamp + p.leaseSeconds);
         v.on = on;
         emit ValidatorSet(pool, validator, on);
     }
@@ -141,14 +173,9 @@ contract Pools is PoolState {
     /// @param pool The pool.
     /// @param node Whose work it was.
     /// @param provider Who answers for that work.
-    /// @return treasury Where the slashed stake goes, zero if it is burned.
     // slither-disable-next-line reentrancy-no-eth
-    function expel(uint256 pool, address node, address provider)
-        external
-        returns (address treasury)
-    {
+    function expel(uint256 pool, address node, address provider) external {
         if (msg.sender != slasher) revert Errors.NotAllowed(msg.sender);
-        treasury = _pools[pool].treasury;
         if (_expel(pool, node, provider) & MOVED != 0) {
             _expel(pool, _moves[pool][node].to, provider);
         }

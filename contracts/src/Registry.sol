@@ -22,6 +22,8 @@ contract Registry is EIP712 {
     event NodeRemoved(address indexed provider, address indexed node);
     /// @notice A provider moved a node to a new key; its history goes on under `to`.
     event NodeMoved(address indexed provider, address indexed from, address indexed to);
+    /// @notice The other contracts' addresses were set, for good.
+    event RegistryWired(address vault, address pools);
     /// @notice Sessions of `node` that were granted before `at` are void.
     event RevokedBefore(address indexed node, uint64 at);
 
@@ -56,6 +58,7 @@ contract Registry is EIP712 {
         }
         vault = vault_;
         pools = pools_;
+        emit RegistryWired(address(vault_), address(pools_));
     }
 
     /// @notice Makes the caller a provider.

@@ -12,6 +12,7 @@ import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
 import { Pools } from "./Pools.sol";
 import { Registry } from "./Registry.sol";
+import { Slasher } from "./Slasher.sol";
 import { StakeVault } from "./StakeVault.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
@@ -20,7 +21,7 @@ import { Statements } from "./libraries/Statements.sol";
 /// @title Holds the pools' funds and pays the nodes' providers from them.
 /// @notice A reward root promises each node a cumulative amount since the pool began. It can be
 /// posted once no leaf of its epoch can be rejected any more, reserves what it adds from the pool's
-/// free funds, and can be claimed after a public check, in which the guardian may disable it.
+/// free funds, and can be claimed after a public check, in which the arbiter may disable it.
 ///
 /// Tokens held = Σ free + Σ reserved, over all pools.
 contract Rewards is ReentrancyGuardTransient {
@@ -95,10 +96,8 @@ contract Rewards is ReentrancyGuardTransient {
     Registry public immutable registry;
     /// @notice The training runs.
     Pools public immutable pools;
-    /// @notice May disable a root before it can be claimed.
-    address public immutable guardian;
-    /// @notice From when on the guardian can do nothing.
-    uint64 public immutable guardianEnds;
+    /// @notice Names the arbiter, who may disable a root before it can be claimed.
+    Slasher public immutable slasher;
     uint64 private immutable _epochLength;
     uint64 private immutable _validity;
     uint64 private immutable _rewardDelay;
@@ -115,32 +114,29 @@ contract Rewards is ReentrancyGuardTransient {
     /// @param registry_ Says where a provider's rewards go.
     /// @param pools_ The training runs.
     /// @param vault_ Says the network's periods.
-    /// @param guardian_ May disable a root before it can be claimed.
-    /// @param guardianEnds_ From when on it can do nothing.
+    /// @param slasher_ Names the arbiter.
     constructor(
         IERC20 token_,
         Registry registry_,
         Pools pools_,
         StakeVault vault_,
-        address guardian_,
-        uint64 guardianEnds_
+        Slasher slasher_
     ) {
         if (
             address(token_) == address(0) || address(registry_) == address(0)
-                || address(pools_) == address(0)
+                || address(pools_) == address(0) || address(slasher_) == address(0)
         ) revert Errors.ZeroAddress();
         Periods memory p = vault_.periods();
         token = token_;
         registry = registry_;
         pools = pools_;
-        guardian = guardian_;
-        guardianEnds = guardianEnds_;
+        slasher = slasher_;
         _epochLength = p.epochLength;
         _validity = p.validity;
         _rewardDelay = p.rewardDelay;
         // The last work's way to its pay. A file comes up to an epoch after the end, its node roots it by
         // itself an epoch and a validity later, it is judged for a validity, its pay is held while a slash
-        // is open; the next epoch's reward root decides it, and is posted anew if the guardian voids it.
+        // is open; the next epoch's reward root decides it, and is posted again if the arbiter voids it.
         _refundDelay = 3 * p.epochLength + 2 * p.validity + p.slashWindow + p.disputeWindow + 2
             * p.rewardDelay;
     }
@@ -194,7 +190,7 @@ contract Rewards is ReentrancyGuardTransient {
         if (pools.managerOf(pool) != msg.sender) {
             revert Errors.NotAllowed(msg.sender);
         }
-        if (root == 0) revert Errors.ZeroDigest();
+        if (root == 0 || object == 0) revert Errors.ZeroDigest();
         // The epoch's last leaf can be rejected up to and including (epoch + 1) · length − 1 +
         // validity.
         uint256 from = (uint256(epoch) + 1) * _epochLength + _validity;
@@ -231,10 +227,9 @@ contract Rewards is ReentrancyGuardTransient {
     }
 
     /// @notice Voids a root that cannot be claimed yet, and with it all later ones, which build on
-    /// it. By the guardian, until its power ends.
+    /// it. By the arbiter.
     function disable(uint256 pool, uint64 epoch) external {
-        if (msg.sender != guardian) revert Errors.NotAllowed(msg.sender);
-        if (block.timestamp >= guardianEnds) revert Errors.GuardianEnded(guardianEnds);
+        if (msg.sender != slasher.arbiter()) revert Errors.NotAllowed(msg.sender);
         RewardRoot memory r = _live(pool, epoch);
         if (block.timestamp >= r.claimableAt) {
             revert Errors.CheckOver(r.claimableAt, block.timestamp);

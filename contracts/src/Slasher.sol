@@ -7,7 +7,6 @@ import { SafeERC20 } from "@openzeppelin/contracts/token/ERC20/utils/SafeERC20.s
 import {
     ReentrancyGuardTransient
 } from "@openzeppelin/contracts/utils/ReentrancyGuardTransient.sol";
-import { Math } from "@openzeppelin/contracts/utils/math/Math.sol";
 import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
 import { Pools } from "./Pools.sol";
@@ -16,60 +15,68 @@ import { Terms } from "./Terms.sol";
 import { Work } from "./Work.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
-import { Submission } from "./libraries/Statements.sol";
+import { Opinions, Submission, Voice } from "./libraries/Statements.sol";
 
-/// @title From a validator's proposal to a slash, or to its end.
+/// @title From the quorum's opinions to a slash, or to its end.
 /// @notice
-///     propose ──window──▶ execute (anyone)                     stake to the treasury, node expelled
-///        │ dispute (provider, deposit)
+///     propose ──window──▶ execute (anyone)                     stake taken, node expelled
+///        │ dispute (provider, deposit) or object (provider: the evidence is not served)
 ///        ▼
-///     disputed ──confirm (another validator)──▶ executed       the deposit to the treasury as well
-///        │     └─overturn (another validator)─▶ cancelled      deposit back, the proposer pays
-///        └──lapse (anyone, after the dispute window)▶ cancelled  deposit back
-///     guardian: cancel, from either, until its power ends      deposit back
+///     disputed, objected ──confirm (arbiter)──▶ executed       the deposit is lost as well
+///        │     └─overturn (arbiter)─▶ cancelled                deposit back, the authors pay
+///        └──lapse (anyone, after the dispute window)▶ cancelled  deposit back: silence cancels
+///     arbiter: cancel, from any of these                       deposit back
 ///
-/// One submission is proposed once. A proposal takes at most what the node's seat needs, and all of
-/// a provider's open ones together at most what was slashable when the first was opened (see the
-/// vault). Only reasons that are a lie in the work can be proposed: downtime has no path to stake.
+/// A proposal is keyed by its submission's digest, so one submission is proposed once. It asks for the
+/// pool's slash amount; what other proposals hold of the stake then is taken up when it is carried out.
+/// It keeps the terms in force when it was made; each of its authors stands for it with a bond.
+/// What takes nothing neither expels nor bans. Downtime has no path to stake.
 /// Tokens held = Σ deposits of disputed proposals.
 contract Slasher is Terms, ReentrancyGuardTransient {
     using SafeCast for uint256;
     using SafeERC20 for IERC20;
 
-    /// @notice A validator asks for a slash; `amount` is held.
+    /// @notice The quorum asks for a slash; `amount` is held. `evidence` and `reason` are the first
+    /// author's. Each author stands for one more open proposal, until this one comes to its end.
     event SlashProposed(
-        uint256 indexed id,
+        bytes32 indexed leaf,
         uint256 indexed pool,
         address indexed node,
         address provider,
-        bytes32 leaf,
         bytes32 evidence,
-        uint8 reason,
+        bytes32 reason,
         uint256 amount,
-        uint64 executableAt
+        uint64 executableAt,
+        address[] authors
     );
-    /// @notice The provider disputes it; another validator has until `judgeBy`.
+    /// @notice The provider disputes it; it lapses if it is not judged by `judgeBy`.
     event SlashDisputed(
-        uint256 indexed id,
+        bytes32 indexed leaf,
         uint256 indexed pool,
         address indexed node,
         uint256 deposit,
         uint64 judgeBy
     );
-    /// @notice Another validator found the same.
-    event SlashConfirmed(uint256 indexed id, address indexed validator);
-    /// @notice Another validator found otherwise; the proposer paid `penalty`.
-    event SlashOverturned(uint256 indexed id, address indexed validator, uint256 penalty);
-    /// @notice The stake was taken and the node expelled. Final.
+    /// @notice The provider says that the evidence is not served; only the arbiter can let it proceed.
+    event SlashObjected(
+        bytes32 indexed leaf, uint256 indexed pool, address indexed node, uint64 judgeBy
+    );
+    /// @notice A judge found the same as the authors.
+    event SlashConfirmed(bytes32 indexed leaf, address indexed judge);
+    /// @notice A judge found otherwise; the authors paid `penalty`, of it `compensation` to the provider.
+    event SlashOverturned(
+        bytes32 indexed leaf, address indexed judge, uint256 penalty, uint256 compensation
+    );
+    /// @notice The stake was taken; if it is more than nothing, the node was expelled and banned. Final.
     event SlashExecuted(
-        uint256 indexed id,
+        bytes32 indexed leaf,
         uint256 indexed pool,
         address indexed node,
         address provider,
         uint256 amount
     );
     /// @notice The proposal came to nothing. Final.
-    event SlashCancelled(uint256 indexed id, uint256 indexed pool, address indexed node);
+    event SlashCancelled(bytes32 indexed leaf, uint256 indexed pool, address indexed node);
 
     /// @notice Where a proposal stands.
     enum State {
@@ -77,55 +84,55 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         Proposed,
         Disputed,
         Executed,
-        Cancelled
+        Cancelled,
+        Objected
     }
 
-    /// @dev A proposal as stored: two slots. `number` is the proposer's in the pool.
+    /// @dev A proposal as stored: two slots. `authors` are numbers in the pool, a byte each; `terms` is
+    /// the number of the terms that hold for it.
     struct Entry {
         address node;
-        uint40 deadline;
+        uint32 deadline;
         uint32 pool;
-        uint8 reason;
         State state;
-        uint8 number;
+        uint24 authors;
         address provider;
-        uint96 amount;
+        uint88 held;
+        uint8 terms;
     }
 
     /// @param node Whose submission it is.
-    /// @param deadline End of the window; once disputed, end of the dispute window.
-    /// @param reason Why (protocol/core/verdict.py).
+    /// @param deadline End of the window; once disputed or objected to, end of the dispute window.
     /// @param state Where it stands.
     /// @param provider Who answers for the node.
     /// @param amount What is held.
-    /// @param validator Who proposed it.
     /// @param pool The pool.
+    /// @param authors Whose opinions it rests on.
     struct Proposal {
         address node;
         uint64 deadline;
-        uint8 reason;
         State state;
         address provider;
         uint96 amount;
-        address validator;
         uint96 pool;
+        address[] authors;
     }
 
-    /// @param guardian May cancel.
-    /// @param guardianEnds From when on it may not.
+    /// @param arbiter May cancel, and judges.
     /// @param disputeDeposit What a dispute costs if it is lost.
-    /// @param validatorBond Active stake a proposer must have; what an overturned proposal costs it.
+    /// @param validatorBond Active stake that each author must have for each of its open proposals; what
+    /// an overturned proposal costs each of them.
     /// @param governor May move deposit and bond, behind a delay; zero: they never move.
     struct Roles {
-        address guardian;
-        uint64 guardianEnds;
+        address arbiter;
         uint256 disputeDeposit;
         uint256 validatorBond;
         address governor;
     }
 
-    /// @notice Reasons from 1 to this one are lies that evidence shows; others cannot be proposed.
-    uint8 public constant LAST_SLASHABLE_REASON = 49;
+    /// @notice Interest in per cent a year on what an overturned proposal held, for both windows, paid from
+    /// the authors' penalties.
+    uint256 public constant INTEREST = 10;
 
     /// @notice What stake and deposits are counted in.
     IERC20 public immutable token;
@@ -135,27 +142,25 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     Pools public immutable pools;
     /// @notice Knows the submissions.
     Work public immutable work;
-    /// @notice May cancel.
-    address public immutable guardian;
-    /// @notice From when on it may not.
-    uint64 public immutable guardianEnds;
     uint64 private immutable _slashWindow;
     uint64 private immutable _disputeWindow;
 
-    /// @notice Number of proposals; they are numbered from 1.
-    uint256 public count;
-    /// @notice The proposal about a submission, zero if there is none.
-    mapping(bytes32 leaf => uint256) public proposalOf;
-    /// @notice What a dispute holds; later terms do not change it.
-    mapping(uint256 id => uint256) public depositOf;
-    mapping(uint256 id => Entry) private _entries;
+    /// @notice What a dispute holds.
+    mapping(bytes32 leaf => uint256) public depositOf;
+    mapping(bytes32 leaf => Entry) private _entries;
 
     /// @param vault_ Holds the stake.
     /// @param pools_ The training runs.
     /// @param work_ Knows the submissions.
-    /// @param roles The guardian, the governor and the sums at risk.
+    /// @param roles The arbiter, the governor and the sums at risk.
     constructor(StakeVault vault_, Pools pools_, Work work_, Roles memory roles)
-        Terms(roles.governor, roles.disputeDeposit, roles.validatorBond, vault_.periods().unbonding)
+        Terms(
+            roles.governor,
+            roles.arbiter,
+            roles.disputeDeposit,
+            roles.validatorBond,
+            vault_.periods().unbonding
+        )
     {
         if (address(pools_) == address(0) || address(work_) == address(0)) {
             revert Errors.ZeroAddress();
@@ -165,204 +170,211 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         vault = vault_;
         pools = pools_;
         work = work_;
-        guardian = roles.guardian;
-        guardianEnds = roles.guardianEnds;
         _slashWindow = p.slashWindow;
         _disputeWindow = p.disputeWindow;
     }
 
-    /// @notice Asks for a slash. By a validator of the submission's pool, within the leaf's validity.
+    /// @notice Asks for a slash. By anyone with the quorum's opinions, within the leaf's validity.
     /// @param submission What the node signed.
-    /// @param node The node.
     /// @param nodeSignature Its ECDSA signature.
     /// @param rootSeq Number of the root that holds the submission.
     /// @param proof Merkle path.
-    /// @param evidence Digest of the published evidence.
-    /// @param reason Why, from 1 to `LAST_SLASHABLE_REASON`.
-    /// @param amount What is asked; what is held may be less.
-    /// @return id The proposal's number.
+    /// @param opinions Outcome rejected, each with the digest of its evidence.
+    /// @return leaf The submission's digest, which names the proposal.
     function propose(
         Submission calldata submission,
-        address node,
         bytes calldata nodeSignature,
         uint64 rootSeq,
         bytes32[] calldata proof,
-        bytes32 evidence,
-        uint8 reason,
-        uint256 amount
-    ) external returns (uint256 id) {
-        if (evidence == 0) revert Errors.ZeroDigest();
-        if (reason == 0 || reason > LAST_SLASHABLE_REASON) revert Errors.BadReason(reason);
-        if (amount == 0) revert Errors.ZeroAmount();
-        uint8 number = pools.validatorNumber(submission.pool, msg.sender);
-        if (number == 0) revert Errors.NotAllowed(msg.sender);
-        bytes32 leaf = work.checkSubmission(submission, node, nodeSignature, rootSeq, proof);
-        if (proposalOf[leaf] != 0) revert Errors.AlreadyProposed(leaf, proposalOf[leaf]);
+        Opinions calldata opinions
+    ) external returns (bytes32 leaf) {
+        uint24 numbers;
+        address[] memory authors;
+        (leaf, numbers, authors) =
+            work.checkRejected(submission, nodeSignature, rootSeq, proof, opinions);
+        if (_entries[leaf].state != State.None) revert Errors.AlreadyProposed(leaf);
 
-        id = ++count;
-        proposalOf[leaf] = id;
-        Entry memory p = _open(submission.pool, node, reason, amount);
-        p.number = number;
-        _entries[id] = p;
+        Entry memory p = _open(submission.pool, submission.node, authors);
+        p.authors = numbers;
+        _entries[leaf] = p;
+        Voice calldata first = opinions.voices[0];
         emit SlashProposed(
-            id, p.pool, node, p.provider, leaf, evidence, reason, p.amount, p.deadline
+            leaf,
+            p.pool,
+            p.node,
+            p.provider,
+            first.evidence,
+            first.reason,
+            p.held,
+            p.deadline,
+            authors
         );
     }
 
     /// @notice Carries out an undisputed proposal once its window has closed. By anyone.
-    function execute(uint256 id) external nonReentrant {
-        Entry memory p = _in(id, State.Proposed);
-        if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);
-        _execute(id, p);
+    function execute(bytes32 leaf) external nonReentrant {
+        Entry memory p = _in(leaf, State.Proposed);
+        if (block.timestamp < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);
+        _execute(leaf, p);
     }
 
-    /// @notice Stops the proposal until another validator has judged. By the provider, within the
-    /// window; takes the deposit, which needs an allowance.
-    function dispute(uint256 id) external nonReentrant {
-        Entry memory p = _in(id, State.Proposed);
-        if (msg.sender != p.provider) revert Errors.NotAllowed(msg.sender);
-        if (block.timestamp >= p.deadline) revert Errors.WindowClosed(id, p.deadline);
-
-        uint64 judgeBy = uint64(block.timestamp) + _disputeWindow;
-        _entries[id].state = State.Disputed;
-        _entries[id].deadline = uint40(judgeBy);
-        uint256 deposit = _terms.deposit;
-        emit SlashDisputed(id, p.pool, p.node, deposit, judgeBy);
+    /// @notice Stops the proposal until it is judged. By the provider, within the window; takes the
+    /// deposit, which needs an allowance.
+    function dispute(bytes32 leaf) external nonReentrant {
+        (Entry memory p, uint64 judgeBy) = _stop(leaf, State.Disputed);
+        uint256 deposit = _terms[p.terms].deposit;
+        emit SlashDisputed(leaf, p.pool, p.node, deposit, judgeBy);
 
         if (deposit == 0) return;
-        depositOf[id] = deposit;
+        depositOf[leaf] = deposit;
         uint256 before = token.balanceOf(address(this));
         token.safeTransferFrom(msg.sender, address(this), deposit);
         uint256 received = token.balanceOf(address(this)) - before;
         if (received != deposit) revert Errors.TokenNotPlain(deposit, received);
     }
 
-    /// @notice Finds the same as the proposer: the slash is carried out and the deposit lost.
-    function confirm(uint256 id) external nonReentrant {
-        Entry memory p = _judged(id);
-        emit SlashConfirmed(id, msg.sender);
-        _execute(id, p);
+    /// @notice Says that the evidence cannot be fetched: the proposal stops until the arbiter has judged.
+    /// By the provider, within the window, without a deposit.
+    function object(bytes32 leaf) external {
+        (Entry memory p, uint64 judgeBy) = _stop(leaf, State.Objected);
+        emit SlashObjected(leaf, p.pool, p.node, judgeBy);
+    }
 
-        uint256 deposit = _takeDeposit(id);
+    /// @notice Finds the same as the authors: the slash is carried out and the deposit lost.
+    function confirm(bytes32 leaf) external nonReentrant {
+        Entry memory p = _judged(leaf);
+        emit SlashConfirmed(leaf, msg.sender);
+        _execute(leaf, p);
+
+        uint256 deposit = _takeDeposit(leaf);
         if (deposit == 0) return;
-        address treasury = pools.treasuryOf(p.pool);
+        address treasury = vault.treasury();
         if (treasury == address(0)) ERC20Burnable(address(token)).burn(deposit);
         else token.safeTransfer(treasury, deposit);
     }
 
-    /// @notice Finds otherwise: the deposit goes back and the proposer pays from its stake.
-    function overturn(uint256 id) external nonReentrant {
-        Entry memory p = _judged(id);
-        address proposer = pools.validatorAt(p.pool, p.number);
-        uint256 bond = _terms.bond;
-        uint256 deposit = _close(id);
-        uint256 penalty = bond == 0 ? 0 : vault.openSlash(proposer, bond, pools.managerOf(p.pool));
-        emit SlashOverturned(id, msg.sender, penalty);
-        _letGo(id, p, deposit);
-        if (bond > 0) vault.settleSlash(proposer, penalty, pools.treasuryOf(p.pool));
-    }
-
-    /// @notice Ends a dispute that nobody judged in time: the deposit goes back. By anyone.
-    function lapse(uint256 id) external nonReentrant {
-        Entry memory p = _in(id, State.Disputed);
-        if (block.timestamp < p.deadline) revert Errors.WindowOpen(id, p.deadline);
-        _letGo(id, p, _close(id));
-    }
-
-    /// @notice Calls a proposal off. By the guardian, until its power ends.
-    function cancel(uint256 id) external nonReentrant {
-        if (msg.sender != guardian) revert Errors.NotAllowed(msg.sender);
-        if (block.timestamp >= guardianEnds) revert Errors.GuardianEnded(guardianEnds);
-        Entry memory p = _entries[id];
-        if (p.state == State.None) revert Errors.UnknownProposal(id);
-        if (p.state != State.Proposed && p.state != State.Disputed) {
-            revert Errors.WrongState(id, uint8(p.state));
+    /// @notice Finds otherwise: the deposit goes back, and each author pays its bond. The provider has
+    /// interest on what was held from it.
+    function overturn(bytes32 leaf) external nonReentrant {
+        Entry memory p = _judged(leaf);
+        address[] memory authors = pools.authorsOf(p.pool, p.authors);
+        address manager = pools.managerOf(p.pool);
+        uint256 bond = _terms[p.terms].bond;
+        uint256 owed =
+            uint256(p.held) * INTEREST * (_slashWindow + _disputeWindow) / (100 * 365 days);
+        uint256 penalty;
+        uint256 compensation;
+        _letGo(leaf, p, authors);
+        for (uint256 i; i < authors.length && bond > 0; ++i) {
+            (uint256 taken, uint256 paid) =
+                vault.fine(authors[i], bond, manager, p.provider, owed - compensation);
+            penalty += taken;
+            compensation += paid;
         }
-        _letGo(id, p, _close(id));
+        emit SlashOverturned(leaf, msg.sender, penalty, compensation);
     }
 
-    /// @notice A proposal, zeros if there is none of this number.
-    function proposal(uint256 id) external view returns (Proposal memory) {
-        Entry memory p = _entries[id];
-        return Proposal({
-            node: p.node,
-            deadline: p.deadline,
-            reason: p.reason,
-            state: p.state,
-            provider: p.provider,
-            amount: p.amount,
-            validator: pools.validatorAt(p.pool, p.number),
-            pool: p.pool
-        });
+    /// @notice Ends a dispute or objection that was not judged in time: the deposit goes back. By anyone.
+    function lapse(bytes32 leaf) external nonReentrant {
+        Entry memory p = _stopped(leaf);
+        if (block.timestamp < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);
+        _letGo(leaf, p, pools.authorsOf(p.pool, p.authors));
+    }
+
+    /// @notice Calls a proposal off. By the arbiter, at any time before it is carried out.
+    function cancel(bytes32 leaf) external nonReentrant {
+        if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);
+        Entry memory p = _entries[leaf];
+        if (p.state != State.Proposed) p = _stopped(leaf);
+        _letGo(leaf, p, pools.authorsOf(p.pool, p.authors));
+    }
+
+    /// @notice A proposal, zeros if there is none about this submission.
+    function proposal(bytes32 leaf) external view returns (Proposal memory) {
+        Entry memory p = _entries[leaf];
+        address[] memory authors = new address[](0);
+        if (p.state != State.None) authors = pools.authorsOf(p.pool, p.authors);
+        return Proposal(p.node, p.deadline, p.state, p.provider, p.held, p.pool, authors);
     }
 
     // ------------------------------------------------------------------------------------ private
 
-    function _in(uint256 id, State state) private view returns (Entry memory p) {
-        p = _entries[id];
+    function _in(bytes32 leaf, State state) private view returns (Entry memory p) {
+        p = _entries[leaf];
         // slither-disable-next-line incorrect-equality
-        if (p.state == State.None) revert Errors.UnknownProposal(id);
-        if (p.state != state) revert Errors.WrongState(id, uint8(p.state));
+        if (p.state == State.None) revert Errors.UnknownProposal(leaf);
+        if (p.state != state) revert Errors.WrongState(leaf, uint8(p.state));
     }
 
-    /// @dev A disputed proposal that the caller may judge now: neither proposer nor accused.
-    function _judged(uint256 id) private view returns (Entry memory p) {
-        p = _in(id, State.Disputed);
-        if (msg.sender == p.provider) revert Errors.OwnProposal(id, msg.sender);
-        uint8 number = pools.validatorNumber(p.pool, msg.sender);
-        // slither-disable-next-line incorrect-equality
-        if (number == 0) revert Errors.NotAllowed(msg.sender);
-        // slither-disable-next-line incorrect-equality
-        if (number == p.number) revert Errors.OwnProposal(id, msg.sender);
-        if (block.timestamp >= p.deadline) revert Errors.WindowClosed(id, p.deadline);
+    /// @dev A proposal that its provider stopped.
+    function _stopped(bytes32 leaf) private view returns (Entry memory) {
+        if (_entries[leaf].state == State.Objected) return _entries[leaf];
+        return _in(leaf, State.Disputed);
     }
 
-    /// @dev The caller stands for it with its bond; holds the stake of whoever answers for the node, at
-    /// most what its seat needs.
-    function _open(uint256 pool, address node, uint8 reason, uint256 amount)
+    /// @dev A stopped proposal that the caller may judge now.
+    function _judged(bytes32 leaf) private view returns (Entry memory p) {
+        p = _stopped(leaf);
+        if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);
+        if (block.timestamp >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
+    }
+
+    /// @dev The provider stops its proposal within the window.
+    function _stop(bytes32 leaf, State state) private returns (Entry memory p, uint64 judgeBy) {
+        p = _in(leaf, State.Proposed);
+        if (msg.sender != p.provider) revert Errors.NotAllowed(msg.sender);
+        if (block.timestamp >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
+        judgeBy = uint64(block.timestamp) + _disputeWindow;
+        _entries[leaf].state = state;
+        _entries[leaf].deadline = uint32(judgeBy);
+    }
+
+    /// @dev The authors stand for it with a bond each; holds the stake of the provider that answers for
+    /// the node, as far as it is there.
+    function _open(uint256 pool, address node, address[] memory authors)
         private
         returns (Entry memory)
     {
-        (address provider, uint256 most, address manager) = pools.liabilityOf(pool, node);
+        (address provider, uint256 asked, address manager) = pools.liabilityOf(pool, node);
         if (provider == address(0)) revert Errors.NotMember(pool, node);
-        uint256 bond = _terms.bond;
-        if (bond != 0) vault.pledge(msg.sender, bond, manager);
-        uint256 held = vault.openSlash(provider, Math.min(amount, most), manager);
+        if (asked == 0) revert Errors.ZeroAmount();
+        Sums memory current = _current;
+        vault.pledge(authors, current.bond, manager);
         return Entry({
             node: node,
-            deadline: uint40(block.timestamp + _slashWindow),
+            deadline: uint32(block.timestamp + _slashWindow),
             pool: pool.toUint32(),
-            reason: reason,
             state: State.Proposed,
-            number: 0,
+            authors: 0,
             provider: provider,
-            amount: held.toUint96()
+            held: vault.openSlash(provider, asked, manager).toUint88(),
+            terms: current.number
         });
     }
 
-    function _execute(uint256 id, Entry memory p) private {
-        _entries[id].state = State.Executed;
-        emit SlashExecuted(id, p.pool, p.node, p.provider, p.amount);
-        address treasury = pools.expel(p.pool, p.node, p.provider);
-        vault.settleSlash(p.provider, p.amount, treasury);
+    function _execute(bytes32 leaf, Entry memory p) private {
+        _entries[leaf].state = State.Executed;
+        vault.unpledge(pools.authorsOf(p.pool, p.authors));
+        // slither-disable-next-line unused-return
+        (, uint256 asked, address manager) = pools.liabilityOf(p.pool, p.node);
+        uint256 taken = vault.settleSlash(p.provider, p.held, asked, manager);
+        emit SlashExecuted(leaf, p.pool, p.node, p.provider, taken);
+        if (taken > 0) pools.expel(p.pool, p.node, p.provider);
     }
 
-    /// @dev Enters the end of a proposal that came to nothing; what its dispute held is to be returned.
-    function _close(uint256 id) private returns (uint256 deposit) {
-        _entries[id].state = State.Cancelled;
-        return _takeDeposit(id);
-    }
-
-    /// @dev Gives stake and deposit back.
-    function _letGo(uint256 id, Entry memory p, uint256 deposit) private {
-        emit SlashCancelled(id, p.pool, p.node);
-        vault.releaseSlash(p.provider, p.amount);
+    /// @dev Ends a proposal that came to nothing; gives stake and deposit back.
+    function _letGo(bytes32 leaf, Entry memory p, address[] memory authors) private {
+        _entries[leaf].state = State.Cancelled;
+        emit SlashCancelled(leaf, p.pool, p.node);
+        vault.unpledge(authors);
+        vault.releaseSlash(p.provider, p.held);
+        uint256 deposit = _takeDeposit(leaf);
         if (deposit > 0) token.safeTransfer(p.provider, deposit);
     }
 
     /// @dev What the dispute held; it is on its way out now.
-    function _takeDeposit(uint256 id) private returns (uint256 deposit) {
-        deposit = depositOf[id];
-        delete depositOf[id];
+    function _takeDeposit(bytes32 leaf) private returns (uint256 deposit) {
+        deposit = depositOf[leaf];
+        delete depositOf[leaf];
     }
 }

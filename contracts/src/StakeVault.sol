@@ -24,7 +24,9 @@ import { MAX_UNBONDINGS, Queue, Unbonding } from "./libraries/Queue.sol";
 ///
 /// Tokens held = Σ active + Σ unbonding + Σ pendingSlash, over all accounts.
 /// A hold is at most what no other hold has, so all slashes of an account that are open together take at
-/// most what was slashable when the first of them was opened, and what was added since.
+/// most what was slashable when the first of them was opened, and what was added since. A slash whose
+/// hold came out smaller than it asked takes the rest when it is carried out, from what is there then.
+/// Slashes take at most `slashCap` of an account within one validity window.
 ///
 /// An account answers to one manager at a time: to the one in whose pools its seats commit stake, or it
 /// proposes as a validator, and for an unbonding period after the last seat or proposal. Else whoever
@@ -48,27 +50,45 @@ contract StakeVault is ReentrancyGuardTransient {
     event SlashReleased(address indexed provider, uint256 amount);
     /// @notice Stake was taken by a slash; `to` zero means burned.
     event Slashed(address indexed provider, uint256 amount, address to);
+    /// @notice A seat needs `amount` more of the provider's stake.
+    event Committed(address indexed provider, uint256 amount);
+    /// @notice A seat was given up and needs `amount` no longer.
+    event Released(address indexed provider, uint256 amount);
+    /// @notice An account answers to this manager from now on.
+    event Bound(address indexed account, address indexed manager);
+    /// @notice The other contracts' addresses were set, for good.
+    event VaultWired(address registry, address pools, address slasher);
 
     /// @dev A slash of a seated provider writes one slot, and none for the first time.
     /// @param bonded Stake that is not unbonding, the part held for slashes included.
     /// @param pending Sum held for open slashes.
     /// @param leftAt When it last gave up all seats, or proposed; zero if it never did.
     /// @param queueLength Number of entries in the queue.
+    /// @param pledges Open proposals for which it stands as a validator.
     /// @param manager To whom it answers, or did last.
     /// @param committed What seats in pools need.
     /// @param queued Sum of the queue, the part held for slashes included; zero if it is empty.
+    /// @param lost What slashes took in the validity window `lostIn`.
+    /// @param lostIn Number of that window: time ÷ validity.
     struct Account {
         uint96 bonded;
         uint96 pending;
         uint40 leftAt;
         uint8 queueLength;
+        uint16 pledges;
         address manager;
         uint96 committed;
         uint96 queued;
+        uint96 lost;
+        uint40 lostIn;
     }
 
     /// @notice What stake is counted in.
     IERC20 public immutable token;
+    /// @notice Receives what slashes take; zero burns it.
+    address public immutable treasury;
+    /// @notice The most that slashes take of one account within a validity window.
+    uint256 public immutable slashCap;
     uint64 private immutable _epochLength;
     uint64 private immutable _validity;
     uint64 private immutable _slashWindow;
@@ -89,8 +109,11 @@ contract StakeVault is ReentrancyGuardTransient {
 
     /// @param token_ A plain ERC-20.
     /// @param p The network's periods; all contracts take them from here.
-    constructor(IERC20 token_, Periods memory p) {
+    /// @param treasury_ Receives what slashes take; zero burns it.
+    /// @param slashCap_ The most that slashes take of one account within a validity window.
+    constructor(IERC20 token_, Periods memory p, address treasury_, uint256 slashCap_) {
         if (address(token_) == address(0)) revert Errors.ZeroAddress();
+        if (slashCap_ == 0) revert Errors.ZeroAmount();
         if (
             p.epochLength == 0 || p.validity == 0 || p.slashWindow == 0 || p.disputeWindow == 0
                 || p.rewardDelay == 0
@@ -98,6 +121,8 @@ contract StakeVault is ReentrancyGuardTransient {
         uint256 liability = uint256(p.validity) + p.slashWindow + p.disputeWindow;
         if (p.unbonding <= liability) revert Errors.UnbondingTooShort(p.unbonding, liability);
         token = token_;
+        treasury = treasury_;
+        slashCap = slashCap_;
         _epochLength = p.epochLength;
         _validity = p.validity;
         _slashWindow = p.slashWindow;
@@ -120,6 +145,7 @@ contract StakeVault is ReentrancyGuardTransient {
         registry = registry_;
         pools = pools_;
         slasher = slasher_;
+        emit VaultWired(registry_, pools_, slasher_);
     }
 
     // ------------------------------------------------------------------------------- the owner's
@@ -205,6 +231,7 @@ contract StakeVault is ReentrancyGuardTransient {
         uint256 needed = account.committed + amount;
         if (active_ < needed) revert Errors.InsufficientStake(provider, active_, needed);
         account.committed = needed.toUint96();
+        emit Committed(provider, amount);
     }
 
     /// @notice A seat was given up. After the last one the time runs in which it is answered for.
@@ -213,21 +240,41 @@ contract StakeVault is ReentrancyGuardTransient {
         uint96 needed = account.committed - amount.toUint96();
         account.committed = needed;
         if (amount != 0 && needed == 0) account.leftAt = uint40(block.timestamp);
+        emit Released(provider, amount);
     }
 
     // ------------------------------------------------------------------------------ the slasher's
 
-    /// @notice A validator stands for a proposal with its stake, which answers to the pool's manager
+    /// @notice Validators stand for a proposal with their stake, which answers to the pool's manager
     /// alone for an unbonding period: longer than any dispute.
-    /// @param validator Who proposes.
-    /// @param bond What it must have that no seat needs and no slash holds.
+    /// @param validators Who signed for it.
+    /// @param bond What each must have, for each of its open proposals, that no seat needs and no slash
+    /// holds; zero: nothing is asked and nobody is bound.
     /// @param manager Of the pool.
-    function pledge(address validator, uint256 bond, address manager) external only(slasher) {
-        Account storage account = _accounts[validator];
-        uint256 free = _unbondable(account);
-        if (free < bond) revert Errors.InsufficientStake(validator, free, bond);
-        _bind(validator, account, manager);
-        account.leftAt = uint40(block.timestamp);
+    function pledge(address[] calldata validators, uint256 bond, address manager)
+        external
+        only(slasher)
+    {
+        for (uint256 i; i < validators.length; ++i) {
+            address validator = validators[i];
+            Account storage account = _accounts[validator];
+            uint16 open = account.pledges + 1;
+            uint256 free = _unbondable(account);
+            if (free < bond * open) {
+                revert Errors.InsufficientStake(validator, free, bond * open);
+            }
+            account.pledges = open;
+            if (bond == 0) continue;
+            _bind(validator, account, manager);
+            account.leftAt = uint40(block.timestamp);
+        }
+    }
+
+    /// @notice A proposal came to its end: its validators stand for one less.
+    function unpledge(address[] calldata validators) external only(slasher) {
+        for (uint256 i; i < validators.length; ++i) {
+            --_accounts[validators[i]].pledges;
+        }
     }
 
     /// @notice Holds stake for a proposed slash.
@@ -241,10 +288,8 @@ contract StakeVault is ReentrancyGuardTransient {
         returns (uint256 held)
     {
         Account storage account = _accounts[provider];
-        if (account.manager == manager) {
-            held = Math.min(amount, uint256(account.bonded) + _queued(account) - account.pending);
-            account.pending += held.toUint96();
-        }
+        held = Math.min(amount, _reachable(account, manager));
+        if (held > 0) account.pending += held.toUint96();
         emit SlashHeld(provider, held);
     }
 
@@ -254,22 +299,58 @@ contract StakeVault is ReentrancyGuardTransient {
         emit SlashReleased(provider, held);
     }
 
-    /// @notice Takes what was held: bonded stake first, then the newest of the queue.
-    /// @param to Who receives it; zero burns it.
-    function settleSlash(address provider, uint256 held, address to)
+    /// @notice Carries out a slash: takes what was held and, if that is less than was asked, as much more
+    /// as is there now. Bonded stake first, then the newest of the queue. What the cap spares is let go.
+    /// @param provider Whose.
+    /// @param held What was held for it.
+    /// @param asked What it asked for.
+    /// @param manager Of the pool.
+    /// @return taken What it took.
+    function settleSlash(address provider, uint256 held, uint256 asked, address manager)
         external
         nonReentrant
         only(slasher)
+        returns (uint256 taken)
     {
         Account storage account = _accounts[provider];
-        uint256 fromBonded = Math.min(held, account.bonded);
+        taken = held;
+        if (asked > held) taken += Math.min(asked - held, _reachable(account, manager));
+        uint40 window = uint40(block.timestamp / _validity);
+        uint256 lost = account.lostIn == window ? account.lost : 0;
+        taken = Math.min(taken, Math.saturatingSub(slashCap, lost));
+        (account.lost, account.lostIn) = ((lost + taken).toUint96(), window);
         account.pending -= held.toUint96();
-        account.bonded -= fromBonded.toUint96();
-        if (held > fromBonded) _takeNewest(provider, account, held - fromBonded);
-        emit Slashed(provider, held, to);
+        _take(provider, account, taken);
+        // Held less released is what is taken, in the events as well.
+        if (taken > held) emit SlashHeld(provider, taken - held);
+        else if (taken < held) emit SlashReleased(provider, held - taken);
+        emit Slashed(provider, taken, treasury);
+        _pay(treasury, taken);
+    }
 
-        if (to == address(0)) ERC20Burnable(address(token)).burn(held);
-        else token.safeTransfer(to, held);
+    /// @notice Takes a penalty from a validator: first for whom it wronged, the rest for the treasury.
+    /// @param validator Whose statement was overturned.
+    /// @param amount What it owes; less is taken if less is there.
+    /// @param manager Of the pool.
+    /// @param wronged Receives up to `interest` of it.
+    /// @param interest At most this goes to `wronged`.
+    /// @return taken What was taken.
+    /// @return paid What of it went to `wronged`.
+    function fine(
+        address validator,
+        uint256 amount,
+        address manager,
+        address wronged,
+        uint256 interest
+    ) external nonReentrant only(slasher) returns (uint256 taken, uint256 paid) {
+        Account storage account = _accounts[validator];
+        taken = Math.min(amount, _reachable(account, manager));
+        paid = Math.min(taken, interest);
+        _take(validator, account, taken);
+        emit SlashHeld(validator, taken);
+        emit Slashed(validator, taken, treasury);
+        if (paid > 0) token.safeTransfer(wronged, paid);
+        _pay(treasury, taken - paid);
     }
 
     // -------------------------------------------------------------------------------------- views
@@ -382,6 +463,26 @@ contract StakeVault is ReentrancyGuardTransient {
             }
         }
         account.manager = manager;
+        emit Bound(owner, manager);
+    }
+
+    /// @dev Stake that answers to the manager and that no open slash holds.
+    function _reachable(Account storage account, address manager) private view returns (uint256) {
+        if (account.manager != manager) return 0;
+        return uint256(account.bonded) + _queued(account) - account.pending;
+    }
+
+    /// @dev Bonded stake first, then the newest of the queue.
+    function _take(address owner, Account storage account, uint256 amount) private {
+        uint256 fromBonded = Math.min(amount, account.bonded);
+        account.bonded -= fromBonded.toUint96();
+        if (amount > fromBonded) _takeNewest(owner, account, amount - fromBonded);
+    }
+
+    function _pay(address to, uint256 amount) private {
+        if (amount == 0) return;
+        if (to == address(0)) ERC20Burnable(address(token)).burn(amount);
+        else token.safeTransfer(to, amount);
     }
 
     /// @dev When another manager's turn can come; zero as long as seats need stake.

@@ -5,11 +5,12 @@ import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
 import { Errors } from "./libraries/Errors.sol";
 
-/// @title The two sums at risk in a slash, and the one role that may move them.
+/// @title The two sums at risk in a slash, the arbiter, and the role that may move them.
 /// @notice Deposit and bond are counted in a token whose worth moves, so they may have to. The
 /// governor announces new ones; anyone puts them in force one unbonding period later, in which every
-/// provider and validator that does not like them can leave with its stake. The governor can do
-/// nothing else; it can hand its role to another account, such as a multisig, or give it up for good.
+/// provider and validator that does not like them can leave with its stake. A proposal keeps the terms
+/// in force when it was made. The arbiter or the governor announces another arbiter in the same way.
+/// The governor can do nothing else; it can hand its role to another account, or give it up for good.
 abstract contract Terms {
     using SafeCast for uint256;
 
@@ -21,11 +22,16 @@ abstract contract Terms {
     event TermsAnnounced(uint256 disputeDeposit, uint256 validatorBond, uint64 actAt);
     /// @notice New terms are in force.
     event TermsChanged(uint256 disputeDeposit, uint256 validatorBond);
+    /// @notice Another arbiter can be put in force from `actAt` on.
+    event ArbiterAnnounced(address indexed next, uint64 actAt);
+    /// @notice The arbiter is another one.
+    event ArbiterChanged(address indexed from, address indexed to);
 
-    /// @dev Both in one slot, in the token's smallest unit.
+    /// @dev In one slot; sums in the token's smallest unit. `number` counts the terms from zero.
     struct Sums {
-        uint128 deposit;
-        uint128 bond;
+        uint120 deposit;
+        uint120 bond;
+        uint8 number;
     }
 
     /// @notice How long announced terms wait: one unbonding period.
@@ -34,19 +40,31 @@ abstract contract Terms {
     address public governor;
     /// @notice To whom the governor offered its role.
     address public pendingGovernor;
-    Sums internal _terms;
-    Sums private _announced;
+    /// @notice May cancel proposals and void reward roots; judges disputes. There always is one.
+    address public arbiter;
+    /// @dev The terms in force.
+    Sums internal _current;
     uint64 private _actAt;
+    Sums private _announced;
+    address private _nextArbiter;
+    uint64 private _arbiterAt;
+    /// @dev All terms that ever were in force.
+    mapping(uint8 number => Sums) internal _terms;
 
     /// @param governor_ May announce terms; zero: they never move.
+    /// @param arbiter_ Judges and cancels; not zero.
     /// @param deposit What a dispute costs if it is lost.
     /// @param bond Active stake that a proposer must have.
     /// @param delay How long announced terms wait.
-    constructor(address governor_, uint256 deposit, uint256 bond, uint64 delay) {
+    constructor(address governor_, address arbiter_, uint256 deposit, uint256 bond, uint64 delay) {
+        if (arbiter_ == address(0)) revert Errors.ZeroAddress();
         governor = governor_;
+        arbiter = arbiter_;
         termsDelay = delay;
-        _terms = Sums(deposit.toUint128(), bond.toUint128());
+        _current = Sums(deposit.toUint120(), bond.toUint120(), 0);
+        _terms[0] = _current;
         emit GovernorChanged(address(0), governor_);
+        emit ArbiterChanged(address(0), arbiter_);
         emit TermsChanged(deposit, bond);
     }
 
@@ -81,7 +99,7 @@ abstract contract Terms {
     /// @param deposit What a dispute costs if it is lost.
     /// @param bond Active stake that a proposer must have; what an overturned proposal costs it.
     function announceTerms(uint256 deposit, uint256 bond) external onlyGovernor {
-        _announced = Sums(deposit.toUint128(), bond.toUint128());
+        _announced = Sums(deposit.toUint120(), bond.toUint120(), 0);
         _actAt = uint64(block.timestamp) + termsDelay;
         emit TermsAnnounced(deposit, bond, _actAt);
     }
@@ -91,19 +109,44 @@ abstract contract Terms {
         // slither-disable-next-line incorrect-equality
         if (_actAt == 0) revert Errors.NothingAnnounced();
         if (block.timestamp < _actAt) revert Errors.TooEarly(_actAt, block.timestamp);
-        _terms = _announced;
+        Sums memory next = _announced;
+        uint8 last = _current.number;
+        if (last == type(uint8).max) revert Errors.TooManyTerms(last);
+        next.number = last + 1;
+        _current = next;
+        _terms[next.number] = next;
         _actAt = 0;
-        emit TermsChanged(_terms.deposit, _terms.bond);
+        emit TermsChanged(next.deposit, next.bond);
+    }
+
+    /// @notice Announces another arbiter, in place of any announced before. By the arbiter or the governor.
+    /// @param next Who it will be; not zero.
+    function announceArbiter(address next) external {
+        if (msg.sender != arbiter && msg.sender != governor) revert Errors.NotAllowed(msg.sender);
+        if (next == address(0)) revert Errors.ZeroAddress();
+        _nextArbiter = next;
+        _arbiterAt = uint64(block.timestamp) + termsDelay;
+        emit ArbiterAnnounced(next, _arbiterAt);
+    }
+
+    /// @notice Puts the announced arbiter in force. By anyone, once its time has come.
+    function applyArbiter() external {
+        // slither-disable-next-line incorrect-equality
+        if (_arbiterAt == 0) revert Errors.NothingAnnounced();
+        if (block.timestamp < _arbiterAt) revert Errors.TooEarly(_arbiterAt, block.timestamp);
+        emit ArbiterChanged(arbiter, _nextArbiter);
+        arbiter = _nextArbiter;
+        _arbiterAt = 0;
     }
 
     /// @notice What a dispute costs if it is lost.
     function disputeDeposit() external view returns (uint256) {
-        return _terms.deposit;
+        return _current.deposit;
     }
 
     /// @notice Active stake a proposer must have; what an overturned proposal costs it.
     function validatorBond() external view returns (uint256) {
-        return _terms.bond;
+        return _current.bond;
     }
 
     /// @notice The announced terms and from when on they can be put in force; zeros if there are none.
@@ -111,5 +154,11 @@ abstract contract Terms {
         // slither-disable-next-line incorrect-equality
         if (_actAt == 0) return (0, 0, 0);
         return (_announced.deposit, _announced.bond, _actAt);
+    }
+
+    /// @notice The announced arbiter and from when on it can be put in force; zeros if there is none.
+    function announcedArbiter() external view returns (address next, uint64 actAt) {
+        // slither-disable-next-line incorrect-equality
+        return _arbiterAt == 0 ? (address(0), 0) : (_nextArbiter, _arbiterAt);
     }
 }

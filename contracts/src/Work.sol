@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
+import { ECDSA } from "@openzeppelin/contracts/utils/cryptography/ECDSA.sol";
 import { EIP712 } from "@openzeppelin/contracts/utils/cryptography/EIP712.sol";
 import { MerkleProof } from "@openzeppelin/contracts/utils/cryptography/MerkleProof.sol";
 
@@ -8,13 +9,21 @@ import { Pools } from "./Pools.sol";
 import { StakeVault } from "./StakeVault.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
-import { Lease, Receipt, Statements, Submission } from "./libraries/Statements.sol";
+import {
+    Lease,
+    Opinion,
+    Opinions,
+    Receipt,
+    Statements,
+    Submission,
+    Voice
+} from "./libraries/Statements.sol";
 
 /// @title Which submissions count for pay.
-/// @notice Holds no tokens. A leaf is a submission's EIP-712 digest, which names its pool and, by
-/// signature, its node: nobody blocks or takes another's work by seeing it first. The manager roots
-/// leaves in batches; a node that is ignored roots its own. A leaf can be rejected, and its node
-/// slashed for it, up to and including `postedAt + validity`.
+/// @notice Holds no tokens. A leaf is a submission's EIP-712 digest, which names its pool and its
+/// node. The manager roots leaves in batches; a node that is ignored roots its own. A leaf can be
+/// rejected, and its node slashed for it, up to and including `postedAt + validity`, by as many
+/// opinions of the pool's validators as its quorum asks for.
 contract Work is EIP712 {
     /// @notice A batch of leaves was rooted. `leavesObject` is the digest of the object that lists
     /// them; it is zero for a leaf that its node posted: there, the root is the leaf.
@@ -31,7 +40,7 @@ contract Work is EIP712 {
         uint256 indexed pool, address indexed node, uint64 seq, bytes32 leaf, bytes32 sha256
     );
     /// @notice A leaf earns nothing.
-    event LeafRejected(uint256 indexed pool, bytes32 indexed leaf, uint8 reason);
+    event LeafRejected(uint256 indexed pool, bytes32 indexed leaf, bytes32 reason);
 
     /// @param root Merkle root with sorted pairs.
     /// @param postedAt Block time.
@@ -41,6 +50,11 @@ contract Work is EIP712 {
         uint64 postedAt;
         uint32 count;
     }
+
+    /// @notice An opinion's outcome: the file is a lie.
+    uint8 public constant REJECTED = 2;
+    /// @notice An opinion's outcome: the file earns nothing, and nobody is accused.
+    uint8 public constant VOID = 3;
 
     /// @notice The training runs.
     Pools public immutable pools;
@@ -80,7 +94,7 @@ contract Work is EIP712 {
         returns (uint64 seq)
     {
         if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
-        if (root == 0) revert Errors.ZeroDigest();
+        if (root == 0 || leavesObject == 0) revert Errors.ZeroDigest();
         if (count_ == 0) revert Errors.EmptyRoot();
         return _post(pool, root, count_, leavesObject);
     }
@@ -114,51 +128,65 @@ contract Work is EIP712 {
         address manager = pools.managerOf(lease.pool);
         Statements.check(manager, leaseDigest(lease), managerSignature);
         Statements.check(manager, receiptDigest(receipt), receiptSignature);
-        Statements.checkKey(lease.node, leaf, nodeSignature);
+        Statements.checkKey(submission.node, leaf, nodeSignature);
 
         isPosted[leaf] = true;
         seq = _post(lease.pool, leaf, 1, 0);
         emit LeafPosted(lease.pool, lease.node, seq, leaf, submission.sha256);
     }
 
-    /// @notice Strikes a leaf from pay, within its validity. By the manager or a validator.
-    /// @param pool The pool.
+    /// @notice Strikes a leaf from pay, within its validity. By anyone with the quorum's opinions.
+    /// @param submission What the node signed; its digest is the leaf.
     /// @param seq The root's number.
-    /// @param leaf The submission's digest.
     /// @param proof Merkle path from leaf to root.
-    /// @param reason Why (protocol/core/verdict.py), not zero.
-    function reject(uint256 pool, uint64 seq, bytes32 leaf, bytes32[] calldata proof, uint8 reason)
-        external
-    {
-        if (pools.managerOf(pool) != msg.sender && !pools.isValidator(pool, msg.sender)) {
-            revert Errors.NotAllowed(msg.sender);
+    /// @param opinions Outcome rejected or void.
+    function reject(
+        Submission calldata submission,
+        uint64 seq,
+        bytes32[] calldata proof,
+        Opinions calldata opinions
+    ) external {
+        if (opinions.outcome != REJECTED && opinions.outcome != VOID) {
+            revert Errors.WrongOutcome(opinions.outcome);
         }
-        if (reason == 0) revert Errors.BadReason(reason);
-        if (isRejected[pool][leaf]) revert Errors.AlreadyRejected(pool, leaf);
-        _checkLiable(pool, seq, leaf, proof);
+        bytes32 leaf = submissionDigest(submission);
+        if (isRejected[submission.pool][leaf]) {
+            revert Errors.AlreadyRejected(submission.pool, leaf);
+        }
+        _checkLiable(submission.pool, seq, leaf, proof);
+        // slither-disable-next-line unused-return
+        _authors(submission, leaf, opinions);
 
-        isRejected[pool][leaf] = true;
-        emit LeafRejected(pool, leaf, reason);
+        isRejected[submission.pool][leaf] = true;
+        emit LeafRejected(submission.pool, leaf, opinions.voices[0].reason);
     }
 
-    /// @notice Reverts unless `node` signed the submission, its leaf is in the root and valid, and the
-    /// root was posted at most slash window + dispute window after the submission's own end. So a
-    /// submission can be proposed for a slash until `validUntil` + slash window + dispute window +
-    /// validity at the latest: less than an unbonding period, by the vault's constructor, so a provider
-    /// that unbonds after its last lease's end cannot have its stake back before that.
+    /// @notice Reverts unless the node signed the submission, its leaf is in the root and valid, the
+    /// root was posted at most slash window + dispute window after the submission's own end, and the
+    /// quorum rejects it, each opinion with evidence. So a submission can be proposed for a slash
+    /// until `validUntil` + slash window + dispute window + validity at the latest: less than an
+    /// unbonding period, by the vault's constructor, so a provider that unbonds after its last
+    /// lease's end cannot have its stake back before that.
     /// @return leaf The submission's digest.
-    function checkSubmission(
+    /// @return numbers The authors' numbers in the pool, one byte each, the first in the lowest.
+    /// @return authors The authors.
+    function checkRejected(
         Submission calldata submission,
-        address node,
         bytes calldata nodeSignature,
         uint64 seq,
-        bytes32[] calldata proof
-    ) external view returns (bytes32 leaf) {
+        bytes32[] calldata proof,
+        Opinions calldata opinions
+    ) external view returns (bytes32 leaf, uint24 numbers, address[] memory authors) {
+        if (opinions.outcome != REJECTED) revert Errors.WrongOutcome(opinions.outcome);
+        for (uint256 i; i < opinions.voices.length; ++i) {
+            if (opinions.voices[i].evidence == 0) revert Errors.ZeroDigest();
+        }
         leaf = submissionDigest(submission);
-        Statements.checkKey(node, leaf, nodeSignature);
+        Statements.checkKey(submission.node, leaf, nodeSignature);
         _checkLiable(submission.pool, seq, leaf, proof);
         // Rooting the same leaf again and again must not keep its node liable for ever.
         _checkInTime(submission, _roots[submission.pool][seq].postedAt);
+        (numbers, authors) = _authors(submission, leaf, opinions);
     }
 
     /// @notice A root, zeros if there is none of this number.
@@ -219,6 +247,11 @@ contract Work is EIP712 {
         return _hashTypedDataV4(Statements.hash(receipt));
     }
 
+    /// @notice EIP-712 digest of an opinion under this contract's domain.
+    function opinionDigest(Opinion memory opinion) public view returns (bytes32) {
+        return _hashTypedDataV4(Statements.hash(opinion));
+    }
+
     function _post(uint256 pool, bytes32 root, uint32 count_, bytes32 leavesObject)
         private
         returns (uint64 seq)
@@ -236,13 +269,40 @@ contract Work is EIP712 {
         bytes32 leaf
     ) private view {
         if (
-            submission.pool != lease.pool || submission.step != lease.step
-                || submission.policyDigest != lease.policyDigest
+            submission.pool != lease.pool || submission.node != lease.node
+                || submission.step != lease.step || submission.policyDigest != lease.policyDigest
                 || submission.leaseDigest != leaseDigest(lease) || receipt.submissionDigest != leaf
         ) revert Errors.LeafMismatch();
         if (receipt.receivedAt > lease.deadline) {
             revert Errors.LateSubmission(receipt.receivedAt, lease.deadline);
         }
+    }
+
+    /// @dev Who signed the opinions; reverts unless they are the pool's quorum for this submission.
+    function _authors(Submission calldata submission, bytes32 leaf, Opinions calldata opinions)
+        private
+        view
+        returns (uint24 numbers, address[] memory authors)
+    {
+        uint256 length = opinions.voices.length;
+        authors = new address[](length);
+        for (uint256 i; i < length; ++i) {
+            Voice calldata voice = opinions.voices[i];
+            bytes32 digest = opinionDigest(
+                Opinion(
+                    submission.pool,
+                    leaf,
+                    opinions.law,
+                    opinions.outcome,
+                    voice.reason,
+                    voice.table,
+                    voice.evidence,
+                    voice.judgedAt
+                )
+            );
+            authors[i] = ECDSA.recoverCalldata(digest, voice.signature);
+        }
+        numbers = pools.quorumOf(submission.pool, authors, submission.validUntil);
     }
 
     /// @dev Somebody answers for work that is rooted up to slash window + dispute window after its own end.

@@ -15,8 +15,8 @@ from bench.broadcast_floor import curls, receive
 from bench.broadcast_paper import Network, by_delta, enough_relays, levels, rate, whole
 from bench.broadcast_parts import Child, sendfile_server
 from bench.broadcast_whole import FILE, require_same
-from protocol.broadcast.manifest import build_manifest
-from protocol.core.errors import UnavailableError, UntrustedError, UserError
+from prime_broadcast.manifest import build_manifest
+from prime_core.errors import UnavailableError, UntrustedError, UserError
 
 LINK = 590e6 / 8
 

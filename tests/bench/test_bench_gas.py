@@ -11,7 +11,7 @@ import pytest
 
 from bench import gas
 from bench.form import ROOT
-from protocol.core.errors import UnavailableError
+from prime_core.errors import UnavailableError
 
 pytestmark = pytest.mark.forge
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 from bench import golden
-from protocol.proofs import thresholds
+from prime_verify.proofs import thresholds
 
 VECTOR: dict[str, Any] = json.loads(golden.VECTOR.read_bytes())
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.2}
@@ -51,11 +51,11 @@ def test_the_vector_holds_every_statistic_scope_and_ending() -> None:
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        ("protocol.verification.replay", "MARGIN_CAP", 3.9),
-        ("protocol.verification.replay", "BROKEN", {"exponent": 2.0, "sign": 2.0, "sketch": 2.0}),
-        ("protocol.verification.replay", "LONG_TOKENS", 9999),
-        ("protocol.proofs.thresholds", "FLOORS", {**thresholds.FLOORS, "sketch": 2.0**-8}),
-        ("protocol.proofs.sampling", "END_PROBABILITY", 0.01),
+        ("prime_verify.replay", "MARGIN_CAP", 3.9),
+        ("prime_verify.replay", "BROKEN", {"exponent": 2.0, "sign": 2.0, "sketch": 2.0}),
+        ("prime_verify.replay", "LONG_TOKENS", 9999),
+        ("prime_verify.proofs.thresholds", "FLOORS", {**thresholds.FLOORS, "sketch": 2.0**-8}),
+        ("prime_verify.proofs.sampling", "END_PROBABILITY", 0.01),
     ],
 )
 def test_a_changed_constant_changes_a_value(

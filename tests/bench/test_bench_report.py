@@ -10,7 +10,7 @@ import pytest
 
 from bench import report
 from bench.report import PAGE, section, write
-from protocol.core.errors import MalformedError
+from prime_core.errors import MalformedError
 
 FOUND: dict[str, Any] = {
     "bench": "proofs", "date": "2026-11-22", "commit": "abc", "quick": False,

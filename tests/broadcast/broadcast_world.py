@@ -13,14 +13,14 @@ import numpy as np
 from served import served
 
 from devnet.chain import free_port
-from protocol.broadcast import layout
-from protocol.broadcast.client import Base, FetchStats, fetch
-from protocol.broadcast.durable import NOTE
-from protocol.broadcast.manifest import Trust
-from protocol.broadcast.publish import finalize, publish
-from protocol.core.checkpoint import Manifest, PolicyStatement, SignedManifest
-from protocol.core.ids import ZERO_ADDRESS
-from protocol.core.signing import Domain, LocalSigner
+from prime_broadcast import layout
+from prime_broadcast.client import Base, FetchStats, fetch
+from prime_broadcast.durable import NOTE
+from prime_broadcast.manifest import Trust
+from prime_broadcast.publish import finalize, publish
+from prime_core.checkpoint import Manifest, PolicyStatement, SignedManifest
+from prime_core.ids import ZERO_ADDRESS
+from prime_core.signing import Domain, LocalSigner
 
 POOL = 7
 DOMAIN = Domain(chain_id=31337, contract=ZERO_ADDRESS)

@@ -12,14 +12,14 @@ from urllib.request import Request, urlopen
 import pytest
 from broadcast_world import DOMAIN, STRANGER, TRAINER, Run, same_files
 
-from protocol.broadcast.access import LIFETIME, SKEW, Gate, Passes, Rules
-from protocol.broadcast.client import fetch
-from protocol.broadcast.http1 import Limits
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import SourceBook
-from protocol.core.errors import MalformedError, UnavailableError, UntrustedError
-from protocol.core.ids import ZERO_ADDRESS
-from protocol.core.signing import Domain
+from prime_broadcast.access import LIFETIME, SKEW, Gate, Passes, Rules
+from prime_broadcast.client import fetch
+from prime_broadcast.http1 import Limits
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import SourceBook
+from prime_core.errors import MalformedError, UnavailableError, UntrustedError
+from prime_core.ids import ZERO_ADDRESS
+from prime_core.signing import Domain
 
 HERE, ELSEWHERE = "http://relay.example:8480", "http://other.example"
 NOW = 1_000_000.0
@@ -139,7 +139,7 @@ def test_signed_requests_and_signed_urls_are_answered_others_get_401(guarded: Or
 
 
 def test_a_reader_signs_what_it_fetches(guarded: Origin, run: Run, tmp_path: Path) -> None:
-    from protocol.broadcast import layout
+    from prime_broadcast import layout
 
     signed = layout.manifest_of(run.root, 0)
     with pytest.raises(UnavailableError, match="401 sign the request"):

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.broadcast import deadline
-from protocol.broadcast.answers import MAX_HEAD, parse_answer, read_answer
-from protocol.broadcast.deadline import TimedSocket
-from protocol.core.errors import MalformedError
+from prime_broadcast import deadline
+from prime_broadcast.answers import MAX_HEAD, parse_answer, read_answer
+from prime_broadcast.deadline import TimedSocket
+from prime_core.errors import MalformedError
 
 
 def receiver(*parts: bytes) -> object:

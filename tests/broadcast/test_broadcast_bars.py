@@ -9,10 +9,10 @@ import pytest
 from broadcast_world import Run
 from rich.console import Console
 
-from protocol.broadcast import bars, layout
-from protocol.broadcast.cli import main
-from protocol.broadcast.manifest import build_manifest, total_size, verify_folder
-from protocol.broadcast.progress import watched_by
+from prime_broadcast import bars, layout
+from prime_broadcast.cli import main
+from prime_broadcast.manifest import build_manifest, total_size, verify_folder
+from prime_broadcast.progress import watched_by
 
 
 class Heard:

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from broadcast_world import CHUNK, TRAINER, Run, same_files
 
-from protocol.broadcast.chunks import PER_SOURCE
-from protocol.broadcast.cli import main
-from protocol.broadcast.client import Base, fetch
-from protocol.broadcast.sources import SourceBook
+from prime_broadcast.chunks import PER_SOURCE
+from prime_broadcast.cli import main
+from prime_broadcast.client import Base, fetch
+from prime_broadcast.sources import SourceBook
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)\Z")
 

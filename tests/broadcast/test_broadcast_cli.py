@@ -1,4 +1,4 @@
-"""`python -m protocol.broadcast`: the broadcast on its own, for any folder."""
+"""`python -m prime_broadcast`: the broadcast on its own, for any folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from broadcast_world import Run, until
 
-from protocol.broadcast.cli import main
+from prime_broadcast.cli import main
 
 Call = Callable[..., Any]
-COMMAND = [sys.executable, "-m", "protocol.broadcast"]
+COMMAND = [sys.executable, "-m", "prime_broadcast"]
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 import requests
 from broadcast_world import TRUST, Run, answer, bad_server, until
 
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.manifest import total_size
-from protocol.broadcast.relay import Relay
-from protocol.broadcast.server import Limits, Origin
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.manifest import total_size
+from prime_broadcast.relay import Relay
+from prime_broadcast.server import Limits, Origin
 
 
 def counts(url: str) -> dict[str, float]:

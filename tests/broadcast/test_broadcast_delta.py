@@ -12,13 +12,13 @@ from broadcast_world import bf16, safetensors_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.broadcast import codec, delta
-from protocol.broadcast.checking import ChunkCheck
-from protocol.broadcast.codec import Kind, decode_block, encode_block
-from protocol.broadcast.manifest import build_manifest, verify_folder
-from protocol.core import encoding
-from protocol.core.checkpoint import Manifest
-from protocol.core.errors import MalformedError, PrimeError, UntrustedError
+from prime_broadcast import codec, delta
+from prime_broadcast.checking import ChunkCheck
+from prime_broadcast.codec import Kind, decode_block, encode_block
+from prime_broadcast.manifest import build_manifest, verify_folder
+from prime_core import encoding
+from prime_core.checkpoint import Manifest
+from prime_core.errors import MalformedError, PrimeError, UntrustedError
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from broadcast_world import TRUST, Run, same_files, until
 
-from protocol.broadcast import layout
-from protocol.broadcast.durable import NOTE, appear, boot_id, settle
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.server import Origin
+from prime_broadcast import layout
+from prime_broadcast.durable import NOTE, appear, boot_id, settle
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.server import Origin
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_killed_process_costs_no_second_reading(
     def never(*_: object) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("protocol.broadcast.durable.verify_folder", never)
+    monkeypatch.setattr("prime_broadcast.durable.verify_folder", never)
     (arrived / f"{NOTE}0").write_text(boot_id() or "this")
     assert settle(arrived, boot=lambda: boot_id() or "this") == []
     assert same_files(arrived / "0", run, 0)

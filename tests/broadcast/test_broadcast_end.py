@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from broadcast_world import Run, until
 
-from protocol.broadcast.server import Origin, Server
+from prime_broadcast.server import Origin, Server
 
 FILE = "/policies/0/model.safetensors"
 ASK = f"GET {FILE} HTTP/1.1\r\n\r\n".encode()

@@ -16,13 +16,13 @@ import pytest
 from broadcast_world import CHUNK, TRAINER, TRUST, Run, same_files, until
 
 from devnet.chain import free_port
-from protocol.broadcast import layout
-from protocol.broadcast.chunks import PER_SOURCE
-from protocol.broadcast.client import Base, FetchStats, fetch
-from protocol.broadcast.landing import MARGIN, PIECE
-from protocol.broadcast.relay import Relay
-from protocol.broadcast.server import Limits, Origin, Server
-from protocol.broadcast.transfer import Link
+from prime_broadcast import layout
+from prime_broadcast.chunks import PER_SOURCE
+from prime_broadcast.client import Base, FetchStats, fetch
+from prime_broadcast.landing import MARGIN, PIECE
+from prime_broadcast.relay import Relay
+from prime_broadcast.server import Limits, Origin, Server
+from prime_broadcast.transfer import Link
 
 MIB = 1 << 20
 WEIGHTS = "model.safetensors"
@@ -56,10 +56,10 @@ def test_a_byte_that_flips_at_a_relay_names_that_relay_and_nobody_else(
 
 @contextmanager
 def origin_process(run: Run, port: int, rate: float | None) -> Iterator[subprocess.Popen[str]]:
-    """`python -m protocol.broadcast serve`, held to `rate` by its limiter; killed at the end."""
-    start = [sys.executable, "-m", "protocol.broadcast"]
+    """`python -m prime_broadcast serve`, held to `rate` by its limiter; killed at the end."""
+    start = [sys.executable, "-m", "prime_broadcast"]
     if rate is not None:
-        slow = "import sys,functools;from protocol.broadcast import cli;"
+        slow = "import sys,functools;from prime_broadcast import cli;"
         slow += (
             f"cli.Origin=functools.partial(cli.Origin,limits=cli.Limits(bytes_per_second={rate}));"
         )
@@ -166,7 +166,7 @@ def test_a_client_killed_anywhere_refetches_a_piece_and_the_margin_a_connection_
     tail = ["--signer", TRAINER.address, "--pool", "7", "--chain-id", "31337", "--json"]
 
     def command(url: str) -> list[str]:
-        return [sys.executable, "-m", "protocol.broadcast", "fetch", url, str(dest), *tail]
+        return [sys.executable, "-m", "prime_broadcast", "fetch", url, str(dest), *tail]
 
     with Origin(run.root, limits=Limits(bytes_per_second=rate)) as origin:
         child = subprocess.Popen(command(origin.url), stdout=subprocess.DEVNULL)

@@ -23,12 +23,12 @@ from broadcast_world import (
     sign,
 )
 
-from protocol.broadcast import delta, layout
-from protocol.broadcast.client import Base, fetch, plan_route
-from protocol.broadcast.manifest import verify_folder
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import SourceBook
-from protocol.core.errors import MalformedError, UnavailableError, UntrustedError
+from prime_broadcast import delta, layout
+from prime_broadcast.client import Base, fetch, plan_route
+from prime_broadcast.manifest import verify_folder
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import SourceBook
+from prime_core.errors import MalformedError, UnavailableError, UntrustedError
 
 
 def test_a_policy_arrives_whole_verified_and_under_its_name(run: Run, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_damaged_base_falls_back_to_the_whole(run: Run, tmp_path: Path) -> Non
 def test_a_missing_delta_falls_back_to_the_whole(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from protocol.broadcast import client
+    from prime_broadcast import client
 
     monkeypatch.setattr(client, "DELTA_PATIENCE", 0.3)
     zero, one = run.publish(), run.publish()
@@ -296,7 +296,7 @@ def test_a_kill_while_applying_a_delta_leaves_nothing_half_applied(
 def test_a_manifest_whose_chunks_and_file_disagree_is_refused_before_a_byte_is_fetched(
     run: Run, tmp_path: Path
 ) -> None:
-    from protocol.broadcast.manifest import result_digest
+    from prime_broadcast.manifest import result_digest
 
     signed = run.publish()
     files = tuple(

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from broadcast_world import CHUNK, Run, same_files
 
-from protocol.broadcast.client import Base, fetch
-from protocol.broadcast.files import DiskError
-from protocol.broadcast.manifest import total_size
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import Fault
-from protocol.core.checkpoint import SignedManifest
+from prime_broadcast.client import Base, fetch
+from prime_broadcast.files import DiskError
+from prime_broadcast.manifest import total_size
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import Fault
+from prime_core.checkpoint import SignedManifest
 
 
 @pytest.fixture

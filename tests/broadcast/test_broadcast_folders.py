@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from broadcast_world import Run, same_files
 
-from protocol.broadcast.client import fetch
-from protocol.broadcast.files import DiskError
-from protocol.broadcast.server import Origin
+from prime_broadcast.client import fetch
+from prime_broadcast.files import DiskError
+from prime_broadcast.server import Origin
 
 
 @pytest.mark.parametrize("refused", ["policies", "files"])

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from broadcast_world import DOMAIN, STRANGER, Run, same_files
 
-from protocol.broadcast import transfer
-from protocol.broadcast.access import SCOPE, Rules, SignedPass
-from protocol.broadcast.client import fetch
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import SourceBook
-from protocol.broadcast.transfer import Link, TransferError
-from protocol.core import ids
-from protocol.core.node import SessionGrant
+from prime_broadcast import transfer
+from prime_broadcast.access import SCOPE, Rules, SignedPass
+from prime_broadcast.client import fetch
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import SourceBook
+from prime_broadcast.transfer import Link, TransferError
+from prime_core import ids
+from prime_core.node import SessionGrant
 
 Speak = Callable[[socket.socket, threading.Event], None]
 """Gets a connection on which a request has been read, and an event set when the test is over."""

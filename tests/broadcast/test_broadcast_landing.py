@@ -14,16 +14,16 @@ from broadcast_world import Run, answer, bad_server, same_files, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.broadcast import chunks, landing
-from protocol.broadcast.chunks import ChunkFetcher
-from protocol.broadcast.client import fetch
-from protocol.broadcast.landing import EARLY_SECONDS, MARGIN, Claim, Landing, beginning
-from protocol.broadcast.layout import file_items
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import SourceBook
-from protocol.broadcast.transfer import Link, Sink, SupersededError, TransferError
-from protocol.core.checkpoint import SignedManifest
-from protocol.core.errors import UnavailableError
+from prime_broadcast import chunks, landing
+from prime_broadcast.chunks import ChunkFetcher
+from prime_broadcast.client import fetch
+from prime_broadcast.landing import EARLY_SECONDS, MARGIN, Claim, Landing, beginning
+from prime_broadcast.layout import file_items
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import SourceBook
+from prime_broadcast.transfer import Link, Sink, SupersededError, TransferError
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import UnavailableError
 
 CHUNK = 1 << 20
 STEP = 256 << 10

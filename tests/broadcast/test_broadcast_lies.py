@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from broadcast_world import TRUST, Run, answer, bad_server, same_files
 
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import Fault
-from protocol.core.errors import UnavailableError
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import Fault
+from prime_core.errors import UnavailableError
 
 
 def lie(handler: BaseHTTPRequestHandler, body: bytes) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from broadcast_world import DOMAIN, POOL, STRANGER, TRAINER, TRUST, Run, sign
 
-from protocol.broadcast.manifest import (
+from prime_broadcast.manifest import (
     History,
     Trust,
     build_manifest,
@@ -21,10 +21,10 @@ from protocol.broadcast.manifest import (
     signed_bytes,
     verify_folder,
 )
-from protocol.core.checkpoint import FileEntry, Manifest, file_digest
-from protocol.core.errors import MalformedError, UntrustedError, UserError
-from protocol.core.ids import Digest, digest
-from protocol.core.signing import Domain
+from prime_core.checkpoint import FileEntry, Manifest, file_digest
+from prime_core.errors import MalformedError, UntrustedError, UserError
+from prime_core.ids import Digest, digest
+from prime_core.signing import Domain
 
 ZERO = "0x" + "00" * 32
 

@@ -10,9 +10,9 @@ from urllib.request import urlopen
 import pytest
 from broadcast_world import Run
 
-from protocol.broadcast.server import Server
+from prime_broadcast.server import Server
 
-publish = pytest.importorskip("trainer.publish", reason="needs the trainer's extra: torch")
+publish = pytest.importorskip("prime_trainer.publish", reason="needs the trainer's extra: torch")
 
 
 def test_a_publication_is_over_once_the_first_relay_asks_for_it(run: Run) -> None:

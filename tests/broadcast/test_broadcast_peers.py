@@ -12,11 +12,11 @@ from typing import cast
 import pytest
 from broadcast_world import Run, until
 
-from protocol.broadcast.content import DirectoryContent
-from protocol.broadcast.http1 import Limits
-from protocol.broadcast.peers import PLODDING, Peer, place_of, who_goes
-from protocol.broadcast.server import Server
-from protocol.broadcast.transfer import Link
+from prime_broadcast.content import DirectoryContent
+from prime_broadcast.http1 import Limits
+from prime_broadcast.peers import PLODDING, Peer, place_of, who_goes
+from prime_broadcast.server import Server
+from prime_broadcast.transfer import Link
 
 NOW = 1000.0
 FILE = "/policies/0/model.safetensors"

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from broadcast_world import Run, same_files
 
-from protocol.broadcast import layout
-from protocol.broadcast.client import fetch
-from protocol.broadcast.manifest import verify_folder
-from protocol.broadcast.plans import Base, Speed, plan_from_anchor, plan_route
-from protocol.broadcast.restore import write_files
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import SourceBook
-from protocol.core.checkpoint import DeltaEntry, FileEntry, Manifest, SignedManifest
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import digest
+from prime_broadcast import layout
+from prime_broadcast.client import fetch
+from prime_broadcast.manifest import verify_folder
+from prime_broadcast.plans import Base, Speed, plan_from_anchor, plan_route
+from prime_broadcast.restore import write_files
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import SourceBook
+from prime_core.checkpoint import DeltaEntry, FileEntry, Manifest, SignedManifest
+from prime_core.errors import UnavailableError
+from prime_core.ids import digest
 
 GB = 10**9
 

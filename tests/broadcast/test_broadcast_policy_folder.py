@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from broadcast_world import STRANGER, TRUST, Run, same_files, sign
 
-from protocol.broadcast.client import Base
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.manifest import MANIFEST_NAME, signed_bytes
-from protocol.broadcast.server import Origin
-from protocol.core.checkpoint import SignedManifest
-from protocol.core.errors import UnavailableError, UntrustedError
+from prime_broadcast.client import Base
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.manifest import MANIFEST_NAME, signed_bytes
+from prime_broadcast.server import Origin
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import UnavailableError, UntrustedError
 
 
 @pytest.fixture

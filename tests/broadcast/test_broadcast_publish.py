@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from broadcast_world import CHUNK, POOL, Run, sign
 
-from protocol.broadcast import layout
-from protocol.broadcast.layout import parse_address
-from protocol.broadcast.publish import finalize, publish
-from protocol.core.checkpoint import Manifest
-from protocol.core.errors import ConflictError, MalformedError, UnavailableError, UserError
+from prime_broadcast import layout
+from prime_broadcast.layout import parse_address
+from prime_broadcast.publish import finalize, publish
+from prime_core.checkpoint import Manifest
+from prime_core.errors import ConflictError, MalformedError, UnavailableError, UserError
 
 
 def prepare(run: Run, source: Path, version: int) -> Manifest:
@@ -157,7 +157,9 @@ def test_an_index_from_outside_is_parsed_strictly(run: Run) -> None:
     raw = (run.root / "policies" / "index.json").read_bytes()
     assert len(layout.parse_index(raw)) == 1
     body = json.loads(raw)
-    for bad in ({**body, "more": 1}, {"policies": {}}, [], {"policies": [body["policies"][0], 1]}):
+    newer = json.dumps({**body, "more": 1}).encode()
+    assert layout.parse_index(newer) == layout.parse_index(raw), "a later field is ignored"
+    for bad in ({"policies": {}}, [], {"policies": [body["policies"][0], 1]}):
         with pytest.raises(MalformedError):
             layout.parse_index(json.dumps(bad).encode())
 

@@ -26,15 +26,15 @@ from broadcast_world import (
     until,
 )
 
-from protocol.broadcast import layout, relay
-from protocol.broadcast.client import Base, fetch
-from protocol.broadcast.content import live_version
-from protocol.broadcast.manifest import Trust, verify_folder
-from protocol.broadcast.relay import Relay, RelayEvent
-from protocol.broadcast.server import Limits, Origin
-from protocol.broadcast.transfer import Link
-from protocol.core.checkpoint import SignedManifest
-from protocol.core.errors import UnavailableError, UserError
+from prime_broadcast import layout, relay
+from prime_broadcast.client import Base, fetch
+from prime_broadcast.content import live_version
+from prime_broadcast.manifest import Trust, verify_folder
+from prime_broadcast.relay import Relay, RelayEvent
+from prime_broadcast.server import Limits, Origin
+from prime_broadcast.transfer import Link
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import UnavailableError, UserError
 
 
 class Watched:
@@ -291,7 +291,7 @@ def test_a_relay_killed_at_half_is_replaced_by_another_source(tmp_path: Path) ->
     run = Run(tmp_path / "run", size=1_000_000)
     signed = run.publish()
     slow = Limits(bytes_per_second=2_000_000)
-    command = [sys.executable, "-m", "protocol.broadcast", "relay"]
+    command = [sys.executable, "-m", "prime_broadcast", "relay"]
     tail = ["--signer", TRAINER.address, "--pool", "7", "--chain-id", "31337", "--port", "0"]
     with Origin(run.root, limits=slow) as origin:
         child = subprocess.Popen(

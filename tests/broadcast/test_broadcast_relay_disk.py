@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import pytest
 from broadcast_world import CHUNK, TRAINER, TRUST, Run, same_files, until
 
-from protocol.broadcast import layout, relay
-from protocol.broadcast.client import Base, fetch
-from protocol.broadcast.files import DiskError, replace_file
-from protocol.broadcast.manifest import MANIFEST_NAME, total_size, verify_folder
-from protocol.broadcast.relay import Relay, RelayEvent
-from protocol.broadcast.server import Origin
-from protocol.broadcast.shelf import partial_folder
-from protocol.broadcast.transfer import Link
+from prime_broadcast import layout, relay
+from prime_broadcast.client import Base, fetch
+from prime_broadcast.files import DiskError, replace_file
+from prime_broadcast.manifest import MANIFEST_NAME, total_size, verify_folder
+from prime_broadcast.relay import Relay, RelayEvent
+from prime_broadcast.server import Origin
+from prime_broadcast.shelf import partial_folder
+from prime_broadcast.transfer import Link
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -274,7 +274,7 @@ def test_a_relay_process_that_may_write_no_large_file_goes_on_and_ends_when_told
     run.publish()
     limit = "import resource,signal,sys;signal.signal(signal.SIGXFSZ,signal.SIG_IGN);"
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE,(100_000,100_000));"
-    limit += "from protocol.broadcast.cli import main;main(sys.argv[1:])"
+    limit += "from prime_broadcast.cli import main;main(sys.argv[1:])"
     tail = ["--signer", TRAINER.address, "--pool", "7", "--chain-id", "31337", "--port", "0"]
     with Origin(run.root) as origin:
         child = subprocess.Popen(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from broadcast_world import CHUNK, TRUST, Run, answer, bad_server, same_files, until
 
-from protocol.broadcast import layout
-from protocol.broadcast.relay import Relay, RelayEvent
+from prime_broadcast import layout
+from prime_broadcast.relay import Relay, RelayEvent
 
 
 @pytest.mark.parametrize("needed", [False, True], ids=["not needed", "the newer one's base"])

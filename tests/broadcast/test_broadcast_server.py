@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from broadcast_world import Run, until
 
-from protocol.broadcast.content import Arrival, DirectoryContent, Resource
-from protocol.broadcast.server import Limits, Origin, Server
-from protocol.core.errors import UserError
+from prime_broadcast.content import Arrival, DirectoryContent, Resource
+from prime_broadcast.server import Limits, Origin, Server
+from prime_core.errors import UserError
 
 FILE = "/policies/0/model.safetensors"
 

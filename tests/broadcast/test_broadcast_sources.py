@@ -6,7 +6,8 @@ from __future__ import annotations
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -22,10 +23,10 @@ from broadcast_world import (
     same_files,
 )
 
-from protocol.broadcast import chunks, sources, transfer
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import SourceBook, normal_url
-from protocol.core.errors import MalformedError, UnavailableError
+from prime_broadcast import chunks, sources, transfer
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import SourceBook, normal_url
+from prime_core.errors import MalformedError, UnavailableError
 
 
 def test_one_connection_serves_many_chunks(run: Run, tmp_path: Path) -> None:
@@ -167,6 +168,87 @@ def test_silent_and_crawling_sources_are_abandoned(
     assert same_files(tmp_path / "0", run, 0)
 
 
+@contextmanager
+def tarpits(count: int) -> Iterator[tuple[list[str], list[int]]]:
+    """Servers that accept a connection, drip a header for as long as it lives, and never answer.
+    Yields their URLs and how many connections each had."""
+    over = threading.Event()
+    listeners = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(count)]
+    asked = [0] * count
+
+    def drip(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            while not over.wait(0.05):
+                connection.sendall(b"a")
+
+    def serve(number: int) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listeners[number].accept()
+                asked[number] += 1
+                threading.Thread(target=drip, args=(connection,), daemon=True).start()
+
+    for number in range(count):
+        threading.Thread(target=serve, args=(number,), daemon=True).start()
+    try:
+        yield [f"http://127.0.0.1:{one.getsockname()[1]}" for one in listeners], asked
+    finally:
+        over.set()
+        for one in listeners:
+            one.close()
+
+
+def test_tarpit_relays_hold_up_neither_the_first_fetch_nor_a_later_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without any time-out to save it, a fetch that waits for one of them never ends.
+    for name in ("HEAD_TIMEOUT", "READ_TIMEOUT", "SMALL_TIMEOUT"):
+        monkeypatch.setattr(transfer, name, 3600.0)
+    monkeypatch.setattr(chunks, "TOO_SLOW", 3600.0)
+    first, second = run.publish(), run.publish()
+    book = SourceBook()
+    with Origin(run.root) as origin, tarpits(8) as (urls, asked):
+        stats = get(first, [*urls, origin.url], tmp_path / "0", book=book)
+        assert same_files(tmp_path / "0", run, 0)
+        assert set(stats.by_source) == {origin.url}
+        before = list(asked)
+        get(second, [*urls, origin.url], tmp_path / "1", book=book)
+        assert same_files(tmp_path / "1", run, 1)
+        assert sum(asked) - sum(before) <= 1, "newcomers are tried one at a time, apart"
+
+
+def test_a_newcomer_proves_itself_apart_and_a_liar_among_them_is_named(
+    run: Run, tmp_path: Path
+) -> None:
+    book = SourceBook()
+    gate = threading.Event()
+
+    def lie(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        answer(handler, bytes(len(body)))
+
+    def wait_for_trials(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        gate.wait(30)
+        answer(handler, body)
+
+    with (
+        bad_server(run.root, wait_for_trials) as known,
+        bad_server(run.root, answer) as honest,
+        bad_server(run.root, lie) as liar,
+    ):
+        book.get(known).bytes_received = 1
+
+        def open_gate() -> None:
+            while not (book.get(honest).proven and book.get(liar).banned):
+                gate.wait(0.02)
+            gate.set()
+
+        threading.Thread(target=open_gate, daemon=True).start()
+        stats = get(run.publish(), [known, honest, liar], tmp_path / "0", book=book, parallel=1)
+    assert same_files(tmp_path / "0", run, 0)
+    assert [(fault.url, fault.kind) for fault in stats.faults] == [(liar, "lie")]
+
+
 def test_a_crawling_only_source_ends_in_an_error(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +356,7 @@ def test_origins_are_spared_while_a_relay_or_mirror_delivers(run: Run, tmp_path:
 
 
 def test_base_urls_are_normalised_or_refused() -> None:
-    assert normal_url("http://h:80/a/") == "http://h:80/a"
+    assert normal_url("http://H:80/a/") == "http://h/a"
     for bad in ("http://h/?q=1", "http://h/#f", "file:///etc/passwd", "http://h h/", "//h", ""):
         with pytest.raises(MalformedError):
             normal_url(bad)

@@ -20,28 +20,28 @@ import uvicorn
 from broadcast_world import CHUNK, STRANGER, Run, same_files, until
 from pydantic import TypeAdapter
 
-from orchestrator.app import create_app
-from orchestrator.backend import Backend
-from orchestrator.cli import main
-from orchestrator.context import PoolContext
-from orchestrator.store import open_store, sqlite_url
-from protocol.broadcast.access import Passes
-from protocol.broadcast.client import fetch
-from protocol.broadcast.publish import finalize, publish
-from protocol.broadcast.server import Origin
-from protocol.broadcast.sources import SourceBook
-from protocol.chain.deployment import Deployment, Periods
-from protocol.chain.keystore import save_keystore
-from protocol.core import ids
-from protocol.core.checkpoint import PolicyStatement, SignedManifest
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.messages import ContractAddresses, PolicyList, RelayInfo
-from protocol.core.run import EnvironmentRef, LengthBudgets, RunDefinition
-from protocol.core.signing import CONTRACT_NAMES, LocalSigner
-from protocol.core.task import Task
-from protocol.storage.directory import DirectoryStore
-from protocol.transport.client import Empty, OrchestratorClient
+from prime_broadcast.access import Passes
+from prime_broadcast.client import fetch
+from prime_broadcast.publish import finalize, publish
+from prime_broadcast.server import Origin
+from prime_broadcast.sources import SourceBook
+from prime_chain.keystore import save_keystore
+from prime_core import ids
+from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.deployment import Deployment, Periods
+from prime_core.errors import UnavailableError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.messages import ContractAddresses, PolicyList, RelayAnnouncement, RelayInfo
+from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
+from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.storage.directory import DirectoryStore
+from prime_core.task import Task
+from prime_core.transport.client import Empty, OrchestratorClient
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.cli.main import main
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.store import open_store, sqlite_url
 
 TRAINER, MANAGER = (LocalSigner(bytes([number]) * 32) for number in (91, 92))
 RELAYER_KEY = bytes([93]) * 32
@@ -87,7 +87,7 @@ class Pool:
 
 @pytest.fixture
 def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
-    from protocol.broadcast.manifest import build_manifest
+    from prime_broadcast.manifest import build_manifest
 
     base = run.checkpoint(run.folder / "checkpoint-0")
     manifest = build_manifest(base, pool=1, version=0, step=0, chunk_size=CHUNK)
@@ -108,7 +108,7 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
         samples_per_group=2,
         groups_per_lease=2,
         groups_per_batch=4,
-        budgets=LengthBudgets(by_class={"1": (2,)}, penalty_micro=0),
+        budgets=LengthBudgets(targets=(2,), penalty_micro=0),
         task=Task(image="process"),
         price_per_unit=10,
         stake_per_class=100,
@@ -139,7 +139,7 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
         OrchestratorClient(url, TRAINER, "relay") as announcer,
     ):
         until(lambda: server.started, "the orchestrator")
-        announcer.post("/v1/relays", RelayInfo(url=origin.url), Empty)
+        announcer.post("/v1/relays", RelayAnnouncement(url=origin.url), Empty)
         yield Pool(url, run, origin, deployment, client)
     server.should_exit = True
     thread.join()
@@ -150,7 +150,14 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
 def relay_process(orchestrator: str, data: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     child = subprocess.Popen(
         [
-            *(sys.executable, "-m", "orchestrator.cli", "relay", "--orchestrator", orchestrator),
+            *(
+                sys.executable,
+                "-m",
+                "prime_orchestrator.cli.main",
+                "relay",
+                "--orchestrator",
+                orchestrator,
+            ),
             *("--data", str(data), "--port", "0", "--poll", "0.2", *flags),
         ],
         stdout=(data.parent / f"{data.name}.log").open("wb"),

@@ -10,10 +10,10 @@ import pytest
 from sender_kit import Clock, Make
 
 from devnet.deployed import Deployed
-from protocol.chain.client import ChainClient
-from protocol.chain.fees import FeePolicy, default_policy
-from protocol.chain.sender import Sender
-from protocol.core.signing import LocalSigner
+from prime_chain.client import ChainClient
+from prime_chain.fees import FeePolicy, default_policy
+from prime_chain.sender import Sender
+from prime_core.signing import LocalSigner
 
 
 @pytest.fixture

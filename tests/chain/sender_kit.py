@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from protocol.chain.client import Call
-from protocol.chain.sender import Sender
-from protocol.core.ids import Address, address
+from prime_chain.client import Call
+from prime_chain.sender import Sender
+from prime_core.ids import Address, address
 
 GWEI = 10**9
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from devnet.deployed import Deployed
-from protocol.chain import flows
-from protocol.chain.amounts import ETHER, ether, parse_amount, prime
-from protocol.chain.certainty import block_for, counted_stake, final_reward_root, is_final, tag_for
-from protocol.chain.networks import BASE, NETWORKS
-from protocol.core.encoding import sha256
-from protocol.core.errors import UserError
+from devnet.deployed import Deployed, pool_config
+from prime_chain import flows
+from prime_chain.amounts import ETHER, ether, parse_amount, prime
+from prime_chain.certainty import block_for, counted_stake, final_reward_root, is_final, tag_for
+from prime_chain.networks import BASE, NETWORKS
+from prime_core.encoding import sha256
+from prime_core.errors import UserError
 
 
 def test_every_network_admits_at_latest_counts_stake_at_safe_and_pays_at_finalized() -> None:
@@ -42,7 +42,7 @@ def test_a_deposit_counts_as_stake_only_once_it_is_safe(deployed: Deployed) -> N
 
 def test_a_reward_root_pays_only_once_it_is_final(deployed: Deployed) -> None:
     c, manager = deployed.contracts, deployed.accounts[1]
-    create = c.pools.create(manager.address, sha256(b"run"), ETHER, 10, manager.address)
+    create = c.pools.create(pool_config(manager.address, sha256(b"run"), ETHER))
     pool = flows.created_pool(c, deployed.send(manager, create))
     periods = deployed.deployment.periods
     epoch = deployed.now() // periods.epoch_length

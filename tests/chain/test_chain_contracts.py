@@ -8,23 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from devnet.deployed import TEST_PERIODS, Deployed
-from protocol.chain import codec, events, flows
-from protocol.chain import contracts as contracts_module
-from protocol.chain.contracts import ETHER, Contracts, ProposalState, prime
-from protocol.chain.deployment import SOLIDITY_NAMES
-from protocol.chain.errors import ChainRevertedError
-from protocol.chain.history import read_events, read_slashes, slash_of, slashes
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
-from protocol.core.errors import MalformedError, UserError
-from protocol.core.ids import ZERO_ADDRESS, Address, Digest
-from protocol.core.node import Invite, NodeConsent
-from protocol.core.rollout import Receipt, Submission
-from protocol.core.signing import CONTRACT_NAMES, LocalSigner
-from protocol.core.task import Lease
+from devnet.deployed import TEST_PERIODS, Deployed, opinions_on, pool_config
+from prime_chain import codec, events, flows
+from prime_chain import contracts as contracts_module
+from prime_chain.contracts import ETHER, Contracts, ProposalState, prime
+from prime_chain.errors import ChainRevertedError
+from prime_chain.history import read_events, read_slashes, slash_of, slashes
+from prime_core.checkpoint import PolicyStatement
+from prime_core.deployment import SOLIDITY_NAMES
+from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
+from prime_core.errors import MalformedError, UserError
+from prime_core.ids import ZERO_ADDRESS, Digest
+from prime_core.node import Invite, NodeConsent
+from prime_core.rollout import Receipt, Submission
+from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.task import Lease
+from prime_core.verdict import Reason
 
 SALT = sha256(b"salt")
+EVIDENCE = sha256(b"evidence")
 
 
 @dataclasses.dataclass
@@ -38,7 +40,6 @@ class Stage:
     validator: LocalSigner
     provider: LocalSigner
     node: LocalSigner
-    treasury: Address
 
     @property
     def contracts(self) -> Contracts:
@@ -49,14 +50,15 @@ class Stage:
 def stage(deployed: Deployed) -> Stage:
     c, accounts = deployed.contracts, deployed.accounts
     manager, trainer, validator, provider, node = accounts[1:6]
-    treasury = accounts[6].address
-    call = c.pools.create(trainer.address, sha256(b"run"), 100 * ETHER, 10, treasury)
+    call = c.pools.create(
+        pool_config(trainer.address, sha256(b"run"), 100 * ETHER, slash=50 * ETHER)
+    )
     pool = flows.created_pool(c, deployed.send(manager, call))
     deployed.send(manager, c.pools.set_validator(pool, validator.address, True))
     deployed.send(provider, c.token.faucet())
     for step in flows.register_and_stake(c, provider.address, provider.address, 300 * ETHER):
         deployed.send(provider, step)
-    stage = Stage(deployed, pool, manager, trainer, validator, provider, node, treasury)
+    stage = Stage(deployed, pool, manager, trainer, validator, provider, node)
     for step in flows.add_node(c, *_consent(stage)):
         deployed.send(provider, step)
     for step in flows.allow(c, provider.address, pool, 2):
@@ -91,6 +93,7 @@ def _submission(stage: Stage, number: int) -> tuple[Submission, str, Digest]:
     submission = Submission(
         pool=stage.pool,
         lease_digest=sha256(b"lease%d" % number),
+        node=stage.node.address,
         step=number,
         policy_digest=sha256(b"policy"),
         sha256=sha256(b"file%d" % number),
@@ -106,7 +109,7 @@ def test_every_state_changing_function_of_the_contracts_has_a_wrapper() -> None:
     """Except what only the contracts say to one another, or the deployer once."""
     internal = {
         "wire", "depositFor", "commit", "release", "openSlash", "releaseSlash", "settleSlash",
-        "pledge",
+        "pledge", "unpledge", "fine",
         "expel", "moveSeat", "permit", "burn", "burnFrom", "transferFrom",
     }  # fmt: skip
     folder = Path(codec.__file__).parent / "abi"
@@ -150,7 +153,12 @@ def test_a_newcomer_registers_stakes_and_is_seated(stage: Stage) -> None:
     pool = c.pools.pool_of(stage.pool)
     assert (pool.manager, pool.trainer) == (stage.manager.address, stage.trainer.address)
     assert (pool.members, pool.capacity, pool.ended) == (1, 10, False)
-    assert pool.treasury == stage.treasury
+    judged = c.pools.judgement_of(stage.pool)
+    assert (judged.quorum, judged.slash_amount, judged.lease_seconds) == (1, 50 * ETHER, 60)
+    found = c.pools.validator_of(stage.pool, stage.validator.address)
+    assert found is not None
+    assert (found.number, found.on) == (1, True)
+    assert c.pools.validator_of(stage.pool, node) is None
     assert c.pools.is_validator(stage.pool, stage.validator.address)
     seat = c.pools.seat_of(stage.pool, node)
     assert seat is not None
@@ -235,55 +243,49 @@ def test_a_work_root_holds_its_leaves_and_a_leaf_can_be_rejected(stage: Stage) -
     proof = merkle_proof(leaves, 1)
     assert c.work.leaf_in(stage.pool, seq, leaves[1], proof)
     assert not c.work.leaf_in(stage.pool, seq, leaves[0], proof)
-    deployed.send(stage.validator, c.work.reject(stage.pool, seq, leaves[1], proof, 4))
+    submission = _submission(stage, 1)[0]
+    said = opinions_on(deployed.deployment, submission, [stage.validator], reason=Reason.WRONG_ROWS)
+    deployed.send(deployed.accounts[9], c.work.reject(submission, seq, proof, said))
     assert c.work.is_rejected(stage.pool, leaves[1])
     assert not c.work.is_rejected(stage.pool, leaves[0])
 
 
-def _propose(stage: Stage) -> tuple[int, Digest, Digest]:
-    """A proposed slash: its number, leaf and transaction."""
+def _propose(stage: Stage) -> tuple[Digest, Digest]:
+    """A proposed slash: its submission and transaction."""
     c, deployed = stage.contracts, stage.deployed
     submission, signature, leaf = _submission(stage, 0)
     leaves = [leaf, _submission(stage, 1)[2]]
     deployed.send(
         stage.manager, c.work.post_root(stage.pool, merkle_root(leaves), 2, sha256(b"object"))
     )
-    call = c.slasher.propose(
-        submission,
-        stage.node.address,
-        signature,
-        1,
-        merkle_proof(leaves, 0),
-        sha256(b"evidence"),
-        4,
-        50 * ETHER,
-    )
-    receipt = deployed.send(stage.validator, call)
-    number = c.slasher.proposal_of(leaf)
-    assert number is not None
-    return number, leaf, receipt.tx_hash
+    said = opinions_on(deployed.deployment, submission, [stage.validator], evidence=EVIDENCE)
+    call = c.slasher.propose(submission, signature, 1, merkle_proof(leaves, 0), said)
+    return leaf, deployed.send(deployed.accounts[9], call).tx_hash
 
 
 def test_a_slash_is_proposed_waits_and_is_executed_by_anyone(stage: Stage) -> None:
     c, deployed = stage.contracts, stage.deployed
-    number, leaf, proposed_tx = _propose(stage)
-    held = c.slasher.proposal(number)
+    leaf, proposed_tx = _propose(stage)
+    held = c.slasher.proposal(leaf)
     assert held is not None
-    assert (held.state, held.amount, held.reason) == (ProposalState.PROPOSED, 50 * ETHER, 4)
+    assert (held.state, held.amount) == (ProposalState.PROPOSED, 50 * ETHER)
+    assert held.authors == (stage.validator.address,)
     assert c.vault.pending_slash(stage.provider.address) == 50 * ETHER
     with pytest.raises(ChainRevertedError) as caught:
-        deployed.client.call(c.slasher.execute(number))
+        deployed.client.call(c.slasher.execute(leaf))
     assert caught.value.name == "WindowOpen"
     deployed.anvil.forward(TEST_PERIODS.slash_window + 1)
-    executed = deployed.send(deployed.accounts[9], c.slasher.execute(number))
-    assert c.token.balance_of(stage.treasury) == 50 * ETHER
+    supply = c.token.total_supply()
+    executed = deployed.send(deployed.accounts[9], c.slasher.execute(leaf))
+    assert c.token.total_supply() == supply - 50 * ETHER, "without a treasury it is burned"
     assert c.pools.class_of(stage.pool, stage.node.address) == 0
     names = [e.name for e in events.of_receipt(executed, 0, deployed.deployment)]
     assert {"Slashed", "NodeEjected", "SlashExecuted"} <= set(names)
 
     (found,) = read_slashes(deployed.client, deployed.deployment)
     assert (found.status, found.node, found.leaf) == ("executed", stage.node.address, leaf)
-    assert (found.evidence, found.amount) == (sha256(b"evidence"), 50 * ETHER)
+    assert (found.evidence, found.amount) == (EVIDENCE, 50 * ETHER)
+    assert found.reason is Reason.WRONG_ACTIVATIONS
     assert (found.proposed_tx, found.ended_tx) == (proposed_tx, executed.tx_hash)
     assert slash_of(deployed.client, deployed.deployment, proposed_tx) == found
     assert slash_of(deployed.client, deployed.deployment, executed.tx_hash) == found
@@ -291,28 +293,50 @@ def test_a_slash_is_proposed_waits_and_is_executed_by_anyone(stage: Stage) -> No
 
 def test_a_cancelled_slash_takes_nothing(stage: Stage) -> None:
     c, deployed = stage.contracts, stage.deployed
-    number, _, _ = _propose(stage)
-    assert c.slasher.proposal(number + 1) is None
-    deployed.send(deployed.accounts[0], c.slasher.cancel(number))  # the guardian
+    leaf, _ = _propose(stage)
+    assert c.slasher.proposal(sha256(b"other")) is None
+    deployed.send(deployed.accounts[0], c.slasher.cancel(leaf))  # the arbiter
     (found,) = read_slashes(deployed.client, deployed.deployment)
     assert found.status == "cancelled"
     assert c.vault.pending_slash(stage.provider.address) == 0
 
 
-def test_a_disputed_slash_is_overturned_by_another_validator(stage: Stage) -> None:
+def test_a_disputed_slash_is_overturned_by_the_arbiter(stage: Stage) -> None:
     c, deployed = stage.contracts, stage.deployed
-    number, _, _ = _propose(stage)
-    second = deployed.accounts[8]
-    deployed.send(stage.manager, c.pools.set_validator(stage.pool, second.address, True))
-    deployed.send(stage.provider, c.slasher.dispute(number))
+    leaf, _ = _propose(stage)
+    deployed.send(stage.provider, c.slasher.dispute(leaf))
     found = slashes(read_events(deployed.client, deployed.deployment))
     assert [one.status for one in found] == ["disputed"]
-    with pytest.raises(ChainRevertedError, match="OwnProposal"):
-        deployed.send(stage.validator, c.slasher.confirm(number))
-    deployed.send(second, c.slasher.overturn(number))
+    with pytest.raises(ChainRevertedError, match="NotAllowed"):
+        deployed.send(stage.validator, c.slasher.confirm(leaf))
+    deployed.send(deployed.accounts[0], c.slasher.overturn(leaf))
     assert [one.status for one in read_slashes(deployed.client, deployed.deployment)] == [
         "cancelled"
     ]
+
+
+def test_an_objection_that_no_evidence_is_served_needs_the_arbiter(stage: Stage) -> None:
+    c, deployed = stage.contracts, stage.deployed
+    leaf, _ = _propose(stage)
+    deployed.send(stage.provider, c.slasher.object(leaf))
+    deployed.anvil.forward(TEST_PERIODS.slash_window + 1)
+    with pytest.raises(ChainRevertedError, match="WrongState"):
+        deployed.send(deployed.accounts[9], c.slasher.execute(leaf))
+    deployed.send(deployed.accounts[9], c.slasher.lapse(leaf))
+    assert c.vault.pending_slash(stage.provider.address) == 0
+
+
+def test_the_arbiter_is_replaced_behind_a_delay(stage: Stage) -> None:
+    c, deployed = stage.contracts, stage.deployed
+    following = deployed.accounts[8].address
+    deployed.send(deployed.accounts[0], c.slasher.announce_arbiter(following))
+    announced = c.slasher.announced_arbiter()
+    assert announced is not None
+    assert announced[0] == following
+    deployed.anvil.forward(TEST_PERIODS.unbonding + 1)
+    deployed.send(deployed.accounts[9], c.slasher.apply_arbiter())
+    assert c.slasher.arbiter() == following
+    assert c.slasher.announced_arbiter() is None
 
 
 def test_a_transaction_that_is_about_no_slash_says_so(stage: Stage) -> None:
@@ -360,11 +384,11 @@ def test_a_node_that_is_ignored_posts_its_own_leaf(stage: Stage) -> None:
     now = deployed.now()
     lease = Lease(
         pool=stage.pool, step=1, node=stage.node.address, index=0, policy_digest=sha256(b"p"),
-        run_digest=sha256(b"run"), speed_class=2, salt=SALT, deadline=now + 100,
+        run_digest=sha256(b"run"), target=2, salt=SALT, deadline=now + 100,
     )  # fmt: skip
     submission = Submission(
-        pool=stage.pool, lease_digest=lease.digest(domain), step=1, policy_digest=sha256(b"p"),
-        sha256=sha256(b"f"), size=1, rows=1, valid_until=now + 100,
+        pool=stage.pool, lease_digest=lease.digest(domain), node=stage.node.address, step=1,
+        policy_digest=sha256(b"p"), sha256=sha256(b"f"), size=1, rows=1, valid_until=now + 100,
     )  # fmt: skip
     receipt = Receipt(submission_digest=submission.digest(domain), received_at=now)
     deployed.anvil.forward(TEST_PERIODS.epoch_length)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from eth_account import Account
-from eth_utils.crypto import keccak
+from eth_hash.auto import keccak
 
 from devnet.chain import dev_signer
 from devnet.deployed import Deployed
-from protocol.chain.amounts import ETHER
-from protocol.chain.client import Call, ChainClient, Fees
-from protocol.chain.costs import (
+from prime_chain.amounts import ETHER
+from prime_chain.client import Call, ChainClient, Fees
+from prime_chain.costs import (
     GAS_PRICE_ORACLE,
     has_l1_fee,
     l1_fee,
@@ -21,7 +22,7 @@ from protocol.chain.costs import (
     total,
     unsigned_transaction,
 )
-from protocol.chain.errors import RpcError
+from prime_chain.errors import RpcError
 
 FEES = Fees(10**9, 10**6, 2 * 10**9)
 WEI_A_BYTE = 1000
@@ -114,10 +115,10 @@ def test_the_unsigned_transaction_is_the_one_that_is_signed() -> None:
 class Plain(ChainClient):
     """An endpoint without eth_simulateV1."""
 
-    def request(self, method: str, *params: object) -> object:
+    def request(self, method: str, *params: Any, parse: Any = lambda value: value) -> Any:
         if method == "eth_simulateV1":
             raise RpcError(method, -32601, "the method does not exist")
-        return super().request(method, *params)
+        return super().request(method, *params, parse=parse)
 
 
 def test_an_endpoint_that_cannot_simulate_tells_what_it_can(deployed: Deployed) -> None:

@@ -11,20 +11,20 @@ import pytest
 from devnet.__main__ import QUICK_PERIODS
 from devnet.chain import CHAIN_ID, Anvil, dev_signer
 from devnet.deployed import TEST_PERIODS, Deployed
-from protocol.chain import codec
-from protocol.chain.client import ChainClient
-from protocol.chain.deployer import Options, check_options, create_address, deploy, dry_run
-from protocol.chain.deployment import DEMO_PERIODS, SOLIDITY_NAMES, Deployment, Periods
-from protocol.chain.deployment_check import verify
-from protocol.core.errors import FatalError, UserError
-from protocol.core.signing import CONTRACT_NAMES
+from prime_chain import codec
+from prime_chain.client import ChainClient
+from prime_chain.deployer import Options, check_options, create_address, deploy, dry_run
+from prime_chain.deployment_check import verify
+from prime_core.deployment import DEMO_PERIODS, SOLIDITY_NAMES, Deployment, Periods
+from prime_core.errors import FatalError, UserError
+from prime_core.signing import CONTRACT_NAMES
 
 
 def _options(**changes: object) -> Options:
     account = dev_signer(0).address
     values: dict[str, object] = {
         "periods": TEST_PERIODS, "testnet": True, "holder": account, "supply": 1,
-        "guardian": account,
+        "arbiter": account,
     }  # fmt: skip
     return Options(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ def test_deploying_again_with_the_same_journal_sends_nothing(
         signer,
         _options(),
         journal=tmp_path / "journal",
-        now=lambda: 10**10,  # another time must not become another guardian's end
+        now=lambda: 10**10,
     )
     assert again == first
     assert deployed.client.nonce(signer.address) == nonce

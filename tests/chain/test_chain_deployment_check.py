@@ -11,18 +11,18 @@ import pytest
 
 from devnet.chain import Anvil, dev_signer
 from devnet.deployed import TEST_PERIODS, Deployed
-from protocol.chain import codec
-from protocol.chain.amounts import ETHER
-from protocol.chain.client import ChainClient
-from protocol.chain.deployer import Options, deploy, dry_run
-from protocol.chain.deployment import SOLIDITY_NAMES, Deployment
-from protocol.chain.deployment_check import Check, check_deployment, code_hash, masked
-from protocol.chain.keystore import save_keystore
-from protocol.chain.sources import resolve, standard_input
-from protocol.core.encoding import sha256
-from protocol.core.errors import FatalError, NotFoundError, UserError
-from protocol.core.ids import ZERO_ADDRESS, Address
-from protocol.core.signing import CONTRACT_NAMES
+from prime_chain import codec
+from prime_chain.amounts import ETHER
+from prime_chain.client import ChainClient
+from prime_chain.deployer import Options, deploy, dry_run
+from prime_chain.deployment_check import Check, check_deployment, code_hash, masked
+from prime_chain.keystore import save_keystore
+from prime_chain.sources import resolve, standard_input
+from prime_core.deployment import SOLIDITY_NAMES, Deployment
+from prime_core.encoding import sha256
+from prime_core.errors import FatalError, NotFoundError, UserError
+from prime_core.ids import ZERO_ADDRESS, Address
+from prime_core.signing import CONTRACT_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 TRANSACTIONS = 10  # seven contracts, three wirings
@@ -53,7 +53,7 @@ def _options(**changes: object) -> Options:
     account = dev_signer(0).address
     values: dict[str, object] = {
         "periods": TEST_PERIODS, "testnet": True, "holder": account, "supply": 1,
-        "guardian": account,
+        "arbiter": account,
     }  # fmt: skip
     return Options(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -101,7 +101,7 @@ def test_a_deployment_file_keeps_what_anyone_needs_to_check_it(deployed: Deploye
         encoded = bytes.fromhex(file.encoded_arguments[name][2:])
         codec.decode(artifact.constructor, encoded)
     assert file.roles is not None
-    assert file.roles.guardian == file.roles.governor == deployed.accounts[0].address
+    assert file.roles.arbiter == file.roles.governor == deployed.accounts[0].address
 
 
 def test_other_code_at_an_address_is_found(deployed: Deployed) -> None:
@@ -114,11 +114,11 @@ def test_other_code_at_an_address_is_found(deployed: Deployed) -> None:
 
 
 def test_an_immutable_that_the_constructor_did_not_give_is_found(deployed: Deployed) -> None:
-    """The guardian's address lies in the code: another one there is another contract."""
+    """The registry's address lies in the code: another one there is another contract."""
     file, artifact = deployed.deployment, codec.artifact("Rewards")
     code = bytearray(deployed.client.code(file.contracts.rewards))
-    guardian = bytes.fromhex(deployed.accounts[0].address[2:])
-    start = next(a for a, b in artifact.immutables if code[a:b][12:] == guardian)
+    registry = bytes.fromhex(file.contracts.registry[2:])
+    start = next(a for a, b in artifact.immutables if code[a:b][12:] == registry)
     code[start + 12 : start + 32] = bytes.fromhex(deployed.accounts[5].address[2:])
     assert masked(bytes(code), artifact) == masked(artifact.runtime, artifact)
     deployed.anvil.rpc("anvil_setCode", file.contracts.rewards, "0x" + code.hex())
@@ -165,26 +165,26 @@ def test_a_wrong_wire_wrong_periods_and_wrong_roles_are_found(
     assert [one.name for one in faults(deployed, wrong)] == ["periods"]
     roles = deployed.deployment.roles
     assert roles is not None
-    other_guardian = roles.model_copy(update={"guardian": deployed.accounts[5].address})
-    wrong = deployed.deployment.model_copy(update={"roles": other_guardian})
-    assert [one.name for one in faults(deployed, wrong)] == ["guardian as the file says"]
+    other_treasury = roles.model_copy(update={"treasury": deployed.accounts[5].address})
+    wrong = deployed.deployment.model_copy(update={"roles": other_treasury})
+    assert [one.name for one in faults(deployed, wrong)] == ["treasury as the file says"]
 
 
 def test_roles_go_to_a_multisig_and_the_deployer_keeps_none(
     deployed: Deployed, tmp_path: Path
 ) -> None:
     multisig = deployed.deployment.contracts.token  # some contract
-    options = _options(guardian=multisig, holder=multisig, validator_bond=ETHER)
+    options = _options(arbiter=multisig, holder=multisig, validator_bond=ETHER)
     signer = deployed.accounts[9]
     made = deploy(deployed.client, signer, options, journal=tmp_path / "j")
     checks = {one.name: one for one in check_deployment(deployed.client, made)}
-    for role in ("guardian", "governor", "offered governor"):
+    for role in ("arbiter", "governor", "offered governor"):
         assert checks[f"deployer is not {role}"].ok
     assert made.roles is not None
     assert made.roles.governor == multisig
     # one key for all, as on the demo: said, not refused
     local = {one.name: one for one in check_deployment(deployed.client, deployed.deployment)}
-    mine = local["deployer is not guardian"]
+    mine = local["deployer is not arbiter"]
     assert (mine.ok, mine.fault) == (False, False)
 
 
@@ -193,7 +193,7 @@ def test_terms_that_nobody_may_move_are_deployed_with_no_governor(
 ) -> None:
     options = _options(governor=ZERO_ADDRESS)
     made = deploy(deployed.client, deployed.accounts[9], options, journal=tmp_path / "j")
-    from protocol.chain.contracts import Contracts
+    from prime_chain.contracts import Contracts
 
     assert Contracts(deployed.client, made).slasher.governor() is None
 
@@ -203,7 +203,7 @@ class OnBase(ChainClient):
 
     def __init__(self, url: str) -> None:
         super().__init__([url], 31337)
-        from protocol.chain.networks import BASE
+        from prime_chain.networks import BASE
 
         self.network = BASE
 
@@ -211,11 +211,11 @@ class OnBase(ChainClient):
 def test_where_value_is_real_no_single_key_gets_a_role(deployed: Deployed, tmp_path: Path) -> None:
     client, contract = OnBase(deployed.url), deployed.deployment.contracts.token
     good = {
-        "testnet": False, "guardian": contract, "holder": contract, "governor": contract,
+        "testnet": False, "arbiter": contract, "holder": contract, "governor": contract,
         "validator_bond": ETHER,
     }  # fmt: skip
     for change, complaint in (
-        ({"guardian": dev_signer(3).address}, "guardian 0x.* is no contract"),
+        ({"arbiter": dev_signer(3).address}, "arbiter 0x.* is no contract"),
         ({"governor": dev_signer(3).address}, "governor 0x.* is no contract"),
         ({"holder": dev_signer(3).address}, "holder 0x.* is no contract"),
         ({"validator_bond": 0}, "without a price"),
@@ -277,7 +277,7 @@ def test_the_command_killed_again_and_again_ends_in_one_deployment(tmp_path: Pat
     save_keystore(tmp_path / "k.json", key, "secret", light=True)
     with Anvil(block_time=0.3) as anvil:
         command = [
-            *(sys.executable, "-m", "orchestrator.cli", "deployment", "deploy"),
+            *(sys.executable, "-m", "prime_orchestrator.cli.main", "deployment", "deploy"),
             *("--rpc", anvil.url, "--wallet", str(tmp_path / "k.json")),
             *("--password-file", str(tmp_path / "pw"), "--out", str(tmp_path / "d.json")),
         ]

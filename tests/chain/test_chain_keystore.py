@@ -7,18 +7,19 @@ import os
 import stat
 from pathlib import Path
 
+import eth_keyfile
 import pytest
 from eth_account import Account
 
-from protocol.chain import keystore
-from protocol.chain.keystore import (
+from prime_chain import keystore
+from prime_chain.keystore import (
     create_keystore,
     keystore_address,
     load_keystore,
     read_password,
     save_keystore,
 )
-from protocol.core.errors import UserError
+from prime_core.errors import UserError
 
 
 @pytest.fixture
@@ -34,27 +35,42 @@ def test_a_new_key_is_loaded_back_with_its_password(tmp_path: Path) -> None:
     assert create_keystore(tmp_path / "b", "correct horse", light=True) != made
 
 
-def test_other_wallets_open_the_file(path: Path) -> None:
+def test_other_wallets_open_our_file_and_we_open_theirs(path: Path, tmp_path: Path) -> None:
     body = json.loads(path.read_text())
-    assert body["version"] == 3
-    assert body["crypto"]["kdf"] == "scrypt"
-    key = Account.decrypt(body, "right")
-    assert Account.from_key(key).address == load_keystore(path, "right").address
+    ours = load_keystore(path, "right").address
+    assert Account.from_key(Account.decrypt(body, "right")).address == ours
+    for kdf, rounds in (("scrypt", 1 << 10), ("pbkdf2", 1000)):
+        theirs = eth_keyfile.create_keyfile_json(b"\x07" * 32, b"right", 3, kdf, rounds)
+        theirs_path = tmp_path / kdf
+        theirs_path.write_text(json.dumps(theirs))
+        assert load_keystore(theirs_path, "right").address == Account.from_key(b"\x07" * 32).address
+        with pytest.raises(UserError, match="password does not open"):
+            load_keystore(theirs_path, "wrong")
 
 
 def test_the_default_key_derivation_is_the_strong_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[str, object] = {}
-    real = Account.encrypt
-
-    def spy(key: bytes, password: str, *, kdf: str, iterations: int) -> object:
-        seen.update(kdf=kdf, iterations=iterations)
-        return real(key, password, kdf=kdf, iterations=2)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Account, "encrypt", spy)
+    monkeypatch.setattr(keystore, "_derived", lambda kdf, parameters, password: bytes(32))
     create_keystore(tmp_path / "a", "pw")
-    assert seen == {"kdf": "scrypt", "iterations": 1 << 18}
+    parameters = json.loads((tmp_path / "a").read_text())["crypto"]["kdfparams"]
+    assert (parameters["n"], parameters["r"], parameters["p"]) == (1 << 18, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("cipher", "aes-256-cbc"), ("kdf", "argon2"), ("mac", "zz"), ("mac", 7),
+        ("ciphertext", None), ("cipherparams", []), ("kdfparams", {"n": 3, "r": 8, "p": 1}),
+        ("kdfparams", {"n": 1024, "r": 8, "p": 1, "dklen": 16, "salt": "00"}),
+    ],
+)  # fmt: skip
+def test_a_keystore_in_another_form_is_one_sentence(path: Path, where: str, value: object) -> None:
+    body = json.loads(path.read_text())
+    body["crypto"][where] = value
+    path.write_text(json.dumps(body))
+    with pytest.raises(UserError, match="no usable keystore"):
+        load_keystore(path, "right")
 
 
 def test_the_file_is_for_its_owner_alone(path: Path) -> None:

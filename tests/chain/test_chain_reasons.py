@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from protocol.chain.amounts import ETHER
-from protocol.chain.client import all_artifacts
-from protocol.chain.codec import decode_revert
-from protocol.chain.errors import ChainRevertedError
-from protocol.chain.reasons import SENTENCES, sentence
+from prime_chain.amounts import ETHER
+from prime_chain.client import all_artifacts
+from prime_chain.codec import decode_revert
+from prime_chain.errors import ChainRevertedError
+from prime_chain.reasons import SENTENCES, sentence
 
 DEFECTS = {
-    "AlreadyWired", "EmptyRoot", "ReserveExceeded", "TokenNotPlain", "TooManyValidators",
+    "AlreadyWired", "EmptyRoot", "ReserveExceeded", "TokenNotPlain",
     "UnbondingTooShort", "ZeroAddress", "ZeroAmount", "ZeroCapacity", "ZeroClass", "ZeroDigest",
     "ZeroPeriod",
 }  # fmt: skip
@@ -30,14 +30,14 @@ def known() -> dict[str, list[str]]:
         for artifact in all_artifacts()
         for item in artifact.errors.values()
     }
-    file = resources.files("protocol.chain").joinpath("abi", "Errors.json")
+    file = resources.files("prime_chain").joinpath("abi", "Errors.json")
     for entry in json.loads(file.read_text())["abi"]:
         found.setdefault(entry["name"], [one["name"] for one in entry["inputs"]])
     return found
 
 
 def test_every_error_that_people_meet_has_a_sentence() -> None:
-    ours = json.loads(resources.files("protocol.chain").joinpath("abi", "Errors.json").read_text())[
+    ours = json.loads(resources.files("prime_chain").joinpath("abi", "Errors.json").read_text())[
         "abi"
     ]
     assert {entry["name"] for entry in ours} - set(SENTENCES) == DEFECTS

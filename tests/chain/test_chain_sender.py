@@ -9,14 +9,14 @@ from sender_kit import GWEI, Clock, Make, target, transfer
 
 from devnet.chain import CHAIN_ID, free_port
 from devnet.deployed import Deployed
-from protocol.chain.client import Call, ChainClient, Fees
-from protocol.chain.errors import ChainRevertedError
-from protocol.chain.fees import FeePolicy, bumped
-from protocol.chain.journal import Attempt
-from protocol.chain.sender import Sender
-from protocol.core.errors import ConflictError, UnavailableError
-from protocol.core.ids import ZERO_DIGEST, Address
-from protocol.core.signing import LocalSigner
+from prime_chain.client import Call, ChainClient, Fees
+from prime_chain.errors import ChainRevertedError
+from prime_chain.fees import FeePolicy, bumped
+from prime_chain.journal import Attempt
+from prime_chain.sender import Sender
+from prime_core.errors import ConflictError, UnavailableError
+from prime_core.ids import ZERO_DIGEST, Address
+from prime_core.signing import LocalSigner
 
 
 def test_an_intent_is_sent_once_however_often_it_is_submitted(

@@ -15,9 +15,9 @@ from sender_kit import Clock, Make, target, transfer
 
 from devnet.chain import CHAIN_ID, Anvil
 from devnet.deployed import Deployed
-from protocol.chain.client import Call, ChainClient
-from protocol.chain.sender import Sender
-from protocol.core.errors import FatalError, UnavailableError, UserError
+from prime_chain.client import Call, ChainClient
+from prime_chain.sender import Sender
+from prime_core.errors import FatalError, UnavailableError, UserError
 
 
 class _Killed(BaseException):
@@ -61,9 +61,9 @@ def test_sigkill_in_the_middle_of_many_loses_none_and_doubles_none(
 import sys
 from pathlib import Path
 from devnet.chain import CHAIN_ID, dev_signer
-from protocol.chain.client import Call, ChainClient
-from protocol.chain.sender import Sender
-from protocol.core.ids import address
+from prime_chain.client import Call, ChainClient
+from prime_chain.sender import Sender
+from prime_core.ids import address
 sender = Sender(ChainClient([sys.argv[1]], CHAIN_ID), dev_signer(3), Path(sys.argv[2]))
 for i in range(40):
     sender.submit(f"i{i}", Call(address(sys.argv[3]), b"", 1, "one wei"))
@@ -166,13 +166,13 @@ def test_an_endpoint_that_shows_an_old_nonce_is_not_believed(
     sender.submit("a", transfer(target(21)))
     done = sender.wait("a", 60)
     real = ChainClient.nonce
-    monkeypatch.setattr(ChainClient, "nonce", lambda self, account, **kw: done.nonce)
+    monkeypatch.setattr(ChainClient, "nonce", lambda self, account, block="latest": done.nonce)
     sender.submit("b", transfer(target(21)))
     sender.tick()
     held = sender.status("b")
     assert held is not None
     assert held.status == "queued"
-    assert "lags" in sender.trouble
+    assert "lag" in sender.trouble
     monkeypatch.setattr(ChainClient, "nonce", real)
     assert sender.wait("b", 60).nonce == (done.nonce or 0) + 1
     assert deployed.client.balance(target(21)) == 2
@@ -181,8 +181,7 @@ def test_an_endpoint_that_shows_an_old_nonce_is_not_believed(
 def test_where_endpoints_must_agree_nothing_is_sent_until_they_do(
     deployed: Deployed, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = ChainClient([deployed.url, deployed.url + "/"], CHAIN_ID)
-    monkeypatch.setattr(client, "network", replace(client.network, min_agreeing=2))
+    client = ChainClient([deployed.url, deployed.url + "/"], CHAIN_ID, quorum=2)
     second = client.singles()[1]
     monkeypatch.setattr(second, "call", lambda call, **kw: b"another answer")
     sender = Sender(

@@ -1,4 +1,4 @@
-"""The structs of protocol.core are the contracts' EIP-712 types: same digests on both sides."""
+"""The structs of prime_core are the contracts' EIP-712 types: same digests on both sides."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
+from eth_account import Account
+from eth_account.messages import encode_typed_data
+from eth_utils.crypto import keccak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from devnet.deployed import Deployed
-from protocol.core.batch import BatchStatement
-from protocol.core.calibration import CalibrationStatement
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.draws import DrawCommitment
-from protocol.core.ids import Digest, address
-from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
-from protocol.core.rollout import Receipt, Submission
-from protocol.core.signing import Domain, LocalSigner, Statement
-from protocol.core.task import Lease
-from protocol.core.verdict import Verdict
+from prime_core.batch import BatchStatement
+from prime_core.calibration import CalibrationStatement
+from prime_core.checkpoint import PolicyStatement
+from prime_core.draws import DrawCommitment
+from prime_core.ids import Digest, address
+from prime_core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
+from prime_core.rollout import Receipt, Submission
+from prime_core.signing import DOMAIN_NAME, DOMAIN_VERSION, Domain, LocalSigner, Statement
+from prime_core.task import Lease
+from prime_core.verdict import Law, Opinion
 
 VECTORS = json.loads(
     (Path(__file__).parent.parent / "vectors" / "eip712.json").read_text(encoding="utf-8")
@@ -28,7 +31,7 @@ KINDS: dict[str, type[Statement]] = {
     kind.__name__: kind
     for kind in (
         BatchStatement, Invite, Lease, NodeConsent, PolicyStatement, Receipt, SessionGrant,
-        SessionRevocation, Submission, Verdict, DrawCommitment, CalibrationStatement,
+        SessionRevocation, Submission, Law, Opinion, DrawCommitment, CalibrationStatement,
     )
 }  # fmt: skip
 
@@ -39,6 +42,7 @@ DIGEST_VIEWS: dict[type[Statement], str] = {
     Lease: "leaseDigest",
     Submission: "submissionDigest",
     Receipt: "receiptDigest",
+    Opinion: "opinionDigest",
 }
 
 
@@ -107,3 +111,47 @@ def test_a_signature_for_one_deployment_means_nothing_to_another(deployed: Deplo
         Domain(chain_id=ours.chain_id, contract=deployed.deployment.address("pools")),
     ):
         assert statement.recover(other, signature) != signer.address
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_digests_and_signatures_are_those_of_eth_account(data: st.DataObject) -> None:
+    """Ours are computed directly, for speed; the library is the reference."""
+    kind = data.draw(st.sampled_from(sorted(KINDS.values(), key=lambda one: one.__name__)))
+    members = kind.eip712_types()[kind.__name__]
+    values: dict[str, object] = {}
+    message: dict[str, object] = {}
+    for name, member in zip(kind.model_fields, members, strict=True):
+        if member["type"].startswith("uint"):
+            bits = int(member["type"][4:])
+            values[name] = data.draw(st.sampled_from([1, 2, (1 << bits) - 1]))
+        elif member["type"] == "string":
+            values[name] = data.draw(st.text(st.characters(codec="utf-8"), max_size=40))
+        else:
+            size = 20 if member["type"] == "address" else 32
+            raw = "0x" + data.draw(st.binary(min_size=size, max_size=size)).hex()
+            values[name] = address(raw) if size == 20 else raw
+        message[member["name"]] = (
+            bytes.fromhex(str(values[name])[2:]) if member["type"] == "bytes32" else values[name]
+        )
+    try:
+        statement = kind(**values)
+    except ValueError:  # a rule of that statement's own
+        return
+    domain = Domain(chain_id=data.draw(st.integers(1, 2**64)), contract=address("0x" + "ab" * 20))
+    key = data.draw(st.binary(min_size=31, max_size=31)) + b"\x01"
+    signable = encode_typed_data(
+        domain_data={
+            "name": DOMAIN_NAME,
+            "version": DOMAIN_VERSION,
+            "chainId": domain.chain_id,
+            "verifyingContract": domain.contract,
+        },
+        message_types=kind.eip712_types(),
+        message_data=message,
+    )
+    reference = keccak(b"\x19" + signable.version + signable.header + signable.body)
+    assert statement.digest(domain) == "0x" + reference.hex()
+    signature = LocalSigner(key).sign(statement, domain)
+    assert signature == "0x" + Account.from_key(key).sign_message(signable).signature.hex()
+    assert statement.recover(domain, signature) == Account.from_key(key).address

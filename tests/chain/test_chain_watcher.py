@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devnet.deployed import TEST_PERIODS, Deployed
-from protocol.chain import codec
-from protocol.chain.client import Block, ChainClient, Log
-from protocol.chain.deployment import Deployment
-from protocol.chain.errors import RpcError
-from protocol.chain.events import Event, PayoutChanged, ProviderRegistered, RevokedBefore
-from protocol.chain.networks import LOCAL
-from protocol.chain.watcher import (
+from devnet.deployed import TEST_PERIODS, Deployed, pool_config
+from prime_chain import codec
+from prime_chain.client import Block, ChainClient, Log
+from prime_chain.errors import NotThereError, RpcError
+from prime_chain.events import Event, PayoutChanged, ProviderRegistered, RevokedBefore
+from prime_chain.networks import LOCAL
+from prime_chain.watcher import (
     BlockRef,
     Confirmed,
     Retracted,
@@ -25,10 +25,11 @@ from protocol.chain.watcher import (
     common_ancestor,
     next_span,
 )
-from protocol.core.encoding import keccak256
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import ZERO_DIGEST, Address, Digest, address
-from protocol.core.messages import ContractAddresses
+from prime_core.deployment import Deployment
+from prime_core.encoding import keccak256
+from prime_core.errors import UnavailableError
+from prime_core.ids import ZERO_DIGEST, Address, Digest, address
+from prime_core.messages import ContractAddresses
 
 
 @dataclass
@@ -153,12 +154,12 @@ def test_an_endpoint_that_refuses_large_ranges_is_asked_for_smaller_ones(
     spans: list[int] = []
 
     def limited(
-        self: ChainClient, first: int, last: int, addresses: Sequence[Address]
+        self: ChainClient, first: int, last: int, addresses: Sequence[Address], topics: Any = ()
     ) -> list[Log]:
         spans.append(last - first + 1)
         if last - first + 1 > 7:
             raise RpcError("eth_getLogs", -32005, "query returned more than 10000 results")
-        return real(self, first, last, addresses)
+        return real(self, first, last, addresses, topics)
 
     monkeypatch.setattr(ChainClient, "logs", limited)
     reader = Reader()
@@ -176,9 +177,7 @@ def test_events_of_several_contracts_come_in_chain_order(deployed: Deployed) -> 
     _register(deployed, 1)
     deployed.send(
         signer,
-        deployed.contracts.pools.create(
-            signer.address, keccak256(b"run"), 1, 1, deployed.accounts[2].address
-        ),
+        deployed.contracts.pools.create(pool_config(signer.address, keccak256(b"run"), 1)),
     )
     deployed.send(signer, deployed.contracts.registry.set_payout(deployed.accounts[3].address))
     reader.drain(watcher)
@@ -258,8 +257,16 @@ class FakeChain:
     def block(self, number: int) -> Block:
         self.meddle()
         if number >= len(self.blocks):
-            raise UnavailableError("no such block")
+            raise NotThereError("no such block")
         return self.blocks[number]
+
+    def agreed_block(self, number: int) -> Block:
+        return self.block(number)
+
+    def agreed_logs(
+        self, first: int, last: int, addresses: Sequence[Address], topics: Sequence[Any]
+    ) -> list[Log]:
+        return self.logs(first, last, addresses)
 
     def logs(self, first: int, last: int, addresses: Sequence[Address]) -> list[Log]:
         self.meddle()

@@ -26,7 +26,7 @@ contract BlanksTest is Network {
     }
 
     function test_Wire_RefusesZero() public {
-        StakeVault v = new StakeVault(token, periods());
+        StakeVault v = new StakeVault(token, periods(), treasury, CAP);
         Pools p = new Pools(registry, v);
         for (uint256 i; i < 3; ++i) {
             address[3] memory told = [address(1), address(2), address(3)];
@@ -52,12 +52,14 @@ contract BlanksTest is Network {
         noAddress();
         new Work(Pools(address(0)), vault);
         noAddress();
-        new Rewards(IERC20(address(0)), registry, pools, vault, guardian, GUARDIAN_ENDS);
+        new Rewards(IERC20(address(0)), registry, pools, vault, slasher);
         noAddress();
-        new Rewards(token, Registry(address(0)), pools, vault, guardian, GUARDIAN_ENDS);
+        new Rewards(token, Registry(address(0)), pools, vault, slasher);
         noAddress();
-        new Rewards(token, registry, Pools(address(0)), vault, guardian, GUARDIAN_ENDS);
-        Slasher.Roles memory roles = Slasher.Roles(guardian, GUARDIAN_ENDS, 1, 1, governor);
+        new Rewards(token, registry, Pools(address(0)), vault, slasher);
+        noAddress();
+        new Rewards(token, registry, pools, vault, Slasher(address(0)));
+        Slasher.Roles memory roles = Slasher.Roles(arbiter, 1, 1, governor);
         noAddress();
         new Slasher(vault, Pools(address(0)), work, roles);
         noAddress();
@@ -91,7 +93,9 @@ contract BlanksTest is Network {
     function test_Views_SayWhatIsStored() public view {
         vm.assertEq(address(pools.vault()), address(vault));
         vm.assertEq(address(slasher.pools()), address(pools));
-        vm.assertEq(pools.treasuryOf(pool), treasury);
+        vm.assertEq(vault.treasury(), treasury);
+        vm.assertEq(vault.slashCap(), CAP);
+        vm.assertEq(pools.managerOf(pool), manager);
         vm.assertEq(vault.accountOf(provider).committed, STAKE);
         vm.assertEq(work.epochAt(START), START / EPOCH);
         vm.assertEq(pools.endedAt(pool), 0);

@@ -2,30 +2,31 @@
 pragma solidity 0.8.37;
 
 import { Slasher } from "../../contracts/src/Slasher.sol";
+import { StakeVault } from "../../contracts/src/StakeVault.sol";
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
 import { Network } from "./utils/Network.sol";
 import { vm } from "./utils/Vm.sol";
 
 /// @notice How a proposal ends otherwise than by its window: disputed, judged, lapsed, called off.
 contract DisputesTest is Network {
-    uint256 private constant SLASH = 60e18;
+    uint256 private constant SLASH = STAKE;
 
     function setUp() public {
         deployNetwork();
         seatNode(3 * STAKE);
     }
 
-    function judge(uint256 id, bool same) private {
-        vm.prank(validator2);
+    function judge(bytes32 id, bool same) private {
+        vm.prank(arbiter);
         if (same) slasher.confirm(id);
         else slasher.overturn(id);
     }
 
-    function state(uint256 id) private view returns (Slasher.State) {
+    function state(bytes32 id) private view returns (Slasher.State) {
         return slasher.proposal(id).state;
     }
 
-    function assertState(uint256 id, Slasher.State expected) private view {
+    function assertState(bytes32 id, Slasher.State expected) private view {
         vm.assertEq(uint256(state(id)), uint256(expected), "state");
     }
 
@@ -37,7 +38,7 @@ contract DisputesTest is Network {
     // ----------------------------------------------------------------------------------- dispute
 
     function test_Dispute_ByTheProviderWithinTheWindowWithTheDeposit() public {
-        uint256 id = propose(1, SLASH);
+        bytes32 id = propose(1);
         expectNotAllowed(stranger);
         vm.prank(stranger);
         slasher.dispute(id);
@@ -60,7 +61,7 @@ contract DisputesTest is Network {
     }
 
     function test_Confirm_SlashesAndTheDepositIsLost() public {
-        uint256 id = propose(1, SLASH);
+        bytes32 id = propose(1);
         dispute(id);
         judge(id, true);
         assertState(id, Slasher.State.Executed);
@@ -70,40 +71,51 @@ contract DisputesTest is Network {
         vm.assertEq(pools.classOf(pool, node), 0);
     }
 
-    function test_Overturn_ReturnsTheDepositAndTheProposerPays() public {
-        uint256 id = propose(1, SLASH);
+    /// @dev What an overturned proposal pays its provider: interest on the hold, for both windows.
+    function interest() private view returns (uint256) {
+        return SLASH * slasher.INTEREST() * (WINDOW + DISPUTE) / (100 * 365 days);
+    }
+
+    function test_Overturn_ReturnsTheDeposit_EachAuthorPays_TheAccusedIsCompensated() public {
+        bytes32 id = propose(1);
         dispute(id);
         judge(id, false);
         assertState(id, Slasher.State.Cancelled);
         assertStake(3 * STAKE, 0);
-        vm.assertEq(token.balanceOf(provider), DEPOSIT);
-        vm.assertEq(token.balanceOf(treasury), BOND);
-        vm.assertEq(vault.active(validator), 0);
+        vm.assertTrue(interest() > 0);
+        vm.assertEq(token.balanceOf(provider), DEPOSIT + interest());
+        vm.assertEq(token.balanceOf(treasury), 2 * BOND - interest());
+        vm.assertEq(vault.active(validator), BONDS - BOND);
+        vm.assertEq(vault.active(validator2), BONDS - BOND);
+        vm.assertEq(vault.accountOf(validator).pledges, 0);
         vm.assertEq(pools.classOf(pool, node), 1);
     }
 
     function test_Overturn_ReachesABondThatIsOnItsWayOut() public {
-        uint256 id = propose(1, SLASH);
+        bytes32 id = propose(1);
         vm.prank(validator);
-        vault.unbond(BOND);
+        vault.unbond(BONDS);
         dispute(id);
         judge(id, false);
-        vm.assertEq(token.balanceOf(treasury), BOND);
-        vm.assertEq(vault.unbonding(validator), 0);
+        vm.assertEq(token.balanceOf(treasury), 2 * BOND - interest());
+        vm.assertEq(vault.unbonding(validator), BONDS - BOND);
     }
 
-    function test_Judge_AnotherValidatorInTimeOnly() public {
-        uint256 id = propose(1, SLASH);
+    function test_Judge_ByTheArbiterInTimeOnly() public {
+        bytes32 id = propose(1);
         vm.expectPartialRevert(Errors.WrongState.selector);
-        vm.prank(validator2);
+        vm.prank(arbiter);
         slasher.confirm(id);
         dispute(id);
-        expect(abi.encodeWithSelector(Errors.OwnProposal.selector, id, validator));
-        vm.prank(validator);
-        slasher.confirm(id);
-        expectNotAllowed(stranger);
-        vm.prank(stranger);
-        slasher.overturn(id);
+        address[4] memory others = [validator, manager, provider, stranger];
+        for (uint256 i; i < 4; ++i) {
+            expectNotAllowed(others[i]);
+            vm.prank(others[i]);
+            slasher.confirm(id);
+            expectNotAllowed(others[i]);
+            vm.prank(others[i]);
+            slasher.overturn(id);
+        }
         vm.warp(START + DISPUTE);
         bytes memory closed =
             abi.encodeWithSelector(Errors.WindowClosed.selector, id, START + DISPUTE);
@@ -113,8 +125,45 @@ contract DisputesTest is Network {
         judge(id, false);
     }
 
+    // ------------------------------------------------------------------------------------ object
+
+    function test_Object_WithoutADeposit_OnlyTheArbiterLetsItProceed() public {
+        bytes32 id = propose(1);
+        bytes32 second = propose(2);
+        expectNotAllowed(stranger);
+        vm.prank(stranger);
+        slasher.object(id);
+        vm.startPrank(provider);
+        slasher.object(id);
+        slasher.object(second);
+        vm.expectPartialRevert(Errors.WrongState.selector);
+        slasher.dispute(id);
+        vm.stopPrank();
+        assertState(id, Slasher.State.Objected);
+        vm.warp(START + WINDOW);
+        vm.expectPartialRevert(Errors.WrongState.selector);
+        slasher.execute(id);
+        judge(id, true);
+        assertState(id, Slasher.State.Executed);
+        vm.assertEq(token.balanceOf(treasury), SLASH);
+        expect(abi.encodeWithSelector(Errors.WindowOpen.selector, second, START + DISPUTE));
+        slasher.lapse(second);
+        vm.warp(START + DISPUTE);
+        slasher.lapse(second);
+        assertState(second, Slasher.State.Cancelled);
+        assertStake(2 * STAKE, 0);
+    }
+
+    function test_Object_WithinTheWindowOnly() public {
+        bytes32 id = propose(1);
+        vm.warp(START + WINDOW);
+        expect(abi.encodeWithSelector(Errors.WindowClosed.selector, id, START + WINDOW));
+        vm.prank(provider);
+        slasher.object(id);
+    }
+
     function test_Lapse_CancelsWhatNobodyJudgedInTime() public {
-        uint256 id = propose(1, SLASH);
+        bytes32 id = propose(1);
         vm.expectPartialRevert(Errors.WrongState.selector);
         slasher.lapse(id);
         dispute(id);
@@ -127,42 +176,38 @@ contract DisputesTest is Network {
         assertState(id, Slasher.State.Cancelled);
         assertStake(3 * STAKE, 0);
         vm.assertEq(token.balanceOf(provider), DEPOSIT);
-        vm.assertEq(vault.active(validator), BOND);
+        vm.assertEq(vault.active(validator), BONDS);
     }
 
     // ------------------------------------------------------------------------------------ cancel
 
-    function test_Cancel_ByTheGuardianUntilItsTermEnds() public {
-        uint256 id = propose(1, SLASH);
-        uint256 disputed = propose(2, SLASH);
-        uint256 late = propose(3, SLASH);
+    function test_Cancel_ByTheArbiterFromAnyOpenState_ForTheLifeOfTheDeployment() public {
+        bytes32 id = propose(1);
+        bytes32 disputed = propose(2);
+        bytes32 objected = propose(3);
         dispute(disputed);
+        vm.prank(provider);
+        slasher.object(objected);
         expectNotAllowed(manager);
         vm.prank(manager);
         slasher.cancel(id);
-        vm.startPrank(guardian);
+        vm.warp(START + 1000 days);
+        vm.startPrank(arbiter);
         slasher.cancel(id);
         slasher.cancel(disputed);
+        slasher.cancel(objected);
         vm.expectPartialRevert(Errors.WrongState.selector);
         slasher.cancel(id);
-        vm.warp(GUARDIAN_ENDS);
-        expect(abi.encodeWithSelector(Errors.GuardianEnded.selector, GUARDIAN_ENDS));
-        slasher.cancel(late);
         vm.stopPrank();
-        assertStake(3 * STAKE - SLASH, SLASH);
+        assertStake(3 * STAKE, 0);
         vm.assertEq(token.balanceOf(provider), DEPOSIT);
-        slasher.execute(late);
-        assertStake(3 * STAKE - SLASH, 0);
+        vm.assertEq(vault.accountOf(validator).pledges, 0);
     }
 
     function test_Confirm_WithoutTreasuryBurnsBoth() public {
-        pool = createPool(address(0));
-        vm.startPrank(manager);
-        pools.setValidator(pool, validator, true);
-        pools.setValidator(pool, validator2, true);
-        vm.stopPrank();
-        join(node, 1);
-        uint256 id = propose(1, SLASH);
+        StakeVault burns = new StakeVault(token, periods(), address(0), CAP);
+        vm.etch(address(vault), address(burns).code);
+        bytes32 id = propose(1);
         dispute(id);
         uint256 supply = token.totalSupply();
         judge(id, true);
@@ -170,25 +215,25 @@ contract DisputesTest is Network {
     }
 
     function test_WithoutDepositAndBond_NothingIsAsked() public {
-        Slasher.Roles memory terms = Slasher.Roles(guardian, GUARDIAN_ENDS, 0, 0, governor);
-        Slasher free = new Slasher(vault, pools, work, terms);
-        vm.assertEq(free.disputeDeposit(), 0);
-        // The vault and the pools know the first one; put the new code in its place.
-        vm.etch(address(slasher), address(free).code);
-        vm.store(address(slasher), bytes32(uint256(2)), 0);
+        vm.prank(governor);
+        slasher.announceTerms(0, 0);
+        vm.warp(START + UNBONDING);
+        slasher.applyTerms();
         vm.prank(validator);
-        vault.unbond(BOND);
-        uint256 id = propose(1, SLASH);
+        vault.unbond(BONDS);
+        bytes32 id = propose(1);
+        (address bound,) = vault.boundTo(validator);
+        vm.assertEq(bound, address(0));
         vm.prank(provider);
         slasher.dispute(id);
         judge(id, false);
         assertState(id, Slasher.State.Cancelled);
-        id = propose(2, SLASH);
+        id = propose(2);
         vm.prank(provider);
         slasher.dispute(id);
         judge(id, true);
         assertState(id, Slasher.State.Executed);
         vm.assertEq(token.balanceOf(treasury), SLASH);
-        vm.assertEq(vault.unbonding(validator), BOND);
+        vm.assertEq(vault.unbonding(validator), BONDS);
     }
 }

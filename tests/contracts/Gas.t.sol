@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
+import { Pools } from "../../contracts/src/Pools.sol";
 import { Rewards } from "../../contracts/src/Rewards.sol";
 import {
     Invite,
     NodeConsent,
+    Opinions,
     Statements,
     Submission
 } from "../../contracts/src/libraries/Statements.sol";
@@ -19,11 +21,14 @@ contract GasTest is Network {
     uint256 private constant NODES = 400;
     uint256 private constant NEW_KEY = 0x2EE;
     uint64 private constant E = START / EPOCH;
+    uint256[] private judges = bothKeys();
 
     function setUp() public {
         deployNetwork();
+        Pools.Config memory c = config();
+        c.capacity = 100_000;
         vm.prank(manager);
-        pool = pools.create(trainer, RUN, STAKE, 100_000, treasury);
+        pool = pools.create(c);
         vm.startPrank(manager);
         pools.setValidator(pool, validator, true);
         pools.setValidator(pool, validator2, true);
@@ -119,13 +124,13 @@ contract GasTest is Network {
     }
 
     /// @dev All that a pool keeps about its size is one counter, so a counter of 40,000 is a pool of
-    /// 40,000. Slot 9 + 2 and byte 24 are those of contracts/storage-layout.json.
+    /// 40,000. Slot 9 + 2 and byte 19 are those of contracts/storage-layout.json.
     function grow() private {
         bytes32 slot = bytes32(uint256(keccak256(abi.encode(pool, uint256(9)))) + 2);
         uint256 word = uint256(vm.load(address(pools), slot));
-        uint256 mask = uint256(type(uint32).max) << 192;
-        vm.store(address(pools), slot, bytes32((word & ~mask) | (uint256(40_000) << 192)));
-        (,,,,, uint32 members,,) = pools.poolOf(pool);
+        uint256 mask = uint256(type(uint32).max) << 152;
+        vm.store(address(pools), slot, bytes32((word & ~mask) | (uint256(40_000) << 152)));
+        (,,,,, uint32 members,) = pools.poolOf(pool);
         vm.assertEq(members, 40_000);
     }
 
@@ -168,25 +173,24 @@ contract GasTest is Network {
         bytes32[] memory leaves = leavesOf(64, 0);
         uint64 seq = postRoot(leaves);
         bytes32[] memory proof = Tree.proof(leaves, 7);
-        vm.prank(validator);
-        work.reject(pool, seq, leaves[7], proof, 3);
-        bar("reject of a leaf", 120_000);
+        work.reject(submission(7), seq, proof, rejections(submission(7)));
+        bar("reject of a leaf", 100_000);
     }
 
     /// @dev The pool's treasury has tokens, and the provider had a slash before.
     function test_ProposeAndExecute() public {
-        uint256 id = propose(100, STAKE);
+        bytes32 id = propose(100);
         vm.warp(START + WINDOW);
         slasher.execute(id);
         vm.prank(manager);
         pools.setBan(pool, node, false);
         join(node, 1);
         uint256 gas = proposeAndExecute("");
-        vm.assertLe(gas, 260_000, "propose and execute");
+        vm.assertLe(gas, 300_000, "propose and execute");
     }
 
     function test_Dispute() public {
-        uint256 id = propose(100, STAKE);
+        bytes32 id = propose(100);
         give(provider, DEPOSIT);
         vm.prank(provider);
         token.approve(address(slasher), DEPOSIT);
@@ -194,11 +198,11 @@ contract GasTest is Network {
         slasher.dispute(id);
         bar("dispute", 120_000);
         uint256 state = vm.snapshotState();
-        vm.prank(validator2);
+        vm.prank(arbiter);
         slasher.confirm(id);
         bar("confirm", 150_000);
         vm.revertToState(state);
-        vm.prank(validator2);
+        vm.prank(arbiter);
         slasher.overturn(id);
         bar("overturn", 200_000);
     }
@@ -211,21 +215,22 @@ contract GasTest is Network {
         stake(other, STAKE);
         addNode(other, NODE2_KEY);
         join(node2, 1);
-        bytes32 leaf = work.submissionDigest(submission(9));
+        Submission memory s = submission(9);
+        s.node = node2;
+        bytes32 leaf = work.submissionDigest(s);
         uint64 seq = postRoot(one(leaf));
         bytes memory signature = sign(NODE2_KEY, leaf);
-        Submission memory s = submission(9);
-        vm.prank(validator);
-        slasher.propose(s, node2, signature, seq, none(), EVIDENCE, 3, STAKE);
+        slasher.propose(s, signature, seq, none(), rejections(s));
         vm.warp(START + 1);
         uint256 gas = proposeAndExecute(", first of a provider");
-        vm.assertLe(gas, 260_000, "propose and execute");
+        vm.assertLe(gas, 320_000, "propose and execute");
     }
 
     /// @dev Once in a validator's life its account is bound to the pool's manager.
     function test_Propose_FirstOfAValidator() public {
-        propose(100, 1);
-        validator = validator2;
+        propose(100);
+        bondValidator(vm.addr(0x7A3));
+        (judges[0], judges[1]) = (VALIDATOR2_KEY, 0x7A3);
         proposeAndExecute(", first of a validator");
     }
 
@@ -235,8 +240,8 @@ contract GasTest is Network {
         bytes memory signature = sign(NODE_KEY, leaves[7]);
         bytes32[] memory proof = Tree.proof(leaves, 7);
         Submission memory s = submission(7);
-        vm.prank(validator);
-        uint256 id = slasher.propose(s, node, signature, seq, proof, EVIDENCE, 3, STAKE);
+        Opinions memory o = opinions(s, 2, judges);
+        bytes32 id = slasher.propose(s, signature, seq, proof, o);
         gas = vm.snapshotGasLastCall("Gas", string.concat("propose", which));
         vm.warp(START + 2 * WINDOW);
         slasher.execute(id);

@@ -87,7 +87,7 @@ contract HostileOwner is IERC1271 {
 
     function create(Pools pools_, How how_, bytes32 run) external returns (uint256) {
         (pools, how) = (pools_, how_);
-        return pools.create(address(this), run, 1, 2, address(0));
+        return pools.create(Pools.Config(address(this), run, 1, 1, 2, 2, 1));
     }
 
     /// @dev Declared without `view`: the caller's staticcall must be what stops it.
@@ -142,7 +142,7 @@ contract HostileTest is Network {
     }
 
     function vaultIsWhole() private view {
-        uint256 sum = vault.slashable(address(bad)) + vault.pendingSlash(address(bad)) + 2 * BOND
+        uint256 sum = vault.slashable(address(bad)) + vault.pendingSlash(address(bad)) + 2 * BONDS
             + vault.slashable(provider) + vault.pendingSlash(provider);
         vm.assertEq(bad.balanceOf(address(vault)), sum, "vault");
     }
@@ -179,7 +179,8 @@ contract HostileTest is Network {
     }
 
     function hostilePool() private {
-        act(address(pools), abi.encodeCall(pools.create, (trainer, RUN, 0, 4, address(bad))));
+        Pools.Config memory c = Pools.Config(trainer, RUN, 0, 0, 4, 2, 1);
+        act(address(pools), abi.encodeCall(pools.create, (c)));
         pool = pools.count();
         act(address(rewards), abi.encodeCall(rewards.fund, (pool, 100)));
     }
@@ -206,7 +207,7 @@ contract HostileTest is Network {
     /// @dev The token itself is the provider and payout account of a node to which 60 are owed.
     function owe60() private {
         fund(1000);
-        pool = createPool(treasury);
+        pool = createPool();
         fund(100);
         act(address(pools), abi.encodeCall(pools.allow, (pool, 1)));
         NodeConsent memory c = consent(address(bad), node);
@@ -244,27 +245,27 @@ contract HostileTest is Network {
     }
 
     function test_Dispute_CannotBeReentered() public {
-        stakeAndPropose();
+        bytes32 id = stakeAndPropose();
         give(provider, 2 * DEPOSIT);
         vm.startPrank(provider);
         bad.approve(address(slasher), 2 * DEPOSIT);
         vm.stopPrank();
-        bad.arm(address(slasher), abi.encodeCall(slasher.dispute, (1)));
+        bad.arm(address(slasher), abi.encodeCall(slasher.dispute, (id)));
         vm.prank(provider);
-        slasher.dispute(1);
+        slasher.dispute(id);
         refusedReentry();
     }
 
-    function stakeAndPropose() private returns (uint256 id) {
+    function stakeAndPropose() private returns (bytes32 id) {
         register(provider, payout);
         stake(provider, 4 * STAKE);
         addNode(provider, NODE_KEY);
         join(node, 1);
-        id = propose(1, STAKE);
+        id = propose(1);
     }
 
     function test_Execute_CannotBeReentered_NorDoneTwice() public {
-        uint256 id = stakeAndPropose();
+        bytes32 id = stakeAndPropose();
         vm.warp(START + WINDOW);
         bad.arm(address(slasher), abi.encodeCall(slasher.execute, (id)));
         slasher.execute(id);
@@ -274,21 +275,21 @@ contract HostileTest is Network {
     }
 
     function test_Judgements_CannotBeReentered() public {
-        uint256 id = stakeAndPropose();
+        bytes32 id = stakeAndPropose();
         dispute(id);
         uint256 state = vm.snapshotState();
         bad.arm(address(slasher), abi.encodeCall(slasher.execute, (id)));
-        vm.prank(validator2);
+        vm.prank(arbiter);
         slasher.confirm(id);
         refusedReentry();
         vm.revertToState(state);
         bad.arm(address(slasher), abi.encodeCall(slasher.lapse, (id)));
-        vm.prank(validator2);
+        vm.prank(arbiter);
         slasher.overturn(id);
         refusedReentry();
         vm.revertToState(state);
         bad.arm(address(slasher), abi.encodeCall(slasher.lapse, (id)));
-        vm.prank(guardian);
+        vm.prank(arbiter);
         slasher.cancel(id);
         refusedReentry();
         vm.revertToState(state);
@@ -302,7 +303,7 @@ contract HostileTest is Network {
     // --------------------------------------------------------------------------- strange tokens
 
     function test_FeeOnTransfer_IsRefusedWhereverTokensComeIn() public {
-        uint256 id = stakeAndPropose();
+        bytes32 id = stakeAndPropose();
         give(provider, DEPOSIT);
         vm.prank(provider);
         bad.approve(address(slasher), DEPOSIT);

@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](29);
+        bytes4[] memory s = new bytes4[](30);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -77,6 +77,7 @@ contract MoneyInvariant {
         s[26] = handler.cashIn.selector;
         s[27] = handler.bringBack.selector;
         s[28] = handler.haste.selector;
+        s[29] = handler.objectToSlash.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }
@@ -88,6 +89,7 @@ contract MoneyInvariant {
         openSlashesStayWithinTheFirstSnapshot();
         committedIsWhatSeatsNeed();
         slasherHoldsTheDepositsOfDisputes();
+        authorsStandForEachOpenProposal();
         noSubmissionIsSlashedTwice();
         rewardsHoldFreeAndReserved();
         nothingIsBothRejectedAndPaid();
@@ -125,7 +127,7 @@ contract MoneyInvariant {
         }
         invariant_Money();
         handler.drain();
-        bytes32[29] memory names = [
+        bytes32[30] memory names = [
             bytes32("addStake"),
             "unbond",
             "rebond",
@@ -154,7 +156,8 @@ contract MoneyInvariant {
             "cashIn",
             "heldBack",
             "bringBack",
-            "haste"
+            "haste",
+            "objectToSlash"
         ];
         for (uint256 i; i < names.length; ++i) {
             emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));
@@ -216,6 +219,12 @@ contract MoneyInvariant {
 
     function slasherHoldsTheDepositsOfDisputes() private view {
         vm.assertEq(token.balanceOf(address(slasher)), handler.deposits(), "deposits");
+    }
+
+    function authorsStandForEachOpenProposal() private view {
+        uint256 open = handler.openProposals();
+        vm.assertEq(vault.accountOf(accounts[3]).pledges, open, "pledges");
+        vm.assertEq(vault.accountOf(accounts[4]).pledges, open, "pledges");
     }
 
     function noSubmissionIsSlashedTwice() private view {

@@ -102,7 +102,7 @@ contract PaymentsTest is Network {
         (uint256 free, uint256 reserved) = rewards.funds(pool);
         vm.assertEq(free, 50);
         vm.assertEq(reserved, 0);
-        vm.prank(guardian);
+        vm.prank(arbiter);
         rewards.disable(pool, E + 1);
         (free, reserved) = rewards.funds(pool);
         vm.assertEq(free, 50);
@@ -148,7 +148,7 @@ contract PaymentsTest is Network {
         post(epoch, 30, 10, 40);
         vm.assertLe(block.timestamp, decided + EPOCH);
         vm.warp(block.timestamp + DELAY - 1);
-        vm.prank(guardian);
+        vm.prank(arbiter);
         rewards.disable(pool, epoch);
         vm.warp(block.timestamp + DELAY);
         vm.assertLt(block.timestamp, refundableAt, "time to post it anew");

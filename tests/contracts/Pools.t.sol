@@ -3,6 +3,7 @@ pragma solidity 0.8.37;
 
 import { IERC1271 } from "@openzeppelin/contracts/interfaces/IERC1271.sol";
 
+import { PoolState } from "../../contracts/src/PoolState.sol";
 import { Pools } from "../../contracts/src/Pools.sol";
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
 import { Invite, PolicyStatement } from "../../contracts/src/libraries/Statements.sol";
@@ -18,7 +19,7 @@ contract Safe is IERC1271 {
     }
 
     function create(Pools pools, bytes32 run) external returns (uint256) {
-        return pools.create(address(this), run, 0, 2, address(0));
+        return pools.create(Pools.Config(address(this), run, 0, 0, 2, 2, 1));
     }
 
     function isValidSignature(bytes32 digest, bytes calldata) external view returns (bytes4) {
@@ -48,8 +49,7 @@ contract PoolsTest is Network {
             uint256 stakePerClass,
             uint32 capacity,
             uint32 members,
-            bool ended,
-            address treasury_
+            bool ended
         ) = pools.poolOf(pool);
         vm.assertEq(manager_, manager);
         vm.assertEq(trainer_, trainer);
@@ -58,19 +58,52 @@ contract PoolsTest is Network {
         vm.assertEq(capacity, CAPACITY);
         vm.assertEq(members, 0);
         vm.assertFalse(ended);
-        vm.assertEq(treasury_, treasury);
+        (uint8 quorum, uint256 slashAmount, uint32 leaseSeconds) = pools.judgementOf(pool);
+        vm.assertEq(quorum, 2);
+        vm.assertEq(slashAmount, STAKE);
+        vm.assertEq(leaseSeconds, LEASE);
         vm.assertEq(pools.nextVersion(pool), 0);
     }
 
     function test_Create_RefusesBlanks() public {
-        expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
-        pools.create(address(0), RUN, STAKE, 1, treasury);
-        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
-        pools.create(trainer, 0, STAKE, 1, treasury);
-        expect(abi.encodeWithSelector(Errors.ZeroCapacity.selector));
-        pools.create(trainer, RUN, STAKE, 0, treasury);
-        vm.expectPartialRevert(Errors.InsufficientStake.selector);
-        pools.create(trainer, RUN, uint256(type(uint88).max) + 1, 1, treasury);
+        bytes4[6] memory errors = [
+            Errors.ZeroAddress.selector,
+            Errors.ZeroDigest.selector,
+            Errors.ZeroCapacity.selector,
+            Errors.ZeroPeriod.selector,
+            Errors.SlashAboveStake.selector,
+            Errors.NoQuorum.selector
+        ];
+        for (uint256 i; i < 6; ++i) {
+            Pools.Config memory c = config();
+            if (i == 0) c.trainer = address(0);
+            if (i == 1) c.runDigest = 0;
+            if (i == 2) c.capacity = 0;
+            if (i == 3) c.leaseSeconds = 0;
+            if (i == 4) c.slashAmount = c.stakePerClass + 1;
+            if (i == 5) c.quorum = 0;
+            vm.expectPartialRevert(errors[i]);
+            pools.create(c);
+        }
+    }
+
+    function test_Create_OneOpinionIsEnoughOnALocalChainOnly_AndFourNowhere() public {
+        Pools.Config memory c = config();
+        c.quorum = 4;
+        expect(abi.encodeWithSelector(Errors.NoQuorum.selector, 4, 1));
+        pools.create(c);
+        c.quorum = 1;
+        vm.startPrank(manager);
+        pool = pools.create(c);
+        pools.setValidator(pool, validator, true);
+        expect(abi.encodeWithSelector(Errors.TooManyValidators.selector, 1));
+        pools.setValidator(pool, validator2, true);
+        vm.stopPrank();
+        vm.chainId(8453);
+        expect(abi.encodeWithSelector(Errors.NoQuorum.selector, 1, 2));
+        pools.create(c);
+        c.quorum = 3;
+        vm.assertEq(pools.create(c), pool + 1);
     }
 
     function test_UnknownPool_IsRefusedByName() public {
@@ -107,10 +140,8 @@ contract PoolsTest is Network {
         pools.wire(address(1));
     }
 
-    function test_SetValidator_NeverTheTreasury_AndDismissalTakesTheRole() public {
+    function test_SetValidator_NeverZero_AndDismissalTakesTheRole() public {
         vm.startPrank(manager);
-        expect(abi.encodeWithSelector(Errors.ValidatorIsTreasury.selector, treasury));
-        pools.setValidator(pool, treasury, true);
         expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
         pools.setValidator(pool, address(0), true);
         pools.setValidator(pool, validator, false);
@@ -121,18 +152,29 @@ contract PoolsTest is Network {
 
     function test_SetValidator_NumbersLastAndAreBounded() public {
         vm.startPrank(manager);
-        vm.assertEq(pools.validatorNumber(pool, validator2), 2);
+        assertValidator(2, true, START + LEASE);
         pools.setValidator(pool, validator2, false);
-        vm.assertEq(pools.validatorNumber(pool, validator2), 0);
+        assertValidator(2, false, START + LEASE);
         vm.assertEq(pools.validatorAt(pool, 2), validator2);
         for (uint160 i = 3; i <= 255; ++i) {
             pools.setValidator(pool, address(0xFF000 + i), true);
         }
         expect(abi.encodeWithSelector(Errors.TooManyValidators.selector, 255));
         pools.setValidator(pool, stranger, true);
+        vm.warp(START + 9);
+        pools.setValidator(pool, validator2, true);
+        // A second appointment of one that is appointed does not move its date.
+        vm.warp(START + 10);
         pools.setValidator(pool, validator2, true);
         vm.stopPrank();
-        vm.assertEq(pools.validatorNumber(pool, validator2), 2);
+        assertValidator(2, true, START + 9 + LEASE);
+    }
+
+    function assertValidator(uint256 number, bool on, uint256 from) private view {
+        (uint8 number_, bool on_, uint40 from_) = pools.validatorOf(pool, validator2);
+        vm.assertEq(number_, number);
+        vm.assertTrue(on_ == on);
+        vm.assertEq(from_, from);
     }
 
     // ------------------------------------------------------------------------------------- seats
@@ -141,11 +183,11 @@ contract PoolsTest is Network {
         join(node, 2);
         vm.assertEq(pools.classOf(pool, node), 2);
         vm.assertEq(vault.committed(provider), 2 * STAKE);
-        (,,,,, uint32 members,,) = pools.poolOf(pool);
+        (,,,,, uint32 members,) = pools.poolOf(pool);
         vm.assertEq(members, 1);
         (address liable, uint256 most,) = pools.liabilityOf(pool, node);
         vm.assertEq(liable, provider);
-        vm.assertEq(most, 2 * STAKE);
+        vm.assertEq(most, STAKE);
     }
 
     function test_Join_StakeMustCoverAllSeats_InAllPools() public {
@@ -159,7 +201,7 @@ contract PoolsTest is Network {
         );
         pools.join(i, signature);
         uint256 first = pool;
-        pool = createPool(treasury);
+        pool = createPool();
         i = invite(node2, 2);
         signature = signed(i);
         vm.expectPartialRevert(Errors.InsufficientStake.selector);
@@ -225,7 +267,7 @@ contract PoolsTest is Network {
         pools.join(i, signature);
 
         vm.prank(manager);
-        pool = pools.create(trainer, RUN, 0, 1, treasury);
+        pool = pools.create(Pools.Config(trainer, RUN, 0, 0, 1, 2, LEASE));
         allow(provider, pool);
         join(node, 1);
         i = invite(node2, 1);
@@ -390,5 +432,36 @@ contract PoolsTest is Network {
         vm.prank(provider);
         pools.leave(pool, node);
         vm.assertEq(vault.committed(provider), 0);
+    }
+
+    function test_Revise_NamesTheRunFromALaterStepOn() public {
+        expect(abi.encodeWithSelector(Errors.NotAllowed.selector, address(this)));
+        pools.revise(pool, RUN, 1);
+        vm.startPrank(manager);
+        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
+        pools.revise(pool, 0, 1);
+        expect(abi.encodeWithSelector(Errors.RevisionNotLater.selector, 0, 0));
+        pools.revise(pool, keccak256("second"), 0);
+        pools.revise(pool, keccak256("second"), 7);
+        for (uint64 step = 6; step < 8; ++step) {
+            expect(abi.encodeWithSelector(Errors.RevisionNotLater.selector, 7, step));
+            pools.revise(pool, keccak256("third"), step);
+        }
+        vm.warp(block.timestamp + 5);
+        pools.revise(pool, RUN, 8);
+        PoolState.Revision[] memory made = pools.revisionsOf(pool);
+        vm.assertEq(made.length, 2);
+        vm.assertEq(made[0].runDigest, keccak256("second"));
+        vm.assertEq(made[0].fromStep, 7);
+        vm.assertEq(made[1].runDigest, RUN);
+        vm.assertEq(made[1].fromStep, 8);
+        vm.assertEq(made[1].at, made[0].at + 5);
+        (,, bytes32 first,,,,) = pools.poolOf(pool);
+        vm.assertEq(first, RUN);
+        vm.assertEq(pools.revisionsOf(pool + 1).length, 0);
+        pools.end(pool);
+        expect(abi.encodeWithSelector(Errors.PoolHasEnded.selector, pool));
+        pools.revise(pool, RUN, 9);
+        vm.stopPrank();
     }
 }

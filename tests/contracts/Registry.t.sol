@@ -250,7 +250,7 @@ contract RegistryTest is Network {
         n.v = n.v == 27 ? 28 : 27;
         vm.expectPartialRevert(bytes4(keccak256("ERC2612InvalidSigner(address,address)")));
         enroll(n, who, STAKE);
-        vm.assertEq(token.balanceOf(address(vault)), 2 * BOND);
+        vm.assertEq(token.balanceOf(address(vault)), 2 * BONDS);
     }
 
     function test_DepositFor_ByTheRegistryOnly() public {
@@ -261,7 +261,7 @@ contract RegistryTest is Network {
 
     function test_Wire_RefusesZero() public {
         PrimeToken t = new PrimeToken(true, address(this), 0);
-        StakeVault v = new StakeVault(t, periods());
+        StakeVault v = new StakeVault(t, periods(), treasury, CAP);
         expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
         v.wire(address(1), address(0), address(2));
         Pools p = new Pools(registry, v);

@@ -2,7 +2,7 @@
 pragma solidity 0.8.37;
 
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
-import { Statements } from "../../contracts/src/libraries/Statements.sol";
+import { Statements, Submission } from "../../contracts/src/libraries/Statements.sol";
 import { Network } from "./utils/Network.sol";
 import { Tree } from "./utils/Tree.sol";
 import { vm } from "./utils/Vm.sol";
@@ -41,7 +41,7 @@ contract RewardsTest is Network {
     }
 
     function disable(uint64 epoch) private {
-        vm.prank(guardian);
+        vm.prank(arbiter);
         rewards.disable(pool, epoch);
     }
 
@@ -101,7 +101,7 @@ contract RewardsTest is Network {
         bytes32 root = Tree.root(leaves(1, 1));
         expect(abi.encodeWithSelector(Errors.EpochStillOpen.selector, E + 1, from));
         vm.prank(manager);
-        rewards.postRewardRoot(pool, E + 1, root, 2, 0);
+        rewards.postRewardRoot(pool, E + 1, root, 2, EVIDENCE);
         vm.warp(from);
         post(E + 1, 1, 1);
     }
@@ -111,20 +111,20 @@ contract RewardsTest is Network {
     function test_NoInstantAtWhichALeafCanBeRejectedAndPaid() public {
         uint64 epoch = E + 20;
         vm.warp((uint256(epoch) + 1) * EPOCH - 1);
-        bytes32 a = work.submissionDigest(submission(1));
-        bytes32 b = work.submissionDigest(submission(2));
-        uint64 first = postRoot(one(a));
-        uint64 second = postRoot(one(b));
+        Submission memory a = submission(1);
+        Submission memory b = submission(2);
+        uint64 first = postRoot(one(leafOf(a)));
+        uint64 second = postRoot(one(leafOf(b)));
         bytes32 root = Tree.root(leaves(1, 1));
         vm.warp(postable(epoch) - 1);
         vm.startPrank(manager);
-        work.reject(pool, first, a, none(), 3);
+        work.reject(a, first, none(), rejections(a));
         vm.expectPartialRevert(Errors.EpochStillOpen.selector);
-        rewards.postRewardRoot(pool, epoch, root, 2, 0);
+        rewards.postRewardRoot(pool, epoch, root, 2, EVIDENCE);
         vm.warp(postable(epoch));
         vm.expectPartialRevert(Errors.ValidityOver.selector);
-        work.reject(pool, second, b, none(), 3);
-        rewards.postRewardRoot(pool, epoch, root, 2, 0);
+        work.reject(b, second, none(), rejections(b));
+        rewards.postRewardRoot(pool, epoch, root, 2, EVIDENCE);
         vm.stopPrank();
     }
 
@@ -132,20 +132,22 @@ contract RewardsTest is Network {
         bytes32 root = Tree.root(leaves(1, 1));
         expectNotAllowed(stranger);
         vm.prank(stranger);
-        rewards.postRewardRoot(pool, E, root, 2, 0);
+        rewards.postRewardRoot(pool, E, root, 2, EVIDENCE);
         vm.startPrank(manager);
         expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
-        rewards.postRewardRoot(pool, E, 0, 2, 0);
+        rewards.postRewardRoot(pool, E, 0, 2, EVIDENCE);
+        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
+        rewards.postRewardRoot(pool, E, root, 2, 0);
         expect(abi.encodeWithSelector(Errors.InsufficientFunds.selector, pool, 100, 101));
-        rewards.postRewardRoot(pool, E, root, 101, 0);
-        rewards.postRewardRoot(pool, E, root, 100, 0);
+        rewards.postRewardRoot(pool, E, root, 101, EVIDENCE);
+        rewards.postRewardRoot(pool, E, root, 100, EVIDENCE);
         assertFunds(0, 100);
         expect(abi.encodeWithSelector(Errors.EpochNotNext.selector, E, E + 1));
-        rewards.postRewardRoot(pool, E, root, 100, 0);
+        rewards.postRewardRoot(pool, E, root, 100, EVIDENCE);
         vm.warp(postable(E + 1));
         expect(abi.encodeWithSelector(Errors.TotalShrank.selector, 100, 99));
-        rewards.postRewardRoot(pool, E + 1, root, 99, 0);
-        rewards.postRewardRoot(pool, E + 1, root, 100, 0);
+        rewards.postRewardRoot(pool, E + 1, root, 99, EVIDENCE);
+        rewards.postRewardRoot(pool, E + 1, root, 100, EVIDENCE);
         vm.stopPrank();
         (uint256 total, uint64 next) = rewards.progress(pool);
         vm.assertEq(total, 100);
@@ -155,7 +157,7 @@ contract RewardsTest is Network {
     function test_PostRewardRoot_OfTheFarFutureIsRefused() public {
         vm.expectPartialRevert(Errors.EpochStillOpen.selector);
         vm.prank(manager);
-        rewards.postRewardRoot(pool, type(uint64).max, RUN, 0, 0);
+        rewards.postRewardRoot(pool, type(uint64).max, RUN, 0, EVIDENCE);
     }
 
     // ------------------------------------------------------------------------------------- claims
@@ -209,10 +211,10 @@ contract RewardsTest is Network {
 
     function test_Claim_ALyingTotalCannotTouchAnotherPoolsMoney() public {
         uint256 first = pool;
-        pool = createPool(treasury);
+        pool = createPool();
         bytes32 root = Tree.root(leaves(90, 10));
         vm.prank(manager);
-        rewards.postRewardRoot(pool, E, root, 0, 0);
+        rewards.postRewardRoot(pool, E, root, 0, EVIDENCE);
         vm.warp(postable(E) + DELAY);
         bytes32[] memory proof = Tree.proof(leaves(90, 10), 0);
         expect(abi.encodeWithSelector(Errors.ReserveExceeded.selector, 0, 90));
@@ -235,7 +237,7 @@ contract RewardsTest is Network {
     function test_Claim_RefusesANodeThatNeverSat() public {
         bytes32 leaf = Statements.rewardLeaf(stranger, 5);
         vm.prank(manager);
-        rewards.postRewardRoot(pool, E, leaf, 5, 0);
+        rewards.postRewardRoot(pool, E, leaf, 5, EVIDENCE);
         vm.warp(postable(E) + DELAY);
         expect(abi.encodeWithSelector(Errors.UnknownNode.selector, stranger));
         rewards.claim(pool, E, stranger, 5, none());
@@ -302,7 +304,7 @@ contract RewardsTest is Network {
         assertFunds(76, 0);
     }
 
-    function test_Disable_ByTheGuardianWithinTheCheckAndItsTerm() public {
+    function test_Disable_ByTheArbiterWithinTheCheck() public {
         post(E, 30, 10);
         expectNotAllowed(manager);
         vm.prank(manager);
@@ -311,9 +313,5 @@ contract RewardsTest is Network {
         vm.warp(until);
         expect(abi.encodeWithSelector(Errors.CheckOver.selector, until, until));
         disable(E);
-        vm.warp(GUARDIAN_ENDS);
-        post(E + 1, 30, 10);
-        expect(abi.encodeWithSelector(Errors.GuardianEnded.selector, GUARDIAN_ENDS));
-        disable(E + 1);
     }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
+import { Pools } from "../../contracts/src/Pools.sol";
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
 import { Invite, NodeConsent } from "../../contracts/src/libraries/Statements.sol";
 import { Network } from "./utils/Network.sol";
@@ -37,7 +38,7 @@ contract SeatsTest is Network {
     function test_Join_WithoutTheProvidersConsentNobodyCommitsItsStake() public {
         uint256 trap = STAKE * 3;
         vm.prank(vm.addr(0xBAD));
-        pool = pools.create(trainer, RUN, trap, 1, stranger);
+        pool = pools.create(Pools.Config(trainer, RUN, uint88(trap), 0, 1, 2, LEASE));
         Invite memory i = invite(node, 1);
         bytes memory signature = sign(0xBAD, pools.inviteDigest(i));
         expect(notAgreed(1));
@@ -182,14 +183,15 @@ contract SeatsTest is Network {
         vm.prank(validator);
         pools.resign(pool);
         vm.assertFalse(pools.isValidator(pool, validator));
-        vm.assertEq(pools.validatorNumber(pool, validator), 0);
         vm.assertEq(pools.validatorAt(pool, 1), validator);
         expectNotAllowed(validator);
         vm.prank(validator);
         pools.resign(pool);
         vm.prank(manager);
         pools.setValidator(pool, validator, true);
-        vm.assertEq(pools.validatorNumber(pool, validator), 1);
+        (uint8 number, bool on,) = pools.validatorOf(pool, validator);
+        vm.assertEq(number, 1);
+        vm.assertTrue(on);
     }
 
     // ---------------------------------------------------------------------------------- the moves
@@ -233,7 +235,7 @@ contract SeatsTest is Network {
         vm.assertEq(pools.classOf(pool, node), 0);
         vm.assertEq(pools.classOf(pool, node2), 2);
         vm.assertEq(vault.committed(provider), 2 * STAKE);
-        (,,,,, uint32 members,,) = pools.poolOf(pool);
+        (,,,,, uint32 members,) = pools.poolOf(pool);
         vm.assertEq(members, 1);
         // Who answers for the old key's work does not change, and its seat is on record.
         vm.assertEq(pools.liableFor(pool, node), provider);
@@ -243,7 +245,7 @@ contract SeatsTest is Network {
     function test_MoveNode_TheOldKeysWorkIsStillSlashed_AndTheNewKeyExpelled() public {
         seat(node, 1);
         move(NODE2_KEY);
-        uint256 id = propose(1, STAKE);
+        bytes32 id = propose(1);
         vm.warp(START + WINDOW);
         slasher.execute(id);
         vm.assertEq(token.balanceOf(treasury), STAKE);
@@ -263,7 +265,7 @@ contract SeatsTest is Network {
         seat(node, 1);
         move(NODE2_KEY);
         comeBack();
-        uint256 id = propose(1, STAKE);
+        bytes32 id = propose(1);
         vm.warp(START + WINDOW);
         slasher.execute(id);
         vm.assertEq(pools.classOf(pool, node), 0);
@@ -290,7 +292,7 @@ contract SeatsTest is Network {
 
     function test_Expel_LeavesTheSeatOfTheProviderThatTookTheKeyOver() public {
         seat(node, 1);
-        uint256 id = propose(1, STAKE);
+        bytes32 id = propose(1);
         vm.startPrank(provider);
         pools.leave(pool, node);
         registry.removeNode(node);

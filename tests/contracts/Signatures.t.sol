@@ -49,7 +49,15 @@ contract SignaturesTest is Network {
 
     function claim(Work work_) private view returns (Submission memory) {
         return Submission(
-            pool, work_.leaseDigest(lease()), 1, keccak256("policy"), keccak256("f"), 9, 9, START
+            pool,
+            work_.leaseDigest(lease()),
+            node,
+            1,
+            keccak256("policy"),
+            keccak256("f"),
+            9,
+            9,
+            START
         );
     }
 

@@ -44,7 +44,7 @@ contract StakeVaultTest is Network {
 
     function settle(uint256 amount) private {
         vm.prank(address(slasher));
-        vault.settleSlash(provider, amount, treasury);
+        vault.settleSlash(provider, amount, amount, manager);
     }
 
     function letGo(uint256 amount) private {
@@ -63,7 +63,7 @@ contract StakeVaultTest is Network {
         vm.assertEq(vault.pendingSlash(provider), pending, "pending");
         vm.assertEq(vault.slashable(provider), active + unbonding, "slashable");
         vm.assertEq(
-            token.balanceOf(address(vault)), active + unbonding + pending + 2 * BOND, "tokens held"
+            token.balanceOf(address(vault)), active + unbonding + pending + 2 * BONDS, "tokens held"
         );
     }
 
@@ -73,9 +73,9 @@ contract StakeVaultTest is Network {
         Periods memory p = periods();
         p.unbonding = p.validity + p.slashWindow + p.disputeWindow;
         expect(abi.encodeWithSelector(Errors.UnbondingTooShort.selector, p.unbonding, p.unbonding));
-        new StakeVault(token, p);
+        new StakeVault(token, p, treasury, CAP);
         p.unbonding += 1;
-        new StakeVault(token, p);
+        new StakeVault(token, p, treasury, CAP);
     }
 
     function test_Constructor_RefusesZeroPeriodsAndNoToken() public {
@@ -87,17 +87,19 @@ contract StakeVaultTest is Network {
             if (i == 3) p.disputeWindow = 0;
             if (i == 4) p.rewardDelay = 0;
             expect(abi.encodeWithSelector(Errors.ZeroPeriod.selector));
-            new StakeVault(token, p);
+            new StakeVault(token, p, treasury, CAP);
         }
         expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
-        new StakeVault(IERC20(address(0)), periods());
+        new StakeVault(IERC20(address(0)), periods(), treasury, CAP);
+        expect(abi.encodeWithSelector(Errors.ZeroAmount.selector));
+        new StakeVault(token, periods(), treasury, 0);
     }
 
     function test_Constructor_OverflowingPeriodsAreRefused() public {
         Periods memory p = periods();
         p.validity = type(uint64).max;
         vm.expectPartialRevert(Errors.UnbondingTooShort.selector);
-        new StakeVault(token, p);
+        new StakeVault(token, p, treasury, CAP);
     }
 
     function test_Wire_OnceAndByDeployerOnly() public {
@@ -109,6 +111,7 @@ contract StakeVaultTest is Network {
     }
 
     function test_RestrictedCalls_RefuseStrangers() public {
+        address[] memory accounts = new address[](1);
         vm.startPrank(stranger);
         expectNotAllowed(stranger);
         vault.commit(provider, 1, manager);
@@ -117,11 +120,15 @@ contract StakeVaultTest is Network {
         expectNotAllowed(stranger);
         vault.openSlash(provider, 1, manager);
         expectNotAllowed(stranger);
-        vault.pledge(stranger, 0, stranger);
+        vault.pledge(accounts, 0, stranger);
+        expectNotAllowed(stranger);
+        vault.unpledge(accounts);
+        expectNotAllowed(stranger);
+        vault.fine(provider, 1, manager, stranger, 1);
         expectNotAllowed(stranger);
         vault.releaseSlash(provider, 1);
         expectNotAllowed(stranger);
-        vault.settleSlash(provider, 1, stranger);
+        vault.settleSlash(provider, 1, 1, stranger);
         vm.stopPrank();
     }
 
@@ -141,7 +148,7 @@ contract StakeVaultTest is Network {
 
     function test_Deposit_RefusesATokenThatKeepsAFee() public {
         Taxed taxed = new Taxed();
-        StakeVault v = new StakeVault(taxed, periods());
+        StakeVault v = new StakeVault(taxed, periods(), treasury, CAP);
         taxed.approve(address(v), 100);
         expect(abi.encodeWithSelector(Errors.TokenNotPlain.selector, 100, 99));
         v.deposit(100);
@@ -344,8 +351,9 @@ contract StakeVaultTest is Network {
     function test_SettleSlash_WithoutTreasuryBurns() public {
         uint256 supply = token.totalSupply();
         open(STAKE);
-        vm.prank(address(slasher));
-        vault.settleSlash(provider, STAKE, address(0));
+        StakeVault burns = new StakeVault(token, periods(), address(0), CAP);
+        vm.etch(address(vault), address(burns).code);
+        settle(STAKE);
         vm.assertEq(token.totalSupply(), supply - STAKE);
         assertAccount(9 * STAKE, 0, 0);
     }

@@ -73,7 +73,7 @@ contract TermsTest is Network {
         slasher.announceTerms(1, 1);
         vm.expectRevert();
         vm.prank(governor);
-        slasher.announceTerms(uint256(type(uint128).max) + 1, 1);
+        slasher.announceTerms(uint256(type(uint120).max) + 1, 1);
     }
 
     function test_HandOver_NeedsTheOthersAcceptance() public {
@@ -118,7 +118,7 @@ contract TermsTest is Network {
     }
 
     function test_NewTerms_DoNotTouchAnOpenDispute() public {
-        uint256 id = propose(1, STAKE);
+        bytes32 id = propose(1);
         announce(3 * DEPOSIT, 0);
         dispute(id);
         vm.assertEq(slasher.depositOf(id), DEPOSIT);
@@ -130,35 +130,101 @@ contract TermsTest is Network {
         vm.assertEq(slasher.depositOf(id), 0);
     }
 
+    /// @dev The terms of a proposal are those in force when it was made.
+    function test_NewTerms_DoNotTouchAnOpenProposal() public {
+        announce(3 * DEPOSIT, 3 * BOND);
+        vm.warp(START + UNBONDING - 1);
+        bytes32 id = propose(1);
+        vm.warp(START + UNBONDING);
+        slasher.applyTerms();
+        vm.assertEq(slasher.disputeDeposit(), 3 * DEPOSIT);
+        dispute(id);
+        vm.assertEq(slasher.depositOf(id), DEPOSIT);
+        vm.prank(arbiter);
+        slasher.overturn(id);
+        vm.assertEq(vault.active(validator), BONDS - BOND);
+    }
+
     function test_NewTerms_HoldForLaterProposals() public {
-        announce(0, 2 * BOND);
+        announce(0, BONDS + BOND);
         vm.warp(START + UNBONDING);
         slasher.applyTerms();
         vm.expectPartialRevert(Errors.InsufficientStake.selector);
         this.proposeAs(1);
         stake(validator, BOND);
-        uint256 id = propose(2, STAKE);
+        stake(validator2, BOND);
+        bytes32 id = propose(2);
         vm.prank(provider);
         slasher.dispute(id);
         vm.assertEq(slasher.depositOf(id), 0);
-        vm.prank(validator2);
+        vm.prank(arbiter);
         slasher.overturn(id);
-        vm.assertEq(token.balanceOf(treasury), 2 * BOND);
+        vm.assertEq(vault.active(validator), 0);
+        vm.assertEq(vault.active(validator2), 0);
     }
 
-    function proposeAs(uint256 number) external returns (uint256) {
-        return propose(number, STAKE);
+    function proposeAs(uint256 number) external returns (bytes32) {
+        return propose(number);
     }
 
     function test_Constructor_WithoutAGovernorTheTermsAreFinal() public {
-        Slasher final_ = new Slasher(
-            vault, pools, work, Slasher.Roles(guardian, GUARDIAN_ENDS, 1, 2, address(0))
-        );
+        Slasher final_ = new Slasher(vault, pools, work, Slasher.Roles(arbiter, 1, 2, address(0)));
         vm.assertEq(final_.governor(), address(0));
         vm.assertEq(final_.disputeDeposit(), 1);
         vm.assertEq(final_.validatorBond(), 2);
         expectNotAllowed(governor);
         vm.prank(governor);
         final_.announceTerms(3, 4);
+        expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
+        new Slasher(vault, pools, work, Slasher.Roles(address(0), 1, 2, governor));
+    }
+
+    function test_Apply_AtMostAsOftenAsTheTermsNumbersAllow() public {
+        for (uint256 i = 1; i < 256; ++i) {
+            announce(i, i);
+            vm.warp(block.timestamp + UNBONDING);
+            slasher.applyTerms();
+        }
+        announce(1, 1);
+        vm.warp(block.timestamp + UNBONDING);
+        expect(abi.encodeWithSelector(Errors.TooManyTerms.selector, 255));
+        slasher.applyTerms();
+        vm.assertEq(slasher.validatorBond(), 255);
+    }
+
+    // ----------------------------------------------------------------------------------- arbiter
+
+    function test_Arbiter_IsReplacedBehindTheDelay_ByItselfOrTheGovernor() public {
+        for (uint256 i; i < 3; ++i) {
+            address by = i == 0 ? manager : i == 1 ? arbiter : governor;
+            address next = address(uint160(0xA9B0 + i));
+            if (i == 0) expectNotAllowed(by);
+            vm.prank(by);
+            slasher.announceArbiter(next);
+            if (i == 0) continue;
+            (address announced, uint64 actAt) = slasher.announcedArbiter();
+            vm.assertEq(announced, next);
+            vm.assertEq(actAt, block.timestamp + UNBONDING);
+            vm.warp(actAt - 1);
+            expect(abi.encodeWithSelector(Errors.TooEarly.selector, actAt, actAt - 1));
+            slasher.applyArbiter();
+            vm.warp(actAt);
+            slasher.applyArbiter();
+            vm.assertEq(slasher.arbiter(), next);
+            (announced, actAt) = slasher.announcedArbiter();
+            vm.assertEq(actAt, 0);
+            vm.assertEq(announced, address(0));
+        }
+        expect(abi.encodeWithSelector(Errors.NothingAnnounced.selector));
+        slasher.applyArbiter();
+        expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
+        vm.prank(governor);
+        slasher.announceArbiter(address(0));
+        bytes32 id = propose(1);
+        expectNotAllowed(arbiter);
+        vm.prank(arbiter);
+        slasher.cancel(id);
+        vm.prank(slasher.arbiter());
+        slasher.cancel(id);
     }
 }

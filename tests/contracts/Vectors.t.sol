@@ -12,19 +12,19 @@ import {
     Invite,
     Lease,
     NodeConsent,
+    Opinion,
     PolicyStatement,
     Receipt,
     SessionGrant,
     SessionRevocation,
     Statements,
-    Submission,
-    Verdict
+    Submission
 } from "../../contracts/src/libraries/Statements.sol";
 import { Network } from "./utils/Network.sol";
 import { Tree } from "./utils/Tree.sol";
 import { vm } from "./utils/Vm.sol";
 
-/// @notice The contracts give the digests that protocol.core gives (scripts/make_vectors.py).
+/// @notice The contracts give the digests that prime_core gives (scripts/make_vectors.py).
 contract VectorsTest is Network {
     string private json;
     address private signer;
@@ -138,7 +138,7 @@ contract VectorsTest is Network {
             s.index = uint64(num(a, "index"));
             s.policyDigest = word(a, "policyDigest");
             s.runDigest = word(a, "runDigest");
-            s.speedClass = uint8(num(a, "speedClass"));
+            s.target = uint32(num(a, "target"));
             s.salt = word(a, "salt");
             s.deadline = uint64(num(a, "deadline"));
             assertDigest(a, workThere.leaseDigest(s));
@@ -151,6 +151,7 @@ contract VectorsTest is Network {
             Submission memory s;
             s.pool = num(a, "pool");
             s.leaseDigest = word(a, "leaseDigest");
+            s.node = who(a, "node");
             s.step = uint64(num(a, "step"));
             s.policyDigest = word(a, "policyDigest");
             s.sha256 = word(a, "sha256");
@@ -202,19 +203,19 @@ contract VectorsTest is Network {
         }
     }
 
-    function test_Verdict() public view {
+    function test_Opinion() public view {
         for (uint256 i; i < 2; ++i) {
-            string memory a = entry("Verdict", i);
-            Verdict memory s;
+            string memory a = entry("Opinion", i);
+            Opinion memory s;
             s.pool = num(a, "pool");
-            s.submissionDigest = word(a, "submissionDigest");
+            s.submission = word(a, "submission");
+            s.law = word(a, "law");
             s.outcome = uint8(num(a, "outcome"));
-            s.reason = uint8(num(a, "reason"));
-            s.units = uint64(num(a, "units"));
+            s.reason = word(a, "reason");
             s.table = word(a, "table");
             s.evidence = word(a, "evidence");
             s.judgedAt = uint64(num(a, "judgedAt"));
-            assertDigest(a, offChain("slasher", Statements.hash(s)));
+            assertDigest(a, workThere.opinionDigest(s));
         }
     }
 

@@ -3,7 +3,7 @@ pragma solidity 0.8.37;
 
 import { Work } from "../../contracts/src/Work.sol";
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
-import { Lease, Receipt, Submission } from "../../contracts/src/libraries/Statements.sol";
+import { Lease, Opinions, Receipt, Submission } from "../../contracts/src/libraries/Statements.sol";
 import { Network } from "./utils/Network.sol";
 import { Tree } from "./utils/Tree.sol";
 import { vm } from "./utils/Vm.sol";
@@ -38,21 +38,23 @@ contract WorkTest is Network {
         vm.assertEq(root, Tree.root(someLeaves(3)));
         vm.assertEq(postedAt, START);
         vm.assertEq(count, 3);
-        pool = createPool(treasury);
+        pool = createPool();
         vm.assertEq(postRoot(someLeaves(1)), 1);
     }
 
     function test_PostRoot_ByTheManagerOnly_AndNeverEmpty() public {
         expectNotAllowed(stranger);
         vm.prank(stranger);
-        work.postRoot(pool, RUN, 1, 0);
+        work.postRoot(pool, RUN, 1, RUN);
         vm.startPrank(manager);
         expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
-        work.postRoot(pool, 0, 1, 0);
+        work.postRoot(pool, RUN, 1, 0);
+        expect(abi.encodeWithSelector(Errors.ZeroDigest.selector));
+        work.postRoot(pool, 0, 1, RUN);
         expect(abi.encodeWithSelector(Errors.EmptyRoot.selector));
-        work.postRoot(pool, RUN, 0, 0);
+        work.postRoot(pool, RUN, 0, RUN);
         expect(abi.encodeWithSelector(Errors.UnknownPool.selector, 99));
-        work.postRoot(99, RUN, 1, 0);
+        work.postRoot(99, RUN, 1, RUN);
         vm.stopPrank();
     }
 
@@ -69,49 +71,70 @@ contract WorkTest is Network {
 
     // ------------------------------------------------------------------------------------ reject
 
+    function submissions(uint256 n) private view returns (Submission[] memory list) {
+        list = new Submission[](n);
+        for (uint256 i; i < n; ++i) {
+            list[i] = submission(i);
+        }
+    }
+
     function test_Reject_WithinValidityOnly_AtTheEdge() public {
+        Submission[] memory list = submissions(5);
         bytes32[] memory leaves = someLeaves(5);
         uint64 seq = postRoot(leaves);
         uint256 until = START + VALIDITY;
         vm.warp(until);
-        vm.prank(validator);
-        work.reject(pool, seq, leaves[4], Tree.proof(leaves, 4), 57);
+        work.reject(list[4], seq, Tree.proof(leaves, 4), rejections(list[4]));
         vm.assertTrue(work.isRejected(pool, leaves[4]));
         vm.warp(until + 1);
         bytes32[] memory proof = Tree.proof(leaves, 3);
         expect(abi.encodeWithSelector(Errors.ValidityOver.selector, until, until + 1));
-        vm.prank(manager);
-        work.reject(pool, seq, leaves[3], proof, 57);
+        work.reject(list[3], seq, proof, rejections(list[3]));
     }
 
-    function test_Reject_ByManagerOrValidatorOnceWithAReasonAndAProof() public {
+    function test_Reject_ByTheQuorumOnceWithAProof_RejectedOrVoid() public {
+        Submission[] memory list = submissions(2);
         bytes32[] memory leaves = someLeaves(2);
         uint64 seq = postRoot(leaves);
         bytes32[] memory proof = Tree.proof(leaves, 0);
-        expectNotAllowed(stranger);
-        vm.prank(stranger);
-        work.reject(pool, seq, leaves[0], proof, 3);
-        vm.startPrank(manager);
-        expect(abi.encodeWithSelector(Errors.BadReason.selector, 0));
-        work.reject(pool, seq, leaves[0], proof, 0);
+        Opinions memory o = rejections(list[0]);
+        expect(abi.encodeWithSelector(Errors.WrongOutcome.selector, 1));
+        work.reject(list[0], seq, proof, opinions(list[0], 1, bothKeys()));
+        expect(abi.encodeWithSelector(Errors.NoQuorum.selector, 1, 2));
+        work.reject(list[0], seq, proof, opinions(list[0], 3, oneKey(VALIDATOR_KEY)));
         expect(abi.encodeWithSelector(Errors.NotInRoot.selector, pool, seq, leaves[1]));
-        work.reject(pool, seq, leaves[1], proof, 3);
+        work.reject(list[1], seq, proof, rejections(list[1]));
         expect(abi.encodeWithSelector(Errors.UnknownRoot.selector, pool, seq + 1));
-        work.reject(pool, seq + 1, leaves[0], proof, 3);
-        work.reject(pool, seq, leaves[0], proof, 3);
+        work.reject(list[0], seq + 1, proof, o);
+        expectNotAllowed(manager);
+        work.reject(list[0], seq, proof, opinions(list[0], 3, managerAnd()));
+        vm.prank(stranger);
+        work.reject(list[0], seq, proof, o);
         vm.assertTrue(work.isRejected(pool, leaves[0]));
         expect(abi.encodeWithSelector(Errors.AlreadyRejected.selector, pool, leaves[0]));
-        work.reject(pool, seq, leaves[0], proof, 3);
-        vm.stopPrank();
+        work.reject(list[0], seq, proof, o);
+        proof = Tree.proof(leaves, 1);
+        work.reject(list[1], seq, proof, opinions(list[1], 3, bothKeys()));
+        vm.assertTrue(work.isRejected(pool, leaves[1]));
+    }
+
+    /// @dev The manager and one validator: the manager is no judge.
+    function managerAnd() private pure returns (uint256[] memory keys_) {
+        keys_ = new uint256[](2);
+        (keys_[0], keys_[1]) = (VALIDATOR_KEY, MANAGER_KEY);
     }
 
     function test_Reject_RefusesARootOfAnotherPool() public {
         bytes32[] memory leaves = someLeaves(1);
         uint64 seq = postRoot(leaves);
-        uint256 other = createPool(treasury);
-        expect(abi.encodeWithSelector(Errors.UnknownRoot.selector, other, seq));
-        vm.prank(manager);
-        work.reject(other, seq, leaves[0], none(), 3);
+        Submission memory s = submission(0);
+        s.pool = createPool();
+        vm.startPrank(manager);
+        pools.setValidator(s.pool, validator, true);
+        pools.setValidator(s.pool, validator2, true);
+        vm.stopPrank();
+        expect(abi.encodeWithSelector(Errors.UnknownRoot.selector, s.pool, seq));
+        work.reject(s, seq, none(), rejections(s));
     }
 
     // ---------------------------------------------------------------------------------- postLeaf
@@ -192,13 +215,14 @@ contract WorkTest is Network {
 
     function test_PostLeaf_RefusesPartsThatDoNotBelongTogether() public {
         vm.warp(START + 60 + EPOCH);
-        for (uint256 i; i < 5; ++i) {
+        for (uint256 i; i < 6; ++i) {
             Ignored memory x = ignored();
             if (i == 0) x.submission.pool += 1;
             if (i == 1) x.submission.step += 1;
             if (i == 2) x.submission.policyDigest = 0;
             if (i == 3) x.submission.leaseDigest = 0;
-            if (i < 4) x.receipt.submissionDigest = work.submissionDigest(x.submission);
+            if (i == 5) x.submission.node = node2;
+            if (i != 4) x.receipt.submissionDigest = work.submissionDigest(x.submission);
             else x.receipt.submissionDigest = 0;
             sealIt(x);
             expect(abi.encodeWithSelector(Errors.LeafMismatch.selector));

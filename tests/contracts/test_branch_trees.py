@@ -74,7 +74,7 @@ def texts() -> dict[str, dict[str, str]]:
 
 def test_every_function_that_changes_state_has_a_tree() -> None:
     for path in TREES:
-        body = json.loads((ROOT / "protocol/chain/abi" / f"{path.stem}.json").read_text())
+        body = json.loads((ROOT / "protocol/prime_chain/abi" / f"{path.stem}.json").read_text())
         functions = {
             entry["name"]
             for entry in body["abi"]

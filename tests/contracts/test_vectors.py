@@ -1,4 +1,4 @@
-"""protocol.core gives the digests, roots and leaves that the contracts are tested with."""
+"""prime_core gives the digests, roots and leaves that the contracts are tested with."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 from forge_kit import ROOT
 
-from protocol.core import encoding
-from protocol.core.batch import BatchStatement
-from protocol.core.calibration import CalibrationStatement
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.draws import DrawCommitment
-from protocol.core.errors import UntrustedError
-from protocol.core.ids import address, digest, signature
-from protocol.core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
-from protocol.core.rollout import Receipt, Submission
-from protocol.core.signing import Domain, Statement
-from protocol.core.task import Lease
-from protocol.core.verdict import Verdict
+from prime_core import encoding
+from prime_core.batch import BatchStatement
+from prime_core.calibration import CalibrationStatement
+from prime_core.checkpoint import PolicyStatement
+from prime_core.draws import DrawCommitment
+from prime_core.errors import UntrustedError
+from prime_core.ids import address, digest, signature
+from prime_core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
+from prime_core.rollout import Receipt, Submission
+from prime_core.signing import Domain, Statement
+from prime_core.task import Lease
+from prime_core.verdict import Law, Opinion
 
 VECTORS: dict[str, Any] = json.loads((ROOT / "tests" / "vectors" / "eip712.json").read_text())
 KINDS: dict[str, type[Statement]] = {
     kind.__name__: kind
     for kind in (
         NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
-        Lease, Submission, Receipt, BatchStatement, Verdict, DrawCommitment,
-        CalibrationStatement,
+        Lease, Submission, Receipt, BatchStatement, DrawCommitment,
+        CalibrationStatement, Opinion, Law,
     )
 }  # fmt: skip
 
@@ -38,7 +38,7 @@ def _statements_of_core() -> set[str]:
     return {
         kind.__name__
         for kind in Statement.__subclasses__()
-        if kind.__module__.startswith("protocol.core.")
+        if kind.__module__.startswith("prime_core.")
     }
 
 

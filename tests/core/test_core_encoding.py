@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core import encoding
-from protocol.core.errors import MalformedError
-from protocol.core.ids import Digest, digest
+from prime_core import encoding
+from prime_core.errors import MalformedError
+from prime_core.ids import Digest, digest
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

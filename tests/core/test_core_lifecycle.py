@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.lifecycle import LeaseState, NodeState, step_lease, step_node
+from prime_core.lifecycle import LeaseState, NodeState, step_lease, step_node
 
 NODE_EVENTS = st.sampled_from(
     ["joined", "heartbeat", "tick", "rejected", "slash_confirmed", "slash_cancelled", "left"]

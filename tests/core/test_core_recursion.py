@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 CODE = """
-import protocol.core.signing
-import eth_account, eth_keyfile
-from protocol.core.encoding import parse_canonical_json
-from protocol.core.errors import MalformedError
+from prime_core.signing import LocalSigner
+assert LocalSigner(bytes([1]) * 32).account.address
+import prime_chain.rpc, prime_chain.deployer
+from prime_core.encoding import parse_canonical_json
+from prime_core.errors import MalformedError
 for text in (b"[" * 1_000_000, b'{"a":' * 500_000):
     try:
         parse_canonical_json(text)

@@ -1,11 +1,87 @@
-"""Bounds of the run definition."""
+"""The run definition: its bounds, and its bytes among peers of different releases."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from protocol.core.run import RunDefinition, SpeedClasses
+from prime_core import encoding
+from prime_core.errors import MalformedError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition, SpeedClasses
+from prime_core.run_file import read_run
+from prime_core.task import Task
+
+
+def made(kind: type[RunDefinition] = RunDefinition) -> RunDefinition:
+    """A run of this release, or of another one's model."""
+    return kind(
+        name="test",
+        base_model=ZERO_DIGEST,
+        environment=EnvironmentRef(
+            name="reverse", digest=ZERO_DIGEST, train_size=9, heldout_size=1
+        ),
+        max_output_tokens=16,
+        samples_per_group=2,
+        groups_per_lease=2,
+        groups_per_batch=4,
+        budgets=LengthBudgets(targets=(2,), penalty_micro=0),
+        task=Task(image="process"),
+        price_per_unit=10,
+        stake_per_class=100,
+        slash_amount=50,
+    )
+
+
+class LaterTask(Task):
+    shared_memory_mb: int = 64
+
+
+class LaterRun(RunDefinition):
+    """The model of a later release: an optional field more, in the run and within it."""
+
+    prompt_price: int = 7
+    task: LaterTask
+
+
+def test_a_field_added_later_changes_no_digest_of_an_older_run() -> None:
+    old = made()
+    read_later = LaterRun.parse(old.raw())
+    assert read_later.prompt_price == 7
+    assert read_later.task.shared_memory_mb == 64
+    assert (read_later.raw(), read_later.digest()) == (old.raw(), old.digest())
+
+
+def test_an_older_peer_reads_a_later_run_and_passes_its_bytes_on(tmp_path: Path) -> None:
+    later = json.loads(made().raw()) | {"prompt_price": 7}
+    later["task"]["shared_memory_mb"] = 64
+    file = json.dumps(later, indent=2).encode() + b"\n"  # no canonical form is asked for
+    agent = RunDefinition.parse(file)
+    worker = RunDefinition.parse(agent.raw())
+    assert worker.digest() == encoding.sha256(file)
+    assert worker.model_dump() == made().model_dump()
+    (tmp_path / "run.json").write_bytes(file)
+    assert read_run(tmp_path / "run.json").raw() == file
+    with pytest.raises(MalformedError, match=r"task.shared_memory_mb|prompt_price"):
+        RunDefinition.parse(file, exact=True)
+
+
+def test_a_run_of_a_later_schema_is_refused_with_the_upgrade_command() -> None:
+    later = json.loads(made().raw()) | {"schema_version": 2}
+    with pytest.raises(MalformedError, match="pip install --upgrade"):
+        RunDefinition.parse(json.dumps(later).encode())
+
+
+def test_a_changed_copy_has_bytes_of_its_own() -> None:
+    file = json.dumps(json.loads(made().raw()), indent=1).encode()
+    run = RunDefinition.parse(file)
+    assert run.model_copy().raw() == file
+    other = run.model_copy(update={"name": "other"})
+    assert RunDefinition.parse(other.raw()).name == "other"
+    assert other.digest() != run.digest()
 
 
 def test_a_challenge_s_solution_has_at_most_64_mebibytes() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core import seeds
-from protocol.core.ids import Digest, digest
+from prime_core import seeds
+from prime_core.ids import Digest, digest
 
 digests = st.binary(min_size=32, max_size=32).map(digest)
 
@@ -39,8 +40,15 @@ def test_drawn_rows_are_distinct_in_range_and_of_the_asked_number(
 
 @given(digests, digests)
 def test_another_seed_gives_other_noise(a: Digest, b: Digest) -> None:
-    same = seeds.noise_key(a, 0, 0) == seeds.noise_key(b, 0, 0)
+    same = seeds.noise_seed(a, 0, 0) == seeds.noise_seed(b, 0, 0)
     assert same == (a == b)
+
+
+def test_the_seed_for_which_vllm_draws_its_own_is_never_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seeds, "keccak", lambda _: b"\xff" * 32)
+    assert seeds.noise_seed(digest(b"\x11" * 32), 0, 0) == -2
 
 
 def test_the_derivations_do_not_drift() -> None:
@@ -49,12 +57,12 @@ def test_the_derivations_do_not_drift() -> None:
     assert seed == SEED
     assert seeds.problem_indices(seed, 4, 1000) == PROBLEMS
     assert seeds.target_lengths(seed, 6, (2, 6, 10, 14)) == TARGETS
-    assert seeds.noise_key(seed, 3, 5) == NOISE
+    assert seeds.noise_seed(seed, 3, 5) == NOISE
     assert seeds.drawn_rows(seed, digest(b"\x22" * 32), 64, 5) == DRAWN
 
 
 SEED = "0x0677d6aea60e2446ebd6d4114ece56001dbfc53bf3472303712cffa2fa2ad4f0"
 PROBLEMS = [724, 961, 782, 635]
 TARGETS = [14, 2, 2, 2, 6, 2]
-NOISE = (257987699, 3958223996)
+NOISE = 369107872630785922
 DRAWN = [39, 42, 50, 53, 62]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.core.verdict import Evidence, Outcome, Reason
+from prime_core.verdict import Evidence, Outcome, Reason
 
 
 @pytest.mark.parametrize("reason", Reason)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import protocol.chain.errors
-import protocol.core.errors as tree
-from protocol.core.errors import PrimeError
+import prime_chain.errors
+import prime_core.errors as tree
+from prime_core.errors import PrimeError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text()
 ROWS = re.findall(r"^\| (\d+) \| (?:`(\w+)`|–) \| (.+) \|$", PAGE, re.M)
@@ -22,12 +22,12 @@ def test_every_error_of_the_tree_is_in_the_page_with_its_code() -> None:
     told = {name: int(code) for code, name, _ in ROWS if name}
     own = {kind for kind in kinds(PrimeError) if kind.__module__ == tree.__name__}
     assert told == {kind.__name__: kind.exit_code for kind in own}
-    assert len(own) == 10
+    assert len(own) == 11
 
 
 def test_errors_of_the_rooms_end_with_a_code_of_the_page() -> None:
     told = {int(code) for code, _, _ in ROWS}
-    assert protocol.chain.errors.ChainRevertedError in kinds(PrimeError)
+    assert prime_chain.errors.ChainRevertedError in kinds(PrimeError)
     for kind in kinds(PrimeError):
         assert kind.exit_code in told, kind
 

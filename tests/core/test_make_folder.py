@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.store import open_store, sqlite_url
-from protocol.core.errors import UserError
-from protocol.folders import held_alone, make_folder
-from trainer.config import Settings
-from trainer.run import run_trainer
+from prime_core.errors import UserError
+from prime_core.folders import held_alone, make_folder
+from prime_orchestrator.store import open_store, sqlite_url
+from prime_trainer.config import Settings
+from prime_trainer.run import run_trainer
 
 UNUSABLE = ("/proc/nothing/of/this", "/proc")
 
@@ -34,7 +34,7 @@ def test_a_folder_that_takes_no_files_is_refused(path: str) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from protocol.folders import held_alone
+from prime_core.folders import held_alone
 with held_alone(Path(sys.argv[1]), "trainer"):
     print("held", flush=True)
     sys.stdin.read()
@@ -78,8 +78,15 @@ def test_a_store_in_an_unusable_folder_is_refused() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["orchestrator.cli", "store", "migrate", "--data", "/proc/nothing"],
-        ["orchestrator.cli", "relay", "--orchestrator", "http://unused", "--data", "/proc/nothing"],
+        ["prime_orchestrator.cli.main", "store", "migrate", "--data", "/proc/nothing"],
+        [
+            "prime_orchestrator.cli.main",
+            "relay",
+            "--orchestrator",
+            "http://unused",
+            "--data",
+            "/proc/nothing",
+        ],
         ["devnet", "up", "--root", "/proc/nothing"],
     ],
 )

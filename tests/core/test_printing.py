@@ -8,10 +8,10 @@ import logging
 
 import pytest
 
-from node.cli_common import tree_lines
-from protocol.core.errors import UserError
-from protocol.core.printing import printable
-from protocol.logs import LINE, PlainFormatter
+from prime_core.errors import UserError
+from prime_core.logs import LINE, PlainFormatter
+from prime_core.printing import printable
+from prime_node.cli_common import tree_lines
 
 HOSTILE = "cpu\x1b[2J\x1b]0;t\x07\n2026-01-01 00:00:00Z INFO    accepted\r\u202egnp\x9b\u2028"
 
@@ -52,7 +52,13 @@ def test_published_words_reach_no_terminal_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["devnet.__main__", "node.cli", "orchestrator.cli", "protocol.broadcast.cli", "trainer.cli"],
+    [
+        "devnet.__main__",
+        "prime_node.cli",
+        "prime_orchestrator.cli.main",
+        "prime_broadcast.cli",
+        "prime_trainer.cli",
+    ],
 )
 def test_no_command_ends_with_strangers_words_as_they_are(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

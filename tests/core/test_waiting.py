@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from protocol.core.errors import UnavailableError
-from protocol.logs import log_to_stderr
-from protocol.times import utc
-from protocol.waiting import StoppedError, until_answered
+from prime_core.errors import UnavailableError
+from prime_core.logs import log_to_stderr
+from prime_core.times import utc
+from prime_core.waiting import StoppedError, until_answered
 
 
 class Away:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from devnet.chain import CHAIN_ID, Anvil, dev_signer, find_anvil, free_port
-from protocol.core.errors import FatalError, UnavailableError, UserError
+from prime_core.errors import FatalError, UnavailableError, UserError
 
 pytestmark = pytest.mark.usefixtures("anvil")  # skips by name where it is missing
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from devnet.__main__ import MARK, _empty, main
-from protocol.core.errors import UserError
+from prime_core.errors import UserError
 
 
 def typed(

@@ -14,12 +14,12 @@ from devnet import lies, play
 from devnet.findings import NodeFacts
 from devnet.lies import JudgedFile
 from devnet.origin import ROOT
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import Digest, address, digest
-from protocol.core.messages import NodeInfo
-from protocol.core.task import LeaseStatus
-from protocol.core.verdict import Reason
-from protocol.verification.lies import LIES
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest, address, digest
+from prime_core.messages import NodeInfo
+from prime_core.task import LeaseStatus
+from prime_core.verdict import Reason
+from prime_verify.canaries.lies import LIES
 
 TX = "0x" + "ab" * 32
 LIAR = NodeFacts("liar", "0x1", True, (), 0, False, None, 0, 100, 100, 0)
@@ -182,18 +182,22 @@ def test_what_other_sources_found_does_not_count(tmp_path: Path) -> None:
 
 
 def test_the_sources_are_those_that_make_and_judge_files(tmp_path: Path) -> None:
-    for name in ("node/planting.py", "devnet/liars.py", "protocol/proofs/calibration.json"):
+    for name in (
+        "node/prime_node/planting.py",
+        "devnet/liars.py",
+        "protocol/prime_verify/proofs/calibration.json",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     before = lies.sources(tmp_path)
-    (tmp_path / "protocol" / "proofs" / "calibration.json").write_text("{}")
+    (tmp_path / "protocol" / "prime_verify" / "proofs" / "calibration.json").write_text("{}")
     assert lies.sources(tmp_path) != before
     assert lies.sources(ROOT) == lies.sources(ROOT)
     names = (
-        "verification/verify.py",
-        "verification/lies.py",
-        "engine/plain.py",
-        "proofs/sketch.py",
+        "prime_verify/verify.py",
+        "prime_verify/canaries/lies.py",
+        "prime_engine/plain.py",
+        "prime_verify/proofs/sketch.py",
     )
     assert all((ROOT / "protocol" / name).exists() for name in names)
 

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="pip install 'prime-open[trainer]'")
 
 from devnet import model as demo  # noqa: E402
 from devnet.plan import Plan, run_definition  # noqa: E402
-from protocol.core.ids import ZERO_DIGEST  # noqa: E402
-from trainer.evaluate import evaluate  # noqa: E402
-from trainer.model import load_policy  # noqa: E402
+from prime_core.ids import ZERO_DIGEST  # noqa: E402
+from prime_trainer.evaluate import evaluate  # noqa: E402
+from prime_trainer.model import load_policy  # noqa: E402
 
 
 def test_the_committed_checkpoint_is_small_and_of_the_scripts_shape(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_the_committed_checkpoint_is_small_and_of_the_scripts_shape(tmp_path: Pa
 
 
 def test_it_reverses_words_it_never_saw_but_misses_the_length() -> None:
-    run = run_definition(Plan(root=Path()), ZERO_DIGEST, 1000)
+    run = run_definition(Plan(root=Path()), ZERO_DIGEST)
     found = evaluate(demo.COMMITTED, run, problems=256, seed=0)
     assert found.task.mean > 0.9
     assert 0.3 < found.reward.mean < 0.5
@@ -38,7 +38,7 @@ def test_it_reverses_words_it_never_saw_but_misses_the_length() -> None:
 
 
 def test_no_word_of_the_warm_start_is_held_out_by_the_run() -> None:
-    run = run_definition(Plan(root=Path()), ZERO_DIGEST, 1000)
+    run = run_definition(Plan(root=Path()), ZERO_DIGEST)
     assert len(demo.training_words()) <= run.environment.train_size
 
 

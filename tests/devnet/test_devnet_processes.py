@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from devnet.processes import Supervisor, stop_recorded
-from protocol.core.errors import FatalError
+from prime_core.errors import FatalError
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 PARENT = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WHERE = "import protocol, sys; print(protocol.__file__)"
+WHERE = "import prime_core; print(prime_core.__file__)"
 
 
 def checkout(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from devnet.chain import find_anvil
-from protocol.core.errors import UserError
+from prime_core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

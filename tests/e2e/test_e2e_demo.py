@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e_kit import ROOT, devnet, findings, listening, processes_of, require_anvil, run, until
+
+from prime_core.run import MICRO, RunDefinition
 
 SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 
@@ -35,6 +38,40 @@ def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(
     assert "<svg" in (root / "report.html").read_text()
     assert not (root / "pids.json").exists()
     assert processes_of(root) == []
+
+
+def shares_hold(root: Path) -> None:
+    """Every target length was asked for, and kept its least share of the accepted leases, as far
+    as whole leases can."""
+    found = json.loads((root / "report.json").read_text())["targets"]
+    run = RunDefinition.parse((root / "run.json").read_bytes())
+    least = run.budgets.min_share / MICRO
+    assert tuple(share["target"] for share in found) == run.budgets.targets
+    for name in ("asked", "accepted"):
+        whole = sum(share[name] for share in found)
+        assert whole >= 4 * len(found)
+        for share in found:
+            assert share[name] >= least * whole - 2, (name, found)
+    assert not any(share["starving"] for share in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_target_length_starves_in_a_short_demo(ended: tuple[Path, int]) -> None:
+    shares_hold(ended[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_no_target_length_starves_with_one_node_or_a_slow_and_a_fast_one(
+    nodes: int, tmp_path: Path
+) -> None:
+    require_anvil()
+    root = tmp_path / "run"
+    words = ("up", "--plain", "--quick", "--steps", "3", "--nodes", str(nodes), "--liars", "0")
+    assert run(devnet(*words, "--root", str(root)), 850).returncode == 0
+    shares_hold(root)
 
 
 @pytest.mark.slow

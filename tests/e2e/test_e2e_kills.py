@@ -16,10 +16,10 @@ from devnet.network import Network
 from devnet.observe import ChainFacts, trained
 from devnet.plan import Plan, node_plans
 from devnet.walk import Walk
-from protocol.chain import events
-from protocol.chain.history import read_events
-from protocol.core.batch import SignedBatch
-from protocol.core.messages import Status
+from prime_chain import events
+from prime_chain.history import read_events
+from prime_core.batch import SignedBatch
+from prime_core.messages import Status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from e2e_kit import devnet, findings, processes_of, require_anvil, run
 
-from protocol.core.verdict import Reason
+from prime_core.verdict import Reason
 
 SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 

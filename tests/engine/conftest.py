@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.engine.tiny import write_tiny_model
+from prime_engine.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)

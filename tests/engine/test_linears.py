@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.engine import plain
-from protocol.engine.linears import widen
-from protocol.engine.plain import PlainEngine
-from protocol.proofs.sampling_torch import gumbel
+from prime_engine import plain
+from prime_engine.linears import widen
+from prime_engine.plain import PlainEngine
+from prime_verify.proofs.sampling_torch import gumbel
 
 
 def _layer(*, bias: bool) -> torch.nn.Linear:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.core.errors import MalformedError, UnavailableError
-from protocol.engine.base import Generation, GenerationRequest, ReplayRequest
-from protocol.engine.plain import PlainEngine
-from protocol.engine.quantize import fake_quantize, quantizer
-from protocol.proofs.sampling_torch import gumbel
+from prime_core.errors import MalformedError, UnavailableError
+from prime_engine.base import Generation, GenerationRequest, ReplayRequest
+from prime_engine.plain import PlainEngine
+from prime_engine.quantize import fake_quantize, quantizer
+from prime_verify.proofs.sampling_torch import gumbel
 
 PROMPTS = ("06|tate>", "02|ab>", "14|longerword>", ">")
 
@@ -27,8 +27,7 @@ def engine(tiny_folder: Path) -> PlainEngine:
 def _requests(engine: PlainEngine, count: int = 16, limit: int = 20) -> list[GenerationRequest]:
     prompts = [tuple(engine.tokenizer.encode(p, add_special_tokens=False)) for p in PROMPTS]
     return [
-        GenerationRequest(prompts[i % 4], limit + i % 3, (i * 7919, i * 104729))
-        for i in range(count)
+        GenerationRequest(prompts[i % 4], limit + i % 3, i * 104729 - 7919) for i in range(count)
     ]
 
 
@@ -37,7 +36,7 @@ def _replay(
 ) -> list:
     return engine.replay(
         [
-            ReplayRequest(request.prompt_tokens, row.output_tokens, request.noise_key or (0, 0))
+            ReplayRequest(request.prompt_tokens, row.output_tokens, request.noise_seed or 0)
             for request, row in zip(requests, made, strict=True)
         ],
         t,
@@ -52,9 +51,8 @@ def test_generation_is_the_textbook_loop_without_cache_or_padding(engine: PlainE
             with torch.inference_mode():
                 out = engine.model(torch.tensor([tokens]), output_hidden_states=True)
             scaled = out.logits[0, -1] / 0.8
-            noise = gumbel(
-                torch.tensor([request.noise_key]), torch.tensor([position]), engine.vocabulary
-            )
+            seed, last = torch.tensor([request.noise_seed]), torch.tensor([len(tokens) - 1])
+            noise = gumbel(seed, last, engine.vocabulary)
             assert int((scaled + noise[0]).argmax()) == token
             logprob = float(scaled.log_softmax(0)[token])
             assert row.logprobs[position] == pytest.approx(logprob, abs=1e-4)
@@ -193,7 +191,7 @@ def test_rows_that_cannot_run_are_malformed(
     engine: PlainEngine, prompt: tuple[int, ...], output: tuple[int, ...]
 ) -> None:
     with pytest.raises(MalformedError):
-        engine.replay([ReplayRequest(prompt, output, (0, 0))], 1.0)
+        engine.replay([ReplayRequest(prompt, output, 0)], 1.0)
 
 
 def test_a_folder_that_holds_no_fit_model_is_unavailable(tiny_folder: Path, tmp_path: Path) -> None:
@@ -235,14 +233,14 @@ def test_missing_weights_are_never_replaced_by_random_ones(
 def test_contrasts_are_differences_of_log_probabilities_to_the_rival(engine: PlainEngine) -> None:
     (request,) = _requests(engine, 1)
     (made,) = engine.generate([request], 1.0)
-    noise_key = request.noise_key or (0, 0)
+    seed = request.noise_seed or 0
     tokens = made.output_tokens
-    (first,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key)], 1.0)
+    (first,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, seed)], 1.0)
     assert (first.rivals != tokens).all()
     rivals = tuple(first.rivals.tolist())
-    (again,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key, rivals)], 1.0)
+    (again,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, seed, rivals)], 1.0)
     assert np.array_equal(again.contrasts, first.contrasts)
-    (same,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key, tokens)], 1.0)
+    (same,) = engine.replay([ReplayRequest(request.prompt_tokens, tokens, seed, tokens)], 1.0)
     assert not same.contrasts.any()
     with pytest.raises(MalformedError):
-        engine.replay([ReplayRequest(request.prompt_tokens, tokens, noise_key, rivals[1:])], 1.0)
+        engine.replay([ReplayRequest(request.prompt_tokens, tokens, seed, rivals[1:])], 1.0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.core.errors import FatalError
-from protocol.engine.recorder import Recorder, Row
-from protocol.proofs.sampling_torch import gumbel
+from prime_core.errors import FatalError
+from prime_engine.recorder import Recorder, Row
+from prime_verify.proofs.sampling_torch import gumbel
 
 VOCABULARY = 11
 
@@ -30,17 +30,17 @@ def _states(*values: float) -> Tensor:
 def test_each_row_gets_the_noise_of_its_key_and_place() -> None:
     recorder = Recorder(gumbel)
     recorder.begin(0.7)
-    recorder.assign(0, Row(1, (5, 6), [3, 4]))
-    recorder.assign(1, Row(0, (7, 8), []))
+    recorder.assign(0, Row(1, 5, 6, [3, 4]))
+    recorder.assign(1, Row(0, -7, 8, []))
     logits = _logits(0, 2)
     drawn = _step(recorder, logits, _states(1, 2))
-    noise = gumbel(torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 0]), VOCABULARY)
+    noise = gumbel(torch.tensor([5, -7]), torch.tensor([7, 7]), VOCABULARY)
     assert drawn == (logits / 0.7 + noise).argmax(dim=1).tolist()
 
 
 def test_a_row_without_a_key_takes_the_most_probable_token() -> None:
     recorder = Recorder(gumbel)
-    recorder.assign(0, Row(0, None, []))
+    recorder.assign(0, Row(0, None, 3, []))
     logits = _logits(1, 1)
     assert _step(recorder, logits, _states(1)) == logits.argmax(dim=1).tolist()
 
@@ -50,7 +50,7 @@ def test_rows_that_move_keep_what_is_theirs(swap: bool) -> None:
     recorder = Recorder(gumbel)
     outputs: list[list[int]] = [[], []]
     for index in (0, 1):
-        recorder.assign(index, Row(index, (index, 9), outputs[index]))
+        recorder.assign(index, Row(index, index, 9, outputs[index]))
     first = _step(recorder, _logits(2, 2), _states(1, 2))
     outputs[0].append(first[0])
     outputs[1].append(first[1])
@@ -76,7 +76,7 @@ def test_rows_that_move_keep_what_is_theirs(swap: bool) -> None:
 def test_a_step_that_vllm_threw_away_is_overwritten() -> None:
     recorder = Recorder(gumbel)
     output: list[int] = []
-    recorder.assign(0, Row(0, (1, 2), output))
+    recorder.assign(0, Row(0, 1, 2, output))
     _step(recorder, _logits(4, 1), _states(8))  # half of a prompt
     (token,) = _step(recorder, _logits(5, 1), _states(9))
     output.append(token)
@@ -86,7 +86,7 @@ def test_a_step_that_vllm_threw_away_is_overwritten() -> None:
 
 def test_tokens_that_were_not_drawn_here_are_refused() -> None:
     recorder = Recorder(gumbel)
-    recorder.assign(0, Row(0, (1, 2), []))
+    recorder.assign(0, Row(0, 1, 2, []))
     (token,) = _step(recorder, _logits(6, 1), _states(1))
     with pytest.raises(FatalError):
         recorder.rows([[(token + 1) % VOCABULARY]])
@@ -96,7 +96,7 @@ def test_tokens_that_were_not_drawn_here_are_refused() -> None:
 
 def test_states_of_other_rows_are_refused() -> None:
     recorder = Recorder(gumbel)
-    recorder.assign(0, Row(0, (1, 2), []))
+    recorder.assign(0, Row(0, 1, 2, []))
     recorder.hidden(_states(1, 2))
     with pytest.raises(FatalError):
         recorder.step(_logits(7, 1))

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.core.errors import PrimeError
-from protocol.engine.base import GenerationRequest, ReplayRequest
-from protocol.verification.engines import load_engine
+from prime_core.errors import PrimeError
+from prime_engine.base import GenerationRequest, ReplayRequest
+from prime_verify.engines import load_engine
 
-REQUESTS = [GenerationRequest(tuple(range(5, 12 + i % 5)), 40, (7 * i, i)) for i in range(24)]
+REQUESTS = [GenerationRequest(tuple(range(5, 12 + i % 5)), 40, 7 * i - 50) for i in range(24)]
 
 
 def altered(folder: Path, scratch: Path, tensor: str) -> Path:
@@ -55,7 +55,7 @@ def main() -> None:
     greedy = [GenerationRequest(r.prompt_tokens, 20, None) for r in REQUESTS[:4]]
     replays = plain.replay(
         [
-            ReplayRequest(r.prompt_tokens, g.output_tokens, r.noise_key)
+            ReplayRequest(r.prompt_tokens, g.output_tokens, r.noise_seed)
             for r, g in zip(REQUESTS, made, strict=True)
         ],
         0.9,
@@ -86,7 +86,7 @@ def main() -> None:
     found["too_long"] = refusal(lambda: engine.generate([GenerationRequest((3,), 9999, None)], 1.0))
     found["replay"] = refusal(lambda: engine.replay([], 1.0))
 
-    from protocol.engine.policy_weights import require_policy
+    from prime_engine.policy_weights import require_policy
 
     for tensor in ("mlp.down_proj", "self_attn.k_proj", "input_layernorm"):
         other = altered(trained, scratch / tensor, f"model.layers.2.{tensor}.weight")

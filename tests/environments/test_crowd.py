@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from protocol.core.errors import MalformedError, UserError
-from protocol.core.run import MICRO, LengthBudgets
-from protocol.environments.base import TaskScore
-from protocol.environments.crowd import open_packed, pack
-from protocol.environments.crowd_check import NAMES, Report, check
-from protocol.environments.crowd_template import write_template
-from protocol.environments.graders.custom import CustomGrader
-from protocol.environments.registry import environment_ref, load_environment
-from protocol.environments.sandbox import kernel
-from protocol.environments.sources import file_digest
-from protocol.environments.tasks import Task
+from prime_core.errors import MalformedError, UserError
+from prime_core.run import MICRO, LengthBudgets
+from prime_envs.base import TaskScore
+from prime_envs.crowd import open_packed, pack
+from prime_envs.crowd_check import NAMES, Report, check
+from prime_envs.crowd_template import write_template
+from prime_envs.graders.custom import CustomGrader
+from prime_envs.registry import environment_ref, load_environment
+from prime_envs.sandbox import kernel
+from prime_envs.sources import file_digest
+from prime_envs.tasks import Task
 
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"
 )
-BUDGETS = LengthBudgets(by_class={"1": (1000,)}, penalty_micro=0)
+BUDGETS = LengthBudgets(targets=(1000,), penalty_micro=0)
 
 
 def packed(folder: Path) -> Path:

@@ -14,21 +14,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from protocol.core.errors import (
+from prime_core.errors import (
     MalformedError,
     PolicyError,
     UnavailableError,
     UntrustedError,
     UserError,
 )
-from protocol.core.run import MICRO, LengthBudgets
-from protocol.environments import rows, sources
-from protocol.environments.dataset import TaskDataset
-from protocol.environments.registry import environment_ref, load_environment
-from protocol.environments.rows import Bounds, read_rows
-from protocol.environments.sources import fetch, file_digest, locate
+from prime_core.run import MICRO, LengthBudgets
+from prime_envs import rows, sources
+from prime_envs.dataset import TaskDataset
+from prime_envs.registry import environment_ref, load_environment
+from prime_envs.rows import Bounds, read_rows
+from prime_envs.sources import fetch, file_digest, locate
 
-BUDGETS = LengthBudgets(by_class={"1": (1000, 2000)}, penalty_micro=300, form="exact")
+BUDGETS = LengthBudgets(targets=(1000, 2000), penalty_micro=300, form="exact")
 
 
 def math_row(number: int, **other: Any) -> dict[str, Any]:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from protocol.core.run import LengthBudgets
-from protocol.environments.base import Grade
-from protocol.environments.crowd_check import NAMES as FINDINGS
-from protocol.environments.dataset import TaskDataset
-from protocol.environments.graders.base import BUILT_IN, Grader, grader_class
-from protocol.environments.lengths import budgets_from
-from protocol.environments.registry import BUILT_IN as ENVIRONMENTS
-from protocol.environments.registry import environment_class
-from protocol.environments.reverse import Reverse
-from protocol.environments.sources import file_digest
+from prime_core.run import LengthBudgets
+from prime_envs.base import Grade
+from prime_envs.crowd_check import NAMES as FINDINGS
+from prime_envs.dataset import TaskDataset
+from prime_envs.graders.base import BUILT_IN, Grader, grader_class
+from prime_envs.lengths import budgets_from
+from prime_envs.registry import BUILT_IN as ENVIRONMENTS
+from prime_envs.registry import environment_class
+from prime_envs.reverse import Reverse
+from prime_envs.sources import file_digest
 
-BUDGETS = LengthBudgets(by_class={"1": (100,)}, penalty_micro=1000, form="exact")
+BUDGETS = LengthBudgets(targets=(100,), penalty_micro=1000, form="exact")
 
 
 def test_a_claim_is_refuted_by_another_grade_unless_time_decided_or_the_claimant_gave_up() -> None:
@@ -49,7 +49,7 @@ def test_the_documents_examples_are_right() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     budgets = budgets_from(tomllib.loads(blocks[1])["budgets"])
-    assert LengthBudgets.model_validate_json(json.dumps(budgets)).allowed(1)[0] == 1000
+    assert LengthBudgets.model_validate_json(json.dumps(budgets)).preferred(1)[0] == 1000
     assert all(f"`{name}`" in text for name in (*ENVIRONMENTS, *BUILT_IN))
     assert all(finding in text for finding in FINDINGS)
 
@@ -65,13 +65,12 @@ def test_every_built_in_name_is_a_class() -> None:
 def test_plugins_are_found_by_entry_point(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin = {"prime_open.environments": "environments.reverse:Reverse"}
+    plugin = {"prime_open.environments": "reverse:Reverse"}
     base = plugin.get(kind, "graders.formats:FormatFollowing")
     module = base.partition(":")[0]
-    prefix = "protocol." if module.startswith("environments") else "protocol.environments."
     name = f"plugin_{kind.rpartition('.')[2]}"
     (tmp_path / f"{name}.py").write_text(
-        f"from {prefix}{module} import {base.partition(':')[2]} as Made\n"
+        f"from prime_envs.{module} import {base.partition(':')[2]} as Made\n"
     )
     info = tmp_path / "plugin_of_test-1.0.dist-info"
     info.mkdir()

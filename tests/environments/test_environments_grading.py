@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.core.run import LengthBudgets
-from protocol.environments.procedural import ReasoningGym
-from protocol.environments.subprocess_grader import (
+from prime_core.run import LengthBudgets
+from prime_envs.procedural import ReasoningGym
+from prime_envs.subprocess_grader import (
     Answered,
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
 )
 
-BUDGETS = LengthBudgets(by_class={"1": (100,)}, penalty_micro=0)
+BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
 
 
 def test_a_grader_that_hangs_is_killed_and_the_next_call_answers() -> None:

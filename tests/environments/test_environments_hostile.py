@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from protocol.core.errors import MalformedError
-from protocol.core.run import MICRO, LengthBudgets
-from protocol.environments.dataset import TaskDataset
-from protocol.environments.graders.answers import last_json_object
-from protocol.environments.graders.base import grader_class
-from protocol.environments.graders.families import answers_in
-from protocol.environments.graders.formats import RULES
-from protocol.environments.procedural import ReasoningGym
-from protocol.environments.reasoning import EVALUATED, only_data
-from protocol.environments.sandbox import kernel
-from protocol.environments.subprocess_grader import GradingRaisedError, SubprocessGrader
-from protocol.environments.tasks import MAX_DEPTH, Task, load_json
+from prime_core.errors import MalformedError
+from prime_core.run import MICRO, LengthBudgets
+from prime_envs.dataset import TaskDataset
+from prime_envs.graders.answers import last_json_object
+from prime_envs.graders.base import grader_class
+from prime_envs.graders.families import answers_in
+from prime_envs.graders.formats import RULES
+from prime_envs.procedural import ReasoningGym
+from prime_envs.reasoning import EVALUATED, only_data
+from prime_envs.sandbox import kernel
+from prime_envs.subprocess_grader import GradingRaisedError, SubprocessGrader
+from prime_envs.tasks import MAX_DEPTH, Task, load_json
 
-BUDGETS = LengthBudgets(by_class={"1": (100,)}, penalty_micro=0)
+BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
 needs_filter = pytest.mark.skipif(
     not kernel.supported(), reason="the filter needs Linux on x86-64 or aarch64"
 )
@@ -116,7 +116,7 @@ def test_an_answer_that_is_a_program_starts_nothing(
     """Nor does it where the first wall, the look at the answer, is not there."""
     pytest.importorskip("reasoning_gym", reason="pip install 'prime-open[families]'")
     if not walled:
-        monkeypatch.setattr("protocol.environments.procedural.only_data", lambda *_: True)
+        monkeypatch.setattr("prime_envs.procedural.only_data", lambda *_: True)
     mark = tmp_path / "was-here"
     environment = ReasoningGym({"family": "spiral_matrix", "seed": 1}, BUDGETS)
     try:
@@ -211,7 +211,7 @@ def test_no_confined_process_can_have_another_one_signalled() -> None:
     """fcntl(2) can name any process of the same user as the owner of a pipe's signals."""
     script = (
         "import fcntl, os, sys\n"
-        "from protocol.environments.sandbox import kernel\n"
+        "from prime_envs.sandbox import kernel\n"
         "read, write = os.pipe()\n"
         "kernel.allow_only_computing()\n"
         "fcntl.fcntl(read, fcntl.F_GETFL)\n"

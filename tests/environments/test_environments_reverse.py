@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.errors import MalformedError, PolicyError, UserError
-from protocol.core.run import EnvironmentRef, LengthBudgets, LengthForm, RunDefinition
-from protocol.core.task import Task
-from protocol.environments.base import Environment
-from protocol.environments.registry import environment_for, environment_ref, load_environment
-from protocol.environments.reverse import Reverse, word_list
+from prime_core.errors import MalformedError, PolicyError, UserError
+from prime_core.run import EnvironmentRef, LengthBudgets, LengthForm, RunDefinition
+from prime_core.task import Task
+from prime_envs.base import Environment
+from prime_envs.registry import environment_for, environment_ref, load_environment
+from prime_envs.reverse import Reverse, word_list
 
-TARGETS = {"1": (2, 6), "2": (2, 6, 10, 14)}
+TARGETS = (2, 6, 10, 14)
 
 
 def budgets(form: LengthForm = "clip", penalty_micro: int = 150_000) -> LengthBudgets:
-    return LengthBudgets(by_class=TARGETS, penalty_micro=penalty_micro, form=form)
+    return LengthBudgets(targets=TARGETS, penalty_micro=penalty_micro, form=form)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_reward_is_for_the_exact_word_less_each_dot_off(
     assert grade.score == reward / 1e6
 
 
-@given(st.text(alphabet=".=abxyz\n", max_size=60), st.sampled_from(TARGETS["2"]))
+@given(st.text(alphabet=".=abxyz\n", max_size=60), st.sampled_from(TARGETS))
 def test_any_text_is_graded_within_bounds_and_the_same_each_time(text: str, target: int) -> None:
     environment = Reverse({}, budgets())
     problem = environment.problem(7)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.errors import MalformedError
-from protocol.core.run import MICRO
-from protocol.environments.base import TaskScore
-from protocol.environments.graders.code import (
+from prime_core.errors import MalformedError
+from prime_core.run import MICRO
+from prime_envs.base import TaskScore
+from prime_envs.graders.code import (
     MAX_TESTS,
     PythonCode,
     may_vary,
@@ -21,9 +21,9 @@ from protocol.environments.graders.code import (
     same_value,
     unit_tests,
 )
-from protocol.environments.sandbox import kernel
-from protocol.environments.sandbox.client import Limits, Sandbox
-from protocol.environments.tasks import Task, parse_task
+from prime_envs.sandbox import kernel
+from prime_envs.sandbox.client import Limits, Sandbox
+from prime_envs.tasks import Task, parse_task
 
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"
@@ -107,7 +107,7 @@ TRICKS = {
         "import builtins\nbuiltins.print = lambda *a: None\nbuiltins.all = lambda *a: True"
     ),
     "patches the harness": (
-        "import sys\nm = sys.modules.get('protocol.environments.sandbox.server')\n"
+        "import sys\nm = sys.modules.get('prime_envs.sandbox.server')\n"
         "m = m or sys.modules['__main__']\nm._failure = lambda *a: ''\n"
         "m.same_output = lambda *a: True"
     ),

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from protocol.core.errors import MalformedError
-from protocol.core.run import MICRO
-from protocol.environments.graders.answers import last_json_object
-from protocol.environments.graders.base import Grader, grader_class
-from protocol.environments.graders.families import Families
-from protocol.environments.graders.formats import RULES, FormatFollowing
-from protocol.environments.graders.prediction import JsonOutput, OutputPrediction
-from protocol.environments.reasoning import reasoning_gym
-from protocol.environments.tasks import Task, parse_task
+from prime_core.errors import MalformedError
+from prime_core.run import MICRO
+from prime_envs.graders.answers import last_json_object
+from prime_envs.graders.base import Grader, grader_class
+from prime_envs.graders.families import Families
+from prime_envs.graders.formats import RULES, FormatFollowing
+from prime_envs.graders.prediction import JsonOutput, OutputPrediction
+from prime_envs.reasoning import reasoning_gym
+from prime_envs.tasks import Task, parse_task
 
 
 def task(info: dict[str, Any], solution: str | None = None) -> Task:
@@ -170,7 +170,7 @@ def test_a_familys_row_without_answer_or_family_is_refused(info: dict[str, Any])
 
 
 def test_every_task_type_has_a_grader_class() -> None:
-    from protocol.environments.graders.base import BUILT_IN
+    from prime_envs.graders.base import BUILT_IN
 
     for name in BUILT_IN:
         assert issubclass(grader_class(name), Grader)

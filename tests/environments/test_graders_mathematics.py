@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.errors import MalformedError
-from protocol.core.run import MICRO
-from protocol.environments.graders.mathematics import Mathematics
-from protocol.environments.graders.numerals import read_numeral, same_number
-from protocol.environments.tasks import Task, parse_task
+from prime_core.errors import MalformedError
+from prime_core.run import MICRO
+from prime_envs.graders.mathematics import Mathematics
+from prime_envs.graders.numerals import read_numeral, same_number
+from prime_envs.tasks import Task, parse_task
 
 
 @pytest.fixture(scope="module")

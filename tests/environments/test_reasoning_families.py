@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from protocol.core.errors import MalformedError, UserError
-from protocol.core.run import MICRO, LengthBudgets
-from protocol.environments.graders.families import Families
-from protocol.environments.procedural import ReasoningGym
-from protocol.environments.reasoning import SIZES, UNFIT, only_data, reasoning_gym, score
-from protocol.environments.sandbox import kernel
-from protocol.environments.tasks import Task
+from prime_core.errors import MalformedError, UserError
+from prime_core.run import MICRO, LengthBudgets
+from prime_envs.graders.families import Families
+from prime_envs.procedural import ReasoningGym
+from prime_envs.reasoning import SIZES, UNFIT, only_data, reasoning_gym, score
+from prime_envs.sandbox import kernel
+from prime_envs.tasks import Task
 
 pytest.importorskip("reasoning_gym", reason="pip install 'prime-open[families]'")
-BUDGETS = LengthBudgets(by_class={"1": (100,)}, penalty_micro=0)
+BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
 needs_filter = pytest.mark.skipif(
     not kernel.supported(), reason="the filter needs Linux on x86-64 or aarch64"
 )

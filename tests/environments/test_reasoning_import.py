@@ -15,8 +15,8 @@ import importlib.util
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name == "pycosat" else real(name, *a)
 sys.meta_path.insert(0, Missing())
-from protocol.core.errors import UserError
-from protocol.environments.reasoning import reasoning_gym
+from prime_core.errors import UserError
+from prime_envs.reasoning import reasoning_gym
 gym = reasoning_gym()
 print(gym.create_dataset("spell_backward", seed=1, size=2)[0]["answer"])
 try:

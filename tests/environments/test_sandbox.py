@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.core.errors import UnavailableError
-from protocol.environments.sandbox import client, kernel
-from protocol.environments.sandbox.client import Level, Limits, Outcome, Program, Sandbox
+from prime_core.errors import UnavailableError
+from prime_envs.sandbox import client, kernel
+from prime_envs.sandbox.client import Level, Limits, Outcome, Program, Sandbox
 
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"

@@ -32,7 +32,7 @@ PROGRAMS = {
 INSIDE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from protocol.environments.sandbox.client import Limits, Program, Sandbox
+from prime_envs.sandbox.client import Limits, Program, Sandbox
 with Sandbox() as box:
     found = {n: box.run(Program(s), Limits(cpu_seconds=0.5)) for n, s in json.loads(sys.argv[2]).items()}
     print(json.dumps({"level": box.level, **{n: [o.status, o.output] for n, o in found.items()}}))
@@ -69,7 +69,7 @@ def test_programs_are_confined_where_the_container_gives_no_privilege(
     said = client.containers.run(
         identity,
         [sys.executable, "-c", INSIDE, str(ROOT), json.dumps(PROGRAMS)],
-        # as the agent starts a task (node/runtime/docker.py)
+        # as the agent starts a task (prime_node/runtime/docker.py)
         user="65532:65532",
         cap_drop=["ALL"],
         security_opt=["no-new-privileges:true"],

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol.core.errors import UserError
-from protocol.core.run import MICRO, LengthBudgets
-from protocol.environments.registry import load_environment
-from protocol.environments.verifiers_adapter import VARIABLE, VerifiersEnvironment
+from prime_core.errors import UserError
+from prime_core.run import MICRO, LengthBudgets
+from prime_envs.registry import load_environment
+from prime_envs.verifiers_adapter import VARIABLE, VerifiersEnvironment
 
-BUDGETS = LengthBudgets(by_class={"1": (100,)}, penalty_micro=0)
+BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "var" / "bench" / "verifiers" / "bin" / "python"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from devnet.chain import find_anvil
-from protocol.core.errors import UserError
+from prime_core.errors import UserError
 
 
 def _anvil_is_here() -> bool:

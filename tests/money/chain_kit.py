@@ -9,23 +9,24 @@ from pathlib import Path
 from money_kit import MANAGER, RUN, TOKEN, TRAINER, VALIDATOR, Shop, key, open_shop
 
 from devnet.chain import Anvil
-from orchestrator.indexer import run_indexer_tick
-from orchestrator.intents import queue_intent
-from orchestrator.loops import ManagerLoops
-from orchestrator.outbox import run_outbox_tick
-from orchestrator.slashing import queue_executions, requeue_proposals
-from protocol.chain.client import Call, ChainClient
-from protocol.chain.contracts import Contracts
-from protocol.chain.deployer import Options, deploy
-from protocol.chain.deployment import DEMO_PERIODS, Deployment
-from protocol.chain.events import Event
-from protocol.chain.sender import Sender
-from protocol.chain.watcher import Watcher
-from protocol.core.ids import Address
-from protocol.core.node import Invite, NodeConsent
-from protocol.core.signing import LocalSigner
+from devnet.deployed import pool_config
+from prime_chain.client import Call, ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.deployer import Options, deploy
+from prime_chain.events import Event
+from prime_chain.sender import Sender
+from prime_chain.watcher import Watcher
+from prime_core.deployment import DEMO_PERIODS, Deployment
+from prime_core.ids import Address
+from prime_core.node import Invite, NodeConsent
+from prime_core.run import RunDefinition
+from prime_core.signing import LocalSigner
+from prime_orchestrator.manager.indexer import run_indexer_tick
+from prime_orchestrator.manager.intents import queue_intent
+from prime_orchestrator.manager.loops import ManagerLoops
+from prime_orchestrator.store.chain import STATE_EVENTS
 
-DEPLOYER, GUARDIAN, TREASURY = key(20), key(21), key(22)
+DEPLOYER, ARBITER, TREASURY = key(20), key(21), key(22)
 FUNDS = 1000 * TOKEN
 STAKE = 200 * TOKEN
 
@@ -41,7 +42,6 @@ class World:
     folder: Path
     shop: Shop
     loops: ManagerLoops
-    validator: Sender
     senders: dict[Address, Sender] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -68,11 +68,6 @@ class World:
         for _ in range(times):
             self.loops.batch_tick()
             self.loops.money_tick()
-            queue_executions(self.shop.store, VALIDATOR.address, self.shop.now)
-            requeue_proposals(self.shop.store, VALIDATOR.address, self.shop.now)
-            run_outbox_tick(
-                self.shop.store, self.shop.context, self.contracts, self.validator, self.shop.now
-            )
             seen += self.loops.chain_tick()
             self.anvil.mine(2)  # what this tick did is final for the next
             seen += run_indexer_tick(
@@ -134,7 +129,7 @@ class World:
         self.anvil.stop()
 
 
-def make_world(folder: Path) -> World:
+def make_world(folder: Path, run: RunDefinition = RUN) -> World:
     """Deploys, creates and funds a pool, appoints the validator, and builds the ticks."""
     anvil = Anvil(state=folder / "chain.json").start()
     client = ChainClient([anvil.url], 31337)
@@ -147,12 +142,13 @@ def make_world(folder: Path) -> World:
             testnet=True,
             holder=DEPLOYER.address,
             supply=10 * FUNDS,
-            guardian=GUARDIAN.address,
+            arbiter=ARBITER.address,
+            treasury=TREASURY.address,
         ),
         journal=folder / "deploy.sqlite",
     )
     contracts = Contracts(client, deployment)
-    shop = open_shop(folder, deployment)
+    shop = open_shop(folder, deployment, run=run)
     world = World(
         anvil,
         client,
@@ -161,22 +157,24 @@ def make_world(folder: Path) -> World:
         folder,
         shop,
         loops=None,  # type: ignore[arg-type]
-        validator=None,  # type: ignore[arg-type]
     )
-    world.validator = world.sender(VALIDATOR)
     world.loops = ManagerLoops(
         store=shop.store,
         objects=shop.objects,
         context=shop.context,
         contracts=contracts,
-        watcher=Watcher(client, deployment),
+        watcher=Watcher(client, deployment, pool=shop.context.pool, of_all=STATE_EVENTS),
         sender=world.sender(MANAGER),
         signer=MANAGER,
         now=shop.now,
+        board=shop.board,
     )
     create = contracts.pools.create(
-        TRAINER.address, RUN.digest(), RUN.stake_per_class, 100, TREASURY.address
-    )
+        pool_config(
+            TRAINER.address, run.digest(), run.stake_per_class, slash=run.slash_amount,
+            capacity=100, lease_seconds=run.lease_seconds,
+        )
+    )  # fmt: skip
     world.send(MANAGER, create)
     assert contracts.pools.pool_of(shop.context.pool).manager == MANAGER.address
     world.send(MANAGER, contracts.pools.set_validator(1, VALIDATOR.address, True))

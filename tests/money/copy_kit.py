@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 
 from court_kit import Court, small_run
 
-from protocol.core.ids import Digest
-from protocol.core.run import LengthBudgets, RunDefinition
-from protocol.core.task import SignedLease
-from protocol.engine.base import Generation
-from protocol.environments.registry import environment_ref
-from protocol.verification import build
-from protocol.verification.build import PlannedRow
-from protocol.verification.rollout_file import write_rollout_file
+from prime_core.ids import Digest
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.task import SignedLease
+from prime_engine.base import Generation
+from prime_envs.registry import environment_ref
+from prime_verify import build
+from prime_verify.build import PlannedRow
+from prime_verify.rollout_file import write_rollout_file
 
 
 def one_problem() -> RunDefinition:
     """Every row has the same prompt, answers are improbable, one row in eight is drawn (two of a
     newcomer's)."""
-    budgets = LengthBudgets(by_class={"1": (6,)}, penalty_micro=150_000)
+    budgets = LengthBudgets(targets=(6,), penalty_micro=150_000)
     return small_run().model_copy(
         update={
             "environment": environment_ref("reverse", {}, budgets, train_size=1, heldout_size=1),

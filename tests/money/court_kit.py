@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from judges import Bench, arm, bench
 from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
 
-from orchestrator.claims import Patience
-from orchestrator.draws import DrawSecrets
-from orchestrator.policy_store import PolicyStore
-from orchestrator.store import leases
-from orchestrator.store.submissions import SubmissionRow
-from orchestrator.validator import Validator
-from protocol.broadcast.manifest import Trust, build_manifest, signed_bytes
-from protocol.chain.history import Slash
-from protocol.core.checkpoint import PolicyStatement, SignedManifest
-from protocol.core.errors import NotFoundError
-from protocol.core.ids import ZERO_DIGEST, Digest
-from protocol.core.messages import SubmissionInfo
-from protocol.core.run import LengthBudgets, RunDefinition
-from protocol.core.signing import LocalSigner
-from protocol.core.task import SignedLease
-from protocol.core.verdict import Evidence
-from protocol.environments.base import Environment
-from protocol.environments.registry import environment_for, environment_ref
-from protocol.storage.base import digest_key
-from protocol.verification import build
-from protocol.verification.audit import Setting, audit_slash
-from protocol.verification.audit_compare import Audit
-from protocol.verification.engines import FolderEngines, load_engine
-from protocol.verification.rollout_file import write_rollout_file
+from prime_broadcast.manifest import build_manifest, signed_bytes
+from prime_chain.history import Slash
+from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.errors import NotFoundError
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.messages import SubmissionInfo
+from prime_core.revisions import RunHistory
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.signing import LocalSigner
+from prime_core.storage.base import digest_key
+from prime_core.task import SignedLease
+from prime_core.verdict import Evidence
+from prime_envs.base import Environment
+from prime_envs.registry import environment_for, environment_ref
+from prime_orchestrator.store import leases
+from prime_orchestrator.store.submissions import SubmissionRow
+from prime_verify import build
+from prime_verify.audit import Setting, audit_slash
+from prime_verify.audit_compare import Audit
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.rollout_file import write_rollout_file
 
 MODEL = Path(__file__).parents[2] / "devnet" / "model"
 HONEST, LIAR = key(10), key(11)
@@ -46,7 +43,7 @@ def small_run() -> RunDefinition:
     """The demo's task in a file of eight rows."""
     from money_kit import RUN
 
-    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000)
+    budgets = LengthBudgets(targets=(2, 6), penalty_micro=150_000)
     return RUN.model_copy(
         update={
             "environment": environment_ref("reverse", {}, budgets, train_size=100, heldout_size=10),
@@ -66,23 +63,13 @@ class Court:
     shop: Shop
     environment: Environment
     engines: FolderEngines
-    validator: Validator
-    draws: DrawSecrets
+    validator: Bench
     policies: Path
 
-    def another(self, signer: LocalSigner) -> Validator:
+    def another(self, signer: LocalSigner) -> Bench:
         """One more validator, with a key and draws of its own: from now on, leases name both."""
-        shop = self.shop
-        draws = DrawSecrets(
-            shop.store,
-            shop.objects,
-            shop.context,
-            signer,
-            random=random.Random(signer.address).randbytes,
-            now=shop.now,
-        )
-        draws.prepare()
-        return validator_of(shop, self.policies, self.engines, signer, draws)
+        made = bench(self.shop.backend, signer, self.shop.folder, seed=int(signer.address[:10], 16))
+        return arm(made, self.policies, self.engines)
 
     def honest(self, signed: SignedLease, lease_digest: Digest) -> bytes:
         engine = self.engines.engine(0, signed.lease.policy_digest)
@@ -128,7 +115,6 @@ class Court:
     def slash(self, row: SubmissionRow, evidence: Digest | None = None) -> Slash:
         """The proposal as it would stand on chain."""
         return Slash(
-            id=1,
             pool=1,
             node=row.node,
             provider=row.node,
@@ -152,33 +138,11 @@ class Court:
             pool=1,
             manager=MANAGER.address,
             validators=frozenset({VALIDATOR.address}),
-            run=context.run,
-            environment=self.environment,
+            runs=RunHistory(context.run),
+            environments=lambda _: self.environment,
             engines=self.engines,
             now=self.shop.now(),
         )
-
-
-def validator_of(
-    shop: Shop, policies: Path, engines: FolderEngines, signer: LocalSigner, draws: DrawSecrets
-) -> Validator:
-    """A validator on the shop's store."""
-    context = shop.context
-    trust = Trust(TRAINER.address, context.domain(PolicyStatement), 1)
-    return Validator(
-        shop.store,
-        shop.objects,
-        context,
-        signer,
-        engines,
-        environment_for(context.run),
-        PolicyStore(policies, shop.store, trust, now=shop.now),
-        draws,
-        worker=f"worker of {signer.address}",
-        version="test",
-        now=shop.now,
-        patience=Patience(retry_seconds=10, max_abstentions=3),
-    )
 
 
 class Shelf:
@@ -232,8 +196,7 @@ def court(tmp_path: Path, policy_folder: Path, store_url: str | None) -> Iterato
     shop.admit(HONEST)
     shop.admit(LIAR)
     environment = environment_for(shop.context.run)
-    draws = shop.draws
     engines = FolderEngines(policy_folder, load_engine)
-    validator = validator_of(shop, policy_folder, engines, VALIDATOR, draws)
-    yield Court(shop, environment, engines, validator, draws, policy_folder)
+    validator = arm(shop.bench, policy_folder, engines)
+    yield Court(shop, environment, engines, validator, policy_folder)
     shop.store.close()

@@ -9,29 +9,33 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from orchestrator import intake, judging
-from orchestrator.backend import Backend
-from orchestrator.context import PoolContext
-from orchestrator.draws import DrawBoard, DrawSecrets
-from orchestrator.store import jobs, leases, nodes, policies, submissions
-from orchestrator.store.engine import Store, open_store, sqlite_url
-from orchestrator.store.submissions import SubmissionRow
-from protocol.chain.deployment import DEMO_PERIODS, Deployment
-from protocol.core import encoding
-from protocol.core.checkpoint import FileEntry, Manifest, PolicyStatement, SignedManifest
-from protocol.core.draws import SaltOpening
-from protocol.core.ids import Address, Digest, address
-from protocol.core.messages import ContractAddresses
-from protocol.core.node import Hardware
-from protocol.core.rollout import SignedSubmission, Submission
-from protocol.core.run import EnvironmentRef, LengthBudgets, RunDefinition
-from protocol.core.signing import LocalSigner
-from protocol.core.task import Lease, SignedLease, Task, shadow_pool
-from protocol.core.verdict import Reason, VerdictRow, VerdictTable
-from protocol.storage.base import put_object
-from protocol.storage.directory import DirectoryStore
+from judges import Bench, bench, judge_of
+
+from prime_core import encoding
+from prime_core.checkpoint import FileEntry, Manifest, PolicyStatement, SignedManifest
+from prime_core.deployment import DEMO_PERIODS, Deployment
+from prime_core.draws import SaltOpening
+from prime_core.ids import Address, Digest, address
+from prime_core.messages import ContractAddresses
+from prime_core.node import Hardware
+from prime_core.rollout import SignedSubmission, Submission
+from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
+from prime_core.signing import LocalSigner
+from prime_core.storage.base import put_object
+from prime_core.storage.directory import DirectoryStore
+from prime_core.task import Lease, SignedLease, Task, shadow_pool
+from prime_core.verdict import Reason, VerdictRow
+from prime_orchestrator.api import intake
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager import revisions
+from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.store import leases, nodes, policies, submissions
+from prime_orchestrator.store.engine import Store, open_store, sqlite_url
+from prime_orchestrator.store.submissions import SubmissionRow
 
 TOKEN = 10**18
 HARDWARE = Hardware(cpu_model="test", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
@@ -56,7 +60,7 @@ RUN = RunDefinition(
     groups_per_lease=GROUPS,
     groups_per_batch=3,
     max_staleness=2,
-    budgets=LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000),
+    budgets=LengthBudgets(targets=(2, 6), penalty_micro=150_000),
     task=Task(image="process"),
     price_per_unit=TOKEN // 1000,
     stake_per_class=100 * TOKEN,
@@ -97,19 +101,15 @@ class Shop:
     context: PoolContext
     now: Clock
     url: str
+    folder: Path
+    audience: str = "http://testserver"
+    board: DrawBoard = field(default_factory=lambda: DrawBoard(random.Random(6).randbytes))
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
-    @property
-    def draws(self) -> DrawSecrets:
-        """The validator's draw secrets."""
-        return DrawSecrets(
-            self.store,
-            self.objects,
-            self.context,
-            VALIDATOR,
-            random=random.Random(int(self.now())).randbytes,
-            now=self.now,
-        )
+    @cached_property
+    def bench(self) -> Bench:
+        """The validator, appointed and committed to its draws; it judges what tests say."""
+        return bench(self.backend, VALIDATOR, self.folder)
 
     @property
     def backend(self) -> Backend:
@@ -119,8 +119,10 @@ class Shop:
             objects=self.objects,
             manager=MANAGER,
             trainer=TRAINER.address,
-            audience="test",
+            audience=self.audience,
             now=self.now,
+            random=random.Random(5).randbytes,
+            draws=self.board,
         )
 
     def admit(self, node: LocalSigner, status: str = "active") -> None:
@@ -186,10 +188,11 @@ class Shop:
         number = next(self._number)
         with self.store.begin() as connection:
             policy = policies.get(connection, version)
+            history = revisions.history(connection, self.context)
         assert policy is not None
-        self.draws.prepare()
+        self.bench.draws.prepare()
         with self.store.begin() as connection:
-            listed = DrawBoard().current(connection, self.objects, self.context, self.now())
+            listed = self.board.current(connection, self.objects, self.context, self.now())
         assert listed is not None
         opening = SaltOpening(random=encoding.sha256(f"salt {number}".encode()), draws=listed)
         lease = Lease(
@@ -198,8 +201,8 @@ class Shop:
             node=node.address,
             index=number,
             policy_digest=policy.digest,
-            run_digest=self.context.run.digest(),
-            speed_class=1,
+            run_digest=history.at(step).digest(),
+            target=self.context.run.budgets.targets[number % len(self.context.run.budgets.targets)],
             salt=opening.salt(),
             deadline=int(self.now()) + 60,
         )
@@ -216,6 +219,7 @@ class Shop:
         claim = Submission(
             pool=lease.pool,
             lease_digest=lease_digest,
+            node=node.address,
             step=step,
             policy_digest=lease.policy_digest,
             sha256=put_object(self.objects, content),
@@ -239,55 +243,33 @@ class Shop:
         assert found is not None
         return found
 
-    def judgement(
-        self, row: SubmissionRow, reason: Reason = Reason.NONE, rewards: Sequence[int] = ()
-    ) -> judging.Judgement:
-        """Accepted rows are 5 tokens each; `rewards` in millionths, one a row."""
-        if reason is not Reason.NONE:
-            evidence = encoding.canonical_json({"about": row.digest})
-            rejected = int(reason) < 50
-            return judging.Judgement(reason, 0, None, evidence if rejected else None)
+    def table_rows(self, rewards: Sequence[int] = ()) -> tuple[VerdictRow, ...]:
+        """Rows of an accepted file: 5 tokens each; `rewards` in millionths, one a row."""
         values = tuple(rewards) or (0, 1_000_000, 500_000, 1_000_000)
         assert len(values) == RUN.rows_per_lease
-        table = VerdictTable(
-            submission_digest=row.digest,
-            sha256=row.sha256,
-            policy_version=row.policy_version,
-            step=row.step,
-            rows=tuple(
-                VerdictRow(
-                    problem_id=f"p{i // SAMPLES}",
-                    group=i // SAMPLES,
-                    sample=i % SAMPLES,
-                    reward_micro=value,
-                    prompt_tokens=3,
-                    output_tokens=5,
-                )
-                for i, value in enumerate(values)
-            ),
+        return tuple(
+            VerdictRow(
+                problem_id=f"p{i // SAMPLES}",
+                group=i // SAMPLES,
+                sample=i % SAMPLES,
+                reward_micro=value,
+                prompt_tokens=3,
+                output_tokens=5,
+            )
+            for i, value in enumerate(values)
         )
-        return judging.Judgement(reason, 5 * len(values), table, None)
 
     def judge(
         self, row: SubmissionRow, reason: Reason = Reason.NONE, rewards: Sequence[int] = ()
-    ) -> judging.PublishedVerdict:
-        """Claims jobs until it is this submission's, and writes its verdict down."""
-        with self.store.begin() as connection:
-            job = jobs.claim(connection, "kit", now=self.now(), seconds=60)
+    ) -> SubmissionRow:
+        """The validator says this of the oldest file, which must be this one, and the manager
+        decides; the row afterwards."""
+        job = self.bench.claim()
         assert job is not None
         assert job.submission_digest == row.digest, "judge submissions in the order of arrival"
-        published = judging.publish_verdict(
-            self.objects,
-            self.context,
-            VALIDATOR,
-            row.digest,
-            self.judgement(row, reason, rewards),
-            judged_at=int(self.now()),
-        )
-        assert judging.record_verdict(
-            self.store, self.context, row.digest, published, worker="kit", now=self.now()
-        )
-        return published
+        self.bench.say(job, reason, self.table_rows(rewards) if reason is Reason.NONE else ())
+        assert judge_of(self.backend).tick() == [row.digest]
+        return self.row(row.digest)
 
     def node_status(self, node: Address) -> str:
         with self.store.read() as connection:
@@ -309,8 +291,9 @@ def open_shop(
     store.migrate()
     return Shop(
         store=store,
-        objects=DirectoryStore(folder / "objects"),
+        objects=DirectoryStore(folder / "objects", "http://testserver", b"s" * 32),
         context=PoolContext(deployment, pool, MANAGER.address, run),
         now=Clock(),
         url=url,
+        folder=folder,
     )

@@ -12,14 +12,14 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 from court_kit import LIAR, Court, Shelf
 from money_kit import Shop
 
-from node.audit_export import gather, submission_of, write
-from orchestrator.store.submissions import SubmissionRow
-from protocol.core import encoding
-from protocol.core.errors import NotFoundError, UserError
-from protocol.core.ids import ZERO_DIGEST, Digest
-from protocol.core.messages import SubmissionInfo
-from protocol.core.run import RunDefinition
-from protocol.core.task import SignedLease
+from prime_core import encoding
+from prime_core.errors import NotFoundError, UserError
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.messages import SubmissionInfo
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease
+from prime_node.audit_export import gather, submission_of, write
+from prime_orchestrator.store.submissions import SubmissionRow
 
 
 class Published(Shelf):
@@ -47,10 +47,10 @@ def test_a_slash_s_folder_holds_evidence_file_lease_and_run_as_published(
     slash, library = court.slash(row), Published(court.shop)
     assert submission_of(row.evidence or ZERO_DIGEST, slash, library) == row.digest
     folder = tmp_path / "case"
-    paths = write(gather(row.digest, slash, court.shop.context.run, library), folder)
+    paths = write(gather(row.digest, slash, lambda _: court.shop.context.run, library), folder)
     assert {path.name for path in paths} == {
         "slash.json", "evidence.json", "submission.json", "lease.json", "run.json",
-        "rollout.parquet", "verdict.json", "index.json",
+        "rollout.parquet", "verdict.json", "verdict_table.json", "index.json",
     }  # fmt: skip
     index = json.loads((folder / "index.json").read_text())
     assert index.pop("rollout.parquet") == row.sha256
@@ -58,7 +58,7 @@ def test_a_slash_s_folder_holds_evidence_file_lease_and_run_as_published(
     assert index["verdict.json"] == row.verdict
     for name, digest in index.items():
         assert encoding.sha256((folder / name).read_bytes()) == digest
-    run = RunDefinition.model_validate_json((folder / "run.json").read_text())
+    run = RunDefinition.parse((folder / "run.json").read_bytes())
     lease = SignedLease.model_validate_json((folder / "lease.json").read_text())
     assert lease.lease.run_digest == run.digest()
     with pytest.raises(UserError, match="not an empty folder"):
@@ -67,7 +67,7 @@ def test_a_slash_s_folder_holds_evidence_file_lease_and_run_as_published(
 
 def test_an_accepted_file_s_folder_holds_its_table(court: Court) -> None:
     row = court.judged(court.honest)
-    found = gather(row.digest, None, court.shop.context.run, Published(court.shop))
+    found = gather(row.digest, None, lambda _: court.shop.context.run, Published(court.shop))
     assert encoding.sha256(found["verdict_table.json"]) == row.verdict_table
     assert "evidence.json" not in found
 

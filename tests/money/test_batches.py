@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.batches import FreeGroup, batch_seed, choose, make_manifest, may_seal
-from protocol.core.encoding import sha256
-from protocol.core.errors import FatalError
-from protocol.core.ids import Digest
+from prime_core.encoding import sha256
+from prime_core.errors import FatalError
+from prime_core.ids import Digest
+from prime_orchestrator.manager.batches import (
+    FreeGroup,
+    batch_seed,
+    choose,
+    make_manifest,
+    may_seal,
+)
 
 RUN = sha256(b"run")
 

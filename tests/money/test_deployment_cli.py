@@ -16,16 +16,16 @@ import pytest
 from anvil_kit import needs_anvil
 
 from devnet.chain import Anvil, dev_signer
-from orchestrator.cli import main
-from orchestrator.deployment_cli import commit_of, default_file
-from protocol.chain.amounts import ETHER
-from protocol.chain.client import ChainClient
-from protocol.chain.contracts import Contracts
-from protocol.chain.costs import GAS_PRICE_ORACLE
-from protocol.chain.deployment import Deployment
-from protocol.chain.keystore import save_keystore
-from protocol.core.encoding import sha256
-from protocol.core.ids import address
+from prime_chain.amounts import ETHER
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.costs import GAS_PRICE_ORACLE
+from prime_chain.keystore import save_keystore
+from prime_core.deployment import Deployment
+from prime_core.encoding import sha256
+from prime_core.ids import address
+from prime_orchestrator.cli.deployment import commit_of, default_file
+from prime_orchestrator.cli.main import main
 
 DEPLOYER = dev_signer(0)
 MULTISIG = address("0x00000000000000000000000000000000000a11ce")
@@ -104,7 +104,7 @@ def test_base_sepolia_is_deployed_kept_and_read_back(deployer: Deployer) -> None
     found = deployer.checks()
     assert found["ok"]
     notes = {one["name"] for one in found["checks"] if not one["ok"]}
-    assert "deployer is not guardian" in notes, "one key for all is said on a test network"
+    assert "deployer is not arbiter" in notes, "one key for all is said on a test network"
     status, _, said = deployer.deploy("base-sepolia")
     assert (status, "holds a deployment already" in said) == (64, True)
 
@@ -115,7 +115,7 @@ def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_not
     become(deployer.anvil, 8453)
     status, _, said = deployer.deploy("base", "--dry-run")
     assert status == 64
-    assert f"guardian {DEPLOYER.address} is no contract" in said
+    assert f"arbiter {DEPLOYER.address} is no contract" in said
     assert "--multisig" in said
     deployer.anvil.rpc("anvil_setCode", MULTISIG, "0x00")
     deployer.anvil.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
@@ -136,11 +136,11 @@ def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_not
     assert status == 0, said
     made = Deployment.load(deployer.file)
     assert made.roles is not None
-    assert {made.roles.guardian, made.roles.governor, made.roles.holder} == {MULTISIG}
+    assert {made.roles.arbiter, made.roles.governor, made.roles.holder} == {MULTISIG}
     found = deployer.checks()
     assert found["ok"], found
     names = {one["name"]: one["ok"] for one in found["checks"]}
-    assert names["guardian is a multisig"]
+    assert names["arbiter is a multisig"]
     assert names["deployer is not governor"]
 
 
@@ -157,9 +157,7 @@ def test_a_dry_run_on_the_local_chain_says_that_there_is_no_l1_data_fee(
 
 
 def test_terms_may_be_deployed_without_anybody_to_move_them(deployer: Deployer) -> None:
-    status, _, said = deployer.deploy(
-        "local", "--governor", "none", "--dispute-deposit", "0", "--guardian-days", "1"
-    )
+    status, _, said = deployer.deploy("local", "--governor", "none", "--dispute-deposit", "0")
     assert status == 0, said
     made = Deployment.load(deployer.file)
     client = ChainClient([deployer.anvil.url], 31337)

@@ -10,20 +10,19 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from node.cli import app as node_app
-from orchestrator import (
-    deployment_cli,
-    pool_cli,
-    rewards_cli,
-    slash_cli,
-    terms_cli,
-    validators_cli,
-)
+from prime_node.cli import app as node_app
+from prime_orchestrator.cli import deployment as deployment_cli
+from prime_orchestrator.cli import pool as pool_cli
+from prime_orchestrator.cli import rewards as rewards_cli
+from prime_orchestrator.cli import slash as slash_cli
+from prime_orchestrator.cli import terms as terms_cli
+from prime_validator.cli import app as validator_app
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 WORDS = {word for code in re.findall(r"`([^`]+)`", DOC) for word in re.split(r"[\s|\\]+", code)}
+JUDGING = {("validator", "run"), ("validator", "doctor")}
 GROUPS = {
-    "pool": pool_cli.app, "validator": validators_cli.app, "slash": slash_cli.app,
+    "pool": pool_cli.app, "validator": validator_app, "slash": slash_cli.app,
     "terms": terms_cli.app, "rewards": rewards_cli.app, "deployment": deployment_cli.app,
 }  # fmt: skip
 
@@ -44,7 +43,7 @@ def commands(app: typer.Typer) -> dict[str, Any]:
 @pytest.mark.parametrize("group", sorted(GROUPS))
 def test_every_operator_command_is_in_the_page(group: str) -> None:
     for name in commands(GROUPS[group]):
-        assert name in WORDS, f"orchestrator {group} {name}"
+        assert name in WORDS, f"{group} {name}"
 
 
 def test_every_owner_command_is_in_the_page() -> None:
@@ -59,6 +58,8 @@ def test_every_sending_command_rehearses_prints_calldata_and_speaks_json() -> No
     for group in ("pool", "validator", "slash", "terms"):
         for name, command in commands(GROUPS[group]).items():
             flags = {flag for option in command.params for flag in option.opts}
+            if (group, name) in JUDGING:
+                continue
             assert "--json" in flags, f"orchestrator {group} {name}"
             if "--wallet" in flags:
                 assert {"--dry-run", "--calldata"} <= flags, f"orchestrator {group} {name}"

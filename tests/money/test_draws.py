@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import judges
 import pytest
-from money_kit import FAKE_DEPLOYMENT, VALIDATOR, Shop, key, open_shop
+from judges import appoint, bench
+from money_kit import FAKE_DEPLOYMENT, MANAGER, VALIDATOR, Shop, key, open_shop
 from pydantic import ValidationError
 
-from orchestrator.draws import EPOCHS_AHEAD, DrawBoard, DrawSecrets, listing
-from orchestrator.store import leases
-from orchestrator.store.submissions import SubmissionRow
-from protocol.core import encoding
-from protocol.core.draws import (
-    DrawCommitment,
+from prime_core import encoding
+from prime_core.draws import (
     DrawList,
     DrawReveal,
     SaltOpening,
     SignedDrawCommitment,
     file_secret,
     reveal_at,
+    rows_secret,
 )
-from protocol.core.errors import NotFoundError, UntrustedError
-from protocol.core.ids import ZERO_DIGEST, Digest
-from protocol.core.signing import LocalSigner
-from protocol.core.task import SignedLease
-from protocol.core.verdict import Evidence, Reason
-from protocol.storage.base import digest_key, put_object
-from protocol.verification.draw_audit import REVEAL_PATIENCE, check_draw
+from prime_core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.signing import LocalSigner
+from prime_core.storage.base import digest_key, put_object
+from prime_core.task import SignedLease
+from prime_core.validator_messages import Job
+from prime_core.verdict import Evidence, Reason
+from prime_orchestrator.manager.draws import EPOCHS_AHEAD, listing, reveal_second, second_secret
+from prime_orchestrator.store import leases
+from prime_orchestrator.store.submissions import SubmissionRow
+from prime_verify.draw_audit import REVEAL_PATIENCE, check_draw
 
 NODE, OTHER = key(20), key(21)
+SECOND = DrawReveal(
+    pool=1, validator=MANAGER.address, epoch=7, secret=encoding.sha256(b"the manager's")
+)
 
 
 @pytest.fixture
@@ -50,10 +55,27 @@ def lease_of(shop: Shop, row: SubmissionRow) -> SignedLease:
     return found.signed()
 
 
+def job_of(shop: Shop, row: SubmissionRow) -> Job:
+    """The file as its validator gets it."""
+    lease = lease_of(shop, row)
+    with shop.store.read() as connection:
+        second = second_secret(connection, shop.board.listed(shop.objects, lease).second)
+    return Job(
+        submission_digest=row.digest,
+        submission=row.signed(),
+        lease=lease,
+        receipt=row.receipt_answer(),
+        file="",
+        second=file_secret(second, row.digest),
+        rows=1,
+        until=0,
+    )
+
+
 def evidence_of(shop: Shop, row: SubmissionRow, **changes: Any) -> Evidence:
     """What the validator would publish on the file, were it a lie."""
     lease = lease_of(shop, row)
-    draw = shop.draws.draw(lease, row.digest)
+    draw = shop.bench.draws.draw(job_of(shop, row))
     values: dict[str, Any] = {
         "chain_id": 31337,
         "submission": row.signed(),
@@ -78,6 +100,7 @@ def check(shop: Shop, row: SubmissionRow, evidence: Evidence) -> tuple[str, ...]
         FAKE_DEPLOYMENT,
         shop.context.run,
         lambda name: shop.objects.get(digest_key(name), 1 << 20),
+        manager=shop.context.manager,
         now=shop.now(),
     )
 
@@ -87,22 +110,18 @@ def wait_for_reveal(shop: Shop) -> None:
     epoch = int(shop.now()) // run.epoch_seconds
     due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
     shop.now.time = float(due)
-    shop.draws.prepare()
+    shop.bench.draws.prepare()
+    assert reveal_second(shop.store, shop.objects, shop.context, shop.now)
 
 
-def commitment(
-    signer: LocalSigner, epoch: int, secret: Digest, *, pool: int = 1, name: Digest | None = None
-) -> SignedDrawCommitment:
-    """A validator's signed commitment to an epoch's secret, or to the object `name`."""
-    reveal = DrawReveal(pool=pool, validator=signer.address, epoch=epoch, secret=secret)
-    statement = DrawCommitment(pool=pool, epoch=epoch, commitment=name or reveal.digest())
-    signature = signer.sign(statement, FAKE_DEPLOYMENT.domain_of(statement))
-    return SignedDrawCommitment(commitment=statement, validator=signer.address, signature=signature)
+def commitment(signer: LocalSigner, epoch: int, secret: Digest, **more: Any) -> Any:
+    return judges.commitment(FAKE_DEPLOYMENT, signer, epoch, secret, **more)
 
 
 def rebound(shop: Shop, evidence: Evidence, *commitments: SignedDrawCommitment) -> Evidence:
     """The evidence with its lease bound to other commitments, salt and all."""
-    listed = DrawList(pool=1, commitments=commitments)
+    listed = DrawList(pool=1, second=SECOND.digest(), commitments=commitments)
+    put_object(shop.objects, SECOND.canonical())
     opening = SaltOpening(random=ZERO_DIGEST, draws=put_object(shop.objects, listed.canonical()))
     signed = evidence.lease
     lease = signed.lease.model_copy(update={"salt": opening.salt()})
@@ -110,49 +129,74 @@ def rebound(shop: Shop, evidence: Evidence, *commitments: SignedDrawCommitment) 
     return evidence.model_copy(update={"lease": bound, "statistics": {}})
 
 
+def combined(secret: Digest, digest: Digest) -> Digest:
+    """The draw secret of a file from this secret and the manager's SECOND."""
+    return rows_secret(file_secret(secret, digest), file_secret(SECOND.secret, digest))
+
+
 def test_a_draw_is_bound_by_its_lease_and_shown_once_no_lease_needs_it(shop: Shop) -> None:
     row = shop.submit(NODE)
     evidence = evidence_of(shop, row)
     name = Digest(evidence.statistics["draw_commitment"])
     shop.now.time += shop.context.run.epoch_seconds  # the epoch is over, its leases are not
-    shop.draws.prepare()
+    shop.bench.draws.prepare()
     assert not shop.objects.exists(digest_key(name)), "a node could still compute its rows"
     (note,) = check(shop, row, evidence)
     assert "is not shown before" in note
     wait_for_reveal(shop)
     assert check(shop, row, evidence) == ()
     reveal = DrawReveal.model_validate_json(shop.objects.get(digest_key(name), 9999))
-    assert file_secret(reveal.secret, row.digest) == evidence.draw_secret
+    mine = file_secret(reveal.secret, row.digest)
+    assert rows_secret(mine, job_of(shop, row).second) == evidence.draw_secret
 
 
 def test_the_secret_is_the_leases_however_late_the_file_is_judged(shop: Shop) -> None:
     row = shop.submit(NODE)
-    lease, before = lease_of(shop, row), evidence_of(shop, row)
+    job, before = job_of(shop, row), evidence_of(shop, row)
     shop.now.time += 3 * shop.context.run.epoch_seconds
-    shop.draws.prepare()
-    assert shop.draws.draw(lease, row.digest).secret == before.draw_secret
-    assert shop.draws.draw(lease, encoding.sha256(b"another file")).secret != before.draw_secret
+    shop.bench.draws.prepare()
+    assert shop.bench.draws.draw(job).secret == before.draw_secret
+    other = job.model_copy(update={"submission_digest": encoding.sha256(b"another file")})
+    assert shop.bench.draws.draw(other).secret != before.draw_secret
+    other = job.model_copy(update={"second": encoding.sha256(b"another second secret")})
+    assert shop.bench.draws.draw(other).secret != before.draw_secret, "neither party draws alone"
 
 
 def test_a_validator_that_the_lease_does_not_name_has_no_draw(shop: Shop) -> None:
     row = shop.submit(NODE)
-    newcomer = DrawSecrets(
-        shop.store, shop.objects, shop.context, OTHER, random=lambda n: b"x" * n, now=shop.now
-    )
-    newcomer.prepare()
+    newcomer = bench(shop.backend, OTHER, shop.folder, seed=2).draws
     with pytest.raises(UntrustedError, match="names no draw commitment"):
-        newcomer.draw(lease_of(shop, row), row.digest)
+        newcomer.draw(job_of(shop, row))
     unbound = lease_of(shop, row).model_copy(update={"opening": None})
     with pytest.raises(UntrustedError, match="commits to no draws"):
-        shop.draws.draw(unbound, row.digest)
-    assert newcomer.draw(lease_of(shop, shop.submit(NODE)), row.digest), "the next lease names it"
+        shop.bench.draws.draw(job_of(shop, row).model_copy(update={"lease": unbound}))
+    assert newcomer.draw(job_of(shop, shop.submit(NODE))), "the next lease names it"
+
+
+def test_a_second_commitment_for_an_epoch_and_an_early_or_false_reveal_are_refused(
+    shop: Shop,
+) -> None:
+    """A validator that could replace its secret, or show it early, could steer the rows."""
+    row, me = shop.submit(NODE), shop.bench.api
+    epoch = shop.bench.draws.draw(job_of(shop, row)).epoch
+    with pytest.raises(ConflictError, match="another secret"):
+        me.commit([commitment(VALIDATOR, epoch, encoding.sha256(b"a better one"))])
+    with pytest.raises(UntrustedError, match="not the caller's"):
+        me.commit([commitment(OTHER, epoch, encoding.sha256(b"in its name"))])
+    kept = shop.bench.folder.secret(epoch)
+    assert kept is not None
+    shown = DrawReveal(pool=1, validator=VALIDATOR.address, epoch=epoch, secret=kept.secret)
+    with pytest.raises(PolicyError, match="may still need"):
+        me.reveal(shown)
+    with pytest.raises(UntrustedError, match="not what the caller committed to"):
+        me.reveal(shown.model_copy(update={"secret": encoding.sha256(b"another")}))
 
 
 def test_a_secret_chosen_after_the_file_was_seen_is_a_lie(shop: Shop) -> None:
     row = shop.submit(NODE)
     chosen = evidence_of(shop, row, draw_secret=file_secret(encoding.sha256(b"good"), row.digest))
     wait_for_reveal(shop)
-    with pytest.raises(UntrustedError, match="not drawn by the secret"):
+    with pytest.raises(UntrustedError, match="not drawn by the secrets"):
         check(shop, row, chosen)
 
 
@@ -190,7 +234,7 @@ def test_a_reveal_of_another_epoch_pool_or_validator_or_no_reveal_at_all_is_a_li
     """The object has the committed name, but what it says is not what was committed for."""
     row = shop.submit(NODE)
     secret = encoding.sha256(b"s")
-    evidence = evidence_of(shop, row, draw_secret=file_secret(secret, row.digest))
+    evidence = evidence_of(shop, row, draw_secret=combined(secret, row.digest))
     for changes in ({"epoch": 8}, {"pool": 2}, {"validator": OTHER.address}):
         values: dict[str, Any] = {
             "pool": 1, "validator": VALIDATOR.address, "epoch": 7, "secret": secret
@@ -214,7 +258,7 @@ def test_a_list_with_two_commitments_of_one_validator_does_not_parse() -> None:
     """Else it could say afterwards which of them it meant."""
     two = [commitment(VALIDATOR, 1, encoding.sha256(bytes([n]))) for n in (1, 2)]
     with pytest.raises(ValidationError, match="one each"):
-        DrawList(pool=1, commitments=tuple(two))
+        DrawList(pool=1, second=ZERO_DIGEST, commitments=tuple(two))
 
 
 def test_a_secret_that_is_withheld_after_it_was_due_leaves_the_audit_undecided(shop: Shop) -> None:
@@ -225,52 +269,51 @@ def test_a_secret_that_is_withheld_after_it_was_due_leaves_the_audit_undecided(s
         check(shop, row, evidence)
 
 
+def named(shop: Shop) -> Digest | None:
+    with shop.store.begin() as connection:
+        return shop.board.current(connection, shop.objects, shop.context, shop.now())
+
+
 def test_only_the_present_epochs_commitments_are_named(shop: Shop) -> None:
     """An older secret may be about to be shown."""
-    shop.draws.prepare()
-    run = shop.context.run
-
-    def named() -> Digest | None:
-        with shop.store.read() as connection:
-            return DrawBoard().current(connection, shop.objects, shop.context, shop.now())
-
-    first = named()
+    shop.bench.draws.prepare()
+    run, first = shop.context.run, named(shop)
     assert first is not None
     listed = DrawList.model_validate_json(shop.objects.get(digest_key(first), 1 << 20))
     assert [c.commitment.epoch for c in listed.commitments] == [
         int(shop.now()) // run.epoch_seconds
     ]
     shop.now.time += run.epoch_seconds
-    assert named() not in (None, first), "a validator that is away has committed ahead"
+    assert named(shop) not in (None, first), "a validator that is away has committed ahead"
+    appoint(shop.store, 1, VALIDATOR.address, on=False)
+    assert named(shop) is None, "one that was dismissed is not named"
+    appoint(shop.store, 1, VALIDATOR.address)
     shop.now.time += EPOCHS_AHEAD * run.epoch_seconds
-    assert named() is None, "but not for ever: nobody would judge the files"
+    assert named(shop) is None, "but not for ever: no one would judge the files"
 
 
-def test_a_list_is_in_order_though_the_database_sorts_letters_by_language(shop: Shop) -> None:
+@pytest.mark.postgres
+def test_a_list_is_in_order_though_the_database_sorts_letters_by_language(
+    tmp_path: Path, empty_postgres: str
+) -> None:
     """A linguistic collation puts `b` before `C`; addresses mix their cases, lists go by bytes."""
-    epoch = int(shop.now()) // shop.context.run.epoch_seconds
+    shop = open_shop(tmp_path, url=empty_postgres)
     signers = sorted((key(n) for n in range(40)), key=lambda signer: signer.address.lower())
     assert signers != sorted(signers, key=lambda signer: signer.address)
-    bodies = [
-        commitment(signer, epoch, encoding.sha256(signer.address.encode())).model_dump_json()
-        for signer in signers
-    ]
-
-    class Linguistic:
-        def execute(self, _: object) -> Any:
-            return SimpleNamespace(scalars=lambda: bodies)
-
-    named = DrawBoard().current(Linguistic(), shop.objects, shop.context, shop.now())  # type: ignore[arg-type]
-    assert named is not None
-    listed = DrawList.model_validate_json(shop.objects.get(digest_key(named), 1 << 20))
+    for signer in signers:
+        judges.commit_draws(shop.store, shop.context, signer, shop.now)
+    found = named(shop)
+    assert found is not None
+    listed = DrawList.model_validate_json(shop.objects.get(digest_key(found), 1 << 20))
     assert len(listed.commitments) == 40
+    shop.store.close()
 
 
 def test_a_validator_that_was_away_commits_anew_and_shows_what_was_due(shop: Shop) -> None:
-    shop.draws.prepare()
+    shop.bench.draws.prepare()
     shop.now.time += 20 * shop.context.run.epoch_seconds
-    shop.draws.prepare()
-    shop.draws.prepare()
+    shop.bench.draws.prepare()
+    shop.bench.draws.prepare()
     with shop.store.read() as connection:
         found = listing(connection)
     assert len(found) == 2 * EPOCHS_AHEAD

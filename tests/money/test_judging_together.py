@@ -6,20 +6,16 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-import sqlalchemy as sa
 from court_kit import HONEST, LIAR, Court
-from money_kit import VALIDATOR, Shop
 
-from orchestrator.claims import Claims
-from orchestrator.store import jobs, schema
-from orchestrator.store.submissions import SubmissionRow
-from protocol.core.errors import UnavailableError
-from protocol.core.verdict import Reason
-from protocol.verification import packing
-
-
-def claims(shop: Shop) -> Claims:
-    return Claims(shop.store, "w", VALIDATOR.address, seconds=30, judge_seconds=60, now=shop.now)
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
+from prime_core.verdict import Reason
+from prime_orchestrator.api.validators import CLAIM_SECONDS
+from prime_orchestrator.store import jobs
+from prime_validator.api import ValidatorApi
+from prime_validator.judging import LATER_SECONDS
+from prime_verify import packing
 
 
 def test_files_judged_together_end_as_alone(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,47 +46,44 @@ def test_files_judged_together_end_as_alone(court: Court, monkeypatch: pytest.Mo
     assert court.validator.judge_some(4) == []
 
 
-def attempts(shop: Shop, row: SubmissionRow, number: int) -> None:
-    with shop.store.begin() as connection:
-        connection.execute(
-            sa.update(schema.jobs)
-            .where(schema.jobs.c.submission_digest == row.digest)
-            .values(attempts=number)
-        )
-
-
 @pytest.mark.parametrize("deadly", [0, 1, 2])
-def test_a_file_over_which_somebody_died_is_judged_alone(court: Court, deadly: int) -> None:
+def test_a_file_over_which_a_validator_died_is_judged_alone(court: Court, deadly: int) -> None:
     shop = court.shop
     rows = [shop.submit(HONEST) for _ in range(3)]
-    attempts(shop, rows[deadly], 1)
+    with shop.store.begin() as connection:
+        jobs.change(connection, rows[deadly].digest, created_at=0.0)
+    assert court.validator.claim() is not None
+    shop.now.time += CLAIM_SECONDS + 1
     others = [row.digest for i, row in enumerate(rows) if i != deadly]
-    first, second = claims(shop).take(4), claims(shop).take(4)
-    if deadly == 0:
-        assert (first, second) == ([rows[0].digest], others)
-    else:
-        assert (first, second) == (others, [rows[deadly].digest])
+    assert take(court, 4) == [rows[deadly].digest], "it took no other along"
+    assert take(court, 4) == others
 
 
 def test_only_files_of_one_policy_are_judged_together(court: Court) -> None:
     shop = court.shop
     shop.publish(1)
     old, new, old_too = shop.submit(HONEST), shop.submit(HONEST, version=1), shop.submit(HONEST)
-    assert claims(shop).take(8) == [old.digest, old_too.digest]
-    assert claims(shop).take(8) == [new.digest]
+    assert take(court, 8) == [old.digest, old_too.digest]
+    assert take(court, 8) == [new.digest]
 
 
-def test_an_outage_gives_every_job_back(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
+def take(court: Court, most: int) -> list[Digest]:
+    """The files that one claim brings."""
+    return [Digest(job.submission_digest) for job in court.validator.api.claim(most).jobs]
+
+
+def test_an_outage_delays_every_file_and_counts_against_none(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [court.shop.submit(HONEST, make=court.honest) for _ in range(2)]
 
     def away(*words: object, **more: object) -> None:
-        raise UnavailableError("the store is away")
+        raise UnavailableError("the orchestrator is away")
 
-    monkeypatch.setattr("orchestrator.judging.publish_verdict", away)
-    with pytest.raises(UnavailableError):
-        court.validator.judge_some(4)
-    with court.shop.store.read() as connection:
-        found = [jobs.get(connection, row.digest) for row in rows]
-    assert [(job.status, job.attempts, job.abstentions) for job in found if job] == [
-        ("ready", 0, 0)
-    ] * 2
+    with monkeypatch.context() as outage:
+        outage.setattr(ValidatorApi, "file", away)
+        assert court.validator.judge_some(4) == [row.digest for row in rows]
+    assert court.validator.judge_some(4) == [], "they rest"
+    court.shop.now.time += LATER_SECONDS
+    assert court.validator.judge_some(4) == [row.digest for row in rows]
+    assert {court.shop.row(row.digest).status for row in rows} == {"accepted"}

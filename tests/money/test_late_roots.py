@@ -11,14 +11,14 @@ import pytest
 import sqlalchemy as sa
 from money_kit import RUN, Shop, key, open_shop
 
-from orchestrator.members import has_open_slash
-from orchestrator.roots import post_roots, void_unrooted
-from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, counted_units
-from orchestrator.slashing import drop_expired
-from orchestrator.store import groups, leases, meta, schema, submissions
-from orchestrator.store.submissions import SubmissionRow
-from protocol.core.ids import Address, Digest
-from protocol.core.verdict import Reason
+from prime_core.ids import Address, Digest
+from prime_core.verdict import Reason
+from prime_orchestrator.manager.members import has_open_slash
+from prime_orchestrator.manager.roots import post_roots, void_unrooted
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, pending_units
+from prime_orchestrator.manager.slashing import drop_expired
+from prime_orchestrator.store import groups, leases, meta, schema, submissions
+from prime_orchestrator.store.submissions import SubmissionRow
 
 NODE, PLANTED = key(60), key(61)
 
@@ -115,7 +115,7 @@ def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(shop: Shop) 
     judged, waiting, bad = shop.submit(NODE), shop.submit(NODE), shop.submit(PLANTED)
     shop.judge(judged)
     with shop.store.read() as connection:
-        assert counted_units(connection, NODE.address) == 20
+        assert pending_units(connection, NODE.address, -1) == 20
     moment = max(last_moment(shop, row) for row in (judged, waiting, bad))
     shop.now.time = float(moment + 10 * RUN.epoch_seconds)
     assert ended(shop) == 0, "our own clock decides nothing for good"
@@ -128,7 +128,7 @@ def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(shop: Shop) 
         after = shop.row(row.digest)
         assert (after.status, after.reason) == ("void", Reason.UNROOTED)
     with shop.store.read() as connection:
-        assert counted_units(connection, NODE.address) == 0, "it no longer shows as earned"
+        assert pending_units(connection, NODE.address, -1) == 0, "it no longer shows as earned"
         told = submissions.ended_badly(connection, NODE.address, since=0, limit=9)
         lease = leases.get(connection, judged.lease_digest)
     assert {row.digest for row in told} == {judged.digest, waiting.digest}

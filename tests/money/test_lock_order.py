@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from money_kit import Shop, key, open_shop
 
-from orchestrator.store import jobs, submissions
-from orchestrator.voids import void
-from protocol.core.verdict import Reason
+from prime_core.verdict import Reason
+from prime_orchestrator.manager.voids import void
+from prime_orchestrator.store import jobs, submissions
 
 NODE = key(10)
 
@@ -29,8 +29,6 @@ def shop(tmp_path: Path, empty_postgres: str) -> Iterator[Shop]:
 @pytest.mark.postgres
 def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(shop: Shop) -> None:
     row = shop.submit(NODE)
-    with shop.store.begin() as connection:
-        assert jobs.claim(connection, "judge", now=shop.now(), seconds=60) is not None
     failures: list[Exception] = []
 
     def end() -> None:
@@ -42,7 +40,7 @@ def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(s
 
     ending = threading.Thread(target=end)
     with shop.store.begin() as connection:
-        assert jobs.finish(connection, row.digest, "judge")
+        assert jobs.lock_row(connection, row.digest) is not None
         ending.start()
         ending.join(0.3)  # it waits for the job, and must hold nothing that a verdict writes
         assert submissions.judge(connection, row.digest, "accepted", reason=0, judged_at=1.0)

@@ -10,10 +10,10 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 
 from court_kit import LIAR, Court
 
-from node.planting import LyingWorkshop
-from node.worker.workshop import Job, Options
-from protocol.core.verdict import Outcome, Reason
-from protocol.verification.lies import LIES
+from prime_core.verdict import Outcome, Reason
+from prime_node.planting import LyingWorkshop
+from prime_node.worker.workshop import Job, Options
+from prime_verify.canaries.lies import LIES
 
 
 def test_a_worker_that_copies_from_its_earlier_file_is_slashed_and_the_audit_agrees(

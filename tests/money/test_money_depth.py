@@ -5,14 +5,14 @@ from __future__ import annotations
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import STAKE, World
-from money_kit import RUN, TOKEN
+from money_kit import MANAGER, RUN, TOKEN
 from walk_kit import HONEST, LIAR, OWNER, one, rebuild_root, settled
 
-from orchestrator.depth import Depths, Staked
-from orchestrator.outbox import run_outbox_tick
-from orchestrator.requeue import forget_unsent
-from orchestrator.store import schema
-from protocol.core.verdict import Reason
+from prime_core.verdict import Reason
+from prime_orchestrator.manager.depth import Depths, Staked
+from prime_orchestrator.manager.outbox import run_outbox_tick
+from prime_orchestrator.manager.requeue import forget_unsent
+from prime_orchestrator.store import schema
 
 pytestmark = needs_anvil
 
@@ -39,7 +39,7 @@ def test_money_waits_until_its_facts_are_deep_enough(members: World) -> None:
     assert root["block"] == world.client.block_number()
 
     def outbox() -> None:
-        run_outbox_tick(shop.store, shop.context, world.contracts, world.validator, shop.now)
+        run_outbox_tick(shop.store, shop.context, world.contracts, world.sender(MANAGER), shop.now)
 
     outbox()
     assert status("propose") == "queued", "the root's block is not safe yet"

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
-from chain_kit import GUARDIAN, World
-from money_kit import RUN, TOKEN
+from chain_kit import ARBITER, World, make_world
+from money_kit import MANAGER, RUN, TOKEN, VALIDATOR
 from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
-from orchestrator.indexer import derive_root, run_indexer_tick
-from orchestrator.settlement import counted_units, settle_epochs
-from orchestrator.store import chain, leases, schema
-from orchestrator.store.submissions import SubmissionRow
-from protocol.chain.deployment import DEMO_PERIODS
-from protocol.chain.history import read_events
-from protocol.core.errors import UntrustedError
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.verdict import Reason
-from protocol.verification.explain import ROOTED_LATE, explain
-from protocol.verification.rewards import Rebuilder
+from prime_chain.explain import ROOTED_LATE, explain
+from prime_chain.history import read_events
+from prime_chain.rewards import Rebuilder
+from prime_core.deployment import DEMO_PERIODS
+from prime_core.errors import UntrustedError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.revisions import RunHistory
+from prime_core.verdict import Reason
+from prime_orchestrator.manager import loops, revisions
+from prime_orchestrator.manager.indexer import derive_root, run_indexer_tick
+from prime_orchestrator.manager.intents import queue_intent
+from prime_orchestrator.manager.settlement import pending_units, settle_epochs
+from prime_orchestrator.store import chain, leases, runs, schema
+from prime_orchestrator.store.runs import RunRow
+from prime_orchestrator.store.submissions import SubmissionRow
 
 pytestmark = needs_anvil
 
 
-def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(members: World) -> None:
+def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
+    members: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, shop = members, members.shop
     world.start_of_an_epoch()
     shop.judge(shop.submit(HONEST))
@@ -33,21 +41,22 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(members: Wo
     shop.judge(bad, Reason.WRONG_SKETCH)
     shop.submit(HONEST)  # never judged
     world.until_rooted()
-    number = one(world, schema.slashes)["proposal_id"]
+    leaf = one(world, schema.slashes)["submission_digest"]
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    # still open when the epoch is settled: the validator does not execute it now
-    world.loops.chain_tick()
-    world.loops.money_tick()
-    for _ in range(2):  # its facts become final, then it is posted
-        world.anvil.mine(2)
+    with monkeypatch.context() as idle:  # open when the epoch is settled: nobody executes it now
+        idle.setattr(loops, "queue_executions", lambda *_: [])
         world.loops.chain_tick()
+        world.loops.money_tick()
+        for _ in range(2):  # its facts become final, then it is posted
+            world.anvil.mine(2)
+            world.loops.chain_tick()
     first = settled(world)
     states = sorted(f.state for f in first.files)
     assert states == ["held", "paid", "rejected", "unjudged"]
     assert [s.state for s in first.slashes] == ["open"]
     assert rebuild_root(world, first.epoch).match
 
-    world.send(GUARDIAN, world.contracts.slasher.cancel(number))
+    world.send(ARBITER, world.contracts.slasher.cancel(leaf))
     world.loops.chain_tick()
     world.forward(RUN.epoch_seconds)
     world.ticks()
@@ -62,10 +71,63 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(members: Wo
     assert rebuilt.match, rebuilt.problems
 
 
+def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
+    members: World,
+) -> None:
+    world, shop = members, members.shop
+    world.start_of_an_epoch()
+    later = RUN.model_copy(update={"price_per_unit": 3 * RUN.price_per_unit})
+    with shop.store.begin() as connection:
+        runs.add(connection, RunRow(3, later.digest(), later.raw(), final=False, announced_at=0.0))
+        queue_intent(
+            connection,
+            lane=MANAGER.address,
+            kind="revise",
+            key=f"3:{later.digest()}",
+            payload={"run_digest": later.digest(), "from_step": 3},
+            now=shop.now(),
+        )
+        assert "not final" in revisions.waits_for(connection, 3)
+    for _ in range(4):
+        world.loops.chain_tick()
+        world.anvil.mine(2)
+    with shop.store.read() as connection:
+        assert revisions.waits_for(connection, 3) == ""
+    (made,) = world.contracts.pools.revisions_of(1)
+    assert (made.run_digest, made.from_step) == (later.digest(), 3)
+    for step in (2, 3, 4):
+        shop.judge(shop.submit(HONEST, step=step))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    found = settled(world)
+    price = RUN.price_per_unit
+    assert sorted(int(f.price_per_unit) for f in found.files) == [price, 3 * price, 3 * price]
+    assert found.amounts() == {HONEST.address: 7 * 20 * price}
+    rebuilt = rebuild_root(world, found.epoch)
+    assert rebuilt.match, rebuilt.problems
+
+
+def test_rebuild_finds_a_manager_that_pays_by_a_cheaper_revision(
+    members: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, shop = members, members.shop
+    cheap = RunHistory(RUN.model_copy(update={"price_per_unit": RUN.price_per_unit // 2}))
+    shop.judge(shop.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    monkeypatch.setattr("prime_orchestrator.manager.revisions.history", lambda *_: cheap)
+    world.ticks(4)
+    found = settled(world)
+    assert found.amounts() == {HONEST.address: 20 * RUN.price_per_unit // 2}
+    monkeypatch.undo()
+    assert not rebuild_root(world, found.epoch).match
+
+
 def rooted_late(world: World, patch: pytest.MonkeyPatch) -> tuple[SubmissionRow, SubmissionRow]:
     """Two accepted files, settled; the first was rooted when a slash of it would be refused, as by
     a root that waited long for its block."""
-    patch.setattr("orchestrator.roots.answered_for", lambda **_: True)
+    patch.setattr("prime_orchestrator.manager.roots.answered_for", lambda **_: True)
     shop = world.shop
     late = shop.submit(HONEST)
     shop.judge(late)
@@ -80,6 +142,37 @@ def rooted_late(world: World, patch: pytest.MonkeyPatch) -> tuple[SubmissionRow,
     return late, good
 
 
+def test_validators_are_paid_for_each_judged_file_whatever_the_verdict(tmp_path: Path) -> None:
+    world = make_world(tmp_path, RUN.model_copy(update={"price_per_judged_file": TOKEN}))
+    try:
+        world.join(HONEST, OWNER)
+        shop = world.shop
+        shop.publish(0)
+        world.ticks(2)
+        world.start_of_an_epoch()
+        files = [shop.submit(HONEST) for _ in range(3)]
+        shop.judge(files[0])
+        shop.judge(files[1], Reason.MALFORMED)
+        world.until_rooted()
+        world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+        world.ticks()
+        settlement = settled(world)
+        assert {f.submission_digest: f.state for f in settlement.files} == {
+            files[0].digest: "paid", files[1].digest: "void", files[2].digest: "unjudged"
+        }  # fmt: skip
+        assert settlement.amounts()[VALIDATOR.address] == 2 * TOKEN
+        assert settlement.amounts()[HONEST.address] == 20 * RUN.price_per_unit
+        rebuilt = rebuild_root(world, settlement.epoch)
+        assert rebuilt.match, rebuilt.problems
+        events = read_events(world.client, world.deployment)
+        runs = RunHistory(shop.context.run)
+        rebuilder = Rebuilder(events, world.deployment, 1, runs, Published(world))
+        said = explain(rebuilder, VALIDATOR.address)
+        assert ([file.state for file in said.files], said.problems) == (["judged"] * 2, ())
+    finally:
+        world.close()
+
+
 def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebuild(
     members: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,18 +184,20 @@ def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebui
     rebuilt = rebuild_root(members, found.epoch)
     assert rebuilt.match, rebuilt.problems
     events = read_events(members.client, members.deployment)
-    books = Rebuilder(events, members.deployment, 1, members.shop.context.run, Published(members))
+    books = Rebuilder(
+        events, members.deployment, 1, RunHistory(members.shop.context.run), Published(members)
+    )
     (told,) = explain(books, HONEST.address).files
     assert (told.state, told.amount, told.why) == ("void", 0, ROOTED_LATE)
     with members.shop.store.read() as connection:
-        assert counted_units(connection, HONEST.address) == 0, "it no longer shows as earned"
-        assert counted_units(connection, LIAR.address) == 20
+        assert pending_units(connection, HONEST.address, -1) == 0, "it no longer shows as earned"
+        assert pending_units(connection, LIAR.address, -1) == 20
 
 
 def test_rebuild_finds_a_manager_that_pays_work_rooted_too_late(
     members: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.settlement.answered_for", lambda **_: True)
+    monkeypatch.setattr("prime_orchestrator.manager.settlement.answered_for", lambda **_: True)
     late, _ = rooted_late(members, monkeypatch)
     found = settled(members)
     assert found.amounts()[HONEST.address] == 20 * TOKEN // 1000

@@ -7,16 +7,15 @@ import dataclasses
 import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
-from chain_kit import DEPLOYER, FUNDS, GUARDIAN, STAKE, TREASURY, World
+from chain_kit import ARBITER, DEPLOYER, FUNDS, STAKE, TREASURY, World
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, key
 from walk_kit import HONEST, LIAR, OTHER, OWNER, amounts, one, rebuild_root, settled, until
 
-from orchestrator.indexer import run_indexer_tick
-from orchestrator.settlement import newest_settlement, settle_epochs
-from orchestrator.slashing import RETRY_SECONDS
-from orchestrator.store import intents, schema
-from protocol.core.errors import UnavailableError
-from protocol.core.verdict import Reason
+from prime_core.errors import UnavailableError
+from prime_core.verdict import Reason
+from prime_orchestrator.manager.indexer import run_indexer_tick
+from prime_orchestrator.manager.settlement import newest_settlement, settle_epochs
+from prime_orchestrator.store import intents, schema
 
 pytestmark = needs_anvil
 
@@ -36,7 +35,7 @@ def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(member
     slash = one(world, schema.slashes)
     assert slash["status"] == "proposed"
     assert slash["executable_at"] is not None
-    proposal = world.contracts.slasher.proposal(slash["proposal_id"])
+    proposal = world.contracts.slasher.proposal(slash["submission_digest"])
     assert proposal is not None
     assert world.contracts.vault.pending_slash(OTHER.address) == RUN.slash_amount
     assert amounts(world) == {good.digest: "earned", earned.digest: "held"}
@@ -64,8 +63,8 @@ def test_a_cancelled_slash_restores_credits_and_node(members: World) -> None:
     shop.judge(bad, Reason.WRONG_SKETCH)
     world.until_rooted()
     assert amounts(world) == {earned.digest: "held"}
-    number = one(world, schema.slashes)["proposal_id"]
-    world.send(GUARDIAN, world.contracts.slasher.cancel(number))
+    leaf = one(world, schema.slashes)["submission_digest"]
+    world.send(ARBITER, world.contracts.slasher.cancel(leaf))
     world.ticks()
     assert one(world, schema.slashes)["status"] == "cancelled"
     assert amounts(world) == {earned.digest: "earned"}
@@ -127,7 +126,10 @@ def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) ->
         world.loops.chain_tick()
     with shop.store.read() as connection:
         waiting = intents.pending(connection, MANAGER.address, ("sent", "queued"))
-    assert [row.kind for row in waiting] == ["root"], "handed to the sender's journal, no more"
+    assert {row.kind: row.status for row in waiting} == {
+        "root": "sent",  # handed to the sender's journal, no more
+        "propose": "queued",  # until its root is confirmed
+    }
     assert one(world, schema.roots)["chain_seq"] is None
     assert shop.node_status(LIAR.address) == "quarantined"
 
@@ -156,7 +158,7 @@ def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World)
     assert run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now) == []
     assert one(world, schema.roots)["chain_seq"] is None
     slash = one(world, schema.slashes)
-    assert (slash["status"], slash["proposal_id"]) == ("queued", None)
+    assert (slash["status"], slash["propose_tx"]) == ("queued", None)
     assert shop.node_status(LIAR.address) == "quarantined"
     assert amounts(world) == {earned.digest: "held"}
 
@@ -208,7 +210,7 @@ def test_a_disabled_reward_root_is_replaced_by_the_next(members: World) -> None:
     world.ticks()
     first = one(world, schema.reward_roots)
     assert first["claimable_at"] is not None
-    world.send(GUARDIAN, world.contracts.rewards.disable(1, first["epoch"]))
+    world.send(ARBITER, world.contracts.rewards.disable(1, first["epoch"]))
     world.ticks(1)
     world.forward(RUN.epoch_seconds)
     world.ticks()
@@ -267,7 +269,7 @@ def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members
     assert c.rewards.funds(1).reserved == 2000 * TOKEN
 
 
-def test_a_proposal_that_the_contract_refused_is_tried_again(members: World) -> None:
+def test_a_proposal_waits_until_the_pools_quorum_stands_behind_it(members: World) -> None:
     world, shop = members, members.shop
     pools = world.contracts.pools
     world.send(MANAGER, pools.set_validator(1, VALIDATOR.address, False))
@@ -275,9 +277,9 @@ def test_a_proposal_that_the_contract_refused_is_tried_again(members: World) -> 
     shop.judge(bad, Reason.WRONG_PROMPTS)
     world.until_rooted()
     with shop.store.read() as connection:
-        [failed] = intents.pending(connection, VALIDATOR.address, ("failed",))
-    assert "NotAllowed" in (failed.error or "")
+        [waiting] = intents.pending(connection, MANAGER.address, ("queued",))
+    assert waiting.kind == "propose"
+    assert one(world, schema.slashes)["status"] == "queued"
     world.send(MANAGER, pools.set_validator(1, VALIDATOR.address, True))
-    shop.now.time += RETRY_SECONDS + 1
     world.ticks()
     assert one(world, schema.slashes)["status"] == "proposed"

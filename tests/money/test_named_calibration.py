@@ -7,25 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from money_kit import FAKE_DEPLOYMENT, MANAGER, key
+from money_kit import FAKE_DEPLOYMENT, MANAGER, TRAINER, key
 
-from node.audit import run_calibration as named_by
-from orchestrator.context import PoolContext
-from orchestrator.validator_cli import check_replay, run_calibration
-from protocol.core.calibration import CalibrationStatement
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.errors import MalformedError, UntrustedError, UserError
-from protocol.core.ids import Digest
-from protocol.engine.base import cpu_name
-from protocol.proofs.thresholds import parse_signed, shipped
-from protocol.storage.base import digest_key, put_object
-from protocol.storage.directory import DirectoryStore
-from protocol.verification.setups import synthetic_run
+from prime_core.calibration import CalibrationStatement
+from prime_core.checkpoint import PolicyStatement
+from prime_core.errors import MalformedError, UntrustedError, UserError
+from prime_core.ids import Digest
+from prime_core.storage.base import digest_key, put_object
+from prime_core.storage.directory import DirectoryStore
+from prime_engine.base import cpu_name
+from prime_node.audit import run_calibration as named_by
+from prime_orchestrator.context import PoolContext
+from prime_validator.pool import Pool, check_replay, run_calibration
+from prime_verify.proofs.thresholds import parse_signed, shipped
+from prime_verify.setups import synthetic_run
 
 LIAR = key(99)
 
 
-@dataclass
+class _Published:
+    """The orchestrator's objects, as a validator gets them."""
+
+    def __init__(self, objects: DirectoryStore) -> None:
+        self._objects = objects
+
+    def object(self, digest: Digest) -> bytes:
+        return self._objects.get(digest_key(digest), 1 << 20)
+
+
+@dataclass(frozen=True)
 class _Library:
     """The orchestrator's objects, as an auditor gets them."""
 
@@ -58,19 +68,21 @@ def test_the_run_s_own_calibration_comes_from_the_object_store_signed_by_the_man
         (moved, "is not signed by"),
     ]
     library: Any = _Library(objects)
-    assert run_calibration(context, objects) is None
+    pool = Pool(context.deployment, context.pool, context.manager, TRAINER.address, context.run)
+    api: Any = _Published(objects)
+    assert run_calibration(pool, api) is None
     for object_, refused in cases:
         run = context.run.model_copy(update={"calibration": object_.digest()})
-        here = replace(context, run=run)
-        with pytest.raises(UserError, match="calibration is not there"):
-            run_calibration(here, objects)
+        here = replace(pool, run=run)
+        with pytest.raises(UserError, match="calibration is not published"):
+            run_calibration(here, api)
         assert put_object(objects, object_.canonical()) == object_.digest()
         if not refused:
-            found = run_calibration(here, objects)
+            found = run_calibration(here, api)
             assert found == named_by(run, library, MANAGER.address, domain) == own
             continue
         with pytest.raises(UserError, match=refused):
-            run_calibration(here, objects)
+            run_calibration(here, api)
         with pytest.raises(UntrustedError, match=refused):
             named_by(run, library, MANAGER.address, domain)
 

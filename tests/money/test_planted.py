@@ -10,16 +10,16 @@ import pytest
 import sqlalchemy as sa
 from money_kit import MANAGER, RUN, VALIDATOR, Shop, key, open_shop
 
-from orchestrator.batches import free_groups, seal_ready_batches
-from orchestrator.planting import Planted, reveal
-from orchestrator.roots import post_roots
-from orchestrator.store import leases, opinions, schema, submissions
-from orchestrator.store.submissions import SubmissionRow
-from protocol.core.encoding import sha256
-from protocol.core.errors import UserError
-from protocol.core.verdict import Reason
-from protocol.verification import planting
-from protocol.verification.lies import LIES
+from prime_core.encoding import sha256
+from prime_core.errors import UserError
+from prime_core.verdict import Reason
+from prime_orchestrator.manager.batches import free_groups, seal_ready_batches
+from prime_orchestrator.manager.planting import Planted, reveal
+from prime_orchestrator.manager.roots import post_roots
+from prime_orchestrator.store import leases, opinions, schema, submissions
+from prime_orchestrator.store.submissions import SubmissionRow
+from prime_verify.canaries import planting
+from prime_verify.canaries.lies import LIES
 
 NODE, OTHER = key(80), key(81)
 SECRET = bytes(range(32))

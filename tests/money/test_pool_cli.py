@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 from anvil_kit import needs_anvil
-from chain_kit import DEPLOYER, FUNDS, GUARDIAN
+from chain_kit import ARBITER, DEPLOYER, FUNDS
 from money_kit import RUN, TOKEN, TRAINER, VALIDATOR, key
 from typer.testing import CliRunner
 
 from devnet.chain import Anvil
-from orchestrator.deployment_cli import app as deployment_app
-from orchestrator.pool_cli import app
-from protocol.chain.amounts import parse_amount
-from protocol.chain.client import ChainClient
-from protocol.chain.contracts import Contracts
-from protocol.chain.deployer import Options, deploy
-from protocol.chain.deployment import DEMO_PERIODS
-from protocol.chain.keystore import save_keystore
-from protocol.core.errors import UserError
+from prime_chain.amounts import parse_amount
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.deployer import Options, deploy
+from prime_chain.keystore import save_keystore
+from prime_core.deployment import DEMO_PERIODS
+from prime_core.errors import UserError
+from prime_orchestrator.cli.deployment import app as deployment_app
+from prime_orchestrator.cli.pool import app
 
 MANAGER = key(40)
 
@@ -43,14 +43,14 @@ class Desk:
             testnet=True,
             holder=DEPLOYER.address,
             supply=FUNDS,
-            guardian=GUARDIAN.address,
+            arbiter=ARBITER.address,
         )
         deployment = deploy(self.client, DEPLOYER, options, journal=folder / "deploy.sqlite")
         self.contracts = Contracts(self.client, deployment)
         self.deployment = folder / "deployment.json"
         deployment.save(self.deployment)
         self.run_file = folder / "run.json"
-        self.run_file.write_bytes(RUN.canonical())
+        self.run_file.write_bytes(RUN.raw())
         self.keystore, self.password = folder / "manager.json", folder / "password"
         save_keystore(self.keystore, (0x1000 + 40).to_bytes(32, "big"), "secret", light=True)
         self.password.write_text("secret\n")
@@ -95,7 +95,7 @@ def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
     assert (on_chain.trainer, on_chain.run_digest) == (TRAINER.address, RUN.digest())
     assert desk.contracts.pools.is_validator(pool, VALIDATOR.address)
 
-    assert "disputed away" in created["warning"], "nobody could confirm"
+    assert "one key alone" in created["warning"]
 
     again = desk.create()
     assert again["pool"] == pool, "typed again it repeats its answer"
@@ -106,9 +106,8 @@ def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
 
     shown = desk("show", "--pool", str(pool), key=False)
     assert (shown["free"], shown["members"], shown["ended"]) == (str(25 * TOKEN), 0, False)
-    assert "disputed away" in shown["warning"]
-    desk("set-validator", GUARDIAN.address, "--pool", str(pool))
-    assert "warning" not in desk("show", "--pool", str(pool), key=False)
+    assert "one key alone" in shown["warning"]
+    assert (shown["quorum"], shown["lease_seconds"]) == (1, RUN.lease_seconds)
     when = desk("end", "--pool", str(pool))["refundable_at"]
     shown = desk("show", "--pool", str(pool), key=False)
     assert (shown["ended"], shown["refundable_at"]) == (True, when)
@@ -132,7 +131,7 @@ def test_mistakes_are_one_sentence(desk: Desk) -> None:
     with pytest.raises(UserError, match="no pool 7"):
         desk("show", "--pool", "7", key=False)
     other = RUN.model_copy(update={"epoch_seconds": 60})
-    desk.run_file.write_bytes(other.canonical())
+    desk.run_file.write_bytes(other.raw())
     with pytest.raises(UserError, match="epoch_seconds is 60"):
         desk.create()
     desk.run_file.write_text("{}")

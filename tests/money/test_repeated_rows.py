@@ -13,15 +13,15 @@ import court_kit
 from copy_kit import made, one_problem
 from court_kit import HONEST, LIAR, Court
 
-from orchestrator.store import row_marks, submissions
-from orchestrator.validator import Validator
-from protocol.core import seeds
-from protocol.core.encoding import sha256
-from protocol.core.verdict import Reason
-from protocol.engine.base import Generation
-from protocol.verification.build import PlannedRow
-from protocol.verification.repeats import mark, marks, repeated
-from protocol.verification.rollout_file import FileRow, read_rollout_file
+from prime_core import seeds
+from prime_core.encoding import sha256
+from prime_core.verdict import Reason
+from prime_engine.base import Generation
+from prime_orchestrator.store import row_marks, submissions
+from prime_validator.judging import Validator
+from prime_verify.build import PlannedRow
+from prime_verify.repeats import mark, marks, repeated
+from prime_verify.rollout_file import FileRow, read_rollout_file
 
 ROWS = 8
 OTHER = sha256(b"another file")

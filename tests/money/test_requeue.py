@@ -11,13 +11,13 @@ from anvil_kit import needs_anvil
 from chain_kit import World
 from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
 
-from orchestrator.intents import IntentKind, queue_intent
-from orchestrator.requeue import REST_SECONDS, requeue_wanted
-from orchestrator.store import chain, intents, nodes, schema
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.encoding import sha256
-from protocol.core.ids import Digest
-from protocol.core.verdict import Reason
+from prime_core.checkpoint import PolicyStatement
+from prime_core.encoding import sha256
+from prime_core.ids import Digest
+from prime_core.verdict import Reason
+from prime_orchestrator.manager.intents import IntentKind, queue_intent
+from prime_orchestrator.manager.requeue import REST_SECONDS, requeue_wanted
+from prime_orchestrator.store import chain, intents, nodes, schema
 
 NODE = key(10)
 
@@ -75,7 +75,7 @@ def test_what_has_happened_meanwhile_is_not_tried_again(shop: Shop) -> None:
         failed(shop, "join", "a", {"invite": {"node": NODE.address, "deadline": deadline}}),
         failed(shop, "root", root, {"root": root}),
         failed(shop, "policy", "0", {"statement": {"version": 0}}),
-        failed(shop, "execute", "7", {"proposal_id": 7}),
+        failed(shop, "execute", root, {"submission_digest": root}),
     ]
     with shop.store.begin() as connection:
         nodes.set_status(connection, NODE.address, "ejected", last_heartbeat=shop.now())
@@ -151,7 +151,7 @@ def test_policies_and_roots_come_through_after_a_revert(world: World) -> None:
 
 
 def _queue_policy(shop: Shop, version: int) -> str:
-    """A published policy with its intent, as orchestrator.publishing leaves them."""
+    """A published policy with its intent, as prime_orchestrator.api.publishing leaves them."""
     manifest = shop.publish(version).manifest
     statement = PolicyStatement(pool=1, version=version, manifest_digest=Digest(manifest.digest()))
     with shop.store.begin() as connection:

@@ -11,13 +11,14 @@ from anvil_kit import needs_anvil
 from chain_kit import World, make_world
 from money_kit import RUN, TOKEN, key
 
-from protocol.chain.history import read_events
-from protocol.core.errors import NotFoundError
-from protocol.core.ids import Digest
-from protocol.core.verdict import Reason
-from protocol.storage.base import digest_key
-from protocol.verification.explain import Explanation, explain
-from protocol.verification.rewards import Rebuilder
+from prime_chain.explain import Explanation, explain
+from prime_chain.history import read_events
+from prime_chain.rewards import Rebuilder
+from prime_core.errors import NotFoundError
+from prime_core.ids import Digest
+from prime_core.revisions import RunHistory
+from prime_core.storage.base import digest_key
+from prime_core.verdict import Reason
 
 HONEST, LIAR, OWNER, OTHER = key(10), key(11), key(12), key(13)
 EARNED = 20 * TOKEN // 1000
@@ -51,7 +52,9 @@ class Published:
 
 def rebuilder(world: World) -> Rebuilder:
     events = read_events(world.client, world.deployment)
-    return Rebuilder(events, world.deployment, 1, world.shop.context.run, Published(world))
+    return Rebuilder(
+        events, world.deployment, 1, RunHistory(world.shop.context.run), Published(world)
+    )
 
 
 def explained(world: World, node: str) -> Explanation:
@@ -147,7 +150,9 @@ def test_a_settlement_whose_files_do_not_add_up_is_told(world: World) -> None:
 
     posted = dataclasses.replace(event, root=greedy.root(), object=greedy.digest())
     events = [e for e in read_events(world.client, world.deployment) if e != event]
-    liar = Rebuilder([*events, posted], world.deployment, 1, shop.context.run, Greedy(world))
+    liar = Rebuilder(
+        [*events, posted], world.deployment, 1, RunHistory(shop.context.run), Greedy(world)
+    )
     found = explain(liar, HONEST.address)
     assert len(found.problems) == 1
     assert "add up to 0.02 PRIME, the reward root gives it 0.04 PRIME" in found.problems[0]

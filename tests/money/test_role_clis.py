@@ -1,4 +1,4 @@
-"""What managers, validators, guardian and governor type, against a real chain; and mistype."""
+"""What managers, validators, arbiter and governor type, against a real chain; and mistype."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from anvil_kit import needs_anvil
 from money_kit import RUN
 
 from devnet.chain import Anvil, dev_signer
-from devnet.deployed import Deployed
-from orchestrator.appointment import Appointment
-from orchestrator.cli import main
-from protocol.chain import flows
-from protocol.chain.amounts import ETHER
-from protocol.chain.contracts import ProposalState
-from protocol.chain.deployer import Options, deploy
-from protocol.chain.deployment import Deployment
-from protocol.chain.keystore import save_keystore
-from protocol.core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
-from protocol.core.ids import ZERO_ADDRESS, Digest
-from protocol.core.node import NodeConsent
-from protocol.core.rollout import Submission
-from protocol.core.signing import LocalSigner
+from devnet.deployed import Deployed, opinions_on
+from prime_chain import flows
+from prime_chain.amounts import ETHER
+from prime_chain.contracts import ProposalState
+from prime_chain.deployer import Options, deploy
+from prime_chain.keystore import save_keystore
+from prime_core.deployment import Deployment
+from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
+from prime_core.ids import ZERO_ADDRESS, Digest
+from prime_core.node import NodeConsent
+from prime_core.rollout import Submission
+from prime_core.signing import LocalSigner
+from prime_orchestrator.cli.main import main as orchestrator
+from prime_validator.cli import main as validator
 
 ADMIN, MANAGER, TRAINER, VALIDATOR, SECOND, OWNER, NODE, STRANGER = (
     dev_signer(n) for n in range(8)
@@ -42,7 +42,10 @@ pytestmark = needs_anvil
 
 @dataclass
 class Office:
-    """A chain with a bond and a deposit at stake, and `orchestrator` as anybody types it."""
+    """A chain with a bond and a deposit at stake, and the commands as people type them.
+
+    Words that begin with `validator` go to that program, all others to `orchestrator`.
+    """
 
     deployed: Deployed
     folder: Path
@@ -55,13 +58,15 @@ class Office:
             flags += ["--wallet", str(self.keystore(who))]
             flags += ["--password-file", str(self.folder / "password")]
         out, said = io.StringIO(), io.StringIO()
+        program = validator if words[0] == "validator" else orchestrator
+        typed = list(words) if program is validator else ["orchestrator", *words]
         with (
-            patch.object(sys, "argv", ["orchestrator", *words, *flags]),
+            patch.object(sys, "argv", [*typed, *flags]),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(said),
         ):
             try:
-                main()
+                program()
                 status = 0
             except SystemExit as ended:
                 status = int(ended.code or 0)
@@ -107,16 +112,16 @@ class Office:
         self("pool", "invite", NODE.address, "--class", "1", "--out", str(file), *self.number)
         self("pool", "join", str(file), who=STRANGER)
 
-    def proposal(self, number: int) -> ProposalState:
-        found = self.deployed.contracts.slasher.proposal(number)
+    def proposal(self, leaf: Digest) -> ProposalState:
+        found = self.deployed.contracts.slasher.proposal(leaf)
         assert found is not None
         return found.state
 
-    def propose(self, index: int = 0) -> int:
-        """A slash proposal by VALIDATOR about NODE; its number."""
+    def propose(self, index: int = 0) -> Digest:
+        """A slash proposal by both validators about NODE; its submission."""
         deployed, c = self.deployed, self.deployed.contracts
         submission = Submission(
-            pool=self.pool, lease_digest=sha256(b"lease%d" % index), step=1,
+            pool=self.pool, lease_digest=sha256(b"lease%d" % index), node=NODE.address, step=1,
             policy_digest=sha256(b"p"), sha256=sha256(b"file%d" % index), size=1, rows=1,
             valid_until=deployed.now() + 1000,
         )  # fmt: skip
@@ -124,22 +129,17 @@ class Office:
         leaf = submission.digest(domain)
         post = c.work.post_root(self.pool, merkle_root([leaf]), 1, sha256(b"object"))
         deployed.send(MANAGER, post)
-        seq = index + 1
-        propose = c.slasher.propose(
-            submission, NODE.address, NODE.sign(submission, domain), seq, [], sha256(b"e"), 4,
-            50 * ETHER,
-        )  # fmt: skip
-        deployed.send(VALIDATOR, propose)
-        number = c.slasher.proposal_of(leaf)
-        assert number is not None
-        return number
+        said = opinions_on(deployed.deployment, submission, [VALIDATOR, SECOND])
+        call = c.slasher.propose(submission, NODE.sign(submission, domain), index + 1, [], said)
+        deployed.send(STRANGER, call)
+        return leaf
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
     folder = tmp_path_factory.mktemp("office")
     from devnet.deployed import TEST_PERIODS
-    from protocol.chain.client import ChainClient
+    from prime_chain.client import ChainClient
 
     with Anvil() as anvil:
         client = ChainClient([anvil.url], 31337)
@@ -151,19 +151,19 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
                     "unbonding": RUN.validity_seconds + 60,
                 }
             ),
-            testnet=True, holder=ADMIN.address, supply=10**9 * ETHER, guardian=ADMIN.address,
+            testnet=True, holder=ADMIN.address, supply=10**9 * ETHER, arbiter=ADMIN.address,
             validator_bond=1000 * ETHER,
         )  # fmt: skip
         deployment = deploy(client, ADMIN, options, journal=folder / "deploy.sqlite")
         deployment.save(folder / "deployment.json")
         (folder / "password").write_text("secret")
-        (folder / "run.json").write_bytes(RUN.canonical())
+        (folder / "run.json").write_bytes(RUN.raw())
         accounts = [dev_signer(n) for n in range(10)]
         deployed = Deployed(anvil, deployment, folder / "deployment.json", accounts, client)
         office = Office(deployed, folder)
         made = office(
             "pool", "create", "--run", str(folder / "run.json"), "--trainer", TRAINER.address,
-            "--validator", VALIDATOR.address, "--faucet",
+            "--validator", VALIDATOR.address, "--quorum", "2", "--faucet",
         )  # fmt: skip
         office.pool = made["pool"]
         yield office
@@ -270,61 +270,73 @@ def test_a_validator_bonds_unbonds_rebonds_withdraws_and_resigns(office: Office)
 
 
 @pytest.fixture
-def disputed(office: Office) -> Office:
-    """A seated node, two bonded validators, one disputed proposal (number 1)."""
+def disputed(office: Office) -> tuple[Office, Digest]:
+    """A seated node, two validators with three bonds each, one disputed proposal."""
     deployed, c = office.deployed, office.deployed.contracts
     office.seat()
     for signer in (VALIDATOR, SECOND):
         deployed.send(signer, c.token.faucet())
-        office("validator", "bond", "1000", who=signer)
+        office("validator", "bond", "3000", who=signer)
     office("pool", "set-validator", SECOND.address, *office.number)
-    assert office.propose() == 1
+    leaf = office.propose()
     deployed.send(OWNER, c.token.approve(c.slasher.address, c.slasher.dispute_deposit()))
-    deployed.send(OWNER, c.slasher.dispute(1))
-    return office
+    deployed.send(OWNER, c.slasher.dispute(leaf))
+    return office, leaf
 
 
-def test_another_validator_confirms_a_disputed_slash(disputed: Office) -> None:
-    waiting = disputed("validator", "status", SECOND.address, *disputed.number, who=None)[
-        "disputes"
-    ]
-    assert [one["id"] for one in waiting] == [1]
-    assert "OwnProposal" in disputed.refused("validator", "confirm", "1", who=VALIDATOR)
-    disputed("validator", "confirm", "1", who=SECOND)
-    assert disputed.proposal(1) is ProposalState.EXECUTED
-    assert "WrongState" in disputed.refused("validator", "overturn", "1", who=SECOND)
+def test_the_arbiter_confirms_a_disputed_slash(disputed: tuple[Office, Digest]) -> None:
+    office, leaf = disputed
+    status = ("validator", "status", SECOND.address, *office.number)
+    assert [one["leaf"] for one in office(*status, who=None)["disputes"]] == [leaf]
+    assert "NotAllowed" in office.refused("slash", "confirm", leaf, who=VALIDATOR)
+    office("slash", "confirm", leaf, who=ADMIN)
+    assert office.proposal(leaf) is ProposalState.EXECUTED
+    assert "WrongState" in office.refused("slash", "overturn", leaf, who=ADMIN)
 
 
-def test_another_validator_overturns_a_disputed_slash(disputed: Office) -> None:
-    disputed("validator", "overturn", "1", who=SECOND)
-    assert disputed.proposal(1) is ProposalState.CANCELLED
-    (listed,) = disputed("slash", "list", *disputed.number, who=None)
+def test_the_arbiter_overturns_a_disputed_slash(disputed: tuple[Office, Digest]) -> None:
+    office, leaf = disputed
+    office("slash", "overturn", leaf, who=ADMIN)
+    assert office.proposal(leaf) is ProposalState.CANCELLED
+    (listed,) = office("slash", "list", *office.number, who=None)
     assert listed["status"] == "cancelled"
 
 
-def test_a_dispute_that_nobody_judged_lapses_by_anyone(disputed: Office) -> None:
-    assert "WindowOpen" in disputed.refused("slash", "lapse", "1", who=STRANGER)
-    disputed.deployed.anvil.forward(disputed.deployed.deployment.periods.dispute_window + 1)
-    assert "WindowClosed" in disputed.refused("validator", "confirm", "1", who=SECOND)
-    disputed("slash", "lapse", "1", who=STRANGER)
-    assert disputed.proposal(1) is ProposalState.CANCELLED
+def test_a_dispute_that_was_not_judged_lapses_by_anyone(disputed: tuple[Office, Digest]) -> None:
+    office, leaf = disputed
+    assert "WindowOpen" in office.refused("slash", "lapse", leaf, who=STRANGER)
+    office.deployed.anvil.forward(office.deployed.deployment.periods.dispute_window + 1)
+    assert "WindowClosed" in office.refused("slash", "confirm", leaf, who=ADMIN)
+    office("slash", "lapse", leaf, who=STRANGER)
+    assert office.proposal(leaf) is ProposalState.CANCELLED
 
 
-def test_an_undisputed_slash_is_executed_by_anyone_and_another_cancelled_by_the_guardian(
-    disputed: Office,
+def test_an_undisputed_slash_is_executed_by_anyone_and_another_cancelled_by_the_arbiter(
+    disputed: tuple[Office, Digest],
 ) -> None:
-    second, third = disputed.propose(1), disputed.propose(2)
-    assert "NotAllowed" in disputed.refused("slash", "cancel", str(second), who=MANAGER)
-    disputed("slash", "cancel", str(second), who=ADMIN)
-    assert disputed.proposal(second) is ProposalState.CANCELLED
-    assert "WindowOpen" in disputed.refused("slash", "execute", str(third), who=STRANGER)
-    disputed.deployed.anvil.forward(disputed.deployed.deployment.periods.slash_window + 1)
-    disputed("slash", "execute", str(third), who=STRANGER)
-    assert disputed.proposal(third) is ProposalState.EXECUTED
-    assert disputed("slash", "guardian", who=None)["guardian"] == ADMIN.address
+    office, _ = disputed
+    second, third = office.propose(1), office.propose(2)
+    assert "NotAllowed" in office.refused("slash", "cancel", second, who=MANAGER)
+    office("slash", "cancel", second, who=ADMIN)
+    assert office.proposal(second) is ProposalState.CANCELLED
+    assert "WindowOpen" in office.refused("slash", "execute", third, who=STRANGER)
+    office.deployed.anvil.forward(office.deployed.deployment.periods.slash_window + 1)
+    office("slash", "execute", third, who=STRANGER)
+    assert office.proposal(third) is ProposalState.EXECUTED
 
 
-def test_the_guardian_disables_a_reward_root_in_time(office: Office) -> None:
+def test_the_arbiter_announces_its_successor(office: Office) -> None:
+    assert office("slash", "arbiter", who=None)["arbiter"] == ADMIN.address
+    assert "NotAllowed" in office.refused("slash", "announce-arbiter", SECOND.address)
+    office("slash", "announce-arbiter", SECOND.address, who=ADMIN)
+    assert office("slash", "arbiter", who=None)["next"] == SECOND.address
+    assert "TooEarly" in office.refused("slash", "apply-arbiter", who=STRANGER)
+    office.deployed.anvil.forward(office.deployed.deployment.periods.unbonding + 1)
+    office("slash", "apply-arbiter", who=STRANGER)
+    assert office("slash", "arbiter", who=None)["arbiter"] == SECOND.address
+
+
+def test_the_arbiter_disables_a_reward_root_in_time(office: Office) -> None:
     deployed, c = office.deployed, office.deployed.contracts
     office("pool", "fund", "--amount", "10", *office.number)
     epoch = deployed.now() // RUN.epoch_seconds
@@ -397,25 +409,6 @@ def test_every_command_prints_calldata_without_a_key_and_rehearses_without_sendi
     assert office.deployed.client.block_number() == block
 
 
-def test_a_validator_that_nobody_appointed_is_told_once_what_the_manager_types(
-    office: Office, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "orchestrator.appointment")
-    role = Appointment(office.deployed.contracts, office.pool, STRANGER.address)
-    role.look()
-    role.look()
-
-    def told() -> list[str]:
-        return [r.getMessage() for r in caplog.records if r.name == "orchestrator.appointment"]
-
-    (said,) = told()
-    assert f"orchestrator pool set-validator {STRANGER.address} --pool {office.pool}" in said
-    office("pool", "set-validator", STRANGER.address, *office.number)
-    role.look()
-    assert role.known
-    assert "is appointed" in told()[-1]
-
-
 def test_a_dry_run_reads_as_sentences(office: Office) -> None:
     _, out, _ = office.run("pool", "end", *office.number, "--dry-run")
     assert "gas, no L1 data fee on this chain" in out
@@ -457,7 +450,7 @@ def test_an_expired_permit_and_a_used_window_name_their_errors(office: Office) -
     deployed, c = office.deployed, office.deployed.contracts
     deployed.send(OWNER, c.token.faucet())
     permit = c.token.permit(OWNER, c.vault.address, ETHER, deployed.now() - 1)
-    from protocol.chain.errors import ChainRevertedError
+    from prime_chain.errors import ChainRevertedError
 
     with pytest.raises(ChainRevertedError) as caught:
         deployed.client.call(c.vault.deposit_with_permit(ETHER, permit), sender=OWNER.address)
@@ -480,7 +473,8 @@ def test_no_wallet_and_no_account_are_told(office: Office) -> None:
 def test_a_deployment_is_checked_by_the_command(office: Office, tmp_path: Path) -> None:
     found = office("deployment", "check", who=None)
     assert found["ok"] is True
-    assert {"code of Slasher", "periods", "one guardian"} <= {c["name"] for c in found["checks"]}
+    names = {c["name"] for c in found["checks"]}
+    assert {"code of Slasher", "periods", "treasury as the file says"} <= names
     file = office.deployed.deployment
     wrong = file.model_copy(update={"code": {**file.code, "work": Digest("0x" + "11" * 32)}})
     wrong.save(tmp_path / "wrong.json")

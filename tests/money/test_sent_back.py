@@ -3,8 +3,6 @@ keeps all it has, and nobody is asked for ever."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,20 +13,22 @@ import court_kit
 import sqlalchemy as sa
 from copy_kit import Copyist, one_problem
 from court_kit import HONEST, LIAR, Court
+from judges import Bench
 from money_kit import key
 
-from orchestrator import reviews
-from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
-from orchestrator.store import groups, jobs, meta, opinions, row_marks, schema
-from orchestrator.store.submissions import SubmissionRow
-from orchestrator.validator import Validator
-from protocol.core import seeds
-from protocol.core.encoding import sha256
-from protocol.core.ids import Digest
-from protocol.core.verdict import Reason
-from protocol.verification.repeats import marks
-from protocol.verification.rollout_file import read_rollout_file
-from protocol.verification.verify import Finding
+from prime_core import seeds
+from prime_core.encoding import sha256
+from prime_core.ids import Digest
+from prime_core.verdict import Reason
+from prime_orchestrator.api import validators
+from prime_orchestrator.manager import reviews
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
+from prime_orchestrator.store import groups, jobs, meta, opinions, row_marks, schema
+from prime_orchestrator.store.submissions import SubmissionRow
+from prime_validator.judging import Validator
+from prime_verify.repeats import marks
+from prime_verify.rollout_file import read_rollout_file
+from prime_verify.verify import Finding
 
 OTHER = sha256(b"another file")
 SECOND, THIRD = key(70), key(71)
@@ -51,29 +51,20 @@ def _its_run(monkeypatch: pytest.MonkeyPatch) -> None:
             whole(secret, digest, rows, count) if count >= rows else [0, 1]
         ),
     )
-
-
-@contextmanager
-def held(court: Court, digest: Digest) -> Iterator[None]:
-    """Another validator's claim on the oldest job, which comes to nothing."""
-    with court.shop.store.begin() as connection:
-        job = jobs.claim(connection, "slow", now=court.shop.now(), seconds=60)
-    assert job is not None
-    assert job.submission_digest == digest
-    yield
-    with court.shop.store.begin() as connection:
-        jobs.hand_on(connection, digest, "slow")
+    # no file is drawn for a second opinion: which one that hits changes with every byte of a lease
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 256)
 
 
 def accepted_first(
-    court: Court, judges: Validator, claimed: float = 1.0
+    court: Court, judges: Bench, claimed: float = 1.0
 ) -> tuple[SubmissionRow, SubmissionRow]:
     """(original, copy): the copy is accepted, the original waits."""
     copyist = Copyist(court)
     original = court.shop.submit(HONEST, make=copyist.original)
     copy = court.shop.submit(LIAR, make=copyist.copy(claimed))
-    with held(court, original.digest):
-        assert judges.judge_next() == copy.digest
+    with court.shop.store.begin() as connection:  # as if it came later
+        jobs.change(connection, original.digest, created_at=court.shop.now() + 1)
+    assert judges.judge_next() == copy.digest
     assert court.shop.row(copy.digest).status == "accepted"
     return original, copy
 

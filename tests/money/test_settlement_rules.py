@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.encoding import merkle_verify, reward_leaf, sha256
-from protocol.core.errors import MalformedError
-from protocol.core.ids import ZERO_DIGEST, Address, Digest, Signature, address
-from protocol.core.settlement import (
+from prime_core.encoding import merkle_verify, reward_leaf, sha256
+from prime_core.errors import MalformedError
+from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature, address
+from prime_core.settlement import (
     FORFEIT_SECONDS,
     JudgedFact,
     LeafFact,
@@ -22,7 +22,7 @@ from protocol.core.settlement import (
     answered_for,
     settle,
 )
-from protocol.core.verdict import Outcome
+from prime_core.verdict import Outcome
 
 NODES: list[Address] = [address("0x" + f"{i + 1:040x}") for i in range(3)]
 RECEIPT = Signature("0x" + "11" * 65)
@@ -35,7 +35,7 @@ def name(index: int) -> Digest:
 
 def leaf(index: int, node: int = 0, received_at: int = 1000, **changes: object) -> LeafFact:
     judged = JudgedFact(name(1000 + index), name(2000 + index), Outcome.ACCEPTED, 10, 1005)
-    fact = LeafFact(name(index), NODES[node], 0, 2000, received_at, RECEIPT, judged)
+    fact = LeafFact(name(index), NODES[node], 0, 2000, received_at, RECEIPT, judged, price=7)
     return replace(fact, **changes)  # type: ignore[arg-type]
 
 
@@ -53,7 +53,6 @@ def run(
         previous=previous,
         leaves=leaves,
         slashes=slashes or [],
-        price_per_unit=7,
     )
 
 
@@ -225,3 +224,34 @@ def test_somebody_answers_until_slash_and_dispute_window_after_the_submissions_e
 ) -> None:
     """As Work._checkInTime, to the second."""
     assert answered_for(rooted_at=rooted_at, valid_until=1000, accountable=140) is answered
+
+
+def test_who_judged_a_file_in_time_is_paid_once_whatever_came_of_it() -> None:
+    """Also where a held file comes up again."""
+    judges = (name(7)[:42], name(8)[:42])
+    accounts = tuple(sorted(address(one) for one in judges))
+
+    def said(outcome: Outcome, at: int = 10) -> JudgedFact:
+        return JudgedFact(name(1001), name(2001), outcome, 0, at, accounts)
+
+    leaves = [
+        leaf(1, judged=said(Outcome.VOID), judge_price=5),
+        leaf(2, judged=said(Outcome.REJECTED), judge_price=5),
+        leaf(3, judged=said(Outcome.ACCEPTED), judge_price=5),
+        leaf(4, judged=said(Outcome.ACCEPTED, at=2001), judge_price=5),
+        leaf(5, judge_price=5),
+    ]
+    open_slash = SlashFact(name(9), NODES[0], 1_000, RECEIPT, "open")
+    first = settle(
+        chain_id=1, pool=1, epoch=0, as_of_block=1, previous=None, leaves=leaves,
+        slashes=[open_slash],
+    )  # fmt: skip
+    assert state_of(first, 3) == "held"
+    assert {one: first.amounts()[one] for one in accounts} == dict.fromkeys(accounts, 15)
+    again = settle(
+        chain_id=1, pool=1, epoch=1, as_of_block=2, previous=first, leaves=[leaves[2]],
+        slashes=[],
+    )  # fmt: skip
+    assert state_of(again, 3) == "paid"
+    assert {one: again.amounts()[one] for one in accounts} == dict.fromkeys(accounts, 15)
+    assert [file.judges for file in again.files] == [()]

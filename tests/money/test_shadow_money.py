@@ -10,13 +10,13 @@ import pytest
 import sqlalchemy as sa
 from money_kit import RUN, Shop, key, open_shop
 
-from orchestrator import reviews
-from orchestrator.batches import free_groups
-from orchestrator.roots import post_roots
-from orchestrator.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
-from orchestrator.store import jobs, meta, row_marks, schema, submissions
-from protocol.core.encoding import sha256
-from protocol.core.verdict import Reason
+from prime_core.encoding import sha256
+from prime_core.verdict import Reason
+from prime_orchestrator.manager import reviews
+from prime_orchestrator.manager.batches import free_groups
+from prime_orchestrator.manager.roots import post_roots
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
+from prime_orchestrator.store import jobs, meta, row_marks, schema, submissions
 
 SHADOW, PAID = key(60), key(61)
 

@@ -8,11 +8,11 @@ from chain_kit import World
 from money_kit import MANAGER, RUN, VALIDATOR
 from walk_kit import HONEST, OWNER
 
-from orchestrator.store import leases
-from protocol.chain.errors import ChainRevertedError
-from protocol.core.encoding import sha256
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.verdict import Reason
+from devnet.deployed import opinions_on
+from prime_chain.errors import ChainRevertedError
+from prime_core.encoding import sha256
+from prime_core.verdict import Reason
+from prime_orchestrator.store import leases
 
 pytestmark = needs_anvil
 
@@ -43,16 +43,8 @@ def test_a_shadow_file_has_no_way_onto_the_chain(members: World) -> None:
     world.send(MANAGER, world.contracts.work.post_root(pool, row.digest, 1, sha256(b"a list")))
     seq = 1
     assert world.contracts.work.leaf_in(pool, seq, row.digest, [])
-    slash = world.contracts.slasher.propose(
-        claim.submission,
-        HONEST.address,
-        claim.signature,
-        seq,
-        [],
-        row.evidence or ZERO_DIGEST,
-        int(Reason.WRONG_SAMPLING),
-        RUN.slash_amount,
-    )
+    said = opinions_on(world.deployment, claim.submission, [VALIDATOR])
+    slash = world.contracts.slasher.propose(claim.submission, claim.signature, seq, [], said)
     with pytest.raises(ChainRevertedError):
         world.send(VALIDATOR, slash)
     assert world.contracts.vault.pending_slash(OWNER.address) == 0

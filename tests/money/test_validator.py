@@ -10,28 +10,31 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 from court_kit import HONEST, LIAR, Court, Shelf
+from judges import judge_of
 from money_kit import TRAINER, VALIDATOR, key
 
-from orchestrator import judging
-from orchestrator.policy_store import PolicyStore
-from orchestrator.store import jobs, leases, schema
-from orchestrator.store.submissions import SubmissionRow
-from protocol.broadcast.manifest import Trust
-from protocol.chain.history import Slash
-from protocol.core import encoding
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import Digest
-from protocol.core.task import SignedLease
-from protocol.core.verdict import Evidence, Reason, SignedVerdict, VerdictTable
-from protocol.environments.base import Problem, TaskScore
-from protocol.environments.reverse import Reverse
-from protocol.proofs.thresholds import STATISTICS
-from protocol.storage.base import digest_key, put_object
-from protocol.verification import verify
-from protocol.verification.audit import audit_slash
-from protocol.verification.engines import FolderEngines, load_engine
-from protocol.verification.rollout_file import read_rollout_file, write_rollout_file
+from prime_broadcast.manifest import Trust
+from prime_chain.history import Slash
+from prime_core import encoding
+from prime_core.checkpoint import PolicyStatement
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
+from prime_core.storage.base import digest_key, put_object
+from prime_core.task import SignedLease
+from prime_core.verdict import Evidence, Reason, Verdict, VerdictTable
+from prime_envs.base import Problem, TaskScore
+from prime_envs.reverse import Reverse
+from prime_orchestrator.api.validators import CLAIM_SECONDS, LOST_SECONDS, MAX_ATTEMPTS
+from prime_orchestrator.manager.draws import reveal_second
+from prime_orchestrator.store import jobs, leases, schema
+from prime_orchestrator.store.submissions import SubmissionRow
+from prime_validator.folder import Folder
+from prime_validator.policies import Policies
+from prime_verify import verify
+from prime_verify.audit import audit_slash
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.proofs.thresholds import STATISTICS
+from prime_verify.rollout_file import read_rollout_file, write_rollout_file
 
 
 def test_an_honest_file_is_accepted_paid_and_grouped(court: Court) -> None:
@@ -40,10 +43,16 @@ def test_an_honest_file_is_accepted_paid_and_grouped(court: Court) -> None:
     assert row.verdict is not None
     assert row.verdict_table is not None
     shop = court.shop
-    table = VerdictTable.model_validate_json(shop.objects.get(digest_key(row.verdict_table), 9999))
+    table = VerdictTable.model_validate_json(
+        shop.objects.get(digest_key(row.verdict_table), 1 << 20)
+    )
     assert row.units == sum(r.output_tokens for r in table.rows) > 0
-    verdict = SignedVerdict.model_validate_json(shop.objects.get(digest_key(row.verdict), 9999))
-    assert verdict.verdict.table == row.verdict_table
+    verdict = Verdict.model_validate_json(shop.objects.get(digest_key(row.verdict), 9999))
+    (signed,) = verdict.opinions
+    assert signed.opinion.table == row.verdict_table
+    assert set(table.row_statistics) == set(STATISTICS)
+    assert {len(values) for values in table.row_statistics.values()} == {len(table.rows_drawn)}
+    signed.check(shop.context.domain(signed.opinion))
     with shop.store.read() as connection:
         assert len(connection.execute(schema.groups.select()).all()) == 2
     assert court.validator.judge_next() is None
@@ -201,81 +210,95 @@ class Broken(Reverse):
         raise ZeroDivisionError("a defect in the grader")
 
 
-def test_a_crash_in_verification_is_an_abstention_and_punishes_nobody(court: Court) -> None:
-    court.validator._environment = Broken({}, court.shop.context.run.budgets)
-    row = court.judged(court.honest)
-    assert row.status == "submitted"
-    assert court.shop.node_status(HONEST.address) == "active"
+def status_of(court: Court, row: SubmissionRow) -> tuple[str, str]:
+    """Of the job, and of this validator's part in it."""
     with court.shop.store.read() as connection:
         job = jobs.get(connection, row.digest)
+        part = jobs.assignment(connection, row.digest, VALIDATOR.address)
     assert job is not None
-    assert (job.status, job.abstentions, job.attempts) == ("ready", 1, 0)
-    assert court.validator.judge_next() is None, "this validator waits; others need not"
+    assert part is not None
+    return job.status, part.status
 
-    court.validator._environment = court.environment
-    court.shop.now.time += 11
+
+def broken(court: Court) -> None:
+    """The validator's grader has a defect from now on."""
+    assert court.validator.validator is not None
+    run = court.shop.context.run
+    grader = Broken({}, run.budgets)
+    court.validator.validator._runs._environments[run.digest()] = grader
+
+
+def test_a_validator_that_abstains_never_gets_the_file_again_and_punishes_no_one(
+    court: Court,
+) -> None:
+    second = court.another(key(70))
+    assert court.validator.validator is not None
+    broken(court)
+    row = court.judged(court.honest)
+    assert status_of(court, row) == ("open", "abstained")
+    assert court.shop.node_status(HONEST.address) == "active"
+    court.validator.validator._runs._environments.clear()
+    court.shop.now.time += 10_000
+    assert court.validator.judge_next() is None
+    assert second.judge_next() == row.digest
+    assert court.shop.row(row.digest).status == "accepted"
+
+
+def test_a_file_from_which_every_validator_abstained_is_set_aside(court: Court) -> None:
+    assert court.validator.validator is not None
+    broken(court)
+    row = court.judged(court.honest)
+    assert court.validator.judge_next() is None
+    assert status_of(court, row) == ("quarantined", "abstained")
+
+
+def test_a_validator_that_dies_three_times_over_a_file_leaves_it_to_others(court: Court) -> None:
+    row = court.shop.submit(HONEST)
+    for _ in range(MAX_ATTEMPTS):
+        assert court.validator.claim() is not None
+        court.shop.now.time += CLAIM_SECONDS + 1
+    assert court.validator.claim() is None
+    assert status_of(court, row) == ("quarantined", "abstained")
+
+
+def test_a_file_that_the_store_lost_waits(court: Court) -> None:
+    row = court.shop.submit(HONEST, make=court.honest)
+    data = court.file(row)
+    court.shop.objects.delete(digest_key(row.sha256))
+    assert court.validator.judge_next() is None
+    assert status_of(court, row) == ("open", "assigned")
+    court.shop.objects.put(digest_key(row.sha256), data)
+    court.shop.now.time += LOST_SECONDS
     assert court.validator.judge_next() == row.digest
     assert court.shop.row(row.digest).status == "accepted"
 
 
-def test_a_file_that_our_store_lost_is_an_abstention(court: Court) -> None:
-    row = court.shop.submit(HONEST, make=court.honest)
-    court.shop.objects.delete(digest_key(row.sha256))
-    assert court.validator.judge_next() == row.digest
-    assert court.shop.row(row.digest).status == "submitted"
-
-
-def test_a_full_disk_gives_the_job_back_uncounted(
+def test_a_full_disk_of_the_manager_only_delays_the_verdict(
     court: Court, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = court.shop.submit(HONEST, make=lambda signed, digest: b"not parquet")
+    row = court.shop.submit(HONEST, make=court.honest)
+    judge = judge_of(court.shop.backend)
 
     def full(key: str, data: bytes) -> None:
         raise UnavailableError("the disk is full")
 
+    assert court.validator.validator is not None
+    court.validator.validator.judge_some(1)
     with monkeypatch.context() as disk:
         disk.setattr(court.shop.objects, "put", full)
-        for _ in range(4):  # more often than a job may die or be abstained from
-            with pytest.raises(UnavailableError, match="full"):
-                court.validator.judge_next()
-            with court.shop.store.read() as connection:
-                job = jobs.get(connection, row.digest)
-            assert job is not None
-            assert (job.status, job.attempts, job.abstentions) == ("ready", 0, 0)
-            court.shop.now.time += 31
-    assert court.validator.judge_next() == row.digest
-    assert court.shop.row(row.digest).status == "void"
+        with pytest.raises(UnavailableError, match="full"):
+            judge.tick()
+    assert court.shop.row(row.digest).status == "submitted"
+    assert judge.tick() == [row.digest]
+    assert court.shop.row(row.digest).status == "accepted"
 
 
-def test_a_job_taken_by_a_database_outage_is_given_back_once_it_ends(
-    court: Court, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = court.shop.submit(HONEST, make=lambda signed, digest: b"not parquet")
-
-    def away(*_args: object, **_named: object) -> None:
-        raise UnavailableError("the database is away")
-
-    with monkeypatch.context() as outage:
-        outage.setattr(judging, "publish_verdict", away)
-        outage.setattr(jobs, "give_back", away)
-        for _ in range(4):
-            with pytest.raises(UnavailableError, match="away"):
-                court.validator.judge_next()
-            court.shop.now.time += 31
-    assert court.validator.judge_next() is None, "given back, it rests"
-    with court.shop.store.read() as connection:
-        job = jobs.get(connection, row.digest)
-    assert job is not None
-    assert (job.status, job.attempts, job.abstentions) == ("ready", 0, 0)
-
-
-def test_a_policy_that_nobody_serves_is_an_abstention(court: Court, tmp_path: Path) -> None:
+def test_a_policy_that_no_relay_serves_delays_the_file(court: Court, tmp_path: Path) -> None:
     trust = Trust(TRAINER.address, court.shop.context.domain(PolicyStatement), 1)
-    court.validator._policies = PolicyStore(
-        tmp_path / "empty", court.shop.store, trust, now=court.shop.now
-    )
+    assert court.validator.validator is not None
+    court.validator.validator._policies = Policies(tmp_path / "empty", court.validator.api, trust)
     row = court.judged(court.honest)
-    assert row.status == "submitted"
+    assert status_of(court, row) == ("open", "assigned")
 
 
 def test_an_audit_checks_that_the_rows_were_drawn_by_the_lease_s_secret(court: Court) -> None:
@@ -283,19 +306,23 @@ def test_an_audit_checks_that_the_rows_were_drawn_by_the_lease_s_secret(court: C
     (note,) = court.audit(court.slash(row)).notes
     assert "is not shown before" in note
     run = court.shop.context.run
-    court.shop.now.time += 2 * run.epoch_seconds + run.lease_seconds
-    court.draws.prepare()
+    court.shop.now.time += 2 * run.epoch_seconds + run.lease_seconds + 30
+    court.validator.draws.prepare()
+    (note,) = court.audit(court.slash(row)).notes
+    assert "is not shown before" in note, "the manager's second secret is missing"
+    assert reveal_second(court.shop.store, court.shop.objects, court.shop.context, court.shop.now)
     after = court.audit(court.slash(row))
     assert (after.result, after.notes) == ("match", ())
     chosen = court.evidence(row).model_copy(update={"draw_secret": encoding.sha256(b"chosen")})
     lying = court.audit(replaced(court, row, chosen))
     assert lying.result == "mismatch"
-    assert "not drawn by the secret" in lying.detail
+    assert "not drawn by the secrets" in lying.detail
 
 
-def test_a_file_whose_lease_names_no_draw_of_ours_is_left_to_others(court: Court) -> None:
+def test_a_file_whose_lease_names_no_draw_of_ours_is_left_to_others(
+    court: Court, tmp_path: Path
+) -> None:
     row = court.shop.submit(HONEST, make=court.honest)
-    with court.shop.store.begin() as connection:
-        connection.execute(schema.draw_secrets.delete())  # another key's secrets now
+    court.validator.draws._folder = Folder(tmp_path / "another")  # of the same key
     assert court.validator.judge_next() == row.digest
-    assert court.shop.row(row.digest).status == "submitted"
+    assert status_of(court, row)[1] == "abstained"

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from judges import judge_of
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, Shop, key, open_shop
 
-from orchestrator import batches as batches_module
-from orchestrator import judging, reviews
-from orchestrator import roots as roots_module
-from orchestrator.batches import seal_ready_batches
-from orchestrator.roots import post_roots
-from orchestrator.store import batches as store_batches
-from orchestrator.store import jobs, schema
-from protocol.core import encoding
-from protocol.core.errors import FatalError
-from protocol.core.ids import Digest
-from protocol.core.rollout import decode_leaves
-from protocol.core.verdict import Reason, SignedVerdict, VerdictTable
-from protocol.storage.base import ObjectStore, digest_key
+from prime_core import encoding
+from prime_core.ids import Digest
+from prime_core.rollout import decode_leaves
+from prime_core.storage.base import ObjectStore, digest_key
+from prime_core.verdict import Opinion, Reason, Verdict, VerdictTable
+from prime_orchestrator.manager import batches as batches_module
+from prime_orchestrator.manager import judging, reviews
+from prime_orchestrator.manager import roots as roots_module
+from prime_orchestrator.manager.batches import seal_ready_batches
+from prime_orchestrator.manager.roots import post_roots
+from prime_orchestrator.store import batches as store_batches
+from prime_orchestrator.store import schema
 
 HONEST, LIAR = key(10), key(11)
 
@@ -59,8 +59,7 @@ def in_child(action: object, *arguments: object) -> int:
 
 def test_acceptance_writes_credit_groups_and_verdict_at_once(shop: Shop) -> None:
     row = shop.submit(HONEST)
-    published = shop.judge(row, rewards=(0, 1_000_000, 500_000, 500_000))
-    after = shop.row(row.digest)
+    after = shop.judge(row, rewards=(0, 1_000_000, 500_000, 500_000))
     assert (after.status, after.units, after.validator) == ("accepted", 20, VALIDATOR.address)
     [credit] = rows(shop, schema.credits)
     assert int(credit["amount"]) == 20 * TOKEN // 1000
@@ -69,15 +68,13 @@ def test_acceptance_writes_credit_groups_and_verdict_at_once(shop: Shop) -> None
     assert [lease["status"] for lease in rows(shop, schema.leases)] == ["accepted"]
     assert [job["status"] for job in rows(shop, schema.jobs)] == ["done"]
 
-    signed = SignedVerdict.model_validate_json(
-        shop.objects.get(digest_key(published.object), 1 << 20)
-    )
-    domain = shop.context.domain(signed.verdict)
-    assert signed.verdict.recover(domain, signed.signature) == VALIDATOR.address
-    table = VerdictTable.model_validate_json(
-        shop.objects.get(digest_key(signed.verdict.table), 1 << 20)
-    )
-    assert sum(r.output_tokens for r in table.rows) == signed.verdict.units
+    assert after.verdict is not None
+    verdict = Verdict.model_validate_json(shop.objects.get(digest_key(after.verdict), 1 << 20))
+    (signed,) = verdict.opinions
+    signed.check(shop.context.domain(Opinion))
+    assert signed.validator == VALIDATOR.address
+    raw = shop.objects.get(digest_key(signed.opinion.table), 1 << 20)
+    assert VerdictTable.model_validate_json(raw).units == after.units
 
 
 def test_rejection_pays_nothing_quarantines_and_queues_one_slash(shop: Shop) -> None:
@@ -87,8 +84,7 @@ def test_rejection_pays_nothing_quarantines_and_queues_one_slash(shop: Shop) -> 
     assert shop.node_status(LIAR.address) == "quarantined"
     [slash] = rows(shop, schema.slashes)
     assert (slash["status"], int(slash["amount"])) == ("queued", RUN.slash_amount)
-    [intent] = rows(shop, schema.intents)
-    assert (intent["kind"], intent["lane"]) == ("propose", VALIDATOR.address)
+    assert slash["validator"] == VALIDATOR.address
     [credit] = rows(shop, schema.credits)
     assert credit["status"] == "held", "what was earned in the day up to the bad file waits"
 
@@ -113,73 +109,6 @@ def test_void_costs_nobody_anything(shop: Shop) -> None:
     shop.judge(row, Reason.MALFORMED)
     assert shop.row(row.digest).status == "void"
     assert shop.node_status(HONEST.address) == "active"
-    assert rows(shop, schema.credits) == rows(shop, schema.slashes) == []
-
-
-def test_a_verdict_without_its_claim_writes_nothing(shop: Shop) -> None:
-    row = shop.submit(HONEST)
-    published = judging.publish_verdict(
-        shop.objects, shop.context, VALIDATOR, row.digest, shop.judgement(row), judged_at=1
-    )
-    assert not judging.record_verdict(
-        shop.store, shop.context, row.digest, published, worker="stranger", now=shop.now()
-    )
-    assert shop.row(row.digest).status == "submitted"
-    assert rows(shop, schema.credits) == []
-
-
-def test_judgement_refuses_evidence_without_rejection(shop: Shop) -> None:
-    with pytest.raises(FatalError, match="evidence"):
-        judging.Judgement(Reason.MALFORMED, 0, None, b"{}")
-    with pytest.raises(FatalError, match="table"):
-        judging.Judgement(Reason.NONE, 0, None, None)
-
-
-def test_an_abstained_job_goes_to_another_at_once_and_to_the_same_later(shop: Shop) -> None:
-    row = shop.submit(HONEST)
-
-    def claim(worker: str) -> Digest | None:
-        with shop.store.begin() as connection:
-            job = jobs.claim(connection, worker, now=shop.now(), seconds=30)
-        return None if job is None else job.submission_digest
-
-    def abstain(worker: str) -> bool:
-        return judging.record_abstention(
-            shop.store,
-            row.digest,
-            Reason.POLICY_MISSING,
-            "no policy",
-            worker=worker,
-            now=shop.now(),
-            retry_seconds=10,
-            max_abstentions=3,
-        )
-
-    assert claim("one") == row.digest
-    assert abstain("one")
-    assert claim("one") is None
-    assert claim("two") == row.digest
-    assert abstain("two")
-    shop.now.time += 11
-    assert claim("two") == row.digest
-    assert shop.row(row.digest).status == "submitted", "an abstention decides nothing"
-    assert abstain("two")
-    shop.now.time += 11
-    assert claim("one") is None, "three abstentions quarantine the job"
-    assert shop.node_status(HONEST.address) == "active"
-
-
-def test_a_job_that_killed_three_claims_is_quarantined_and_neither_pays_nor_slashes(
-    shop: Shop,
-) -> None:
-    shop.submit(HONEST)
-    for _ in range(3):
-        with shop.store.begin() as connection:
-            assert jobs.claim(connection, "v", now=shop.now(), seconds=30) is not None
-        shop.now.time += 31
-    with shop.store.begin() as connection:
-        assert jobs.claim(connection, "v", now=shop.now(), seconds=30) is None
-    assert [job["status"] for job in rows(shop, schema.jobs)] == ["quarantined"]
     assert rows(shop, schema.credits) == rows(shop, schema.slashes) == []
 
 
@@ -295,12 +224,14 @@ def test_a_kill_before_the_verdict_commits_leaves_the_file_to_be_judged_again(
         os._exit(9)
 
     monkeypatch.setattr(judging, "_credit", die)
+    job = shop.bench.claim()
+    assert job is not None
+    shop.bench.say(job, Reason.NONE, shop.table_rows())
     shop.store.close()
-    assert in_child(shop.judge, row) == 9
+    assert in_child(judge_of(shop.backend).tick) == 9
     monkeypatch.undo()
     assert shop.row(row.digest).status == "submitted"
-    shop.now.time += 61
-    shop.judge(shop.row(row.digest))
+    assert judge_of(shop.backend).tick() == [row.digest]
     assert len(rows(shop, schema.credits)) == 1
 
 

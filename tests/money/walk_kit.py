@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 import sqlalchemy as sa
 from chain_kit import World
 from money_kit import key
 
-from orchestrator.settlement import newest_settlement
-from orchestrator.store import schema
-from protocol.chain.history import read_events
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import Digest
-from protocol.core.settlement import Settlement
-from protocol.storage.base import digest_key
-from protocol.verification.rewards import Rebuilt, rebuild
+from prime_chain.history import read_events
+from prime_chain.rewards import Rebuilt, history_of, rebuild
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
+from prime_core.settlement import Settlement
+from prime_core.storage.base import digest_key
+from prime_orchestrator.manager import revisions
+from prime_orchestrator.manager.settlement import newest_settlement
+from prime_orchestrator.store import schema
 
 HONEST, LIAR = key(10), key(11)
 OWNER, OTHER = key(12), key(13)
@@ -59,7 +61,14 @@ class Published:
 
 def rebuild_root(world: World, epoch: int) -> Rebuilt:
     events = read_events(world.client, world.deployment)
-    return rebuild(events, world.deployment, 1, world.shop.context.run, Published(world), epoch)
+    runs = history_of(events, 1, partial(run_bytes, world))
+    return rebuild(events, world.deployment, 1, runs, Published(world), epoch)
+
+
+def run_bytes(world: World, digest: Digest) -> bytes:
+    """A definition as the orchestrator serves it."""
+    with world.shop.store.read() as connection:
+        return revisions.history(connection, world.shop.context).of(digest).raw()
 
 
 def settled(world: World) -> Settlement:

@@ -15,26 +15,28 @@ from typing import Any
 
 from node_world import NODE, POOL, TRAINER, NodeWorld
 
-from node.api import NodeApi
-from node.bridge import Bridge
-from node.bridge_messages import HandIn, LeaseWish
-from node.courier import Courier
-from node.desk import Desk
-from node.heartbeat import Pulse
-from node.inbox import Inbox
-from node.outbox import Outbox
-from node.policies import PolicyKeeper
-from node.state import DataFolder
-from node.watched import WatchedThread
-from node.worker.client import BridgeClient
-from node.worker.loop import StopFlag
-from node.worker.workshop import Built, Job
-from orchestrator.store import nodes
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.manifest import Trust
-from protocol.core.ids import Digest
-from protocol.core.messages import PolicyList
-from protocol.core.node import Hardware
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.manifest import Trust
+from prime_core.ids import Digest
+from prime_core.messages import PolicyList
+from prime_core.node import Hardware
+from prime_node.api import NodeApi
+from prime_node.bridge import Bridge
+from prime_node.bridge_messages import HandIn, LeaseWish
+from prime_node.courier import Courier
+from prime_node.desk import Desk
+from prime_node.heartbeat import Pulse
+from prime_node.inbox import Inbox
+from prime_node.outbox import Outbox
+from prime_node.policies import PolicyKeeper
+from prime_node.revisions import Revisions
+from prime_node.runtime.base import WorkerOptions
+from prime_node.state import DataFolder
+from prime_node.watched import WatchedThread
+from prime_node.worker.client import BridgeClient
+from prime_node.worker.loop import StopFlag
+from prime_node.worker.workshop import Built, Job
+from prime_orchestrator.store import nodes
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Kit:
     outbox: Outbox
     courier: Courier
     client: BridgeClient
+    revisions: Revisions
     folder: Path
     """Where the agent puts what the worker sent."""
     socket_path: Path
@@ -98,10 +101,17 @@ def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
     shelf = Shelf({p.manifest.version: p.manifest.digest() for p in policies})
     inbox = Inbox(folder / "inbox")
     outbox = Outbox(folder / "outbox", now=time.time)
+    revisions = Revisions(
+        api.run(),
+        fetch=lambda digest: NodeApi(world.url, None).run(digest),
+        check=lambda run: None,
+        prepare=lambda run: None,
+    )
     desk = Desk(
         api=api,
         signer=NODE,
         run=api.run(),
+        revisions=revisions,
         domain=api.client.domain("work"),
         policies=shelf,
         outbox=outbox,
@@ -111,15 +121,17 @@ def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
     desk.set_working(True)
     bridge = Bridge(folder / "b", desk, task_uid=0)
     bridge.start()
+    revisions.start()
     courier = Courier(
         outbox, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=desk.nudge
     )
     client = BridgeClient(bridge.path, timeout=40)
     try:
-        yield Kit(world, desk, shelf, outbox, courier, client, inbox.folder, bridge.path)
+        yield Kit(world, desk, shelf, outbox, courier, client, revisions, inbox.folder, bridge.path)
     finally:
         desk.close()
         bridge.close()
+        revisions.stop(5)
         api.close()
 
 
@@ -157,10 +169,10 @@ def pulse(
     data.make()
     stop = threading.Event()
     task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
-    join: Any = SimpleNamespace(speed_class=1)
+    join: Any = SimpleNamespace(measure=lambda: None)
     loop = Pulse(
         NodeApi(kit.world.url, NODE), kit.world.backend.context.run, kit.desk, policy_keeper(kit),
-        kit.outbox, join, task,
+        kit.outbox, join, task, kit.revisions, options=lambda run: WorkerOptions(1, 0, 1.0),
         data=data, runtime="process", now=time.time, stop=stop, threads=threads,
     )  # fmt: skip
     return loop, data

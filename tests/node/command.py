@@ -12,7 +12,7 @@ import subprocess
 import sys
 from unittest.mock import patch
 
-from node.cli import main
+from prime_node.cli import main
 
 
 def prime_node(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -20,33 +20,33 @@ from typing import Any
 
 import sqlalchemy as sa
 import uvicorn
+from judges import commit_draws
 
 from devnet.chain import free_port
-from orchestrator.app import create_app
-from orchestrator.backend import Backend
-from orchestrator.context import PoolContext
-from orchestrator.draws import DrawSecrets
-from orchestrator.store import Store, chain, nodes, open_store, policies, schema, sqlite_url
-from protocol.broadcast.publish import finalize, publish
-from protocol.broadcast.server import Origin
-from protocol.chain.deployment import Deployment, Periods
-from protocol.chain.keystore import save_keystore
-from protocol.core import ids
-from protocol.core.checkpoint import PolicyStatement, SignedManifest
-from protocol.core.ids import ZERO_DIGEST, Address
-from protocol.core.messages import ContractAddresses
-from protocol.core.run import LengthBudgets, RunDefinition, SpeedClasses
-from protocol.core.signing import CONTRACT_NAMES, LocalSigner
-from protocol.core.task import Task
-from protocol.engine.tiny import write_tiny_model
-from protocol.environments.registry import environment_ref
-from protocol.storage.directory import DirectoryStore
+from prime_broadcast.publish import finalize, publish
+from prime_broadcast.server import Origin
+from prime_chain.keystore import save_keystore
+from prime_core import ids
+from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.deployment import Deployment, Periods
+from prime_core.ids import ZERO_DIGEST, Address
+from prime_core.messages import ContractAddresses
+from prime_core.run import LengthBudgets, RunDefinition, SpeedClasses
+from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.storage.directory import DirectoryStore
+from prime_core.task import Task
+from prime_engine.tiny import write_tiny_model
+from prime_envs.registry import environment_ref
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.store import Store, chain, nodes, open_store, policies, schema, sqlite_url
 
 POOL = 3
 MANAGER, TRAINER, NODE, VALIDATOR = (LocalSigner(bytes([n]) * 32) for n in range(0xA1, 0xA5))
 PASSWORD = "correct horse"
 WITHOUT_CHAIN = """
-from node import cli, config
+from prime_node import cli, config
 config.Settings.need_rpc = lambda settings: settings.rpc
 cli.main()
 """
@@ -64,7 +64,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> An
 
 def run_definition(**changes: Any) -> RunDefinition:
     """2 groups of 2 samples a lease, from the reverse environment."""
-    budgets = LengthBudgets(by_class={"1": (2, 6)}, penalty_micro=150_000)
+    budgets = LengthBudgets(targets=(2, 6), penalty_micro=150_000)
     values: dict[str, Any] = {
         "name": "node-test",
         "base_model": ZERO_DIGEST,
@@ -240,9 +240,7 @@ def node_world(
         trainer=TRAINER.address,
         audience=url,
     )
-    DrawSecrets(
-        store, backend.objects, backend.context, VALIDATOR, random=os.urandom, now=backend.now
-    ).prepare()
+    commit_draws(store, backend.context, VALIDATOR, backend.now)
     keystore, password_file = folder / "node.json", folder / "pw"
     password_file.write_text(PASSWORD + "\n")
     save_keystore(keystore, NODE.account.key, PASSWORD, light=True)

@@ -14,11 +14,11 @@ import pytest
 from command import prime_node
 from node_world import NODE, NodeWorld, until
 
-from orchestrator.store import submissions
-from protocol.core.ids import Digest
-from protocol.core.verdict import Reason
-from protocol.storage.base import digest_key
-from protocol.verification.rollout_file import read_rollout_file
+from prime_core.ids import Digest
+from prime_core.storage.base import digest_key
+from prime_core.verdict import Reason
+from prime_orchestrator.store import submissions
+from prime_verify.rollout_file import read_rollout_file
 
 
 def admitted(world: NodeWorld) -> None:
@@ -80,7 +80,7 @@ def test_agent_killed_while_the_orchestrator_is_down_loses_no_file(world: NodeWo
 
 @pytest.mark.slow
 def test_stop_while_generating_gives_the_lease_back_to_the_same_node(world: NodeWorld) -> None:
-    agent = world.join("--throttle", "1000")
+    agent = world.join("--throttle", "300")
     admitted(world)
     until(lambda: world.leases(), "a lease is taken")
     agent.send_signal(signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_a_void_file_and_its_reason_are_told_by_the_agent_itself(world: NodeWorl
     assert agent.wait(120) == 0
     assert world.log().count(sentence) == 1, "said once"
     shown = subprocess.run(
-        [sys.executable, "-m", "node.cli", "status", "--data", str(world.folder / "node")],
+        [sys.executable, "-m", "prime_node.cli", "status", "--data", str(world.folder / "node")],
         capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "400"},
     ).stdout  # fmt: skip
     assert sentence in shown, "and a person sees it after the agent has ended"

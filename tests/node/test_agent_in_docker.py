@@ -12,11 +12,11 @@ import docker
 import pytest
 from node_world import NODE, node_world, until
 
-from node.runtime.docker import LABEL
-from protocol.core.ids import Digest
-from protocol.core.task import Task
-from protocol.storage.base import digest_key
-from protocol.verification.rollout_file import read_rollout_file
+from prime_core.ids import Digest
+from prime_core.storage.base import digest_key
+from prime_core.task import Task
+from prime_node.runtime.docker import LABEL
+from prime_verify.rollout_file import read_rollout_file
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]

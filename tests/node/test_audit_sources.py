@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from node.audit import serving
-from protocol.core.messages import RelayInfo
+from prime_core.messages import RelayInfo
+from prime_node.audit import serving
 
 RELAY = RelayInfo(url="http://relay", versions=(80, 81))
 ORIGIN = RelayInfo(url="http://origin", versions=tuple(range(18, 82)))

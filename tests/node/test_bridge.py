@@ -17,17 +17,17 @@ from node_world import NodeWorld, publish_model, until
 from other_user import as_nobody, open_path
 from sqlalchemy import update
 
-from node.bridge import MAX_CONNECTIONS, _Handler
-from node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
-from node.desk import MOST_FAILURES
-from node.task import FINAL_STATUS
-from node.worker.client import BridgeClient
-from orchestrator import scheduler
-from orchestrator.store import leases, policies, schema
-from protocol.core.errors import ConflictError, MalformedError, NotFoundError, PolicyError
-from protocol.core.ids import Digest
-from protocol.core.messages import Heartbeat
-from protocol.core.rollout import MAX_FILE_BYTES
+from prime_core.errors import ConflictError, MalformedError, NotFoundError, PolicyError
+from prime_core.ids import Digest
+from prime_core.messages import Heartbeat
+from prime_core.rollout import MAX_FILE_BYTES
+from prime_node.bridge import MAX_CONNECTIONS, _Handler
+from prime_node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
+from prime_node.desk import CLOCK_SECONDS, MOST_FAILURES
+from prime_node.task import FINAL_STATUS
+from prime_node.worker.client import BridgeClient
+from prime_orchestrator.api import scheduler
+from prime_orchestrator.store import leases, policies, schema
 
 
 @pytest.fixture
@@ -174,9 +174,14 @@ BAD_REQUESTS = [
 ]
 
 
+def versioned(request: bytes) -> bytes:
+    """The request with the protocol's version in its head."""
+    return request.replace(b"\r\n", b"\r\nPrime-Protocol: 1\r\n", 1)
+
+
 def test_bad_request_is_a_problem_document(kit: Kit) -> None:
     for request, kind in BAD_REQUESTS:
-        head, _, body = kit.raw(request).partition(b"\r\n\r\n")
+        head, _, body = kit.raw(versioned(request)).partition(b"\r\n\r\n")
         assert b"application/problem+json" in head, request
         assert json.loads(body)["type"] == f"urn:prime:problem:{kind}", request
 
@@ -197,7 +202,7 @@ def test_more_connections_than_allowed_are_closed_and_the_bridge_lives(kit: Kit)
 
 
 def _answers(kit: Kit) -> bool:
-    return kit.raw(b"GET /run HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.0 200")
+    return kit.raw(versioned(b"GET /run HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.0 200")
 
 
 def test_another_user_cannot_connect(kit: Kit) -> None:
@@ -208,7 +213,7 @@ def test_another_user_cannot_connect(kit: Kit) -> None:
 
     def ask() -> str:
         try:
-            return "answered" if kit.raw(b"GET /run HTTP/1.1\r\n\r\n") else "closed"
+            return "answered" if kit.raw(versioned(b"GET /run HTTP/1.1\r\n\r\n")) else "closed"
         except ConnectionError:
             return "closed"
 
@@ -259,6 +264,16 @@ def test_no_work_is_begun_for_a_batch_that_its_policy_is_too_old_for(
         assert taken or f"policy 0 is too old for batch {step}" in offer.reason
         with kit.world.store.begin() as connection:
             connection.execute(update(schema.leases).values(status="expired"))
+
+
+def test_a_lease_longer_than_the_pools_is_not_taken(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validators that were appointed after it was signed could judge its file."""
+    monkeypatch.setattr(kit.desk, "_now", lambda: time.time() - 2 * CLOCK_SECONDS)
+    offer = kit.client.lease(LeaseWish(wait_seconds=0))
+    assert offer.lease is None
+    assert "longer than the pool's" in offer.reason
 
 
 def hand_in(kit: Kit, offer: LeaseOffer) -> None:
@@ -329,7 +344,7 @@ def test_a_lease_whose_files_cannot_be_taken_is_not_offered_for_ever(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker makes the same file of it again. One that was cut off gets a second chance."""
-    monkeypatch.setattr("node.inbox.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("prime_node.inbox.MAX_FILE_BYTES", 100)
     (tmp_path / "f").write_bytes(b"x" * 101)
     first = take_lease(kit)
     for _ in range(MOST_FAILURES):

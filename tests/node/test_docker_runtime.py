@@ -13,16 +13,16 @@ from pathlib import Path
 import docker
 import pytest
 
-from node.runtime.base import Mounts, WorkerOptions
-from node.runtime.docker import (
+from prime_core.errors import PolicyError, UserError
+from prime_core.task import Task
+from prime_node.runtime.base import Mounts, WorkerOptions
+from prime_node.runtime.docker import (
     OUTBOX_MB,
     SCRATCH_MB,
     ContainerHandle,
     DockerRuntime,
     scratch_options,
 )
-from protocol.core.errors import PolicyError, UserError
-from protocol.core.task import Task
 
 pytestmark = pytest.mark.docker
 

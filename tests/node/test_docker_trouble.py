@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from other_user import as_nobody, open_path
 
-from node.runtime.docker import DockerRuntime
-from protocol.core.errors import UserError
+from prime_core.errors import UserError
+from prime_node.runtime.docker import DockerRuntime
 
 
 def test_no_engine_names_how_to_get_one(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_engine_without_rights_names_the_group(tmp_path: Path) -> None:
 
 
 def test_refused_rights_are_told_from_a_missing_engine() -> None:
-    from node.runtime.docker import _engine_trouble
+    from prime_node.runtime.docker import _engine_trouble
 
     refused = _engine_trouble(Exception("PermissionError(13, 'Permission denied')"))
     missing = _engine_trouble(Exception("FileNotFoundError(2, 'No such file or directory')"))

@@ -17,11 +17,11 @@ from full_disk import fill
 from full_disk import small_disk as small_disk
 from node_world import NODE, NodeWorld, until
 
-from node.bridge_messages import HandIn, LeaseWish
-from node.outbox import Outbox
-from node.worker.loop import StopFlag, work
-from orchestrator.store import nodes
-from protocol.core.errors import UnavailableError
+from prime_core.errors import UnavailableError
+from prime_node.bridge_messages import HandIn, LeaseWish
+from prime_node.outbox import Outbox
+from prime_node.worker.loop import StopFlag, work
+from prime_orchestrator.store import nodes
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_heartbeats_go_out_when_the_journal_cannot_be_read_at_all(
     def refused(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr("node.outbox.sqlite3.connect", refused)
+    monkeypatch.setattr("prime_node.outbox.sqlite3.connect", refused)
     assert loop._beat() is None
     assert "no heartbeat got through" not in caplog.text
     assert "what waits in the outbox is not known" in caplog.text

@@ -18,17 +18,17 @@ from node_world import NODE, NodeWorld
 from typer.testing import CliRunner
 
 from devnet.chain import free_port
-from node import config
-from node.cli import app, main, stake_out
-from node.cli_common import tree_lines
-from node.overview import overview
-from node.state import AgentStatus, DataFolder
-from node.wallet import open_provider
-from protocol.chain.amounts import ETHER, parse_amount
-from protocol.chain.keystore import create_keystore, load_keystore
-from protocol.core.errors import PolicyError, UserError
-from protocol.core.node import Gpu, Hardware, Requirements
-from protocol.core.verdict import Reason
+from prime_chain.amounts import ETHER, parse_amount
+from prime_chain.keystore import create_keystore, load_keystore
+from prime_core.errors import PolicyError, UserError
+from prime_core.node import Gpu, Hardware, Requirements
+from prime_core.verdict import Reason
+from prime_node import config
+from prime_node.cli import app, main, stake_out
+from prime_node.cli_common import tree_lines
+from prime_node.overview import overview
+from prime_node.state import AgentStatus, DataFolder
+from prime_node.wallet import open_provider
 
 PASSWORD = "a password"
 NOWHERE = ("--orchestrator", "http://127.0.0.1:9", "--rpc", "http://127.0.0.1:9")
@@ -39,7 +39,7 @@ def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
     """`prime-node …` as a process, away from this machine's own settings."""
     clean = {name: value for name, value in os.environ.items() if "PRIME_NODE" not in name}
     return subprocess.run(
-        [sys.executable, "-m", "node.cli", *words],
+        [sys.executable, "-m", "prime_node.cli", *words],
         capture_output=True,
         text=True,
         timeout=60,
@@ -81,7 +81,7 @@ def closed_port() -> int:
 @pytest.mark.parametrize("command", [["--help"], ["join", "--help"], ["stake", "show", "--help"]])
 def test_help_loads_no_machinery(command: list[str]) -> None:
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom node.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom prime_node.cli import app\n"
         f"assert CliRunner().invoke(app, {command!r}).exit_code == 0\n"
         "print([m for m in ('torch', 'docker', 'web3', 'numpy', 'pyarrow') if m in sys.modules])"
     )
@@ -95,8 +95,8 @@ def test_reading_commands_need_neither_torch_nor_docker() -> None:
     blocked = (
         "import sys\n"
         "for name in ('torch', 'docker', 'transformers', 'numpy'): sys.modules[name] = None\n"
-        "import node.link, node.rewards, node.overview, node.owner, node.leave\n"
-        "import protocol.chain.history\n"
+        "from prime_node import link, rewards, overview, owner, leave\n"
+        "import prime_chain.history\n"
     )
     subprocess.run([sys.executable, "-c", blocked], check=True)
 
@@ -130,7 +130,7 @@ def test_wallet_show_needs_no_password(wallet: tuple[str, ...], tmp_path: Path) 
 def test_wrong_password(wallet: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pw").write_text("another")
     said = fails(64, "the password does not open", "join", *wallet, *NOWHERE)
-    assert "→" in said
+    assert "check the password file" in said
 
 
 def test_password_without_a_terminal_names_the_flags(wallet: tuple[str, ...]) -> None:
@@ -203,7 +203,10 @@ def test_who_has_joined_before_waits_for_an_orchestrator_that_is_away(
     clean = {name: value for name, value in os.environ.items() if "PRIME_NODE" not in name}
     words = ("join", *wallet, "--runtime", "process", "--first-answer-seconds", "0")
     with subprocess.Popen(
-        [sys.executable, "-m", "node.cli", *words], stderr=subprocess.PIPE, text=True, env=clean
+        [sys.executable, "-m", "prime_node.cli", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean,
     ) as child:
         try:
             assert child.stderr is not None
@@ -302,7 +305,7 @@ def test_what_only_a_running_agent_knows_is_not_shown_of_one_that_ended(tmp_path
     folder = DataFolder(tmp_path)
     last = AgentStatus(
         node=NODE.address, pool=1, pid=1, started_at=1, heard_at=2, directive="work", reason="",
-        node_status="active", policy_version=3, latest_version=3, speed_class=1, files={},
+        node_status="active", policy_version=3, latest_version=3, files={},
         tokens_per_second=9, task="t",
     )  # fmt: skip
     folder.write_status(last)

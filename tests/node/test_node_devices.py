@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from node import admission
-from node.admission import admit, challenge_device
-from node.runtime.base import Device, Mounts, WorkerOptions
-from node.worker.__main__ import parse
-from protocol.core.node import Gpu, Hardware
-from protocol.core.task import Task
+from prime_core.node import Gpu, Hardware
+from prime_core.task import Task
+from prime_node import admission
+from prime_node.admission import admit, challenge_device
+from prime_node.runtime.base import Device, Mounts, WorkerOptions
+from prime_node.worker.__main__ import parse
 
 GPU = Gpu(model="NVIDIA RTX 4090", memory_mb=24_000)
 
@@ -51,8 +51,8 @@ def test_worker_generates_on_the_device_that_solved_the_challenge(
 
     monkeypatch.setattr(admission, "solve", solve)
     api: Any = SimpleNamespace(
-        challenge=lambda request: SimpleNamespace(id="1"),
-        solution=lambda number, products: SimpleNamespace(mmacs_per_second=1, speed_class=1),
+        challenge=lambda request: SimpleNamespace(challenge=SimpleNamespace(id="1")),
+        solution=lambda number, products: SimpleNamespace(mmacs_per_second=1),
     )
     admit(api, machine(GPU), "process", device=device)
     folder = Path("/nowhere")

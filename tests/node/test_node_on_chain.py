@@ -15,12 +15,12 @@ import pytest
 from command import prime_node
 from node_world import MANAGER, NODE, TRAINER, NodeWorld, node_world, run_definition, until
 
-from devnet.deployed import Deployed
-from orchestrator.store import schema
-from protocol.chain import flows
-from protocol.chain.contracts import ETHER
-from protocol.core import ids
-from protocol.core.node import Invite
+from devnet.deployed import Deployed, pool_config
+from prime_chain import flows
+from prime_chain.contracts import ETHER
+from prime_core import ids
+from prime_core.node import Invite
+from prime_orchestrator.store import schema
 
 STAKE = 100 * ETHER
 
@@ -70,7 +70,7 @@ def chain(deployed: Deployed, tmp_path: Path) -> Iterator[Chain]:
         deployed.anvil.fund(account.address)
     run = run_definition(stake_per_class=STAKE)
     create = deployed.contracts.pools.create(
-        TRAINER.address, run.digest(), STAKE, 16, MANAGER.address
+        pool_config(TRAINER.address, run.digest(), STAKE, capacity=16)
     )
     pool = flows.created_pool(deployed.contracts, deployed.send(MANAGER, create))
     with node_world(tmp_path, deployed.deployment, pool, stake_per_class=STAKE) as world:
@@ -100,7 +100,16 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
 
     # what it was told is remembered: no flag but the folder
     data = str(chain.world.folder / "node")
-    command = [sys.executable, "-m", "node.cli", "status", "--data", data, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "prime_node.cli",
+        "status",
+        "--data",
+        data,
+        "--json",
+        "--chain",
+    ]
     shown = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert shown["agent"] == f"running (process {second.pid})"
     assert shown["node"] == NODE.address
@@ -108,7 +117,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     assert shown["member_in_class"] == 1
 
     # leaving: the agent ends first, then the chain hears of it
-    command = [sys.executable, "-m", "node.cli", "leave", "--data", data]
+    command = [sys.executable, "-m", "prime_node.cli", "leave", "--data", data]
     subprocess.run(command, capture_output=True, check=True, timeout=90)
     assert second.wait(120) == 0
     assert contracts.pools.class_of(chain.pool, NODE.address) == 0
@@ -119,7 +128,8 @@ def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> No
     owner = chain.deployed.accounts[3]
     chain.world.join(*chain.flags, "--provider", owner.address)
     log = until(
-        lambda: chain.world.log() if "speed class" in chain.world.log() else "", "it asks the owner"
+        lambda: chain.world.log() if chain.world.log().count("   data ") == 5 else "",
+        "it asks the owner",
     )
     assert "has to send 5 transaction(s)" in log
     assert chain.world.node_status() is None, "no challenge before the owner's part"
@@ -131,7 +141,7 @@ def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> No
 
     contracts = chain.deployed.contracts
     chain.deployed.send(owner, contracts.token.faucet())
-    from protocol.chain.client import Call
+    from prime_chain.client import Call
 
     for to, data in zip(targets, calldata, strict=True):
         call = Call(ids.address(to), bytes.fromhex(data[2:]), 0, "as printed")

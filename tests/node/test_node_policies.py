@@ -20,19 +20,19 @@ from command import prime_node
 from node_world import NODE, POOL, TRAINER, NodeWorld, publish_model, until
 from served import served
 
-from node import journal
-from node import policies as node_policies
-from node.api import NodeApi
-from node.policies import CATCH_UP, PolicyKeeper
-from node.worker.loop import work
-from node.worker.workshop import Built, Job
-from orchestrator.store import batches, policies
-from protocol.broadcast.client import FetchStats
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.manifest import Trust
-from protocol.core.checkpoint import FileEntry, Manifest
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import Address, Digest
+from prime_broadcast.client import FetchStats
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.manifest import Trust
+from prime_core.checkpoint import FileEntry, Manifest
+from prime_core.errors import UnavailableError
+from prime_core.ids import Address, Digest
+from prime_node import journal
+from prime_node import policies as node_policies
+from prime_node.api import NodeApi
+from prime_node.policies import CATCH_UP, PolicyKeeper
+from prime_node.worker.loop import work
+from prime_node.worker.workshop import Built, Job
+from prime_orchestrator.store import batches, policies
 
 
 @pytest.fixture

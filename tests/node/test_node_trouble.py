@@ -23,16 +23,16 @@ from bridge_kit import Kit, bridge_kit, hand_in, policy_keeper, pulse
 from node_world import NODE, NodeWorld, node_world, run_definition, until
 
 from devnet.chain import free_port
-from node.api import NodeApi
-from node.courier import Courier
-from node.policies import PolicyKeeper
-from node.runtime.base import Mounts, WorkerOptions
-from node.runtime.docker import DockerRuntime
-from node.worker.workshop import put_file
-from protocol.core.errors import FatalError, UnavailableError
-from protocol.core.task import Task
-from protocol.environments.registry import environment_ref
-from protocol.environments.sources import BESIDE_POLICIES, file_digest
+from prime_core.errors import FatalError, UnavailableError
+from prime_core.task import Task
+from prime_envs.registry import environment_ref
+from prime_envs.sources import BESIDE_POLICIES, file_digest
+from prime_node.api import NodeApi
+from prime_node.courier import Courier
+from prime_node.policies import PolicyKeeper
+from prime_node.runtime.base import Mounts, WorkerOptions
+from prime_node.runtime.docker import DockerRuntime
+from prime_node.worker.workshop import put_file
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import pytest
 from bridge_kit import Kit, bridge_kit, hand_in
 from node_world import NODE, NodeWorld
 
-from node.api import NodeApi
-from node.courier import Courier, deliver
-from node.outbox import Outbox
-from protocol.core.errors import ConflictError, PrimeError, UnavailableError
-from protocol.core.messages import ReceiptAnswer
-from protocol.core.rollout import SignedSubmission
-from protocol.core.signing import Statement
+from prime_core.errors import ConflictError, PrimeError, UnavailableError
+from prime_core.messages import ReceiptAnswer
+from prime_core.rollout import SignedSubmission
+from prime_core.signing import Statement
+from prime_node.api import NodeApi
+from prime_node.courier import Courier, deliver
+from prime_node.outbox import Outbox
 
 
 @pytest.fixture

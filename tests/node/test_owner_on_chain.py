@@ -16,24 +16,25 @@ from command import prime_node
 from typer.testing import CliRunner
 
 from devnet.chain import dev_signer
-from devnet.deployed import TEST_PERIODS, Deployed
-from node.cli import app
-from node.outbox import Outbox
-from node.wallet import open_provider
-from protocol.chain import flows
-from protocol.chain.amounts import ETHER
-from protocol.chain.client import Call
-from protocol.chain.history import read_slashes
-from protocol.chain.keystore import create_keystore, save_keystore
-from protocol.chain.leaves import find_leaf
-from protocol.core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
-from protocol.core.errors import NotFoundError, UserError
-from protocol.core.ids import Address, Digest, address
-from protocol.core.messages import ReceiptAnswer, RewardInfo
-from protocol.core.node import Invite
-from protocol.core.rollout import Receipt, SignedSubmission, Submission
-from protocol.core.signing import LocalSigner
-from protocol.core.task import Lease, SignedLease
+from devnet.deployed import TEST_PERIODS, Deployed, opinions_on, pool_config
+from prime_chain import flows
+from prime_chain.amounts import ETHER
+from prime_chain.client import Call
+from prime_chain.history import read_slashes
+from prime_chain.keystore import create_keystore, save_keystore
+from prime_chain.leaves import find_leaf
+from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
+from prime_core.errors import NotFoundError, UserError
+from prime_core.ids import Address, Digest, address
+from prime_core.messages import ReceiptAnswer, RewardInfo
+from prime_core.node import Invite
+from prime_core.rollout import Receipt, SignedSubmission, Submission
+from prime_core.signing import LocalSigner
+from prime_core.task import Lease, SignedLease
+from prime_core.verdict import Reason
+from prime_node.cli import app
+from prime_node.outbox import Outbox
+from prime_node.wallet import open_provider
 
 MANAGER, TRAINER, VALIDATOR, OWNER, NODE, OTHER = (dev_signer(n) for n in range(1, 7))
 
@@ -105,7 +106,9 @@ class Owner:
 @pytest.fixture
 def owner(deployed: Deployed, tmp_path: Path) -> Owner:
     c = deployed.contracts
-    create = c.pools.create(TRAINER.address, sha256(b"run"), 100 * ETHER, 8, MANAGER.address)
+    create = c.pools.create(
+        pool_config(TRAINER.address, sha256(b"run"), 100 * ETHER, slash=50 * ETHER, capacity=8)
+    )
     pool = flows.created_pool(c, deployed.send(MANAGER, create))
     deployed.send(MANAGER, c.pools.set_validator(pool, VALIDATOR.address, True))
     return Owner(deployed, pool, tmp_path)
@@ -221,46 +224,48 @@ def test_stake_nodes_and_faucet_need_no_pool(owner: Owner) -> None:
     assert "gas" in typed("stake", "unbond", "5", "--dry-run")
 
 
-def _propose(owner: Owner) -> int:
-    """A slash proposal about a seated node; returns its number."""
+def _propose(owner: Owner) -> Digest:
+    """A slash proposal about a seated node; returns its submission."""
     deployed, c = owner.deployed, owner.deployed.contracts
     submission = Submission(
-        pool=owner.pool, lease_digest=sha256(b"lease"), step=1, policy_digest=sha256(b"p"),
-        sha256=sha256(b"file"), size=1, rows=1, valid_until=deployed.now() + 1000,
+        pool=owner.pool, lease_digest=sha256(b"lease"), node=NODE.address, step=1,
+        policy_digest=sha256(b"p"), sha256=sha256(b"file"), size=1, rows=1,
+        valid_until=deployed.now() + 1000,
     )  # fmt: skip
     domain = deployed.deployment.domain_of(submission)
     leaf = submission.digest(domain)
     deployed.send(MANAGER, c.work.post_root(owner.pool, merkle_root([leaf]), 1, sha256(b"o")))
-    deployed.send(
-        VALIDATOR,
-        c.slasher.propose(
-            submission, NODE.address, NODE.sign(submission, domain), 1, [], sha256(b"e"), 4,
-            50 * ETHER,
-        ),
-    )  # fmt: skip
-    number = c.slasher.proposal_of(leaf)
-    assert number is not None
-    return number
+    said = opinions_on(deployed.deployment, submission, [VALIDATOR])
+    call = c.slasher.propose(submission, NODE.sign(submission, domain), 1, [], said)
+    deployed.send(VALIDATOR, call)
+    return leaf
 
 
 def test_a_slash_is_disputed_by_its_owner_alone_and_in_time(owner: Owner) -> None:
     owner.seat(NODE)
-    number = _propose(owner)
+    leaf = _propose(owner)
     listed = owner("audit", "list")
-    assert [(one["id"], one["status"]) for one in listed] == [(number, "proposed")]
-    assert "about a node of" in owner.refused("dispute", str(number), wallet=OTHER)
-    assert f"no slash proposal {number + 1}" in owner.refused("dispute", str(number + 1))
-    owner("dispute", str(number))
+    assert [(one["leaf"], one["status"]) for one in listed] == [(leaf, "proposed")]
+    assert "about a node of" in owner.refused("dispute", leaf, wallet=OTHER)
+    assert "no slash was proposed" in owner.refused("dispute", sha256(b"other"))
+    owner("dispute", leaf)
     (found,) = read_slashes(owner.deployed.client, owner.deployed.deployment)
     assert found.status == "disputed"
-    assert "it is disputed" in owner.refused("dispute", str(number))
+    assert "it is disputed" in owner.refused("dispute", leaf)
+
+
+def test_an_owner_objects_without_a_deposit_that_no_evidence_is_served(owner: Owner) -> None:
+    owner.seat(NODE)
+    leaf = _propose(owner)
+    owner("dispute", leaf, "--not-served")
+    assert "it is objected" in owner.refused("dispute", leaf)
 
 
 def test_a_closed_window_is_one_sentence(owner: Owner) -> None:
     owner.seat(NODE)
-    number = _propose(owner)
+    leaf = _propose(owner)
     owner.deployed.anvil.forward(owner.deployed.deployment.periods.slash_window + 1)
-    assert "past its window" in owner.refused("dispute", str(number))
+    assert "past its window" in owner.refused("dispute", leaf)
 
 
 def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
@@ -294,7 +299,7 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
             forfeited="0",
         )
 
-    monkeypatch.setattr("node.rewards.fetch_info", told)
+    monkeypatch.setattr("prime_node.rewards.fetch_info", told)
     where = ("--orchestrator", "http://127.0.0.1:9")
     claim = ("rewards", "claim", "--all", *where)
     assert "can be claimed in" in owner.refused("rewards", "claim", "--node", NODE.address, *where)
@@ -316,11 +321,11 @@ def _receipted(owner: Owner) -> tuple[Digest, Lease]:
     domain, now = deployed.deployment.domain("work"), deployed.now()
     lease = Lease(
         pool=owner.pool, step=1, node=NODE.address, index=0, policy_digest=sha256(b"p"),
-        run_digest=sha256(b"run"), speed_class=1, salt=sha256(b"s"), deadline=now + 100,
+        run_digest=sha256(b"run"), target=2, salt=sha256(b"s"), deadline=now + 100,
     )  # fmt: skip
     submission = Submission(
-        pool=owner.pool, lease_digest=lease.digest(domain), step=1, policy_digest=sha256(b"p"),
-        sha256=sha256(b"f"), size=1, rows=1, valid_until=now + 100,
+        pool=owner.pool, lease_digest=lease.digest(domain), node=NODE.address, step=1,
+        policy_digest=sha256(b"p"), sha256=sha256(b"f"), size=1, rows=1, valid_until=now + 100,
     )  # fmt: skip
     leaf = submission.digest(domain)
     receipt = Receipt(submission_digest=leaf, received_at=now)
@@ -349,7 +354,7 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
     assert "AlreadyPosted" in owner.refused("work", "post", leaf)
 
     # what was signed is read back from the transaction itself: no object lists this leaf
-    from protocol.chain.history import read_events
+    from prime_chain.history import read_events
 
     deployed = owner.deployed
     events = read_events(deployed.client, deployed.deployment, contracts=("work",))
@@ -363,10 +368,15 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
     assert found.signed.submission.digest(domain) == leaf == found.root.root
     assert found.signed.submission.recover(domain, found.signed.signature) == NODE.address
     assert deployed.contracts.work.leaf_in(owner.pool, found.root.seq, leaf, found.proof)
-    # and the manager may strike it from pay by its digest alone
-    from orchestrator.cli import main as orchestrator
+    # and anyone with the quorum's opinions may strike it from pay by its digest
+    from prime_orchestrator.cli.main import main as orchestrator
 
-    words = ["orchestrator", "pool", "reject", leaf, "--reason", "50", "--pool", str(owner.pool)]
+    said = opinions_on(
+        deployed.deployment, found.signed.submission, [VALIDATOR], reason=Reason.WRONG_ROWS
+    )
+    file = owner.folder / "opinions.json"
+    file.write_text(json.dumps([one.model_dump(mode="json") for one in said]))
+    words = ["orchestrator", "pool", "reject", leaf, str(file), "--pool", str(owner.pool)]
     words += ["--rpc", deployed.url, "--deployment", str(deployed.path)]
     words += ["--wallet", str(owner.keystore(MANAGER)), "--password-file", str(owner.password)]
     words += ["--orchestrator", "http://127.0.0.1:9", "--journal", str(owner.folder / "journal")]
@@ -385,7 +395,7 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
 
 
 def test_the_owners_password_may_have_a_file_of_its_own(tmp_path: Path) -> None:
-    from node.config import load
+    from prime_node.config import load
 
     (tmp_path / "node-pw").write_text("node's")
     (tmp_path / "owner-pw").write_text("owner's")

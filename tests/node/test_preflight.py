@@ -14,14 +14,14 @@ import pytest
 from command import prime_node
 from node_world import MANAGER, NODE, POOL, NodeWorld, node_world
 
-from orchestrator.store import policies
-from protocol.core import encoding
-from protocol.core.ids import Digest
-from protocol.core.task import Lease, SignedLease
-from protocol.environments.registry import environment_for
-from protocol.verification.build import build_rollout_file
-from protocol.verification.engines import MANIFEST, load_engine
-from protocol.verification.rollout_file import read_rollout_file, write_rollout_file
+from prime_core import encoding
+from prime_core.ids import Digest
+from prime_core.task import Lease, SignedLease
+from prime_envs.registry import environment_for
+from prime_orchestrator.store import policies
+from prime_verify.build import build_rollout_file
+from prime_verify.engines import MANIFEST, load_engine
+from prime_verify.rollout_file import read_rollout_file, write_rollout_file
 
 
 @dataclass
@@ -61,7 +61,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         (policy / MANIFEST).write_text(manifest.model_dump_json())
         lease = Lease(
             pool=POOL, step=0, node=NODE.address, index=0,
-            policy_digest=manifest.manifest.digest(), run_digest=run.digest(), speed_class=1,
+            policy_digest=manifest.manifest.digest(), run_digest=run.digest(), target=2,
             salt=encoding.sha256(b"salt"), deadline=1 << 40,
         )  # fmt: skip
         domain = world.backend.context.domain(lease)

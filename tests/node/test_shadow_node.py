@@ -9,14 +9,14 @@ import pytest
 from command import prime_node
 from node_world import NODE, NodeWorld, until
 
-from node.api import NodeApi
-from node.config import Settings
-from node.overview import overview
-from orchestrator.store import nodes, submissions
-from protocol.core.errors import UntrustedError
-from protocol.core.ids import Digest
-from protocol.core.node import Hardware
-from protocol.core.task import shadow_pool
+from prime_core.errors import UntrustedError
+from prime_core.ids import Digest
+from prime_core.node import Hardware
+from prime_core.task import shadow_pool
+from prime_node.api import NodeApi
+from prime_node.config import Settings
+from prime_node.overview import overview
+from prime_orchestrator.store import nodes, submissions
 
 
 def status(world: NodeWorld) -> dict[str, Any]:

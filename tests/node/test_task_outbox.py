@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from node.state import DataFolder
+from prime_node.state import DataFolder
 
 
 def test_nothing_that_a_task_wrote_outlives_the_next_start(tmp_path: Path) -> None:

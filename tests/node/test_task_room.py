@@ -17,16 +17,16 @@ from full_disk import small_disk as small_disk
 from node_world import NodeWorld, until
 from other_user import NOBODY, as_nobody, open_path
 
-from node.bridge_messages import FILES, HandIn, LeaseWish
-from node.inbox import Inbox
-from node.runtime import process as process_runtime
-from node.runtime.base import Mounts, WorkerOptions
-from node.runtime.process import ProcessHandle, ProcessRuntime, holds_more_than
-from node.worker.loop import work
-from protocol.core.errors import ConflictError, MalformedError, NotFoundError, UnavailableError
-from protocol.core.ids import Digest
-from protocol.core.rollout import MAX_FILE_BYTES
-from protocol.core.task import Task
+from prime_core.errors import ConflictError, MalformedError, NotFoundError, UnavailableError
+from prime_core.ids import Digest
+from prime_core.rollout import MAX_FILE_BYTES
+from prime_core.task import Task
+from prime_node.bridge_messages import FILES, HandIn, LeaseWish
+from prime_node.inbox import Inbox
+from prime_node.runtime import process as process_runtime
+from prime_node.runtime.base import Mounts, WorkerOptions
+from prime_node.runtime.process import ProcessHandle, ProcessRuntime, holds_more_than
+from prime_node.worker.loop import work
 
 
 @pytest.fixture
@@ -45,7 +45,8 @@ def take_lease(kit: Kit) -> Digest:
 def put(kit: Kit, name: str, body: bytes, length: int | None = None) -> bytes:
     """The answer to a file sent byte by byte as given."""
     size = len(body) if length is None else length
-    head = f"PUT {FILES}{name} HTTP/1.0\r\nContent-Length: {size}\r\n\r\n".encode()
+    fields = f"Prime-Protocol: 1\r\nContent-Length: {size}"
+    head = f"PUT {FILES}{name} HTTP/1.0\r\n{fields}\r\n\r\n".encode()
     return kit.raw(head + body)
 
 

@@ -17,26 +17,21 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from node_world import NODE, TRAINER, VALIDATOR, NodeWorld, node_world, until
+from judges import arm, bench
+from node_world import NODE, VALIDATOR, NodeWorld, node_world, until
 
-from node.runtime.docker import LABEL
-from orchestrator.draws import DrawSecrets
-from orchestrator.policy_store import PolicyStore
-from orchestrator.validator import Validator
-from protocol.broadcast.manifest import Trust
-from protocol.core.checkpoint import PolicyStatement
-from protocol.core.ids import Digest
-from protocol.core.task import Task
-from protocol.core.verdict import Reason
-from protocol.environments.registry import environment_for
-from protocol.storage.base import digest_key
-from protocol.verification.engines import FolderEngines, load_engine
-from protocol.verification.rollout_file import read_rollout_file
+from prime_core.ids import Digest
+from prime_core.storage.base import digest_key
+from prime_core.task import Task
+from prime_core.verdict import Reason
+from prime_node.runtime.docker import LABEL
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.rollout_file import read_rollout_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("PRIME_VLLM_PYTHON", ROOT / "var/engines/vllm/bin/python"))
 MISSING = "vLLM is not installed: scripts/setup_vllm.sh"
-COMMAND = ("python", "-m", "node.worker", "--engine", "vllm")
+COMMAND = ("python", "-m", "prime_node.worker", "--engine", "vllm")
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.slow,
@@ -93,28 +88,12 @@ def test_vllm_s_image_makes_a_file_that_the_validator_accepts(
 
 def judge(world: NodeWorld, submission: Digest) -> dict[str, object]:
     """Lets a validator judge until `submission` has its verdict; its row."""
-    backend = world.backend
-    context = backend.context
-    trust = Trust(TRAINER.address, context.domain(PolicyStatement), context.pool)
-    policies = PolicyStore(world.folder / "validator", world.store, trust, now=backend.now)
-    validator = Validator(
-        world.store,
-        backend.objects,
-        context,
-        VALIDATOR,
-        FolderEngines(policies.root, load_engine),
-        environment_for(context.run),
-        policies,
-        DrawSecrets(
-            world.store, backend.objects, context, VALIDATOR, random=os.urandom, now=backend.now
-        ),
-        worker="test",
-        version="test",
-        now=backend.now,
+    folder = world.folder / "validator"
+    engines = FolderEngines(folder / "policies", load_engine)
+    validator = arm(
+        bench(world.backend, VALIDATOR, folder, seed=None), folder / "policies", engines
     )
-    judged: list[Digest | None] = []
-    while submission not in judged:
-        judged.append(validator.judge_next())
-        assert judged[-1] is not None, "nothing is left to judge"
+    while submission not in validator.judged:
+        assert validator.judge_next() is not None, "nothing is left to judge"
     (row,) = (row for row in world.submissions() if row["digest"] == submission)
     return dict(row)

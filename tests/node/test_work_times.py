@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from node import work
-from protocol.chain.deployment import Periods
+from prime_core.deployment import Periods
+from prime_node import work
 
 RECEIVED = 1000
 SHORT = Periods(

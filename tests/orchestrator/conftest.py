@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from judges import commit_draws
 from operator_kit import operator as operator
 from orchestrator_world import (
     AUDIENCE,
+    VERSIONED,
     Clock,
     MakeWorld,
     World,
@@ -20,12 +22,11 @@ from orchestrator_world import (
     signer,
 )
 
-from orchestrator.app import create_app
-from orchestrator.backend import Backend
-from orchestrator.context import PoolContext
-from orchestrator.draws import DrawSecrets
-from orchestrator.store import Store, open_store, sqlite_url
-from protocol.storage.directory import DirectoryStore
+from prime_core.storage.directory import DirectoryStore
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.store import Store, open_store, sqlite_url
 
 
 @pytest.fixture
@@ -51,16 +52,8 @@ def make_world(store: Store, tmp_path: Path) -> Iterator[MakeWorld]:
             now=clock,
             random=random.Random(7).randbytes,
         )
-        validator = DrawSecrets(
-            store,
-            backend.objects,
-            backend.context,
-            signer(202),
-            random=random.Random(8).randbytes,
-            now=clock,
-        )
-        validator.prepare()  # no lease is given before a validator has committed to its draw
-        http = TestClient(create_app(backend), base_url=AUDIENCE, raise_server_exceptions=True)
+        commit_draws(store, backend.context, signer(202), clock)
+        http = TestClient(create_app(backend), base_url=AUDIENCE, headers=VERSIONED)
         http.follow_redirects = False
         clients.append(http)
         return World(backend, clock, http, manager, trainer)
@@ -68,6 +61,12 @@ def make_world(store: Store, tmp_path: Path) -> Iterator[MakeWorld]:
     yield make
     for client in clients:
         client.close()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that look at the status twice see what happened between."""
+    monkeypatch.setattr("prime_orchestrator.api.routes.watch.EVERY_SECONDS", 0.0)
 
 
 @pytest.fixture

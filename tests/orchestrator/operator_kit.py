@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import subprocess
 import sys
 import time
@@ -12,44 +11,44 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import judges
 import pytest
 from orchestrator_world import run_definition
 
-from devnet.deployed import TEST_PERIODS, Deployed
-from orchestrator.config import load
-from orchestrator.context import PoolContext
-from orchestrator.draws import DrawSecrets
-from orchestrator.serve import run
-from orchestrator.store import Store
-from protocol.chain.deployment import Deployment
-from protocol.chain.keystore import save_keystore
-from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
-from protocol.core.encoding import sha256
-from protocol.core.errors import ConflictError, UserError
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.messages import (
+from devnet.deployed import TEST_PERIODS, Deployed, pool_config
+from prime_chain.keystore import save_keystore
+from prime_core.checkpoint import FileEntry, Manifest, SignedManifest
+from prime_core.deployment import Deployment
+from prime_core.encoding import sha256
+from prime_core.errors import ConflictError, UserError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.messages import (
     AdmissionAnswer,
     AdmissionRequest,
     Challenge,
+    ChallengeAnswer,
     LeaseAnswer,
     LeaseRequest,
     ReceiptAnswer,
     UploadAnswer,
     UploadRequest,
 )
-from protocol.core.node import Hardware, NodeConsent
-from protocol.core.rollout import SignedSubmission, Submission
-from protocol.core.run import LengthBudgets
-from protocol.core.signing import LocalSigner
-from protocol.environments.registry import environment_ref
-from protocol.proofs import hardware
-from protocol.storage.directory import DirectoryStore
-from protocol.transport.client import OrchestratorClient
+from prime_core.node import Hardware, NodeConsent
+from prime_core.rollout import SignedSubmission, Submission
+from prime_core.run import LengthBudgets
+from prime_core.signing import LocalSigner
+from prime_core.transport.client import OrchestratorClient
+from prime_envs.registry import environment_ref
+from prime_orchestrator.config import load
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.serve import run
+from prime_orchestrator.store import Store
+from prime_verify.proofs import hardware
 
 PASSWORD = "a password"
 NODE = LocalSigner(b"\x42" * 32)
 STAKE = 10**18
-BUDGETS = LengthBudgets(by_class={"1": (2,)}, penalty_micro=0)
+BUDGETS = LengthBudgets(targets=(2,), penalty_micro=0)
 RUN = run_definition(
     budgets=BUDGETS,
     environment=environment_ref("reverse", {}, BUDGETS, train_size=100, heldout_size=10),
@@ -97,7 +96,7 @@ class Operator:
     def arguments(self, **changes: str) -> list[str]:
         flags = self.flags(**changes).items()
         words = [w for name, value in flags for w in (f"--{name.replace('_', '-')}", value)]
-        return [sys.executable, "-m", "orchestrator.cli", "serve", *words]
+        return [sys.executable, "-m", "prime_orchestrator.cli.main", "serve", *words]
 
     def serve(self, **changes: str) -> subprocess.Popen[str]:
         """Starts the process and returns once it says where it is."""
@@ -129,8 +128,9 @@ class Operator:
 def operator(deployed: Deployed, tmp_path: Path) -> Iterator[Operator]:
     manager, trainer = deployed.accounts[1], deployed.accounts[2]
     pools = deployed.contracts.pools
-    deployed.send(manager, pools.create(trainer.address, RUN.digest(), STAKE, 100, manager.address))
-    (tmp_path / "run.json").write_bytes(RUN.canonical())
+    config = pool_config(trainer.address, RUN.digest(), STAKE, capacity=100)
+    deployed.send(manager, pools.create(config))
+    (tmp_path / "run.json").write_bytes(RUN.raw())
     (tmp_path / "password").write_text(PASSWORD)
     key = bytes(manager.account.key)
     save_keystore(tmp_path / "manager.json", key, PASSWORD, light=True)
@@ -172,7 +172,9 @@ def admit(client: OrchestratorClient) -> AdmissionAnswer:
 
     def challenged() -> bool:
         with contextlib.suppress(ConflictError):
-            given.append(client.post("/v1/admission/challenge", request, Challenge))
+            answer = client.post("/v1/admission/challenge", request, ChallengeAnswer)
+            if answer.challenge is not None:
+                given.append(answer.challenge)
         return bool(given)
 
     eventually(challenged)
@@ -206,13 +208,9 @@ def publish(operator: Operator, client: OrchestratorClient) -> None:
 
 
 def commit_draws(operator: Operator, store: Store) -> None:
-    """As `orchestrator validate` does when it starts: no lease is given before."""
+    """As a validator does when it starts: no lease is given before."""
     context = PoolContext(Deployment.load(operator.deployed.path), operator.pool, NODE.address, RUN)
-    objects = DirectoryStore(operator.data / "objects")
-    validator = operator.deployed.accounts[3]
-    DrawSecrets(
-        store, objects, context, validator, random=secrets.token_bytes, now=time.time
-    ).prepare()
+    judges.commit_draws(store, context, operator.deployed.accounts[3], time.time)
 
 
 def hand_in(client: OrchestratorClient, data: bytes) -> tuple[SignedSubmission, ReceiptAnswer]:
@@ -229,6 +227,7 @@ def hand_in(client: OrchestratorClient, data: bytes) -> tuple[SignedSubmission, 
     submission = Submission(
         pool=lease.pool,
         lease_digest=digest,
+        node=NODE.address,
         step=lease.step,
         policy_digest=lease.policy_digest,
         sha256=sha256(data),

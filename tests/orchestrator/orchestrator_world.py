@@ -10,22 +10,24 @@ from typing import Any
 from fastapi.testclient import TestClient
 from httpx import Response
 
-from orchestrator.backend import Backend
-from orchestrator.store import chain, nodes, policies
-from protocol.chain.deployment import Deployment, Periods
-from protocol.core import ids
-from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
-from protocol.core.encoding import sha256
-from protocol.core.ids import ZERO_DIGEST, Digest
-from protocol.core.messages import ContractAddresses, LeaseAnswer, SessionRequest
-from protocol.core.node import Hardware, SessionGrant
-from protocol.core.rollout import SignedSubmission, Submission
-from protocol.core.run import EnvironmentRef, LengthBudgets, RunDefinition, SpeedClasses
-from protocol.core.signing import CONTRACT_NAMES, Domain, LocalSigner, Strict
-from protocol.core.task import SignedLease, Task
-from protocol.transport.signatures import SessionKey, sign_headers
+from prime_core import ids
+from prime_core.checkpoint import FileEntry, Manifest, SignedManifest
+from prime_core.deployment import Deployment, Periods
+from prime_core.encoding import sha256
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.messages import ContractAddresses, LeaseAnswer, SessionRequest
+from prime_core.node import Hardware, SessionGrant
+from prime_core.rollout import SignedSubmission, Submission
+from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition, SpeedClasses
+from prime_core.signing import CONTRACT_NAMES, Domain, LocalSigner, Strict
+from prime_core.task import SignedLease, Task
+from prime_core.transport.signatures import SessionKey, sign_headers
+from prime_core.version import HEADER, SPOKEN
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.store import chain, nodes, policies
 
 AUDIENCE = "http://testserver"
+VERSIONED = {HEADER: str(SPOKEN[-1])}
 START = 1_800_000_000.0
 
 
@@ -60,8 +62,10 @@ def run_definition(**changes: Any) -> RunDefinition:
         "groups_per_lease": 2,
         "groups_per_batch": 4,
         "max_staleness": 2,
-        "budgets": LengthBudgets(by_class={"1": (2,)}, penalty_micro=0),
-        "speed": SpeedClasses(thresholds=(1000,), challenge_size=16, challenge_rounds=2),
+        "budgets": LengthBudgets(
+            targets=(2, 6), by_class={"1": (2,), "2": (2, 6)}, penalty_micro=0
+        ),
+        "speed": SpeedClasses(ratios_micro=(500_000,), challenge_size=16, challenge_rounds=2),
         "task": Task(image="process"),
         "price_per_unit": 10,
         "stake_per_class": 100,
@@ -133,9 +137,10 @@ class World:
 
     def signature(self, method: str, path: str, raw: bytes, session: Session) -> dict[str, str]:
         nonce = f"nonce-{next(self.nonces):012d}"
-        return sign_headers(
+        signed = sign_headers(
             session.key, method, AUDIENCE + path, raw, now=self.clock(), nonce=nonce
         )
+        return VERSIONED | signed
 
     def member(self, number: int, speed_class: int = 1) -> Session:
         """A node that is an active member, with a session."""
@@ -220,6 +225,7 @@ class World:
         values: dict[str, Any] = {
             "pool": lease.lease.pool,
             "lease_digest": self.lease_digest(lease),
+            "node": account.address,
             "step": lease.lease.step,
             "policy_digest": lease.lease.policy_digest,
             "sha256": sha256(data),

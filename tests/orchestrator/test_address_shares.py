@@ -14,14 +14,14 @@ import pytest
 from orchestrator_world import AUDIENCE, Session, World
 from starlette.types import ASGIApp
 
-from orchestrator.app import create_app
-from orchestrator.config import load
-from orchestrator.connections import Proxies, behind
-from orchestrator.routes import http, watch
-from orchestrator.serve import make_server
-from protocol.core.errors import UserError
-from protocol.core.messages import AdmissionRequest, Challenge
-from protocol.core.node import Hardware
+from prime_core.errors import UserError
+from prime_core.messages import AdmissionRequest, ChallengeAnswer
+from prime_core.node import Hardware
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.connections import Proxies, behind
+from prime_orchestrator.api.routes import http, watch
+from prime_orchestrator.config import load
+from prime_orchestrator.serve import make_server
 
 MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
 SLOW, NEWCOMER, PROXY = "203.0.113.7", "198.51.100.4", "10.1.2.3"
@@ -71,7 +71,9 @@ def solution_of(world: World, session: Session) -> tuple[str, Any]:
     """The path of an awaited solution, and signed headers for one request to it after another."""
     wish = AdmissionRequest(hardware=MACHINE, task_runtime="process")
     answer = world.post("/v1/admission/challenge", wish, session)
-    path = f"/v1/admission/solution/{Challenge.model_validate_json(answer.content).id}"
+    challenge = ChallengeAnswer.model_validate_json(answer.content).challenge
+    assert challenge is not None
+    path = f"/v1/admission/solution/{challenge.id}"
     return path, lambda: world.signature("POST", path, b"x", session)
 
 
@@ -135,7 +137,7 @@ def test_a_network_of_ipv6_asks_as_often_as_one_address_may(
 ) -> None:
     """Whoever holds a /64 has more addresses than there are buckets."""
     app = create_app(world.backend, requests_per_second=2)
-    monkeypatch.setattr("orchestrator.app.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("prime_orchestrator.api.app.time.monotonic", lambda: 100.0)
 
     async def statuses(*hosts: str) -> list[int]:
         found = []

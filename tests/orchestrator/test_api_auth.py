@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from orchestrator_world import AUDIENCE, Session, World, signer
 
-from orchestrator.store import chain, sessions
-from protocol.core.encoding import sha256
-from protocol.core.messages import RevokeRequest
-from protocol.core.node import SessionRevocation
-from protocol.transport.signatures import sign_headers
+from prime_core.encoding import sha256
+from prime_core.messages import RevokeRequest
+from prime_core.node import SessionRevocation
+from prime_core.transport.signatures import sign_headers
+from prime_orchestrator.store import chain, meta, sessions
 
 BEAT = b'{"policy_version":null}'
 
@@ -48,7 +48,7 @@ def test_a_session_signs_requests_until_it_ends(world: World) -> None:
     ("changes", "status", "complaint"),
     [
         ({"orchestrator": "http://other"}, 401, "is for"),
-        ({"scope": "manager"}, 401, "no scope"),
+        ({"scope": "owner"}, 401, "no scope"),
         ({"scope": "trainer"}, 403, "only the pool's trainer"),
         ({"expiry": 1_800_000_000 + 86_401}, 401, "24 hours"),
         ({"expiry": 1_800_000_000}, 401, "24 hours"),
@@ -76,6 +76,21 @@ def test_a_grant_with_a_changed_field_or_signature_is_refused(world: World) -> N
     assert problem(world.post("/v1/sessions", tampered))[0] == 401
 
 
+def test_a_request_addressed_to_another_host_is_refused_however_well_it_is_signed(
+    world: World,
+) -> None:
+    session = world.login(signer(1))
+    for host in ("evil.example", "testserver.evil.example", "testserver:8080", ""):
+        signed = sign_headers(
+            session.key, "POST", f"http://{host}/v1/heartbeat", BEAT,
+            now=world.clock(), nonce=f"nonce-of-sixteen-{len(host):04d}",
+        )  # fmt: skip
+        reply = world.http.post("/v1/heartbeat", content=BEAT, headers={**signed, "Host": host})
+        assert reply.status_code == 401, host
+        assert problem(reply)[1].startswith("the request is addressed to"), host
+    assert world.post("/v1/heartbeat", BEAT, session).status_code == 200
+
+
 def test_the_same_grant_may_come_twice_but_its_key_has_one_owner(world: World) -> None:
     session = Session(signer(1))
     request = world.grant(session)
@@ -86,7 +101,7 @@ def test_the_same_grant_may_come_twice_but_its_key_has_one_owner(world: World) -
 
 
 def test_sessions_of_one_account_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.auth.MAX_SESSIONS", 2)
+    monkeypatch.setattr("prime_orchestrator.api.auth.MAX_SESSIONS", 2)
     for _ in range(2):
         world.login(signer(1))
     code, detail = problem(world.post("/v1/sessions", world.grant(Session(signer(1)))))
@@ -196,3 +211,23 @@ def test_a_revocation_on_chain_ends_sessions_and_grants(world: World) -> None:
     assert problem(world.post("/v1/sessions", world.grant(Session(signer(1)))))[0] == 401
     world.clock.advance(11)
     assert world.post("/v1/heartbeat", BEAT, world.login(signer(1))).status_code == 200
+
+
+def test_revocations_leave_nothing_behind_for_ever(world: World) -> None:
+    def rows() -> int:
+        with world.backend.store.read() as connection:
+            return len(meta.under(connection, sessions.REVOKED))
+
+    for number in range(30, 60):
+        stranger = Session(signer(number))
+        assert world.post("/v1/sessions/revoke", revocation(world, stranger)).status_code == 200
+    assert rows() == 0, "who has no session here has none to end"
+    known = world.login(signer(1))
+    world.clock.advance(1)
+    assert world.post("/v1/sessions/revoke", revocation(world, known)).status_code == 200
+    assert world.post("/v1/heartbeat", BEAT, known).status_code == 401
+    assert rows() == 1
+    world.clock.advance(24 * 3600 + 2)
+    with world.backend.store.begin() as connection:
+        sessions.forget(connection, world.clock())
+    assert rows() == 0, "no grant from before it can be alive"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from orchestrator_world import AUDIENCE, Session, World, signer
 
-from orchestrator.routes import http
-from orchestrator.store import schema
-from protocol.core.messages import AdmissionRequest, Challenge
-from protocol.core.node import Hardware
-from protocol.transport.signatures import sign_headers
+from prime_core.messages import AdmissionRequest, Challenge, ChallengeAnswer
+from prime_core.node import Hardware
+from prime_core.transport.signatures import sign_headers
+from prime_orchestrator.api.routes import http
+from prime_orchestrator.store import schema
 
 BEAT = b'{"policy_version":0}'
 MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
@@ -55,7 +55,9 @@ def send(world: World, path: str, headers: dict[str, str], body: Body) -> tuple[
 def challenge(world: World, session: Session) -> Challenge:
     wish = AdmissionRequest(hardware=MACHINE, task_runtime="process")
     answer = world.post("/v1/admission/challenge", wish, session)
-    return Challenge.model_validate_json(answer.content)
+    found = ChallengeAnswer.model_validate_json(answer.content).challenge
+    assert found is not None, answer.text
+    return found
 
 
 def unsigned(world: World, session: Session, path: str) -> dict[str, str]:

@@ -7,10 +7,10 @@ import threading
 import pytest
 from orchestrator_world import MakeWorld, World
 
-from orchestrator import leasing
-from orchestrator.store import Store
-from protocol.core.messages import LeaseRequest
-from protocol.core.task import SignedLease
+from prime_core.messages import LeaseRequest
+from prime_core.task import SignedLease
+from prime_orchestrator.api import leasing
+from prime_orchestrator.store import Store
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ import pytest
 from fastapi.testclient import TestClient
 from orchestrator_world import AUDIENCE, Session, World, signer
 
-from orchestrator import intake
-from orchestrator.app import create_app
-from orchestrator.store import jobs, leases, nodes, submissions
-from orchestrator.uploads import staged_key
-from protocol.core.encoding import sha256
-from protocol.core.ids import Digest
-from protocol.core.messages import ReceiptAnswer
-from protocol.core.rollout import MAX_FILE_BYTES
-from protocol.core.task import SignedLease
-from protocol.storage.base import CHUNK_BYTES, digest_key
+from prime_core.encoding import sha256
+from prime_core.ids import Digest
+from prime_core.messages import ReceiptAnswer
+from prime_core.rollout import MAX_FILE_BYTES
+from prime_core.storage.base import CHUNK_BYTES, digest_key
+from prime_core.task import SignedLease
+from prime_orchestrator.api import intake
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.manager.uploads import staged_key
+from prime_orchestrator.store import jobs, leases, nodes, submissions
 
 
 def status_of(world: World, digest: Digest) -> str:
@@ -66,7 +66,7 @@ def test_a_receipt_is_the_managers_and_a_job_waits(
     with world.backend.store.read() as connection:
         job = jobs.get(connection, digest)
         assert job is not None
-        assert job.status == "ready"
+        assert job.status == "open"
     assert status_of(world, world.lease_digest(lease)) == "submitted"
 
 
@@ -335,7 +335,7 @@ def test_a_defect_is_a_bare_500(world: World, monkeypatch: pytest.MonkeyPatch) -
     def defect(*_: object) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr("orchestrator.status.status", defect)
+    monkeypatch.setattr("prime_orchestrator.api.status.status", defect)
     quiet = TestClient(create_app(world.backend), base_url=AUDIENCE, raise_server_exceptions=False)
     answer = quiet.get("/v1/status")
     assert answer.status_code == 500

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from orchestrator_world import MakeWorld, World, signer
 
-from orchestrator.pauses import PATIENCE
-from orchestrator.store import leases, nodes, schema, submissions
-from protocol.core.draws import DrawList
-from protocol.core.encoding import sha256
-from protocol.core.messages import LeaseAnswer
-from protocol.core.task import SignedLease
-from protocol.core.verdict import Reason
+from prime_core.draws import DrawList
+from prime_core.encoding import sha256
+from prime_core.messages import LeaseAnswer
+from prime_core.task import SignedLease
+from prime_core.verdict import Reason
+from prime_orchestrator.api.pauses import PATIENCE
+from prime_orchestrator.store import leases, nodes, schema, submissions
 
 ASK = b'{"policy_version":0}'
 
@@ -30,7 +30,7 @@ def test_a_lease_is_the_managers_and_names_all_that_pays(world: World) -> None:
     lease = signed.lease
     assert lease.recover(world.domain("work"), signed.signature) == world.manager.address
     assert (lease.pool, lease.step, lease.node) == (1, 0, session.account.address)
-    assert (lease.speed_class, signed.policy_version) == (2, 0)
+    assert (lease.target, signed.policy_version) == (6, 0)
     assert lease.policy_digest == world.manifest(0).manifest.digest()
     assert lease.run_digest == world.backend.context.run.digest()
     assert lease.deadline == int(world.clock()) + 60
@@ -193,7 +193,7 @@ def test_no_lease_is_given_while_no_validator_has_committed(world: World) -> Non
     """Nobody could judge its file by a draw that is older than it."""
     session = world.member(1)
     with world.backend.store.begin() as connection:
-        connection.execute(schema.draw_secrets.delete())
+        connection.execute(schema.draw_commitments.delete())
     answer = world.post("/v1/leases", b'{"policy_version":0}', session).json()
     assert answer["lease"] is None
     assert "no validator has committed" in answer["reason"]

@@ -13,16 +13,19 @@ import pytest
 import sqlalchemy as sa
 from orchestrator_world import World, run_definition, signer
 
-from orchestrator.routes.watch import MAX_WATCHERS, StatusFeed
-from orchestrator.store import batches, intents, meta, nodes, policies, schema
-from orchestrator.store.batches import BatchRow
-from protocol.core.batch import BatchFile, BatchManifest, SignedBatch
-from protocol.core.encoding import merkle_verify, reward_leaf, sha256
-from protocol.core.ids import ZERO_DIGEST, Digest
-from protocol.core.messages import BatchAnswer, PolicyList, PoolInfo, RewardInfo, Status
-from protocol.core.run import RunDefinition
-from protocol.core.settlement import RewardEntry, Settlement
-from protocol.storage.base import put_object
+from prime_core.batch import BatchFile, BatchManifest, SignedBatch
+from prime_core.encoding import merkle_verify, reward_leaf, sha256
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.messages import BatchAnswer, NodeInfo, PolicyList, PoolInfo, RewardInfo, Status
+from prime_core.run import RunDefinition
+from prime_core.settlement import RewardEntry, Settlement
+from prime_core.storage.base import put_object
+from prime_core.transport.client import OrchestratorClient
+from prime_orchestrator.api import status as status_module
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.routes.watch import MAX_WATCHERS, StatusFeed
+from prime_orchestrator.store import batches, intents, meta, nodes, policies, schema
+from prime_orchestrator.store.batches import BatchRow
 
 # -- the pool and its policies -----------------------------------------------------------------
 
@@ -31,7 +34,7 @@ def test_the_run_definition_is_served_to_the_byte(world: World) -> None:
     raw = world.http.get("/v1/run").content
     info = PoolInfo.model_validate_json(world.http.get("/v1/pool").content)
     assert sha256(raw) == info.run_digest
-    assert RunDefinition.model_validate_json(raw) == run_definition()
+    assert RunDefinition.parse(raw) == run_definition()
     assert (info.latest_version, info.manager) == (0, world.manager.address)
 
 
@@ -173,7 +176,13 @@ def test_rewards_are_the_newest_confirmed_roots_entry_with_its_proof(world: Worl
         cumulative_total="100",
     )
     name = put_object(world.backend.objects, settlement.canonical())
-    credits = [("a", 7, "70", "earned"), ("b", 5, "50", "held"), ("c", 2, "20", "forfeited")]
+    files = [  # settled; held in a settled epoch; forfeited; of a later root; of no root yet
+        ("a", 7, "70", "earned", 1),
+        ("b", 5, "50", "held", 1),
+        ("c", 2, "20", "forfeited", 1),
+        ("d", 3, "30", "earned", 2),
+        ("e", 4, "40", "earned", None),
+    ]
     with world.backend.store.begin() as connection:
         connection.execute(
             sa.insert(schema.reward_roots).values(
@@ -185,21 +194,33 @@ def test_rewards_are_the_newest_confirmed_roots_entry_with_its_proof(world: Worl
                 claimable_at=1234,
             )
         )
-        for key, units, amount, status in credits:
+        for number, epoch in ((1, 4), (2, 5)):
+            root = sha256(f"root {number}".encode())
+            connection.execute(
+                sa.insert(schema.roots).values(
+                    id=number, root=root, leaves_object=root, count=1, created_at=1.0,
+                    chain_seq=number, epoch=epoch, posted_at=1, block=1,
+                )
+            )  # fmt: skip
+        for key, units, amount, status, root_id in files:
+            name = sha256(key.encode())
+            connection.execute(
+                sa.insert(schema.submissions).values(
+                    digest=name, lease_digest=name, node=mine, step=0, policy_version=0,
+                    sha256=name, size=1, body="{}", receipt="{}", received_at=1.0,
+                    status="accepted", units=units, root_id=root_id,
+                )
+            )  # fmt: skip
             connection.execute(
                 sa.insert(schema.credits).values(
-                    submission_digest=sha256(key.encode()),
-                    node=mine,
-                    units=units,
-                    amount=amount,
-                    earned_at=1,
+                    submission_digest=name, node=mine, units=units, amount=amount, earned_at=1,
                     status=status,
                 )
-            )
+            )  # fmt: skip
     info = RewardInfo.model_validate_json(world.http.get(f"/v1/rewards/{mine}").content)
     assert (info.epoch, info.cumulative, info.claimable_at) == (4, "70", 1234)
     assert merkle_verify(settlement.root(), reward_leaf(mine, 70), info.proof)
-    assert (info.pending_units, info.forfeited) == (5, "20")
+    assert (info.pending_units, info.forfeited) == (5 + 3 + 4, "20")
 
 
 def test_a_node_without_rewards_has_none(world: World) -> None:
@@ -301,11 +322,11 @@ def test_health_is_the_databases(world: World, monkeypatch: pytest.MonkeyPatch) 
     world.backend.store.close()
 
     def gone(*_: Any) -> Any:
-        from protocol.core.errors import UnavailableError
+        from prime_core.errors import UnavailableError
 
         raise UnavailableError("the database cannot be used")
 
-    monkeypatch.setattr("orchestrator.store.engine.Store.read", gone)
+    monkeypatch.setattr("prime_orchestrator.store.engine.Store.read", gone)
     answer = world.http.get("/healthz")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
 
@@ -335,7 +356,8 @@ def test_node_infos_count_what_became_of_files(world: World) -> None:
 
 def test_the_api_process_needs_neither_torch_nor_docker() -> None:
     code = (
-        "import sys, orchestrator.app, orchestrator.serve, orchestrator.cli;"
+        "import sys, prime_orchestrator.api.app, prime_orchestrator.serve;"
+        "import prime_orchestrator.cli.main;"
         "bad = {'torch', 'transformers', 'docker', 'vllm'} & set(sys.modules);"
         "sys.exit(f'imported {bad}' if bad else 0)"
     )
@@ -355,3 +377,39 @@ def test_numbers_of_thousands_of_digits_are_malformed(world: World) -> None:
     assert world.http.get(f"/v1/batches/{digits}/manifest").status_code == 400
     raw = world.http.post("/v1/sessions", content=b"{}", headers={"content-length": digits})
     assert raw.status_code == 400
+
+
+def test_nodes_are_listed_a_page_at_a_time_and_one_owner_s_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_orchestrator.api.status.NODES_PAGE", 4)
+    monkeypatch.setattr("prime_core.transport.client.NODES_PAGE", 4)
+    members = [world.member(number) for number in range(1, 10)]
+    first = world.http.get("/v1/nodes").json()
+    assert len(first) == 4
+    client = OrchestratorClient("http://testserver")
+    client._http = world.http
+    listed = [info.node for info in client.nodes()]
+    assert listed == sorted(member.account.address for member in members)
+    owner = client.get(f"/v1/nodes/{listed[0]}", NodeInfo).provider
+    assert {info.provider for info in client.nodes(owner)} == {owner}
+    assert list(client.nodes(signer(77).address)) == []
+    assert world.http.get(f"/v1/nodes/{signer(77).address}").status_code == 404
+
+
+def test_many_readers_of_the_status_cost_one_picture(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+    real = status_module.status
+
+    def counted(backend: Backend) -> Status:
+        made.append(world.clock())
+        return real(backend)
+
+    monkeypatch.setattr(status_module, "status", counted)
+    monkeypatch.setattr("prime_orchestrator.api.routes.watch.EVERY_SECONDS", 3600.0)
+    answers = {world.http.get("/v1/status").content for _ in range(20)}
+    assert len(made) == 1
+    assert len(answers) == 1
+    Status.model_validate_json(answers.pop())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 from orchestrator_world import World, signer
 
-from orchestrator import relays
-from orchestrator.lies import MOST, LiesReported
-from orchestrator.store import nodes
-from protocol.core.errors import PolicyError
+from prime_core.errors import PolicyError
+from prime_orchestrator.api import relays
+from prime_orchestrator.manager.lies import MOST, LiesReported
+from prime_orchestrator.store import nodes
 
 
 def test_relays_are_named_to_nodes_while_they_announce_themselves(world: World) -> None:
@@ -54,7 +55,7 @@ def test_a_relay_needs_a_seat_in_the_pool_or_the_operators_leave(world: World) -
 
     world.member(8)
     with world.backend.store.begin() as connection:
-        nodes.set_member(connection, signer(8).address, provider=signer(9).address, speed_class=1)
+        nodes.set_member(connection, signer(8).address, provider=signer(9).address)
     for number, account in enumerate((world.trainer, world.manager, signer(8), signer(9))):
         url = b'{"url":"http://relay:%d"}' % (9100 + number)
         assert world.post("/v1/relays", url, world.login(account, "relay")).status_code == 200
@@ -84,24 +85,39 @@ def test_off_local_networks_a_relay_has_a_public_address(
 ) -> None:
     """Its address goes to every node: none may be sent into its own network by it."""
     answers = [(0, 0, 0, "", (one, 0)) for one in found]
-    monkeypatch.setattr(relays.socket, "getaddrinfo", lambda *_, **__: answers)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
     url = f"http://{host}:8480"
     with pytest.raises(PolicyError, match="private address"):
         relays.check_url(url, local=False)
     relays.check_url(url, local=True)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["http://user:secret@relay.example", "http://relay.example/\n/x", "http://relay\x1b[2J.example",
+     "http://relay.example/?q=1", "http://rel\u202eay.example", "ftp://relay.example"],
+)  # fmt: skip
+def test_a_relay_url_with_credentials_or_control_characters_is_refused(
+    world: World, url: str
+) -> None:
+    world.member(1)
+    body = json.dumps({"url": url}).encode()
+    answer = world.post("/v1/relays", body, world.login(signer(1), "relay"))
+    assert answer.status_code == 400
+    assert world.http.get("/v1/relays").json() == []
+
+
 def test_a_public_relay_is_taken_and_one_without_address_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = [(0, 0, 0, "", ("93.184.216.34", 0)), (0, 0, 0, "", ("2606:2800:220:1::1", 0, 0, 0))]
-    monkeypatch.setattr(relays.socket, "getaddrinfo", lambda *_, **__: answers)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
     relays.check_url("https://relay.example.org/pool", local=False)
 
     def unknown(*_: object, **__: object) -> None:
         raise OSError("no such name")
 
-    monkeypatch.setattr(relays.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(PolicyError, match="has no address"):
         relays.check_url("https://relay.invalid", local=False)
 
@@ -114,12 +130,12 @@ def test_a_report_of_wrong_chunks_is_counted_once_a_node_and_nothing_else_follow
     body = b'{"policy_version":null,"lied":["http://relay:9000","http://never.announced"]}'
     for session in (one, one, two):
         beat = world.post("/v1/heartbeat", body, session).json()
-        assert beat["relays"] == ["http://relay:9000/"], "no stranger's word takes a relay away"
+        assert beat["relays"] == ["http://relay:9000"], "no stranger's word takes a relay away"
     text = world.http.get("/metrics").text
-    assert 'prime_relay_lies_reported{relay="http://relay:9000/"} 2\n' in text
+    assert 'prime_relay_lies_reported{relay="http://relay:9000"} 2\n' in text
     assert "never.announced" not in text
     world.post("/v1/heartbeat", body, world.login(signer(7), "node"))
-    assert 'relay="http://relay:9000/"} 2\n' in world.http.get("/metrics").text, "a stranger's"
+    assert 'relay="http://relay:9000"} 2\n' in world.http.get("/metrics").text, "a stranger's"
 
 
 def test_a_relay_that_fell_silent_keeps_the_count_of_its_lies() -> None:

@@ -8,14 +8,22 @@ import pytest
 import sqlalchemy as sa
 from orchestrator_world import Session, World, signer
 
-from orchestrator import shadow
-from orchestrator.leasing import rules_of, supply_of
-from orchestrator.scheduler import Grant, Rules, Wait
-from orchestrator.shadow import Load
-from orchestrator.store import intents, jobs, nodes, schema
-from protocol.core.messages import AdmissionAnswer, Challenge, HeartbeatAnswer, LeaseAnswer, Status
-from protocol.core.task import shadow_pool
-from protocol.proofs import hardware
+from prime_core.errors import PolicyError
+from prime_core.messages import (
+    AdmissionAnswer,
+    ChallengeAnswer,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    Status,
+)
+from prime_core.task import shadow_pool
+from prime_orchestrator.api import shadow
+from prime_orchestrator.api.leasing import rules_of, supply_of
+from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.api.scheduler import Grant, Rules, Wait
+from prime_orchestrator.api.shadow import Load
+from prime_orchestrator.store import intents, jobs, nodes, schema
+from prime_verify.proofs import hardware
 
 MACHINE = {"cpu_model": "x", "cpu_count": 2, "memory_mb": 100, "disk_mb": 100, "gpus": []}
 WISH = {"hardware": MACHINE, "task_runtime": "process", "shadow": True}
@@ -25,7 +33,8 @@ def enter(world: World, number: int) -> Session:
     """A node that went through admission with --shadow."""
     session = world.login(signer(number))
     raw = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), session).content
-    challenge = Challenge.model_validate_json(raw)
+    challenge = ChallengeAnswer.model_validate_json(raw).challenge
+    assert challenge is not None, raw
     products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
     world.clock.advance(1)
     answer = world.post(
@@ -33,7 +42,7 @@ def enter(world: World, number: int) -> Session:
     )
     assert answer.status_code == 200, answer.text
     admitted = AdmissionAnswer.model_validate_json(answer.content)
-    assert admitted.speed_class >= 1
+    assert admitted.invite is None
     assert admitted.invite is admitted.signature is None
     return session
 
@@ -74,7 +83,8 @@ def test_a_node_with_a_seat_is_refused_and_told_what_to_do(world: World) -> None
 def test_a_seat_taken_between_challenge_and_answer_is_not_lost(world: World) -> None:
     session = world.login(signer(1))
     raw = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), session).content
-    challenge = Challenge.model_validate_json(raw)
+    challenge = ChallengeAnswer.model_validate_json(raw).challenge
+    assert challenge is not None, raw
     world.member(1)
     products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
     answer = world.post(
@@ -137,8 +147,7 @@ def test_the_paid_are_judged_first_however_late_they_come(world: World) -> None:
     world.clock.advance(1)
     paid = world.hand_in(world.member(2), b"another file")
     with world.backend.store.begin() as connection:
-        order = [jobs.claim(connection, f"v{i}", now=world.clock(), seconds=9) for i in range(3)]
-    assert [job.submission_digest if job else None for job in order] == [paid, unpaid, None]
+        assert [job.submission_digest for job in jobs.short(connection, 9)] == [paid, unpaid]
 
 
 def test_shadow_work_is_shown_apart(world: World) -> None:
@@ -159,7 +168,8 @@ def test_a_shadow_node_that_comes_to_stay_joins_like_any_other(world: World) -> 
     world.newcomer(1)  # its owner's part, which no shadow needs
     wish = json.dumps(WISH | {"shadow": False}).encode()
     raw = world.post("/v1/admission/challenge", wish, session).content
-    challenge = Challenge.model_validate_json(raw)
+    challenge = ChallengeAnswer.model_validate_json(raw).challenge
+    assert challenge is not None, raw
     products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
     solution = hardware.encode_solution(products)
     answer = world.post(f"/v1/admission/solution/{challenge.id}", solution, session)
@@ -188,3 +198,34 @@ def test_a_shadows_word_of_a_policy_is_no_arrival(world: World) -> None:
     world.publish(0)
     world.post("/v1/heartbeat", b'{"policy_version":0}', node)
     assert [policy.after_ms for policy in status_of(world).reach] == [()]
+
+
+def test_shadow_nodes_are_forgotten_when_silent_and_few_of_one_address(world: World) -> None:
+    first, second = enter(world, 1), enter(world, 2)
+    world.clock.advance(shadow.FORGOTTEN_AFTER - 10)
+    assert world.post("/v1/heartbeat", b'{"policy_version":null}', second).status_code == 200
+    world.clock.advance(20)
+    LifeTicks(world.backend).tick()
+    listed = {info["node"] for info in world.http.get("/v1/nodes").json()}
+    assert listed == {second.account.address}
+    assert first.account.address not in listed
+
+    crowd = shadow.Newcomers()
+    for number in range(shadow.NODES_EACH):
+        crowd.take("203.0.113.7", signer(number + 1).address, 0.0)
+    crowd.take("203.0.113.7", signer(1).address, 1.0)
+    with pytest.raises(PolicyError, match="from this address"):
+        crowd.take("203.0.113.7", signer(99).address, 1.0)
+    crowd.take("203.0.113.8", signer(99).address, 1.0)
+    crowd.take("203.0.113.7", signer(99).address, shadow.HOUR + 2.0)
+
+
+def test_a_pool_has_so_many_shadow_nodes_and_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow, "MOST_NODES", 1)
+    enter(world, 1)
+    late = world.login(signer(2))
+    answer = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), late)
+    assert answer.status_code == 403
+    assert "shadow nodes" in answer.json()["detail"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from orchestrator_world import World
 
-from orchestrator.presence import LifeTicks
-from orchestrator.store import leases
-from protocol.core.errors import UnavailableError
+from prime_core.errors import UnavailableError
+from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.store import leases
 
 
 def lives(world: World, life: LifeTicks, seconds: int) -> str:

@@ -6,15 +6,15 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 import uvicorn
 
-from orchestrator.connections import PatientH11, Places
-from protocol.core.errors import UnavailableError
+from prime_core.errors import UnavailableError
+from prime_orchestrator.api.connections import PatientH11, Places
 
 LIMIT = 6
 
@@ -136,3 +136,22 @@ def test_a_foreign_address_takes_its_share_of_places_and_no_more() -> None:
             held.enter_context(places.one("127.0.0.1"))  # a proxy's, unbounded but for the whole
     with places.one("203.0.113.7"), places.one("203.0.113.7"):
         pass
+
+
+class Few(PatientH11):
+    HEADER_SECONDS = 60.0
+    MOST_WAITING = 3
+    _waiting: ClassVar[dict[PatientH11, None]] = {}
+
+
+def test_of_many_silent_connections_the_oldest_are_closed_and_requests_are_answered() -> None:
+    with served(Few) as port, ExitStack() as stack:
+        silent = [connect(stack, port) for _ in range(3)]
+        half = connect(stack, port, b"GET / HTTP/1.1\r\nHost: x\r\n")
+        later = [connect(stack, port) for _ in range(3)]
+        for one in silent:
+            assert one.recv(1) == b"", "it waited longest"
+        with suppress(ConnectionResetError):  # its half request was never read
+            assert half.recv(1) == b""
+        later[0].sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert later[0].recv(12) == b"HTTP/1.1 200"

@@ -10,8 +10,8 @@ import pytest
 import uvicorn
 from orchestrator_world import World
 
-from orchestrator.app import create_app
-from orchestrator.serve import bind
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.serve import bind
 
 pytestmark = pytest.mark.chromium
 FLAGS = (

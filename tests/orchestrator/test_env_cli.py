@@ -10,10 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.env_cli import app
-from orchestrator.env_queue import Queue, Record
-from orchestrator.run_cli import define
-from protocol.core.errors import (
+from prime_core.errors import (
     ConflictError,
     FatalError,
     NotFoundError,
@@ -21,9 +18,12 @@ from protocol.core.errors import (
     UntrustedError,
     UserError,
 )
-from protocol.core.ids import Digest
-from protocol.environments.registry import environment_for
-from protocol.environments.sandbox import kernel
+from prime_core.ids import Digest
+from prime_envs.registry import environment_for
+from prime_envs.sandbox import kernel
+from prime_orchestrator.cli.env import app
+from prime_orchestrator.cli.env_queue import Queue, Record
+from prime_orchestrator.cli.run import define
 
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"
@@ -73,7 +73,7 @@ def test_an_environment_goes_from_template_to_run(folder: Path, queue: Path) -> 
             "name": "crowd", "train_size": 1, "heldout_size": 1,
             "arguments": {"sha256": approved["file"], "path": approved["bundle"]},
         },
-        "budgets": {"by_class": {"1": [50]}, "penalty_micro": 0},
+        "budgets": {"targets": [50], "penalty_micro": 0},
         "name": "vowels", "max_output_tokens": 60, "samples_per_group": 2, "groups_per_lease": 1,
         "groups_per_batch": 1, "task": {"image": "process"}, "price_per_unit": 1,
         "stake_per_class": 1, "slash_amount": 1,

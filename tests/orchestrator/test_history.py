@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.history import (
+from prime_core import encoding
+from prime_core.ids import Address, address
+from prime_orchestrator.api.metrics import _drift
+from prime_orchestrator.manager.history import (
     FULL_EVERY,
     LEAST_FILES,
     NEWCOMER_FILES,
@@ -16,12 +19,9 @@ from orchestrator.history import (
     excess,
     others_of,
 )
-from orchestrator.metrics import _drift
-from orchestrator.store import drift, open_store, sqlite_url
-from orchestrator.store.drift import DriftRow
-from protocol.core import encoding
-from protocol.core.ids import Address, address
-from protocol.verification.setups import synthetic_run
+from prime_orchestrator.store import drift, open_store, sqlite_url
+from prime_orchestrator.store.drift import DriftRow
+from prime_verify.setups import synthetic_run
 
 RUN = synthetic_run(8)
 ROWS, FLOOR = RUN.rows_per_lease, RUN.least_drawn(RUN.rows_per_lease)

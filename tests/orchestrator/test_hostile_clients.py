@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 from orchestrator_world import World, signer
 
-from orchestrator import leasing
-from orchestrator.intents import queue_intent
-from orchestrator.routes import objects
-from orchestrator.slashing import RETRY_SECONDS, requeue_proposals
-from orchestrator.store import intents, nodes, schema
-from protocol.core.encoding import sha256
-from protocol.core.messages import AdmissionRequest
-from protocol.core.node import Hardware
-from protocol.core.rollout import MAX_PROMPT_TOKENS
-from protocol.verification.rollout_file import FileMetadata, FileRow, write_rollout_file
+from prime_core.encoding import sha256
+from prime_core.messages import AdmissionRequest
+from prime_core.node import Hardware
+from prime_core.rollout import MAX_PROMPT_TOKENS
+from prime_orchestrator.api import leasing
+from prime_orchestrator.api.routes import objects
+from prime_orchestrator.manager.intents import queue_intent
+from prime_orchestrator.store import intents, nodes, schema
+from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
 MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
 
@@ -158,26 +157,6 @@ def test_a_flood_of_invites_holds_up_no_work_root(world: World) -> None:
         if honest in found:
             break
     assert rounds <= len(flood) // intents.MAX_JOINS + 1
-
-
-def test_old_failures_do_not_keep_a_slash_from_being_proposed_again(world: World) -> None:
-    """A hundred files whose proposals ended as failed for good, then one that is wanted still."""
-    for n in range(120):
-        queue(world, "propose", f"0x{n:064x}", "failed")
-    world.clock.advance(1)
-    wanted = "0x" + "ff" * 32
-    queue(world, "propose", wanted, "failed")
-    with world.backend.store.begin() as connection:
-        connection.execute(
-            schema.slashes.insert().values(
-                submission_digest=wanted, node=signer(1).address,
-                validator=world.manager.address, evidence="0x" + "22" * 32, reason=1, amount="1",
-                status="queued", created_at=world.clock(),
-            )
-        )  # fmt: skip
-    world.clock.advance(RETRY_SECONDS + 1)
-    lane = world.manager.address
-    assert requeue_proposals(world.backend.store, lane, world.clock) == 1
 
 
 def test_a_lease_takes_no_more_room_than_its_files_can_need(world: World) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from devnet.deployed import Deployed
-from orchestrator.store import Store, open_store
-from orchestrator.store.journal import StoreJournal
-from orchestrator.store.leaders import LEASE_SECONDS, LoopLease
-from protocol.chain.client import Call
-from protocol.chain.sender import Sender
-from protocol.core.errors import ConflictError, UnavailableError, UserError
-from protocol.core.ids import address
+from prime_chain.client import Call
+from prime_chain.sender import Sender
+from prime_core.errors import ConflictError, UnavailableError, UserError
+from prime_core.ids import address
+from prime_orchestrator.store import Store, open_store
+from prime_orchestrator.store.journal import StoreJournal
+from prime_orchestrator.store.leaders import LEASE_SECONDS, LoopLease
 
 
 class Clock:

@@ -7,8 +7,8 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import command
 
-from orchestrator.store import Store, migrate, row_marks, schema
-from protocol.core.encoding import sha256
+from prime_core.encoding import sha256
+from prime_orchestrator.store import Store, migrate, row_marks, schema
 
 FIRST, SECOND, THIRD = (sha256(word) for word in (b"first", b"second", b"third"))
 SURE, RARE = False, True

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.run_cli import app
-from protocol.core.errors import UserError
-from protocol.core.run import RunDefinition
-from protocol.environments.registry import environment_for
+from prime_core.errors import UserError
+from prime_core.run import RunDefinition
+from prime_envs.registry import environment_for
+from prime_orchestrator.cli.run import app
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "run.toml"
@@ -25,8 +25,8 @@ def _new(source: Path, out: Path) -> None:
 def test_the_published_example_makes_a_run_whose_environment_is_pinned(tmp_path: Path) -> None:
     _new(EXAMPLE, tmp_path / "run.json")
     written = (tmp_path / "run.json").read_bytes()
-    run = RunDefinition.model_validate_json(written)
-    assert run.canonical() == written
+    run = RunDefinition.parse(written)
+    assert run.raw() == written
     assert environment_for(run).name == "reverse"
     shown = CliRunner().invoke(app, ["show", str(tmp_path / "run.json")])
     assert run.digest() in shown.output

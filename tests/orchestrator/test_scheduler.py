@@ -6,22 +6,28 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.scheduler import (
+from prime_core.ids import Address
+from prime_core.node import NodeStatus
+from prime_core.run import LengthBudgets
+from prime_orchestrator.api.scheduler import (
     Asker,
     Grant,
     Rules,
     Supply,
+    TargetCounts,
     Wait,
     decide,
     first_lacking,
-    speed_class,
+    pick_target,
+    window,
 )
-from protocol.core.node import NodeStatus
+from prime_orchestrator.manager.speed import TURN_SECONDS, Turns, class_of
 
 RULES = Rules(groups_per_batch=8, groups_per_lease=2, max_staleness=2)
 
@@ -161,12 +167,155 @@ def test_uninformative_groups_call_for_more_leases() -> None:
     assert Supply(5, 5).share == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize(
-    ("rate", "expected"), [(0, 1), (99, 1), (100, 2), (199, 2), (200, 3), (10**9, 3)]
-)
-def test_speed_class_counts_the_thresholds_reached(rate: int, expected: int) -> None:
-    assert speed_class(rate, (100, 200)) == expected
-    assert speed_class(rate, ()) == 1
+@dataclass
+class Worker:
+    """A node of the simulation: `speed` in leases a tick; `kind`: what becomes of its leases."""
+
+    speed_class: int
+    speed: float
+    kind: str  # works, lets them run out, hands in what is rejected
+    alive: bool = True
+
+
+@st.composite
+def crews(draw: st.DrawFn) -> list[Worker]:
+    """One to eight nodes of any classes and speeds, in any order; at least half of them work."""
+    workers = draw(
+        st.lists(
+            st.builds(Worker, st.integers(1, 3), st.sampled_from([0.05, 0.2, 1.0]),
+                      st.just("works")),
+            min_size=1, max_size=5,
+        )
+    )  # fmt: skip
+    others = draw(
+        st.lists(
+            st.builds(Worker, st.integers(1, 3), st.sampled_from([0.05, 0.2, 1.0]),
+                      st.sampled_from(["runs out", "rejected"])),
+            max_size=len(workers),
+        )
+    )  # fmt: skip
+    return draw(st.permutations([*workers, *others]))
+
+
+@st.composite
+def length_budgets(draw: st.DrawFn) -> LengthBudgets:
+    targets = tuple(sorted(draw(st.sets(st.integers(1, 99), min_size=1, max_size=6))))
+    some = st.lists(st.sampled_from(targets), min_size=1, unique=True).map(tuple)
+    by_class = draw(st.dictionaries(st.sampled_from(["1", "2", "3"]), some))
+    share = draw(st.one_of(st.none(), st.integers(50_000, 500_000 // len(targets))))
+    return LengthBudgets(targets=targets, by_class=by_class, min_share_micro=share, penalty_micro=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(crews(), length_budgets(), st.integers(0, 10**6))
+def test_no_target_starves_whatever_nodes_there_are(
+    crew: list[Worker], budgets: LengthBudgets, seed: int
+) -> None:
+    """Every target keeps its least share of the accepted leases in a long run, and no node that
+    asks goes without a lease: slow ones, fast ones, one alone, with nodes that take leases and let
+    them run out, hand in what is rejected, or die half-way."""
+    rng = random.Random(seed)
+    leases: list[list[Any]] = []  # [target, state, tick at which it was given]
+    held: dict[int, list[Any]] = {}
+    latest: dict[int, list[Any]] = {}
+    life, run = 40, 700
+    mortal = [w for w in crew if w.kind == "works"][1:]
+    for tick in range(run):
+        if tick == run // 3 and mortal:
+            rng.choice(mortal).alive = False
+        for number, worker in enumerate(crew):
+            if number in held:
+                lease = held[number]
+                old = tick - lease[2] >= life
+                if not worker.alive or (worker.kind == "runs out" and not old):
+                    continue
+                if rng.random() < worker.speed or old:
+                    lease[1] = {"works": "accepted", "rejected": "rejected"}.get(
+                        worker.kind, "expired"
+                    )
+                    del held[number]
+            elif worker.alive:
+                recent = leases[-window(budgets) :]
+                tally = {target: [0, 0, 0] for target in budgets.targets}
+                for asked, state, given in recent:
+                    count = tally[asked]
+                    count[0] += 1
+                    count[1] += state == "open" and tick - given < life / 2
+                    count[2] += state == "accepted"
+                counts = {target: TargetCounts(*count) for target, count in tally.items()}
+                last = latest.get(number)
+                failed = last is not None and last[1] not in ("accepted", "open")
+                target = pick_target(worker.speed_class, counts, budgets, failed)
+                assert target in budgets.targets
+                leases.append([target, "open", tick])
+                held[number] = latest[number] = leases[-1]
+    accepted = Counter(lease[0] for lease in leases if lease[1] == "accepted")
+    whole = sum(accepted.values())
+    slack = 2 * len(crew) + 2  # held when it ended or died, and rounding to whole leases
+    for target in budgets.targets:
+        assert accepted[target] >= 0.95 * whole * budgets.min_share / 1e6 - slack
+
+
+def test_a_class_is_a_preference_and_the_least_share_comes_first() -> None:
+    budgets = LengthBudgets(
+        targets=(2, 6, 10, 14), by_class={"1": (2, 6), "2": (2, 6, 10, 14)}, penalty_micro=0
+    )
+
+    def after(*accepted: int) -> dict[int, TargetCounts]:
+        return {
+            target: TargetCounts(count, 0, count)
+            for target, count in zip(budgets.targets, accepted, strict=True)
+        }
+
+    assert pick_target(1, {}, budgets) in (2, 6)
+    assert pick_target(1, after(10, 9, 9, 9), budgets) == 6  # of its own, the least served
+    assert pick_target(2, after(10, 9, 9, 3), budgets) == 14
+    assert pick_target(1, after(20, 20, 20, 1), budgets) == 14  # it would starve otherwise
+    assert pick_target(1, after(20, 20, 20, 10), budgets) in (2, 6)
+    # the fast nodes keep a target well above the least, so that slow ones need not
+    assert pick_target(2, after(20, 2, 20, 11), budgets) == 6
+    # a target that no node completes takes half of the work at most
+    hopeless = after(20, 20, 20, 0) | {14: TargetCounts(asked=80)}
+    assert pick_target(1, hopeless, budgets) == 14
+    assert pick_target(1, hopeless, budgets, failed=True) in (2, 6)
+    assert pick_target(2, hopeless, budgets, failed=True) != 14
+
+
+@given(st.floats(0.01, 100), st.integers(1, 3), st.floats(1e-3, 1e3))
+def test_a_machines_load_changes_no_class(ratio: float, current: int, load: float) -> None:
+    """Rates count as shares of the pool's median; near a border a class stays as it is."""
+    ratios = (500_000, 1_500_000)
+    pool = [load * rate for rate in (ratio, 1.0, 1.0)]
+    median = sorted(pool)[1]
+    assert class_of(pool[0] / median, ratios) == class_of(ratio / 1.0, ratios) or math.isclose(
+        ratio, 0.5, rel_tol=1e-9
+    )
+    found = class_of(ratio, ratios, current)
+    for border, between in ((0.5, {1, 2}), (1.5, {2, 3})):
+        if 0.81 * border < ratio < 1.19 * border and current in between:
+            assert found == current
+    assert class_of(ratio, (), None) == 1
+
+
+def test_nodes_behind_one_address_are_measured_one_at_a_time_and_none_blocks_the_rest() -> None:
+    turns = Turns()
+    a, b, c = (Address(f"0x{n:040x}") for n in (1, 2, 3))
+    assert turns.take("x", a, 0.0)
+    assert not turns.take("x", b, 1.0)
+    assert turns.take("y", c, 1.0)  # elsewhere
+    turns.done(a)
+    assert turns.take("x", b, 1.5)
+    # a takes a turn, stays silent and asks again and again: b's waits end all the same
+    turns.done(b)
+    assert turns.take("x", a, 2.0)
+    got = None
+    for tick in range(3, 100):
+        turns.take("x", a, float(tick))
+        if turns.take("x", b, float(tick)):
+            got = tick
+            break
+    assert got is not None
+    assert got <= 2 + TURN_SECONDS + 1
 
 
 @dataclass
@@ -209,7 +358,7 @@ class Pool:
                 self.free[grant.policy_version] += 1
 
     def seal(self) -> None:
-        """Seals the next batch if it is full and near enough, as orchestrator.batches does."""
+        """Seals the next batch if it is full and near enough, as the manager does."""
         step = self.next_step
         fit = [v for v in sorted(self.free) if 0 <= step - v <= self.limits.max_staleness]
         if sum(self.free[v] for v in fit) < self.limits.groups_per_batch:

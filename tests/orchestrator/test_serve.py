@@ -25,17 +25,17 @@ from operator_kit import (
 from orchestrator_world import run_definition
 
 from devnet.chain import Anvil
-from orchestrator.config import load
-from orchestrator.serve import Loops, address_of, bind, run
-from orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
-from protocol.chain.keystore import save_keystore
-from protocol.core.encoding import sha256
-from protocol.core.errors import PrimeError, UnavailableError, UserError
-from protocol.core.messages import Heartbeat, HeartbeatAnswer, ReceiptAnswer, Status, SubmissionInfo
-from protocol.storage.base import digest_key
-from protocol.storage.directory import DirectoryStore
-from protocol.storage.signing import load_secret
-from protocol.transport.client import OrchestratorClient
+from prime_chain.keystore import save_keystore
+from prime_core.encoding import sha256
+from prime_core.errors import PrimeError, UnavailableError, UserError
+from prime_core.messages import Heartbeat, HeartbeatAnswer, ReceiptAnswer, Status, SubmissionInfo
+from prime_core.storage.base import digest_key
+from prime_core.storage.directory import DirectoryStore
+from prime_core.storage.signing import load_secret
+from prime_core.transport.client import OrchestratorClient
+from prime_orchestrator.config import load
+from prime_orchestrator.serve import Loops, address_of, bind, run
+from prime_orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
 
 
 def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
@@ -77,7 +77,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
     with empty_database.read() as connection:
         job = jobs.get(connection, digest)
         assert job is not None
-        assert job.status == "ready"
+        assert job.status == "open"
         assert policies.latest_version(connection) == 0
 
 
@@ -98,9 +98,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(operator: Opera
     folder = operator.folder
     (folder / "wrong").write_text("wrong password")
     (folder / "other.json").write_bytes(
-        run_definition(epoch_seconds=10, validity_seconds=30, name="another").canonical()
+        run_definition(epoch_seconds=10, validity_seconds=30, name="another").raw()
     )
-    (folder / "long.json").write_bytes(run_definition().canonical())
+    (folder / "long.json").write_bytes(run_definition().raw())
     key = bytes(operator.deployed.accounts[5].account.key)
     save_keystore(folder / "stranger.json", key, PASSWORD, light=True)
     for changes, complaint in (

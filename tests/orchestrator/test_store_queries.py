@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from orchestrator_world import signer
 from sqlalchemy.exc import IntegrityError
 
-from orchestrator.store import (
+from prime_core.encoding import sha256
+from prime_core.ids import Address, Digest
+from prime_core.node import Hardware
+from prime_orchestrator.store import (
     Store,
     batches,
     chain,
@@ -18,16 +23,16 @@ from orchestrator.store import (
     jobs,
     lock,
     nodes,
+    open_store,
     policies,
+    schema,
     sessions,
+    sqlite_url,
 )
-from orchestrator.store.batches import BatchRow
-from orchestrator.store.challenges import ChallengeRow
-from orchestrator.store.groups import GroupRow
-from orchestrator.store.sessions import SessionRow
-from protocol.core.encoding import sha256
-from protocol.core.ids import Address, Digest
-from protocol.core.node import Hardware
+from prime_orchestrator.store.batches import BatchRow
+from prime_orchestrator.store.challenges import ChallengeRow
+from prime_orchestrator.store.groups import GroupRow
+from prime_orchestrator.store.sessions import SessionRow
 
 NODE = signer(1).address
 OTHER = signer(2).address
@@ -45,84 +50,76 @@ def session(number: int, issued_at: int = 100, account: Address = NODE) -> Sessi
 # -- jobs --------------------------------------------------------------------------------------
 
 
-def test_jobs_are_claimed_oldest_first_and_one_by_one(either_store: Store) -> None:
-    with either_store.begin() as connection:
-        for number in (3, 1, 2):
+def queued(store: Store, *numbers: int) -> None:
+    """Files that wait for a validator each, all assigned to NODE; their policy is 0."""
+    with store.begin() as connection:
+        for number in numbers:
+            connection.execute(
+                schema.submissions.insert().values(
+                    digest=name(number), lease_digest=name(100 + number), node=NODE, step=0,
+                    policy_version=0, sha256=name(number), size=1, body="", receipt="",
+                    received_at=0.0, status="submitted",
+                )
+            )  # fmt: skip
             assert jobs.add(connection, name(number), now=float(number))
+            jobs.change(connection, name(number), needed=1)
+            jobs.assign(connection, name(number), NODE, now=float(number))
+
+
+def take(store: Store, worker: str, now: float, most: int = 1) -> list[Digest]:
+    with store.begin() as connection:
+        return jobs.take(connection, NODE, worker, most=most, now=now, until=now + 10)
+
+
+def test_files_are_claimed_oldest_first_and_by_their_validator_alone(either_store: Store) -> None:
+    queued(either_store, 3, 1, 2)
+    with either_store.begin() as connection:
         assert not jobs.add(connection, name(1), now=9.0)
-    claimed = []
-    for _ in range(4):
-        with either_store.begin() as connection:
-            claimed.append(jobs.claim(connection, "a", now=10.0, seconds=60))
-    assert [job and job.submission_digest for job in claimed] == [name(1), name(2), name(3), None]
+        other = Address("0x" + "22" * 20)
+        assert jobs.take(connection, other, "b", most=9, now=10.0, until=20.0) == []
+    assert [take(either_store, "a", 10.0) for _ in range(4)] == [
+        [name(1)], [name(2)], [name(3)], []
+    ]  # fmt: skip
 
 
-def test_only_a_done_job_opens_again_as_if_nobody_had_tried_it(either_store: Store) -> None:
+def test_a_claim_that_ran_out_is_taken_again_alone_and_counts(either_store: Store) -> None:
+    queued(either_store, 1, 2)
+    assert take(either_store, "dead", 10.0) == [name(1)]
     with either_store.begin() as connection:
-        jobs.add(connection, name(1), now=1.0)
+        jobs.keep(connection, NODE, "dead", [name(1)], until=30.0)
+        jobs.keep(connection, NODE, "another", [name(1)], until=99.0)
+    assert take(either_store, "b", 25.0, most=2) == [name(2)]
+    assert take(either_store, "b", 31.0, most=2) == [name(1)]
+    with either_store.read() as connection:
+        part = jobs.assignment(connection, name(1), NODE)
+    assert part is not None
+    assert (part.worker, part.attempts) == ("b", 1)
+
+
+def test_only_a_done_job_opens_again_for_every_validator_and_whole(either_store: Store) -> None:
+    queued(either_store, 1)
+    with either_store.begin() as connection:
         assert not jobs.reopen(connection, name(1)), "it waits already"
-        assert jobs.claim(connection, "a", now=2.0, seconds=60) is not None
-        assert jobs.holds(connection, name(1), "a")
-        assert not jobs.holds(connection, name(1), "b")
-        assert not jobs.reopen(connection, name(1)), "it is being judged"
-        assert jobs.finish(connection, name(1), "a")
-        assert not jobs.holds(connection, name(1), "a")
+        jobs.change(connection, name(1), status="done")
         assert jobs.reopen(connection, name(1))
-        again = jobs.claim(connection, "a", now=3.0, seconds=60)
-        assert again is not None
-        assert (again.attempts, again.abstentions) == (1, 0)
+        job = jobs.get(connection, name(1))
+        assert job is not None
+        assert (job.status, job.needed, job.assigned, job.whole) == ("open", 1, 0, True)
+        assert jobs.assignments(connection, name(1)) == []
 
 
-def test_no_job_is_claimed_twice_by_validators_at_once(either_store: Store) -> None:
+def test_an_opinion_is_due_once_all_that_are_needed_are_sealed(either_store: Store) -> None:
+    queued(either_store, 1)
+    other = Address("0x" + "22" * 20)
     with either_store.begin() as connection:
-        for number in range(12):
-            jobs.add(connection, name(number), now=0.0)
-    taken: list[Digest] = []
-
-    def work(worker: str) -> None:
-        while True:
-            with either_store.begin() as connection:
-                job = jobs.claim(connection, worker, now=1.0, seconds=60)
-            if job is None:
-                return
-            taken.append(job.submission_digest)
-
-    threads = [threading.Thread(target=work, args=(f"w{n}",)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(taken) == sorted(name(number) for number in range(12))
-
-
-@pytest.mark.parametrize(
-    "empty_database", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True
-)
-def test_postgresql_claims_past_a_row_that_another_holds(either_store: Store) -> None:
-    with either_store.begin() as connection:
-        jobs.add(connection, name(1), now=0.0)
-        jobs.add(connection, name(2), now=1.0)
-    with either_store.begin() as first, either_store.begin() as second:
-        one = jobs.claim(first, "a", now=2.0, seconds=60)
-        two = jobs.claim(second, "b", now=2.0, seconds=60)
-    assert one is not None
-    assert two is not None
-    assert (one.submission_digest, two.submission_digest) == (name(1), name(2))
-
-
-def test_a_claim_that_ran_out_is_taken_over_and_its_holder_loses_it(either_store: Store) -> None:
-    with either_store.begin() as connection:
-        jobs.add(connection, name(1), now=0.0)
-        assert jobs.claim(connection, "dead", now=1.0, seconds=10) is not None
-        assert jobs.claim(connection, "b", now=10.0, seconds=10) is None
-        assert jobs.extend(connection, name(1), "dead", now=10.0, seconds=10)
-        assert jobs.claim(connection, "b", now=15.0, seconds=10) is None
-        taken = jobs.claim(connection, "b", now=21.0, seconds=10)
-        assert taken is not None
-        assert not jobs.finish(connection, name(1), "dead")
-        assert not jobs.extend(connection, name(1), "dead", now=21.0, seconds=10)
-        assert jobs.finish(connection, name(1), "b")
-        assert jobs.claim(connection, "c", now=99.0, seconds=10) is None
+        jobs.change(connection, name(1), needed=2)
+        jobs.assign(connection, name(1), other, now=1.0)
+        jobs.set_assignment(connection, name(1), NODE, status="sealed")
+        assert jobs.to_reveal(connection, NODE, 9) == []
+        jobs.set_assignment(connection, name(1), other, status="sealed")
+        assert jobs.to_reveal(connection, NODE, 9) == [name(1)]
+        jobs.end_assignment(connection, name(1), other, "missed", now=2.0)
+        assert [job.assigned for job in jobs.short(connection, 9)] == [1]
 
 
 # -- sessions ----------------------------------------------------------------------------------
@@ -267,14 +264,63 @@ def event(connection: object, block: int, what: str, args: dict[str, object]) ->
 
 def test_events_come_once_and_go_with_their_blocks(either_store: Store) -> None:
     with either_store.begin() as connection:
-        assert event(connection, 1, "RevokedBefore", {"node": NODE, "at": 70})
-        assert not event(connection, 1, "RevokedBefore", {"node": NODE, "at": 70})
-        assert event(connection, 2, "RevokedBefore", {"node": NODE, "at": 90})
-        assert event(connection, 3, "RevokedBefore", {"node": OTHER, "at": 99})
-        assert chain.revoked_before(connection, NODE) == 90
-        assert [e.block for e in chain.retract(connection, 2)] == [2, 3]
-        assert chain.revoked_before(connection, NODE) == 70
-        assert chain.revoked_before(connection, OTHER) == 0
+        assert event(connection, 1, "NodeLeft", {"pool": 1, "node": NODE})
+        assert not event(connection, 1, "NodeLeft", {"pool": 1, "node": NODE})
+        assert event(connection, 2, "NodeEjected", {"pool": 1, "node": NODE})
+        assert len(chain.events(connection, "NodeLeft", subject=NODE)) == 1
+        assert chain.events(connection, "NodeLeft", subject=OTHER) == []
+        assert [e.block for e in chain.retract(connection, 2)] == [2]
+        assert chain.events(connection, "NodeEjected") == []
+
+
+_STAKE = ("Deposited", "UnbondStarted", "Rebonded", "SlashHeld", "SlashReleased", "Slashed")
+Happened = st.lists(
+    st.tuples(
+        st.integers(1, 12),
+        st.one_of(
+            st.tuples(st.sampled_from(_STAKE), st.sampled_from("ab"), st.integers(1, 9)),
+            st.tuples(st.sampled_from(["NodeAdded", "NodeRemoved"]), st.sampled_from("xy"),
+                      st.integers(1, 3)),
+            st.tuples(st.just("RevokedBefore"), st.sampled_from("xy"), st.integers(1, 9)),
+        ),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(happened=Happened, cut=st.integers(0, 13), size=st.integers(1, 7))
+def test_what_is_undone_leaves_the_state_as_if_it_had_never_come(
+    tmp_path_factory: pytest.TempPathFactory,
+    happened: list[tuple[int, tuple[str, str, int]]],
+    cut: int,
+    size: int,
+) -> None:
+    def args(name: str, account: str, number: int) -> dict[str, object]:
+        if name in _STAKE:
+            return {"provider": account, "amount": number}
+        if name == "RevokedBefore":
+            return {"node": account, "at": number}
+        return {"node": account, "provider": f"p{number}"}
+
+    happened = sorted(happened, key=lambda one: one[0])
+    rows = [(block, name, args(name, who, n)) for block, (name, who, n) in happened]
+    keys = [("provider", "x"), ("provider", "y"), ("revoked", "x"), ("revoked", "y"),
+            ("stake", "a"), ("stake", "b")]  # fmt: skip
+
+    def states(kept: list[tuple[int, str, dict[str, object]]], back: int | None) -> list[object]:
+        store = open_store(sqlite_url(tmp_path_factory.mktemp("s") / "s.sqlite"))
+        store.migrate()
+        with store.begin() as connection:
+            for at in range(0, len(kept), size):
+                chain.fold(connection, kept[at : at + size], 12)
+            if back is not None:
+                chain.retract(connection, back)
+            found = [chain.state(connection, kind, Address(who)) for kind, who in keys]
+        store.close()
+        return found
+
+    assert states(rows, cut) == states([row for row in rows if row[0] < cut], None)
 
 
 def test_a_cursor_moves(either_store: Store) -> None:

@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from orchestrator.store import Store, meta, migrate, open_store, schema, sqlite_url
-from protocol.core.errors import FatalError, UnavailableError, UserError
+from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_orchestrator.store import Store, meta, migrate, open_store, schema, sqlite_url
 
 
 def test_migrations_make_exactly_the_tables_of_the_metadata(empty_database: Store) -> None:

@@ -9,11 +9,11 @@ import pytest
 import sqlalchemy as sa
 from operator_kit import NODE, Operator, admit, commit_draws, eventually, hand_in, publish, register
 
-from orchestrator.store import Store, batches, chain, groups, schema, submissions
-from orchestrator.store.groups import GroupRow
-from protocol.core.ids import Digest
-from protocol.core.messages import Heartbeat, HeartbeatAnswer
-from protocol.transport.client import OrchestratorClient
+from prime_core.ids import Digest
+from prime_core.messages import Heartbeat, HeartbeatAnswer
+from prime_core.transport.client import OrchestratorClient
+from prime_orchestrator.store import Store, batches, chain, groups, schema, submissions
+from prime_orchestrator.store.groups import GroupRow
 
 
 def accept(store: Store, digest: Digest) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from orchestrator_world import World
 
-from orchestrator import intake, leasing, uploads
-from orchestrator.store import submissions
-from protocol.core.encoding import sha256
-from protocol.core.errors import ConflictError, NotFoundError, UntrustedError
-from protocol.core.messages import UploadRequest
-from protocol.storage.base import digest_key, put_object
-from protocol.storage.directory import DirectoryStore
+from prime_core.encoding import sha256
+from prime_core.errors import ConflictError, NotFoundError, UntrustedError
+from prime_core.messages import UploadRequest
+from prime_core.storage.base import digest_key, put_object
+from prime_core.storage.directory import DirectoryStore
+from prime_orchestrator.api import intake, leasing
+from prime_orchestrator.manager import uploads
+from prime_orchestrator.store import submissions
 
 
 def staged(world: World) -> list[str]:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from protocol.core.errors import MalformedError
-from protocol.proofs import activations, field
-from protocol.proofs.picking import largest_of
-from protocol.proofs.sketch import bf16_to_float, float_to_bf16
+from prime_core.errors import MalformedError
+from prime_verify.proofs import activations, field
+from prime_verify.proofs.picking import largest_of
+from prime_verify.proofs.sketch import bf16_to_float, float_to_bf16
 
 P = field.PRIME
 

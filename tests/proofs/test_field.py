@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.proofs import field
+from prime_verify.proofs import field
 
 P = field.PRIME
 

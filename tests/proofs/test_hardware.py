@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from protocol.core.errors import MalformedError
-from protocol.core.ids import digest
-from protocol.proofs import hardware
+from prime_core.errors import MalformedError
+from prime_core.ids import digest
+from prime_verify.proofs import hardware
 
 SEED = digest(bytes(range(32)))
 
@@ -67,5 +67,5 @@ def test_sizes_out_of_bounds_are_refused() -> None:
 
 
 def test_importing_the_challenge_needs_no_torch() -> None:
-    code = "import sys, protocol.proofs.hardware; sys.exit('torch' in sys.modules)"
+    code = "import sys, prime_verify.proofs.hardware; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

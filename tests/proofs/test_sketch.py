@@ -7,11 +7,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from protocol.core.errors import MalformedError
-from protocol.core.ids import digest
-from protocol.core.seeds import sketch_key
-from protocol.proofs import sketch
-from protocol.proofs.sampling import GOLDEN, mix
+from prime_core.errors import MalformedError
+from prime_core.ids import digest
+from prime_core.seeds import sketch_key
+from prime_verify.proofs import sketch
+from prime_verify.proofs.sketch import GOLDEN, mix
 
 KEY = bytes(range(32))
 

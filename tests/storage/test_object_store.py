@@ -9,17 +9,17 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from protocol.core.encoding import sha256
-from protocol.core.errors import (
+from prime_core.encoding import sha256
+from prime_core.errors import (
     FatalError,
     MalformedError,
     NotFoundError,
     UnavailableError,
     UntrustedError,
 )
-from protocol.storage.base import CHUNK_BYTES, ObjectStore, digest_key, put_object
-from protocol.storage.directory import DirectoryStore
-from protocol.storage.signing import load_secret
+from prime_core.storage.base import CHUNK_BYTES, ObjectStore, digest_key, put_object
+from prime_core.storage.directory import DirectoryStore
+from prime_core.storage.signing import load_secret
 
 SECRET = b"s" * 32
 BAD_KEYS = [
@@ -217,7 +217,7 @@ def test_a_full_disk_is_unavailable_and_leaves_nothing(
 
 def test_a_really_full_disk_is_unavailable() -> None:
     """/dev/full answers ENOSPC to every write, as a full file system does."""
-    from protocol.storage.directory import _Sink
+    from prime_core.storage.directory import _Sink
 
     with Path("/dev/full").open("wb", buffering=0) as file:
         sink = _Sink(file, 4)  # type: ignore[arg-type]

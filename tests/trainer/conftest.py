@@ -9,7 +9,7 @@ import pytest
 import trainer_kit as kit
 from trainer_pool import Pool, pool_server
 
-from trainer.parallel import World, joined_world
+from prime_trainer.parallel import World, joined_world
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.advantages import AdvantageForm, group_advantages
+from prime_trainer.advantages import AdvantageForm, group_advantages
 
 FORMS: tuple[AdvantageForm, ...] = ("mean_std", "mean", "leave_one_out")
 groups = st.lists(

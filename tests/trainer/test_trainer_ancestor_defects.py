@@ -17,31 +17,31 @@ import pytest
 import torch
 import trainer_kit as kit
 
-from protocol.broadcast.publish import publish
-from protocol.core import seeds
-from protocol.core.batch import SignedBatch
-from protocol.core.encoding import sha256
-from protocol.core.errors import (
+from prime_broadcast.publish import publish
+from prime_core import seeds
+from prime_core.batch import SignedBatch
+from prime_core.encoding import sha256
+from prime_core.errors import (
     FatalError,
     MalformedError,
     PolicyError,
     UnavailableError,
     UntrustedError,
 )
-from protocol.core.ids import ZERO_DIGEST, Step
-from protocol.core.run import Objective
-from trainer import checkpoint
-from trainer.advantages import judge
-from trainer.checkpoint import TrainerState
-from trainer.collate import collate
-from trainer.data import TrainingBatch, assemble
-from trainer.learner import backward, train_step
-from trainer.loss import ObjectiveSettings, Tokens, kl_estimate, policy_loss
-from trainer.metrics import Stopwatch
-from trainer.packing import Plan, plan
-from trainer.parallel import World, full_state
-from trainer.prefetch import Prefetcher
-from trainer.publish import export
+from prime_core.ids import ZERO_DIGEST, Step
+from prime_trainer import checkpoint
+from prime_trainer.advantages import judge
+from prime_trainer.checkpoint import TrainerState
+from prime_trainer.collate import collate
+from prime_trainer.config import Objective
+from prime_trainer.data import TrainingBatch, assemble
+from prime_trainer.learner import backward, train_step
+from prime_trainer.loss import Tokens, kl_estimate, policy_loss
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.packing import Plan, plan
+from prime_trainer.parallel import World, full_state
+from prime_trainer.prefetch import Prefetcher
+from prime_trainer.publish import export
 
 RUN = kit.run_definition(groups=8)
 STEP = 4
@@ -68,7 +68,7 @@ def test_1_the_kl_term_pulls_the_policy_towards_its_reference() -> None:
     assert pull(detached=False)[0] > 0 > pull(detached=False)[1]
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = Tokens(logprobs.detach(), torch.zeros(2), torch.ones(2), reference)
-    policy_loss(logprobs, torch.zeros(2), tokens, ObjectiveSettings(kl=0.1)).loss.backward()
+    policy_loss(logprobs, torch.zeros(2), tokens, Objective(kl=0.1)).loss.backward()
     assert logprobs.grad is not None
     assert (logprobs.grad != 0).all()
 
@@ -111,8 +111,8 @@ def test_3_the_ratio_is_against_the_policy_that_generated(
     current = kit.learner(model, tmp_path, world)
     found = backward(current, rows)
     assert abs(found["ratio"] - 1.0) > 0.05
-    run = kit.run_definition(Objective(ratio="proximal", importance_cap_micro=10**9))
-    decoupled = kit.learner(model, tmp_path, world, run)
+    wanted = Objective(ratio="proximal", importance_cap=1000.0)
+    decoupled = kit.learner(model, tmp_path, world, objective=wanted)
     other = backward(decoupled, rows)
     assert other["ratio"] == pytest.approx(1.0, abs=1e-6)  # what the ancestor saw …
     assert other["kl_old"] > 0.01  # … while the policies were far apart, and are corrected for
@@ -160,9 +160,9 @@ def test_6_targets_and_noise_follow_from_the_lease_not_from_the_node() -> None:
     seed, other = sha256(b"lease"), sha256(b"another lease")
     assert seeds.target_lengths(seed, 8, (2, 6, 10)) == seeds.target_lengths(seed, 8, (2, 6, 10))
     assert seeds.target_lengths(seed, 64, (2, 6)) != seeds.target_lengths(other, 64, (2, 6))
-    keys = {seeds.noise_key(seed, group, sample) for group in range(8) for sample in range(16)}
+    keys = {seeds.noise_seed(seed, group, sample) for group in range(8) for sample in range(16)}
     assert len(keys) == 8 * 16
-    assert not keys & {seeds.noise_key(other, g, s) for g in range(8) for s in range(16)}
+    assert not keys & {seeds.noise_seed(other, g, s) for g in range(8) for s in range(16)}
 
 
 def test_7_rewards_are_the_validators_and_versions_are_bounded() -> None:

@@ -24,9 +24,9 @@ from bench.learning_run import MODES, Record, crossing
 from bench.learning_run import TARGETS as TARGET_LENGTHS
 from bench.trainer import packing
 from bench.trainer_parts import TARGETS, bench_model, published_lengths
-from protocol.core.errors import MalformedError, UnavailableError
-from protocol.environments.lengths import balanced_targets
-from trainer.parallel import World
+from prime_core.errors import MalformedError, UnavailableError
+from prime_envs.lengths import balanced_targets
+from prime_trainer.parallel import World
 
 
 def test_the_goal_is_crossed_where_the_line_through_the_rewards_meets_it() -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 import trainer_kit as kit
 
-from protocol.core.errors import FatalError, UserError
-from protocol.core.ids import Digest, Step
-from trainer import checkpoint
-from trainer.checkpoint import STATE_NAME, TrainerState
-from trainer.data import TrainingBatch
-from trainer.learner import Learner, train_step
-from trainer.metrics import MetricsFile, Stopwatch
-from trainer.parallel import World, full_state
+from prime_core.errors import FatalError, UserError
+from prime_core.ids import Digest, Step
+from prime_trainer import checkpoint
+from prime_trainer.checkpoint import STATE_NAME, TrainerState
+from prime_trainer.data import TrainingBatch
+from prime_trainer.learner import Learner, train_step
+from prime_trainer.metrics import MetricsFile, Stopwatch
+from prime_trainer.parallel import World, full_state
 
 RUN = kit.run_definition()
 OTHER = Digest("0x" + "77" * 32)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.core.errors import UserError
-from trainer.cli import main
+from prime_core.errors import UserError
+from prime_trainer.cli import main
 
 
 def test_a_mistake_and_what_to_do_are_one_sentence(

@@ -18,22 +18,22 @@ import trainer_kit as kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.core.batch import SignedBatch
-from protocol.core.errors import (
+from prime_core.batch import SignedBatch
+from prime_core.errors import (
     MalformedError,
     PolicyError,
     PrimeError,
     UnavailableError,
     UntrustedError,
 )
-from protocol.core.ids import Digest
-from protocol.core.rollout import Rollout
-from protocol.transport.client import OrchestratorClient
-from protocol.waiting import StoppedError
-from trainer import feed
-from trainer.data import TrainingBatch, assemble
-from trainer.feed import fetcher, insist
-from trainer.wire import decode, encode
+from prime_core.ids import Digest
+from prime_core.rollout import Rollout
+from prime_core.transport.client import OrchestratorClient
+from prime_core.waiting import StoppedError
+from prime_trainer import feed
+from prime_trainer.data import TrainingBatch, assemble
+from prime_trainer.feed import fetcher, insist
+from prime_trainer.wire import decode, encode
 
 RUN = kit.run_definition(groups=12)
 STEP = 4
@@ -171,7 +171,7 @@ def _table_of_another_file(objects: kit.Objects) -> SignedBatch:
 
 
 def _schema_of_another_version(objects: kit.Objects) -> SignedBatch:
-    with mock.patch("protocol.verification.rollout_file.SCHEMA_VERSION", "2"):
+    with mock.patch("prime_verify.rollout_file.SCHEMA_VERSION", "2"):
         file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
     return kit.seal([file], STEP, RUN)
 

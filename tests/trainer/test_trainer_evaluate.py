@@ -12,18 +12,18 @@ import trainer_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.encoding import sha256
-from protocol.core.errors import FatalError, UserError
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.run import RunDefinition
-from protocol.environments.base import Grade, Problem
-from protocol.environments.dataset import TaskDataset
-from protocol.environments.graders.families import Families
-from protocol.environments.graders.mathematics import Mathematics
-from protocol.environments.registry import environment_for, environment_ref, load_environment
-from protocol.environments.tasks import Task
-from trainer.difficulty import Range, describe, filter_tasks, select
-from trainer.evaluate import (
+from prime_core.encoding import sha256
+from prime_core.errors import FatalError, UserError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.run import RunDefinition
+from prime_envs.base import Grade, Problem
+from prime_envs.dataset import TaskDataset
+from prime_envs.graders.families import Families
+from prime_envs.graders.mathematics import Mathematics
+from prime_envs.registry import environment_for, environment_ref, load_environment
+from prime_envs.tasks import Task
+from prime_trainer.difficulty import Range, describe, filter_tasks, select
+from prime_trainer.evaluate import (
     compare,
     environment_name,
     evaluate,
@@ -32,8 +32,8 @@ from trainer.evaluate import (
     share,
     summary,
 )
-from trainer.sampling import Answered
-from trainer.tables import comparison_table, evaluation_table
+from prime_trainer.sampling import Answered
+from prime_trainer.tables import comparison_table, evaluation_table
 
 RUN = kit.run_definition()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run_cli import define
-from trainer.config import load
-from trainer.learner import objective_settings
+from prime_orchestrator.cli.run import define
+from prime_trainer.config import load
+from prime_trainer.objectives import form_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -19,29 +19,31 @@ SETTINGS = sorted(EXAMPLES.glob("run*.trainer.toml"))
 
 
 @pytest.mark.parametrize("path", DEFINITIONS, ids=lambda p: p.stem)
-def test_a_run_definition_is_read_and_its_objective_known(path: Path, model: Path) -> None:
+def test_a_run_definition_is_read(path: Path, model: Path) -> None:
     values = tomllib.loads(path.read_text())
     if values["environment"]["name"] == "tasks":  # its dataset is the operator's own
         values["environment"] = {"name": "reverse", "train_size": 1000, "heldout_size": 64}
     run = define(values, path, model)
-    assert objective_settings(run).delta > 1 + objective_settings(run).clip
     assert run.groups_per_batch * run.samples_per_group in (512, 4096)
-    longest = max(t for targets in run.budgets.by_class.values() for t in targets)
+    longest = max(run.budgets.targets)
     assert longest < run.max_output_tokens
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda p: p.stem)
 def test_the_trainers_settings_beside_it_are_read(path: Path) -> None:
-    assert load({}, path).learning_rate > 0
+    settings = load({}, path)
+    assert settings.learning_rate > 0
+    assert settings.objective.delta > 1 + settings.objective.clip
+    assert form_of(settings.objective.name).bounded
     assert (EXAMPLES / path.name.replace(".trainer", "")).is_file()
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda p: p.stem)
 def test_several_optimizer_steps_a_batch_go_with_the_proximal_ratio(path: Path) -> None:
     """Against the behaviour policy, a batch's later steps would be clipped for its staleness."""
-    run = tomllib.loads((EXAMPLES / path.name.replace(".trainer", "")).read_text())
-    ratio = run.get("objective", {}).get("ratio", "behaviour")
-    assert ratio == ("proximal" if load({}, path).optimizer_steps > 1 else "behaviour")
+    settings = load({}, path)
+    ratio = "proximal" if settings.optimizer_steps > 1 else "behaviour"
+    assert settings.objective.ratio == ratio
 
 
 def test_every_test_that_the_page_names_is_there() -> None:

@@ -16,12 +16,12 @@ import pytest
 import trainer_kit as kit
 from torch.distributed.checkpoint import state_dict_saver
 
-from protocol.core.errors import FatalError, UnavailableError
-from trainer import checkpoint
-from trainer.checkpoint import TrainerState
-from trainer.metrics import MetricsFile
-from trainer.parallel import World, full_state
-from trainer.publish import WEIGHTS, export, verify_loadable
+from prime_core.errors import FatalError, UnavailableError
+from prime_trainer import checkpoint
+from prime_trainer.checkpoint import TrainerState
+from prime_trainer.metrics import MetricsFile
+from prime_trainer.parallel import World, full_state
+from prime_trainer.publish import WEIGHTS, export, verify_loadable
 
 RUN = kit.run_definition()
 

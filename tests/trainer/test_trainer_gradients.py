@@ -9,18 +9,18 @@ import pytest
 import torch
 import trainer_kit as kit
 
-from protocol.core.rollout import Rollout
-from protocol.core.run import Objective
-from trainer.advantages import group_advantages
-from trainer.collate import collate
-from trainer.learner import Learner, backward
-from trainer.loss import policy_loss, token_weights
-from trainer.parallel import World
+from prime_core.rollout import Rollout
+from prime_trainer.advantages import group_advantages
+from prime_trainer.collate import collate
+from prime_trainer.config import Objective
+from prime_trainer.learner import Learner, backward
+from prime_trainer.loss import policy_loss, token_weights
+from prime_trainer.parallel import World
 
 OBJECTIVES = (
     Objective(name="grpo"),
-    Objective(name="grpo_token_mean", advantage="mean", entropy_micro=1000),
-    Objective(name="dr_grpo", advantage="leave_one_out", kl_micro=1000),
+    Objective(name="grpo_token_mean", advantage="mean", entropy=0.001),
+    Objective(name="dr_grpo", advantage="leave_one_out", kl=0.001),
 )
 
 
@@ -28,14 +28,14 @@ def one_at_a_time(learner: Learner, rollouts: list[Rollout]) -> float:
     """The slow way: each sample alone in a row, one backward each; returns the loss."""
     run, size = learner.run, learner.run.samples_per_group
     weights = token_weights(
-        [len(r.output_tokens) for r in rollouts], run.objective.name, run.max_output_tokens
+        [len(r.output_tokens) for r in rollouts], learner.objective.name, run.max_output_tokens
     )
     dtype = next(learner.policy.parameters()).dtype
     loss = 0.0
     for number, rollout in enumerate(rollouts):
         start = number - number % size
         rewards = [r.reward for r in rollouts[start : start + size]]
-        advantage = group_advantages(rewards, run.objective.advantage)[number - start]
+        advantage = group_advantages(rewards, learner.objective.advantage)[number - start]
         batch, tokens = collate(
             [[0]], [rollout], [advantage], [weights[number]], torch.device("cpu"), dtype
         )
@@ -59,10 +59,9 @@ def test_packing_and_accumulation_leave_the_gradient_alone_in_float64(
     row_tokens: int,
     micro_tokens: int,
 ) -> None:
-    run = kit.run_definition(objective)
     rollouts = kit.rows()
-    sizes = {"row_tokens": row_tokens, "micro_tokens": micro_tokens}
-    packed = kit.double_learner(kit.learner(model, tmp_path, world, run, **sizes), world)
+    wanted = {"objective": objective, "row_tokens": row_tokens, "micro_tokens": micro_tokens}
+    packed = kit.double_learner(kit.learner(model, tmp_path, world, **wanted), world)
     statistics = backward(packed, rollouts)
     slow = kit.double_learner(packed, world)
     loss = one_at_a_time(slow, rollouts)
@@ -110,9 +109,11 @@ def test_a_sample_longer_than_a_row_keeps_its_own_reward(
 def test_each_sample_counts_once(model: Path, tmp_path: Path, world: World) -> None:
     # An ancestor's rebalancing duplicated a micro-batch: swapping order must change nothing, and
     # the gradient of a batch is the sum of its groups' (dr_grpo's weights do not depend on rows).
-    run = kit.run_definition(Objective(name="dr_grpo"))
+    wanted = Objective(name="dr_grpo")
     rollouts = kit.rows(4)
-    whole = kit.double_learner(kit.learner(model, tmp_path, world, run, micro_tokens=80), world)
+    whole = kit.double_learner(
+        kit.learner(model, tmp_path, world, objective=wanted, micro_tokens=80), world
+    )
     backward(whole, rollouts)
     parts = kit.double_learner(whole, world)
     for start in range(0, len(rollouts), 4):

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from trainer_pool import Pool, finished, pool_server, started, told_to_stop, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol.core.errors import UserError
-from trainer.cli import with_file
-from trainer.config import load
-from trainer.dryrun import parameters_of, sources
-from trainer.finished import curve, export_run
+from prime_core.errors import UserError
+from prime_trainer.cli import with_file
+from prime_trainer.config import load
+from prime_trainer.dryrun import parameters_of, sources
+from prime_trainer.finished import curve, export_run
 
 
 def lines(data: Path) -> list[dict[str, object]]:
@@ -125,11 +125,16 @@ def test_a_run_shows_itself_and_ends_as_a_model_folder(pool: Pool, tmp_path: Pat
     assert len(list(events.iterdir())) == 1
     out = tmp_path / "out"
     assert export_run(data, out) == 2
+    training = json.loads((out / "trainer.json").read_text())
+    assert training["objective"]["name"] == "grpo"
+    assert "wallet" not in training
+    (listed,) = [f for f in pool.published()[2].manifest.files if f.name == "trainer.json"]
+    assert listed.size == (out / "trainer.json").stat().st_size
     assert {"README.md", "run.json", "policy.json", "metrics.jsonl", "curve.svg"} <= {
         path.name for path in out.iterdir()
     }
     assert pool.run.digest() in (out / "README.md").read_text()
-    assert (out / "run.json").read_bytes() == pool.run.canonical()
+    assert (out / "run.json").read_bytes() == pool.run.raw()
     assert AutoModelForCausalLM.from_pretrained(out, local_files_only=True).num_parameters() > 0
     assert AutoTokenizer.from_pretrained(out, local_files_only=True).eos_token_id is not None
     with pytest.raises(UserError, match="exists already"):

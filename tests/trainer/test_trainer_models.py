@@ -11,17 +11,17 @@ import torch
 import trainer_kit as kit
 from safetensors.torch import load_file, save_file
 
-from protocol.core.errors import UserError
-from protocol.core.run import Objective
-from protocol.engine.tiny import character_tokenizer
-from trainer.attention import packed_attention, wants_whole_heads
-from trainer.collate import collate
-from trainer.dryrun import _gathered
-from trainer.learner import backward
-from trainer.lora import add_adapters
-from trainer.model import Policy, block_causal_mask, load_policy, shape_of
-from trainer.parallel import World, published_state
-from trainer.publish import export
+from prime_core.errors import UserError
+from prime_engine.tiny import character_tokenizer
+from prime_trainer.attention import packed_attention, wants_whole_heads
+from prime_trainer.collate import collate
+from prime_trainer.config import Objective
+from prime_trainer.dryrun import _gathered
+from prime_trainer.learner import backward
+from prime_trainer.lora import add_adapters
+from prime_trainer.model import Policy, block_causal_mask, load_policy, shape_of
+from prime_trainer.parallel import World, published_state
+from prime_trainer.publish import export
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -99,7 +99,7 @@ def test_heads_that_share_keys_and_heads_with_their_own_attend_alike(
     segments = ((0, 0, 3), (0, 3, 6))
     found = []
     for whole in (False, True):
-        monkeypatch.setattr("trainer.attention.wants_whole_heads", lambda *_, w=whole: w)
+        monkeypatch.setattr("prime_trainer.attention.wants_whole_heads", lambda *_, w=whole: w)
         made, _ = packed_attention(torch.nn.Module(), query, key, value, None, segments=segments)
         found.append(made)
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
@@ -127,7 +127,7 @@ def test_recomputed_activations_and_logits_give_the_same_gradient(
     plain = kit.learner(model, tmp_path, world)
     backward(plain, rows)
     if change == "chunks":
-        monkeypatch.setattr("trainer.model.CHUNK_LOGITS", 64 * 5)
+        monkeypatch.setattr("prime_trainer.model.CHUNK_LOGITS", 64 * 5)
     other = kit.learner(model, tmp_path, world, recompute=change == "recompute")
     backward(other, rows)
     found = kit.relative_difference(kit.gradients(other.policy), kit.gradients(plain.policy))
@@ -175,21 +175,21 @@ def test_a_wide_head_gives_the_logits_of_the_published_weights_without_rounding_
 def test_a_wide_head_is_trained_in_chunks_as_whole_and_in_wide_numbers_changes_nothing(
     model: Path, tmp_path: Path, world: World, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, run = kit.rows(), kit.run_definition(Objective(kl_micro=1000))
-    whole = kit.learner(model, tmp_path, world, run, bf16=True, head_fp32=True, lora_rank=rank)
+    rows = kit.rows()
+    wanted = {"objective": Objective(kl=0.001), "lora_rank": rank}
+    whole = kit.learner(model, tmp_path, world, bf16=True, head_fp32=True, **wanted)
     assert whole.reference is not None
     assert whole.reference.head_fp32
     backward(whole, rows)
     gradients = trained_gradients(whole.policy)
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-    monkeypatch.setattr("trainer.model.CHUNK_LOGITS", 64 * 5)
-    chunked = kit.learner(model, tmp_path, world, run, bf16=True, head_fp32=True, lora_rank=rank)
+    monkeypatch.setattr("prime_trainer.model.CHUNK_LOGITS", 64 * 5)
+    chunked = kit.learner(model, tmp_path, world, bf16=True, head_fp32=True, **wanted)
     backward(chunked, rows)
     # the hidden states' gradients are bf16, whatever the head is
     assert kit.relative_difference(trained_gradients(chunked.policy), gradients) < 1e-2
     plain, asked = (
-        kit.learner(model, tmp_path, world, run, head_fp32=wide, lora_rank=rank)
-        for wide in (False, True)
+        kit.learner(model, tmp_path, world, head_fp32=wide, **wanted) for wide in (False, True)
     )
     backward(plain, rows)
     backward(asked, rows)
@@ -233,7 +233,7 @@ def test_only_adapters_are_trained_and_what_is_published_holds_them(
 
 
 def test_merged_adapters_are_the_very_weights_in_wide_numbers(model: Path) -> None:
-    from trainer.lora import merged
+    from prime_trainer.lora import merged
 
     policy = add_adapters(load_policy(model, 1.0, dtype=torch.float64), rank=4, alpha=8)
     torch.manual_seed(3)

@@ -13,23 +13,23 @@ import trainer_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.errors import UserError
-from protocol.core.ids import ZERO_DIGEST, Step
-from protocol.core.run import Objective
-from trainer.advantages import judge
-from trainer.alarms import alarms_of
-from trainer.data import TrainingBatch
-from trainer.learner import (
+from prime_core.errors import UserError
+from prime_core.ids import ZERO_DIGEST, Step
+from prime_trainer.advantages import judge
+from prime_trainer.alarms import alarms_of
+from prime_trainer.config import Objective
+from prime_trainer.data import TrainingBatch
+from prime_trainer.learner import (
     backward,
     groups_of,
     proximal_logprobs,
     shares_of,
     train_step,
 )
-from trainer.loss import ObjectiveSettings, Tokens, policy_loss, token_weights
-from trainer.metrics import Stopwatch
-from trainer.objectives import REGISTRY, form_of
-from trainer.parallel import World, full_state
+from prime_trainer.loss import Tokens, policy_loss, token_weights
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.objectives import REGISTRY, form_of
+from prime_trainer.parallel import World, full_state
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -39,7 +39,7 @@ def test_decoupled_ppo_is_its_formula_in_float64(seed: int) -> None:
     n = 40
     new, prox, old = (-rng.uniform(0.05, 3, n) for _ in range(3))
     advantages, weights = rng.normal(size=n), rng.uniform(0.1, 1, n)
-    settings = ObjectiveSettings(ratio="proximal", clip=0.2, delta=4.0, importance_cap=2.0)
+    settings = Objective(ratio="proximal", clip=0.2, delta=4.0, importance_cap=2.0)
     logprobs = torch.tensor(new, requires_grad=True)
     tokens = Tokens(
         torch.tensor(old), torch.tensor(advantages), torch.tensor(weights),
@@ -66,7 +66,7 @@ def test_the_share_called_clipped_is_the_share_without_gradient(name: str) -> No
     logprobs = torch.tensor([math.log(r) for r in ratios] * 2, requires_grad=True)
     count = len(advantages)
     tokens = Tokens(torch.zeros(count), torch.tensor(advantages), torch.ones(count))
-    terms = policy_loss(logprobs, torch.zeros(count), tokens, ObjectiveSettings(normalisation=name))
+    terms = policy_loss(logprobs, torch.zeros(count), tokens, Objective(name=name))
     terms.loss.backward()
     assert logprobs.grad is not None
     assert float(terms.sums["clipped"]) == int((logprobs.grad == 0).sum())
@@ -75,7 +75,7 @@ def test_the_share_called_clipped_is_the_share_without_gradient(name: str) -> No
 def test_without_a_recomputed_policy_the_present_one_is_proximal() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = Tokens(torch.tensor([-1.5, -1.0]), torch.ones(2), torch.ones(2))
-    found = policy_loss(logprobs, torch.zeros(2), tokens, ObjectiveSettings(ratio="proximal"))
+    found = policy_loss(logprobs, torch.zeros(2), tokens, Objective(ratio="proximal"))
     found.loss.backward()
     assert logprobs.grad is not None
     weights = [min(math.e**0.5, 2.0), math.e**-1.0]
@@ -86,8 +86,10 @@ def test_without_a_recomputed_policy_the_present_one_is_proximal() -> None:
 def test_the_recomputed_policy_is_the_one_at_the_batchs_start(
     model: Path, tmp_path: Path, world: World
 ) -> None:
-    run = kit.run_definition(Objective(ratio="proximal"))
-    learner = kit.learner(model, tmp_path, world, run, row_tokens=40, optimizer_steps=3)
+    wanted = Objective(ratio="proximal")
+    learner = kit.learner(
+        model, tmp_path, world, objective=wanted, row_tokens=40, optimizer_steps=3
+    )
     rows = kit.rows()
     before = proximal_logprobs(learner, rows)
     assert [len(part) for part in before] == [len(row.output_tokens) for row in rows]
@@ -119,9 +121,8 @@ def test_an_unknown_objective_is_one_sentence_with_the_known_ones(
 ) -> None:
     with pytest.raises(UserError, match="no_such_form"):
         form_of("no_such_form")
-    run = kit.run_definition(Objective(name="no_such_form"))
     with pytest.raises(UserError, match="does not know") as caught:
-        kit.learner(model, tmp_path, world, run)
+        kit.learner(model, tmp_path, world, objective=Objective(name="no_such_form"))
     assert all(name in caught.value.hint for name in REGISTRY)
 
 
@@ -129,8 +130,8 @@ def test_another_objective_is_one_line_of_registry(
     model: Path, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(REGISTRY, "mine", REGISTRY["dr_grpo"])
-    mine = kit.learner(model, tmp_path, world, kit.run_definition(Objective(name="mine")))
-    known = kit.learner(model, tmp_path, world, kit.run_definition(Objective(name="dr_grpo")))
+    mine = kit.learner(model, tmp_path, world, objective=Objective(name="mine"))
+    known = kit.learner(model, tmp_path, world, objective=Objective(name="dr_grpo"))
     backward(mine, kit.rows())
     backward(known, kit.rows())
     assert kit.relative_difference(kit.gradients(mine.policy), kit.gradients(known.policy)) == 0.0
@@ -147,7 +148,7 @@ def test_overlong_samples_are_kept_masked_or_penalised_and_always_counted() -> N
     groups = groups_of(rows, 4)
     kept = judge(groups, Objective(overlong="keep"))
     masked = judge(groups, Objective(overlong="mask"))
-    penalised = judge(groups, Objective(overlong="penalise", overlong_penalty_micro=500_000))
+    penalised = judge(groups, Objective(overlong="penalise", overlong_penalty=0.5))
     assert kept.overlong == masked.overlong == penalised.overlong == 3
     assert all(kept.counted)
     assert masked.counted == [row.sample != 0 for row in rows]
@@ -161,14 +162,14 @@ def test_overlong_samples_are_kept_masked_or_penalised_and_always_counted() -> N
 def test_a_masked_sample_has_no_gradient_and_no_place_in_the_normalisation(
     model: Path, tmp_path: Path, world: World, name: str
 ) -> None:
-    run = kit.run_definition(Objective(name=name, overlong="mask", advantage="mean"))
+    wanted = Objective(name=name, overlong="mask", advantage="mean")
     rows = cut_rows(1)
-    masked = kit.learner(model, tmp_path, world, run)
+    masked = kit.learner(model, tmp_path, world, objective=wanted)
     found = backward(masked, rows)
     assert found["masked"] == pytest.approx(0.25)
     # Whatever a masked sample's numbers are, nothing of them arrives.
     wild = [replace(r, logprobs=(-1e4,) * len(r.logprobs)) if r.sample == 0 else r for r in rows]
-    other = kit.learner(model, tmp_path, world, run)
+    other = kit.learner(model, tmp_path, world, objective=wanted)
     backward(other, wild)
     assert kit.relative_difference(kit.gradients(other.policy), kit.gradients(masked.policy)) < 1e-6
 
@@ -191,7 +192,7 @@ def test_a_batch_of_masked_samples_alone_changes_nothing(
     model: Path, tmp_path: Path, world: World
 ) -> None:
     learner = kit.learner(
-        model, tmp_path, world, kit.run_definition(Objective(overlong="mask")), weight_decay=0.0
+        model, tmp_path, world, objective=Objective(overlong="mask"), weight_decay=0.0
     )
     before = full_state(learner.policy)
     line = train_step(learner, batch(cut_rows(4)), Stopwatch())

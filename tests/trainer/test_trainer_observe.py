@@ -9,11 +9,11 @@ import httpx
 import pytest
 import trainer_kit as kit
 
-from protocol.core.errors import UserError
-from trainer.events import EventFile, crc32c, flat, scalars_event
-from trainer.metrics import Stopwatch
-from trainer.observe import MetricsServer, Observers, peak_flops, prometheus_text
-from trainer.progress import WORDS, Bar
+from prime_core.errors import UserError
+from prime_trainer.events import EventFile, crc32c, flat, scalars_event
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.observe import MetricsServer, Observers, peak_flops, prometheus_text
+from prime_trainer.progress import WORDS, Bar
 
 
 def records(data: bytes) -> list[bytes]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from protocol.broadcast import bars
-from protocol.broadcast.manifest import build_manifest
-from trainer.run import publish_and_say
+from prime_broadcast import bars
+from prime_broadcast.manifest import build_manifest
+from prime_trainer.run import publish_and_say
 
 
 def test_publishing_by_hand_draws_a_bar_or_prints_json(

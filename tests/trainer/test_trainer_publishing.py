@@ -15,22 +15,22 @@ import pytest
 import trainer_kit as kit
 from trainer_pool import Pool, finished, started, told_to_stop, wait_until
 
-from orchestrator.store import arrivals
-from protocol.broadcast import layout
-from protocol.broadcast.folder import PolicyFolder
-from protocol.broadcast.manifest import Trust
-from protocol.broadcast.relay import Relay
-from protocol.core.errors import PolicyError, UserError
-from protocol.core.messages import RelayInfo
-from protocol.transport.client import Empty, OrchestratorClient
-from trainer import carried, publish
-from trainer.config import Settings
-from trainer.feed import pool_facts
-from trainer.metrics import Stopwatch
-from trainer.parallel import World
-from trainer.publish import Origin
-from trainer.run import new_origin, new_publisher, publish_by_hand
-from trainer.train import Trainer
+from prime_broadcast import layout
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.manifest import Trust
+from prime_broadcast.relay import Relay
+from prime_core.errors import PolicyError, UserError
+from prime_core.messages import RelayAnnouncement
+from prime_core.transport.client import Empty, OrchestratorClient
+from prime_orchestrator.store import arrivals
+from prime_trainer import carried, publish
+from prime_trainer.config import Settings
+from prime_trainer.feed import pool_facts
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.parallel import World
+from prime_trainer.publish import Origin
+from prime_trainer.run import new_origin, new_publisher, publish_by_hand
+from prime_trainer.train import Trainer
 
 
 def settings(pool: Pool, data: Path, **changes: object) -> Settings:
@@ -159,7 +159,7 @@ def test_a_policy_published_by_hand_is_served_until_a_relay_has_all_of_it(
     ):
         with published_by_hand(pool, tmp_path / "data") as (call, url):
             [signed] = pool.published()
-            client.post("/v1/relays", RelayInfo(url=relay.url, versions=(0,)), Empty)
+            client.post("/v1/relays", RelayAnnouncement(url=relay.url, versions=(0,)), Empty)
             began = len(looks)
             wait_until(lambda: len(looks) > began + 1, "a look at the relay, which has nothing yet")
             assert call.is_alive()

@@ -15,9 +15,9 @@ import torch
 import trainer_kit as kit
 from trainer_pool import finished, pool_server, started, wait_until
 
-from protocol.core.run import Objective
-from trainer import checkpoint
-from trainer.parallel import World, full_state
+from prime_trainer import checkpoint
+from prime_trainer.config import Objective
+from prime_trainer.parallel import World, full_state
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -78,8 +78,8 @@ def test_checkpoints_are_named_by_global_rank_and_load_into_another_number_of_ra
     # An ancestor named them by local rank: two machines overwrote each other's.
     root, _, two = both
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(two["files"])
-    run = kit.run_definition(Objective(kl_micro=1000, entropy_micro=100))
-    alone = kit.learner(model, root / "two", world, run)
+    run, wanted = kit.run_definition(), Objective(kl=0.001, entropy=1e-4)
+    alone = kit.learner(model, root / "two", world, run, objective=wanted)
     state = checkpoint.load(root / "two", run.digest(), alone.policy, alone.optimizer, world)
     assert state is not None
     assert state.step == 2

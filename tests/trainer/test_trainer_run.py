@@ -14,10 +14,10 @@ import trainer_kit as kit
 from safetensors.torch import load_file
 from trainer_pool import Pool, finished, pool_server, started, told_to_stop, wait_until
 
-from protocol.broadcast.manifest import verify_folder
-from protocol.chain.keystore import save_keystore
-from protocol.core.errors import UserError
-from trainer.run import publish_by_hand
+from prime_broadcast.manifest import verify_folder
+from prime_chain.keystore import save_keystore
+from prime_core.errors import UserError
+from prime_trainer.run import publish_by_hand
 
 STEPS = 4
 
@@ -180,7 +180,7 @@ def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_o
     [said] = [line for line in ended.stdout.splitlines() if line.startswith("trainer: ")]
     assert "127.0.0.1:9 does not answer" in said
     assert "check the address" in said
-    (data / "run.json").write_bytes(pool.run.canonical())  # as an earlier start leaves it
+    (data / "run.json").write_bytes(pool.run.raw())  # as an earlier start leaves it
     with started([*pool.command(data), *silent]) as child:
         assert child.stdout is not None
         assert any("trying again" in line for line in child.stdout)

@@ -10,15 +10,15 @@ import pytest
 import torch
 import trainer_kit as kit
 
-from protocol.core.errors import FatalError, UserError
-from protocol.core.ids import ZERO_DIGEST, Step
-from trainer import learner as learner_module
-from trainer.config import load
-from trainer.data import TrainingBatch
-from trainer.learner import learning_rate, train_step
-from trainer.metrics import Stopwatch
-from trainer.model import Policy, load_policy
-from trainer.parallel import World, full_state
+from prime_core.errors import FatalError, UserError
+from prime_core.ids import ZERO_DIGEST, Step
+from prime_trainer import learner as learner_module
+from prime_trainer.config import load
+from prime_trainer.data import TrainingBatch
+from prime_trainer.learner import learning_rate, train_step
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.model import Policy, load_policy
+from prime_trainer.parallel import World, full_state
 
 
 def batch(rollouts: list[kit.Rollout]) -> TrainingBatch:

@@ -10,10 +10,10 @@ import trainer_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core.errors import FatalError, MalformedError, PolicyError, UntrustedError
-from protocol.core.ids import Digest, Step
-from trainer.data import TrainingBatch
-from trainer.wire import BadBatch, decode, encode
+from prime_core.errors import FatalError, MalformedError, PolicyError, UntrustedError
+from prime_core.ids import Digest, Step
+from prime_trainer.data import TrainingBatch
+from prime_trainer.wire import BadBatch, decode, encode
 
 
 def batch(groups: int, samples: int, seed: int) -> TrainingBatch:

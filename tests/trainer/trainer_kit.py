@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from bench.trainer_parts import bench_run
-from protocol.core import encoding
-from protocol.core.batch import BatchFile, BatchManifest, SignedBatch
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import ZERO_DIGEST, Address, Digest
-from protocol.core.rollout import Rollout
-from protocol.core.run import Objective, RunDefinition
-from protocol.core.signing import Domain, LocalSigner
-from protocol.core.verdict import VerdictRow, VerdictTable
-from protocol.engine.tiny import write_tiny_model
-from protocol.verification.rollout_file import FileMetadata, FileRow, write_rollout_file
-from trainer.config import Settings
-from trainer.data import BatchRules
-from trainer.learner import Learner, make_learner
-from trainer.model import Policy, load_policy
-from trainer.parallel import World, shard
+from prime_core import encoding
+from prime_core.batch import BatchFile, BatchManifest, SignedBatch
+from prime_core.errors import UnavailableError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.rollout import Rollout
+from prime_core.run import RunDefinition
+from prime_core.signing import Domain, LocalSigner
+from prime_core.verdict import VerdictRow, VerdictTable
+from prime_engine.tiny import write_tiny_model
+from prime_trainer.config import Settings
+from prime_trainer.data import BatchRules
+from prime_trainer.learner import Learner, make_learner
+from prime_trainer.model import Policy, load_policy
+from prime_trainer.parallel import World, shard
+from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
 MANAGER = LocalSigner(b"\x11" * 32)
 TRAINER = LocalSigner(b"\x22" * 32)
@@ -42,7 +42,6 @@ def tiny_model(folder: Path, seed: int = 0) -> Path:
 
 
 def run_definition(
-    objective: Objective | None = None,
     *,
     samples: int = 4,
     groups: int = 3,
@@ -50,7 +49,7 @@ def run_definition(
 ) -> RunDefinition:
     """A run of the reverse task with small batches."""
     return bench_run(
-        objective, groups=groups, samples=samples, penalty_micro=150_000, name="test",
+        groups=groups, samples=samples, penalty_micro=150_000, name="test",
         base_model=base_model, max_output_tokens=40, groups_per_lease=2,
     )  # fmt: skip
 
@@ -94,7 +93,7 @@ def double_learner(learner_: Learner, world: World) -> Learner:
     policy = double_policy(learner_.settings.need("model"), learner_.run.temperature)
     sharded = shard(policy, world)
     reference = None
-    if learner_.run.objective.kl_micro:
+    if learner_.objective.kl:
         reference = double_policy(learner_.settings.need("model"), learner_.run.temperature)
         shard(reference.requires_grad_(False), world)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)

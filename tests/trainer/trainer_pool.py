@@ -17,23 +17,23 @@ import trainer_kit as kit
 import uvicorn
 from sqlalchemy import select
 
-from orchestrator.app import create_app
-from orchestrator.backend import Backend
-from orchestrator.context import PoolContext
-from orchestrator.store import batches, open_store, policies, schema, sqlite_url
-from orchestrator.store.batches import BatchRow
-from protocol.broadcast.manifest import build_manifest
-from protocol.chain.deployment import Deployment, Periods
-from protocol.chain.keystore import save_keystore
-from protocol.core import ids
-from protocol.core.batch import BatchFile
-from protocol.core.checkpoint import SignedManifest
-from protocol.core.ids import Digest
-from protocol.core.messages import ContractAddresses
-from protocol.core.rollout import Rollout
-from protocol.core.signing import CONTRACT_NAMES
-from protocol.storage.base import put_object
-from protocol.storage.directory import DirectoryStore
+from prime_broadcast.manifest import build_manifest
+from prime_chain.keystore import save_keystore
+from prime_core import ids
+from prime_core.batch import BatchFile
+from prime_core.checkpoint import SignedManifest
+from prime_core.deployment import Deployment, Periods
+from prime_core.ids import Digest
+from prime_core.messages import ContractAddresses
+from prime_core.rollout import Rollout
+from prime_core.signing import CONTRACT_NAMES
+from prime_core.storage.base import put_object
+from prime_core.storage.directory import DirectoryStore
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.store import batches, open_store, policies, schema, sqlite_url
+from prime_orchestrator.store.batches import BatchRow
 
 PASSWORD = "correct horse"
 REPOSITORY = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ class Pool:
     def command(self, data: Path, *more: str) -> list[str]:
         """`trainer run` as an operator types it."""
         return [
-            sys.executable, "-m", "trainer.cli", "run",
+            sys.executable, "-m", "prime_trainer.cli", "run",
             "--orchestrator", self.url,
             "--model", str(self.model),
             "--data", str(data),

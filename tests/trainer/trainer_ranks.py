@@ -8,29 +8,34 @@ from pathlib import Path
 import torch
 import trainer_kit as kit
 
-from protocol.core.ids import ZERO_DIGEST, Step
-from protocol.core.run import Objective
-from trainer import checkpoint
-from trainer.checkpoint import TrainerState
-from trainer.data import TrainingBatch
-from trainer.learner import backward, train_step
-from trainer.metrics import Stopwatch
-from trainer.parallel import full_state, joined_world
+from prime_core.ids import ZERO_DIGEST, Step
+from prime_trainer import checkpoint
+from prime_trainer.checkpoint import TrainerState
+from prime_trainer.config import Objective
+from prime_trainer.data import TrainingBatch
+from prime_trainer.learner import backward, train_step
+from prime_trainer.metrics import Stopwatch
+from prime_trainer.parallel import full_state, joined_world
 
 
 def main() -> None:
     model, data = Path(sys.argv[1]), Path(sys.argv[2])
-    run = kit.run_definition(Objective(kl_micro=1000, entropy_micro=100))
+    run = kit.run_definition()
+    wanted = Objective(kl=0.001, entropy=1e-4)
     with joined_world() as world:
         if "resume" in sys.argv[3:]:
-            learner = kit.learner(model, data, world, run, row_tokens=30, micro_tokens=30)
+            learner = kit.learner(
+                model, data, world, run, objective=wanted, row_tokens=30, micro_tokens=30
+            )
             checkpoint.load(data, run.digest(), learner.policy, learner.optimizer, world)
             weights = full_state(learner.policy)
             if world.leads:
                 torch.save({"weights": weights, "size": world.size}, data / "found.pt")
             return
         # Five rows on two ranks: one rank has a micro-batch more than the other.
-        learner = kit.learner(model, data, world, run, row_tokens=30, micro_tokens=30)
+        learner = kit.learner(
+            model, data, world, run, objective=wanted, row_tokens=30, micro_tokens=30
+        )
         statistics = backward(learner, kit.rows())
         gradients = kit.gradients(learner.policy)
         learner.policy.zero_grad()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.core.errors import MalformedError, UntrustedError
-from protocol.transport.signatures import SessionKey, sign_headers, verify_request
+from prime_core.errors import MalformedError, UntrustedError
+from prime_core.transport.signatures import SessionKey, sign_headers, verify_request
 
 NOW = 1_700_000_000.0
 NONCE = "n" * 24

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import gzip
+import socket
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
-from protocol.core.encoding import sha256
-from protocol.core.errors import MalformedError, UnavailableError, UntrustedError, UserError
-from protocol.core.messages import UploadAnswer
-from protocol.transport.client import (
+from prime_broadcast.transfer import Link, TransferError
+from prime_core.encoding import sha256
+from prime_core.errors import (
+    MalformedError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
+from prime_core.messages import ContractAddresses, PoolInfo, UploadAnswer
+from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.transport.client import (
     MAX_ANSWER_BYTES,
     POLITE_TRIES,
     Empty,
     OrchestratorClient,
 )
+from prime_core.version import HEADER, SPOKEN
+
+
+def signer(number: int) -> LocalSigner:
+    return LocalSigner(bytes([number]) * 32)
+
+
+VERSIONED = {HEADER: str(SPOKEN[-1])}
 
 
 def _client(handler: httpx.MockTransport, waits: list[float]) -> OrchestratorClient:
@@ -26,7 +44,10 @@ def _client(handler: httpx.MockTransport, waits: list[float]) -> OrchestratorCli
 
 
 def test_a_busy_server_is_asked_again_when_it_says_so() -> None:
-    answers = [httpx.Response(429, headers={"Retry-After": "2"}), httpx.Response(200, text="{}")]
+    answers = [
+        httpx.Response(429, headers={"Retry-After": "2"}),
+        httpx.Response(200, headers=VERSIONED, text="{}"),
+    ]
     waits: list[float] = []
     client = _client(httpx.MockTransport(lambda _: answers.pop(0)), waits)
     assert client.get("/x", Empty) == Empty()
@@ -104,3 +125,77 @@ def test_a_compressed_answer_is_not_asked_for_and_not_unfolded() -> None:
     with pytest.raises(UnavailableError):
         client.get("/x", Empty)
     assert set(asked) == {"identity"}
+
+
+def test_a_server_that_passes_on_another_orchestrator_s_pool_is_refused() -> None:
+    """A man in the middle: everything it relays is genuine, but the pool names its orchestrator."""
+    genuine = PoolInfo(
+        chain_id=1, contracts=ContractAddresses(**dict.fromkeys(CONTRACT_NAMES, signer(9).address)),
+        pool=1, manager=signer(8).address, trainer=signer(7).address, run_digest=sha256(b""),
+        name="pool", orchestrator="https://Real.example:443", latest_version=None,
+        stake_per_class="1",
+    ).model_dump_json()  # fmt: skip
+    asked: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, headers=VERSIONED, text=genuine)
+
+    client = OrchestratorClient("http://middle.example", signer(1))
+    client._http = httpx.Client(transport=httpx.MockTransport(handler))
+    with pytest.raises(UntrustedError, match="says that it is"):
+        client.post("/v1/heartbeat", b"{}", Empty)
+    assert asked == ["/v1/pool"], "no grant is signed for it"
+    right = OrchestratorClient("https://real.example/", signer(1))
+    right._http = httpx.Client(transport=httpx.MockTransport(handler))
+    assert right.pool().name == "pool"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "10.1.2.3", "169.254.169.254", "[::1]", "[::ffff:192.168.1.1]",
+     "[64:ff9b::a00:1]", "[fd00::1]", "0.0.0.0", "rebound.example"],
+)  # fmt: skip
+def test_no_named_url_leads_into_a_private_network(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def resolver(name: str, *rest: Any, **more: Any) -> Any:
+        return resolve("127.0.0.1" if name == "rebound.example" else name, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        url = f"http://{host}:{listener.getsockname()[1]}/object"
+        client = OrchestratorClient("https://orchestrator.example", timeout=2.0)
+        target = UploadAnswer(url=url, headers={}, expiry=1, exists=False)
+        with pytest.raises(UntrustedError, match="private address"):
+            client.upload(target, b"file")
+        with pytest.raises(UntrustedError, match="private address"):
+            client.download(url, limit=10)
+        with pytest.raises(TransferError, match="private address"):
+            Link(url.removesuffix("/object"), public_only=True).read_small("/object", 10)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def test_what_is_sent_with_an_upload_is_the_node_s_own_choice() -> None:
+    seen: list[httpx.Headers] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers)
+        return httpx.Response(307, headers={"Location": "http://127.0.0.1/elsewhere"})
+
+    client = _client(httpx.MockTransport(handler), [])
+    target = UploadAnswer(
+        url="/upload",
+        headers={"Authorization": "Basic x", "X-Api-Key": "y"},
+        expiry=1,
+        exists=False,
+    )
+    with pytest.raises(PrimeError):
+        client.upload(target, b"file")
+    assert len(seen) == 1, "a redirect is not followed"
+    assert not {"authorization", "x-api-key"} & set(seen[0])
+    assert seen[0]["content-length"] == "4"

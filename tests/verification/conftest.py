@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import Digest, digest
-from protocol.core.run import RunDefinition
-from protocol.engine.base import Engine, Generation
-from protocol.environments.base import Environment
-from protocol.environments.registry import environment_for
-from protocol.proofs.thresholds import Calibration
-from protocol.verification import build
-from protocol.verification.build import PlannedRow
-from protocol.verification.calibrate import HonestFile, synthetic_lease, synthetic_run
-from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import FileRow, write_rollout_file
-from protocol.verification.verify import Finding, verify_file
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest, digest
+from prime_core.run import RunDefinition
+from prime_engine.base import Engine, Generation
+from prime_envs.base import Environment
+from prime_envs.registry import environment_for
+from prime_verify import build
+from prime_verify.build import PlannedRow
+from prime_verify.calibrate import HonestFile, synthetic_lease, synthetic_run
+from prime_verify.engines import load_engine
+from prime_verify.proofs.thresholds import Calibration
+from prime_verify.rollout_file import FileRow, write_rollout_file
+from prime_verify.verify import Finding, verify_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 

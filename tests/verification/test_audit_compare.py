@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.verification.audit_compare import as_sure, close
+from prime_verify.audit_compare import as_sure, close
 
 
 @pytest.mark.parametrize("other", ["3", "1e308", "-inf", "nan", "1e-9"])

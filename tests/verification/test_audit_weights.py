@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from protocol.core.verdict import Evidence, Reason
-from protocol.verification.audit_compare import compare_slash
-from protocol.verification.verify import Finding
+from prime_core.verdict import Evidence, Reason
+from prime_verify.audit_compare import compare_slash
+from prime_verify.verify import Finding
 
 WEIGHTS = (Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING, Reason.WRONG_POLICY)
 

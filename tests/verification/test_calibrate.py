@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.core import encoding
-from protocol.core.errors import MalformedError, UnavailableError
-from protocol.environments.registry import environment_for
-from protocol.proofs import tails, thresholds
-from protocol.proofs.tails import MICRO, QUANTILES, SAFETY, Tail
-from protocol.proofs.thresholds import (
+from prime_core import encoding
+from prime_core.errors import MalformedError, UnavailableError
+from prime_envs.registry import environment_for
+from prime_verify import calibrate
+from prime_verify.engines import load_engine
+from prime_verify.proofs import tails, thresholds
+from prime_verify.proofs.tails import MICRO, QUANTILES, SAFETY, Tail
+from prime_verify.proofs.thresholds import (
     FILE_ROWS,
     FLOORS,
     STATISTICS,
@@ -26,9 +28,7 @@ from protocol.proofs.thresholds import (
     Limits,
     Reference,
 )
-from protocol.verification import calibrate
-from protocol.verification.engines import load_engine
-from protocol.verification.setups import Job, Setup, fitting, generate, run_of, synthetic_run
+from prime_verify.setups import Job, Setup, fitting, generate, run_of, synthetic_run
 
 
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:

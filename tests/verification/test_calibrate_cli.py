@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.calibrate_cli import app
-from orchestrator.context import PoolContext
-from orchestrator.validator_cli import run_calibration
-from protocol.chain.deployment import Deployment, Periods
-from protocol.chain.keystore import save_keystore
-from protocol.core import encoding, ids
-from protocol.core.calibration import CalibrationStatement
-from protocol.core.errors import UnavailableError, UserError
-from protocol.core.messages import ContractAddresses
-from protocol.core.signing import CONTRACT_NAMES, LocalSigner
-from protocol.proofs import thresholds
-from protocol.storage.directory import DirectoryStore
-from protocol.verification import calibrate
-from protocol.verification.setups import synthetic_run
+from prime_chain.keystore import save_keystore
+from prime_core import encoding, ids
+from prime_core.calibration import CalibrationStatement
+from prime_core.deployment import Deployment, Periods
+from prime_core.errors import UnavailableError, UserError
+from prime_core.messages import ContractAddresses
+from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.storage.directory import DirectoryStore
+from prime_orchestrator.cli.calibrate import app
+from prime_orchestrator.context import read_object
+from prime_verify import calibrate
+from prime_verify.proofs import thresholds
+from prime_verify.proofs.thresholds import parse_signed
+from prime_verify.setups import synthetic_run
 
 Asked = tuple[str, str, list[str], int]
 SIGNER = LocalSigner(b"\xa7" * 32)
@@ -66,9 +66,8 @@ def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
     assert said["digest"] == encoding.sha256(out.read_bytes())
     assert said["signer"] == SIGNER.address
     run = synthetic_run(5).model_copy(update={"calibration": said["digest"]})
-    context = PoolContext(deployment=place, pool=1, manager=SIGNER.address, run=run)
-    found = run_calibration(context, DirectoryStore(tmp_path / "objects"))
-    assert found is not None
+    raw = read_object(DirectoryStore(tmp_path / "objects"), run.calibration)
+    found = parse_signed(raw, SIGNER.address, place.domain_of(CalibrationStatement))
     assert found.setup("plain/1", "float32", "cpu") is not None
 
 

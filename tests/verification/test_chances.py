@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.core.verdict import Reason
-from protocol.proofs import sampling
-from protocol.proofs.tails import LEAST_CHANCE
-from protocol.proofs.thresholds import STATISTICS, Limits
-from protocol.verification.checks import RulingError, check_humps
-from protocol.verification.replay import RowStatistics, accuse
+from prime_core.verdict import Reason
+from prime_verify.checks import RulingError, check_humps
+from prime_verify.proofs import sampling
+from prime_verify.proofs.tails import LEAST_CHANCE
+from prime_verify.proofs.thresholds import STATISTICS, Limits
+from prime_verify.replay import RowStatistics, accuse
 
 VOCABULARY = 97
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from protocol.core.checkpoint import FileEntry, Manifest, SignedManifest
-from protocol.core.errors import UnavailableError
-from protocol.core.ids import ZERO_DIGEST, Digest, signature
-from protocol.verification.engines import MANIFEST, FolderEngines, load_engine, loaded_bytes
+from prime_core.checkpoint import FileEntry, Manifest, SignedManifest
+from prime_core.errors import UnavailableError
+from prime_core.ids import ZERO_DIGEST, Digest, signature
+from prime_verify.engines import MANIFEST, FolderEngines, load_engine, loaded_bytes
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 

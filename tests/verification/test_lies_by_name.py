@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from bench.attacks import ATTACKS
-from protocol.core.ids import digest
-from protocol.core.verdict import Outcome, Reason
-from protocol.engine.variants import VARIANTS
-from protocol.verification.calibrate import HonestFile
-from protocol.verification.engines import load_engine
-from protocol.verification.lies import LIES
-from protocol.verification.rollout_file import FileRow, read_rollout_file
-from protocol.verification.scene import Scene
-from protocol.verification.verify import Finding, verify_file
+from prime_core.ids import digest
+from prime_core.verdict import Outcome, Reason
+from prime_engine.variants import VARIANTS
+from prime_verify.calibrate import HonestFile
+from prime_verify.canaries.lies import LIES
+from prime_verify.canaries.scene import Scene
+from prime_verify.engines import load_engine
+from prime_verify.rollout_file import FileRow, read_rollout_file
+from prime_verify.verify import Finding, verify_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
-LEASES = range(300, 306)
+LEASES = range(300, 330)
 """A lie that changes few tokens is not in every file; a liar makes many."""
 ENDINGS = {Outcome.REJECTED: "slashed", Outcome.VOID: "void", Outcome.ACCEPTED: "unseen"}
 

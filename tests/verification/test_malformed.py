@@ -25,10 +25,10 @@ import json, sys
 from time import process_time
 from pathlib import Path
 from resource import RLIMIT_AS, setrlimit
-from protocol.core.ids import ZERO_DIGEST
-from protocol.environments.registry import environment_for
-from protocol.verification.setups import synthetic_lease, synthetic_run
-from protocol.verification.verify import verify_file
+from prime_core.ids import ZERO_DIGEST
+from prime_envs.registry import environment_for
+from prime_verify.setups import synthetic_lease, synthetic_run
+from prime_verify.verify import verify_file
 
 class Policies:
     def engine(self, version, digest):

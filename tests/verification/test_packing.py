@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from protocol.core.errors import MalformedError
-from protocol.core.ids import Digest, digest
-from protocol.core.verdict import Outcome
-from protocol.engine.base import Engine
-from protocol.verification.packing import Packing
-from protocol.verification.verify import Finding, verify_file
+from prime_core.errors import MalformedError
+from prime_core.ids import Digest, digest
+from prime_core.verdict import Outcome
+from prime_engine.base import Engine
+from prime_verify.packing import Packing
+from prime_verify.verify import Finding, verify_file
 
 
 def judged(world: Any, files: Sequence[Any]) -> tuple[list[Finding], Packing]:

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.core import encoding
-from protocol.core.errors import MalformedError
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
-from protocol.core.verdict import Outcome, Reason, VerdictRow, VerdictTable
-from protocol.verification import pages, rollout_file
-from protocol.verification.made_up import made_up_row
-from protocol.verification.rollout_file import (
+from prime_core import encoding
+from prime_core.errors import MalformedError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
+from prime_core.verdict import Outcome, Reason, VerdictRow, VerdictTable
+from prime_verify import pages, rollout_file
+from prime_verify.made_up import made_up_row
+from prime_verify.rollout_file import (
     FileError,
     FileMetadata,
     FileRow,

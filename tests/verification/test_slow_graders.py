@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocol.core.verdict import Outcome, Reason
-from protocol.engine.base import Generation, GenerationRequest
+from prime_core.verdict import Outcome, Reason
+from prime_engine.base import Generation, GenerationRequest
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def graded(world: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _made_up(plan: list, engine: Any) -> list[Generation]:
-    requests = [GenerationRequest(row.prompt_tokens, 24, (1, row.noise_key[1])) for row in plan]
+    requests = [GenerationRequest(row.prompt_tokens, 24, row.noise_seed ^ 1) for row in plan]
     return engine.generate(requests, 1.0)
 
 

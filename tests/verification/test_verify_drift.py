@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from protocol.core.verdict import Outcome, Reason
-from protocol.engine.tiny import write_tiny_model
-from protocol.engine.variants import VARIANTS
-from protocol.environments.registry import environment_for
-from protocol.proofs.thresholds import LONG_TOKENS
-from protocol.verification.calibrate import synthetic_run
-from protocol.verification.engines import load_engine
+from prime_core.verdict import Outcome, Reason
+from prime_engine.tiny import write_tiny_model
+from prime_engine.variants import VARIANTS
+from prime_envs.registry import environment_for
+from prime_verify.calibrate import synthetic_run
+from prime_verify.engines import load_engine
+from prime_verify.proofs.thresholds import LONG_TOKENS
 
 LEASES = range(200, 203)
 

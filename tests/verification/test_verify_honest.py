@@ -9,19 +9,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from protocol.core import encoding
-from protocol.core.errors import PolicyError
-from protocol.core.ids import ZERO_DIGEST
-from protocol.core.rollout import Submission
-from protocol.core.verdict import Outcome, Reason, VerdictTable
-from protocol.engine.tiny import write_tiny_model
-from protocol.environments.registry import environment_for
-from protocol.proofs import thresholds
-from protocol.verification import rollout_file
-from protocol.verification.build import build_rollout_file
-from protocol.verification.calibrate import synthetic_lease, synthetic_run
-from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import load_rollouts, read_rollout_file
+from prime_core import encoding
+from prime_core.errors import PolicyError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.rollout import Submission
+from prime_core.verdict import Outcome, Reason, VerdictTable
+from prime_engine.tiny import write_tiny_model
+from prime_envs.registry import environment_for
+from prime_verify import rollout_file
+from prime_verify.build import build_rollout_file
+from prime_verify.calibrate import synthetic_lease, synthetic_run
+from prime_verify.engines import load_engine
+from prime_verify.proofs import thresholds
+from prime_verify.rollout_file import load_rollouts, read_rollout_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 
@@ -186,7 +186,7 @@ def test_by_limits_of_another_replaying_setup_a_file_is_measured_and_never_rejec
 
 
 def world_request(row: Any, run: Any) -> Any:
-    from protocol.engine.base import GenerationRequest
+    from prime_engine.base import GenerationRequest
 
     return GenerationRequest(row.prompt_tokens, run.max_output_tokens, None)
 
@@ -210,14 +210,15 @@ def test_a_lease_of_another_run_is_refused_loudly(world: Any) -> None:
 
 
 def test_a_submission_must_be_of_these_very_bytes(world: Any) -> None:
-    from protocol.core.ids import digest
-    from protocol.verification.verify import verify_file
+    from prime_core.ids import digest
+    from prime_verify.verify import verify_file
 
     file = world.honest(8)
     lease = file.signed.lease
     right = Submission(
         pool=lease.pool,
         lease_digest=file.lease_digest,
+        node=lease.node,
         step=lease.step,
         policy_digest=lease.policy_digest,
         sha256=encoding.sha256(file.data),

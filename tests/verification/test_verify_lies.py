@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.core.seeds import lease_seed
-from protocol.core.verdict import Outcome, Reason
-from protocol.engine.base import Generation, GenerationRequest, ReplayRequest
-from protocol.engine.quantize import quantizer
-from protocol.proofs import activations, sampling, sketch
-from protocol.verification import build
-from protocol.verification.checks import NOISE_SPAN, least_logprob
-from protocol.verification.engines import load_engine
-from protocol.verification.rollout_file import FileRow
+from prime_core.seeds import lease_seed
+from prime_core.verdict import Outcome, Reason
+from prime_engine.base import Generation, GenerationRequest, ReplayRequest
+from prime_engine.quantize import quantizer
+from prime_verify import build
+from prime_verify.checks import NOISE_SPAN, least_logprob
+from prime_verify.engines import load_engine
+from prime_verify.proofs import activations, sampling, sketch
+from prime_verify.rollout_file import FileRow
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 LEASES = range(200, 204)
@@ -41,7 +41,7 @@ def _sampled(temperature: float, greedy: bool = False, other_seed: int = 0) -> A
             GenerationRequest(
                 row.prompt_tokens,
                 24,
-                None if greedy else (row.noise_key[0] ^ other_seed, row.noise_key[1]),
+                None if greedy else row.noise_seed ^ other_seed,
             )
             for row in plan
         ]
@@ -280,11 +280,10 @@ def test_a_log_probability_that_no_noise_draws_is_a_lie_in_a_row_that_nobody_rep
 
 
 def test_the_noise_spans_no_more_than_is_reckoned_with() -> None:
-    bits = np.array([0, 2**32 - 1], dtype=np.uint32)
-    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    largest, smallest = -np.log(-np.log1p(-np.minimum(uniform, np.float32(1 - 2.0**-24))))
+    uniform = (np.array([0.0, 2.0**32 - 1]) + 0.5) / 2.0**32
+    largest, smallest = -np.log(-np.log1p(-uniform))
     assert largest - smallest < NOISE_SPAN
-    noise = sampling.gumbel([[1, 2]], [0], 1 << 16)
+    noise = sampling.gumbel([1], [0], 1 << 16)
     assert smallest <= noise.min() < noise.max() <= largest
 
 
@@ -296,7 +295,7 @@ def _forced(world: Any, outputs: Callable[[Any, tuple[int, ...]], tuple[int, ...
         chosen = [outputs(row, made.output_tokens) for row, made in zip(plan, honest, strict=True)]
         replays = engine.replay(
             [
-                ReplayRequest(row.prompt_tokens, tokens, row.noise_key)
+                ReplayRequest(row.prompt_tokens, tokens, row.noise_seed)
                 for row, tokens in zip(plan, chosen, strict=True)
             ],
             world.run.temperature,

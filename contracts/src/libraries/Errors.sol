@@ -65,6 +65,8 @@ library Errors {
     error UnknownPool(uint256 pool);
     /// @notice The pool has ended.
     error PoolHasEnded(uint256 pool);
+    /// @notice A revision starts at a later step than the one before it, which starts at `last`.
+    error RevisionNotLater(uint64 last, uint64 asked);
     /// @notice The pool has not ended.
     error PoolNotEnded(uint256 pool);
     /// @notice A pool needs room for at least one node.
@@ -97,8 +99,15 @@ library Errors {
     error WrongVersion(uint64 expected, uint64 given);
     /// @notice A pool appoints at most `limit` accounts over its life.
     error TooManyValidators(uint256 limit);
-    /// @notice Who judges must not receive what is slashed.
-    error ValidatorIsTreasury(address validator);
+    /// @notice A slash takes at most what one seat needs.
+    error SlashAboveStake(uint256 stake, uint256 slash);
+    /// @notice There are `given` opinions, or would be asked for; `needed` must agree.
+    error NoQuorum(uint256 given, uint256 needed);
+    /// @notice Opinions stand in rising order of their authors' numbers, each author once.
+    error OpinionsOutOfOrder(uint8 previous, uint8 number);
+    /// @notice The validator's opinions count for submissions that end at `countsFrom` or later: this
+    /// one's lease may be older than its appointment.
+    error AppointedLate(address validator, uint256 countsFrom, uint256 validUntil);
 
     // --------------------------------------------------------------------------------------- work
 
@@ -122,8 +131,8 @@ library Errors {
     error LateSubmission(uint64 receivedAt, uint64 deadline);
     /// @notice A node posts its own leaf only between `from` and `until`.
     error NotYourTurn(uint256 from, uint256 until);
-    /// @notice The reason's number does not allow this.
-    error BadReason(uint8 reason);
+    /// @notice Opinions of this outcome do not allow this.
+    error WrongOutcome(uint8 outcome);
 
     // ------------------------------------------------------------------------------------ rewards
 
@@ -155,21 +164,19 @@ library Errors {
     // ------------------------------------------------------------------------------------ slasher
 
     /// @notice This submission has been proposed for a slash before.
-    error AlreadyProposed(bytes32 leaf, uint256 id);
-    /// @notice There is no such proposal.
-    error UnknownProposal(uint256 id);
+    error AlreadyProposed(bytes32 leaf);
+    /// @notice There is no proposal about this submission.
+    error UnknownProposal(bytes32 leaf);
     /// @notice The proposal is in another state.
-    error WrongState(uint256 id, uint8 state);
+    error WrongState(bytes32 leaf, uint8 state);
     /// @notice The window is open until `until`.
-    error WindowOpen(uint256 id, uint256 until);
+    error WindowOpen(bytes32 leaf, uint256 until);
     /// @notice The window closed at `until`.
-    error WindowClosed(uint256 id, uint256 until);
-    /// @notice The guardian's power ended.
-    error GuardianEnded(uint64 ended);
-    /// @notice No new terms were announced.
+    error WindowClosed(bytes32 leaf, uint256 until);
+    /// @notice Nothing was announced.
     error NothingAnnounced();
-    /// @notice The announced terms take effect from `from` on.
+    /// @notice What was announced takes effect from `from` on.
     error TooEarly(uint256 from, uint256 timestamp);
-    /// @notice A validator may not judge its own proposal, nor one against its own stake.
-    error OwnProposal(uint256 id, address validator);
+    /// @notice The deployment's terms were changed as often as their numbers allow.
+    error TooManyTerms(uint256 limit);
 }

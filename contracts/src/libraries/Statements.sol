@@ -54,15 +54,16 @@ struct Lease {
     uint64 index;
     bytes32 policyDigest;
     bytes32 runDigest;
-    uint8 speedClass;
+    uint32 target;
     bytes32 salt;
     uint64 deadline;
 }
 
-/// @notice The node's claim that file `sha256` fulfils a lease. Its digest is the Merkle leaf.
+/// @notice The claim of `node` that file `sha256` fulfils a lease. Its digest is the Merkle leaf.
 struct Submission {
     uint256 pool;
     bytes32 leaseDigest;
+    address node;
     uint64 step;
     bytes32 policyDigest;
     bytes32 sha256;
@@ -84,20 +85,37 @@ struct BatchStatement {
     bytes32 manifestDigest;
 }
 
-/// @notice What a validator found. Checked off chain.
-struct Verdict {
+/// @notice What a validator found about a submission. `outcome`: 1 accepted, 2 rejected, 3 void.
+/// `law` is the digest of the rules that it applied; opinions count together only if it is equal.
+struct Opinion {
     uint256 pool;
-    bytes32 submissionDigest;
+    bytes32 submission;
+    bytes32 law;
     uint8 outcome;
-    uint8 reason;
-    uint64 units;
+    bytes32 reason;
     bytes32 table;
     bytes32 evidence;
     uint64 judgedAt;
 }
 
+/// @notice One validator's part of an opinion, with its signature.
+struct Voice {
+    bytes32 reason;
+    bytes32 table;
+    bytes32 evidence;
+    uint64 judgedAt;
+    bytes signature;
+}
+
+/// @notice Opinions about one submission that agree, in rising order of their validators' numbers.
+struct Opinions {
+    bytes32 law;
+    uint8 outcome;
+    Voice[] voices;
+}
+
 /// @title EIP-712 struct hashes of every statement, and the one check of a signature.
-/// @notice The twins of the Python classes in protocol/core; tests/vectors/eip712.json binds them.
+/// @notice The twins of the Python classes in protocol/prime_core; tests/vectors/eip712.json binds them.
 library Statements {
     bytes32 internal constant NODE_CONSENT =
         keccak256("NodeConsent(address provider,address node,bytes32 salt,uint64 deadline)");
@@ -111,17 +129,17 @@ library Statements {
     bytes32 internal constant POLICY_STATEMENT =
         keccak256("PolicyStatement(uint256 pool,uint64 version,bytes32 manifestDigest)");
     bytes32 internal constant LEASE = keccak256(
-        "Lease(uint256 pool,uint64 step,address node,uint64 index,bytes32 policyDigest,bytes32 runDigest,uint8 speedClass,bytes32 salt,uint64 deadline)"
+        "Lease(uint256 pool,uint64 step,address node,uint64 index,bytes32 policyDigest,bytes32 runDigest,uint32 target,bytes32 salt,uint64 deadline)"
     );
     bytes32 internal constant SUBMISSION = keccak256(
-        "Submission(uint256 pool,bytes32 leaseDigest,uint64 step,bytes32 policyDigest,bytes32 sha256,uint64 size,uint32 rows,uint64 validUntil)"
+        "Submission(uint256 pool,bytes32 leaseDigest,address node,uint64 step,bytes32 policyDigest,bytes32 sha256,uint64 size,uint32 rows,uint64 validUntil)"
     );
     bytes32 internal constant RECEIPT =
         keccak256("Receipt(bytes32 submissionDigest,uint64 receivedAt)");
     bytes32 internal constant BATCH_STATEMENT =
         keccak256("BatchStatement(uint256 pool,uint64 step,bytes32 manifestDigest)");
-    bytes32 internal constant VERDICT = keccak256(
-        "Verdict(uint256 pool,bytes32 submissionDigest,uint8 outcome,uint8 reason,uint64 units,bytes32 table,bytes32 evidence,uint64 judgedAt)"
+    bytes32 internal constant OPINION = keccak256(
+        "Opinion(uint256 pool,bytes32 submission,bytes32 law,uint8 outcome,bytes32 reason,bytes32 table,bytes32 evidence,uint64 judgedAt)"
     );
 
     /// @notice EIP-712 struct hash.
@@ -184,8 +202,8 @@ library Statements {
     }
 
     /// @notice EIP-712 struct hash.
-    function hash(Verdict memory s) internal pure returns (bytes32) {
-        return keccak256(abi.encode(VERDICT, s));
+    function hash(Opinion memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(OPINION, s));
     }
 
     /// @notice Leaf of a reward root: keccak256(keccak256(abi.encode(node, cumulative))).

@@ -23,7 +23,7 @@ abstract contract Books is Network {
         uint64 seq;
         uint256 postedAt;
         bool rejected;
-        uint256 id;
+        bytes32 id;
         bool credited;
     }
 
@@ -66,11 +66,13 @@ abstract contract Books is Network {
     mapping(address => uint256) public snapshot;
     mapping(address => uint256) public taken;
     mapping(bytes32 => uint256) public executions;
-    mapping(uint256 => uint256) public proposedAt;
-    mapping(uint256 => uint256) internal workOf;
+    mapping(bytes32 => uint256) public proposedAt;
+    /// @dev The deposit in force when a proposal was made.
+    mapping(bytes32 => uint256) internal depositAt;
+    mapping(bytes32 => uint256) internal workOf;
     uint256 public deposits;
-    mapping(uint256 => uint256) internal depositOf;
-    uint256[] internal ids;
+    mapping(bytes32 => uint256) internal depositOf;
+    bytes32[] internal ids;
     mapping(uint256 => uint256) public funded;
     mapping(uint256 => uint256) public refunded;
     mapping(uint256 => mapping(uint256 => uint256)) public paid;
@@ -84,13 +86,13 @@ abstract contract Books is Network {
     /// @dev Called by the test once the token's supply is here.
     function open() external {
         poolIds[0] = pool;
-        poolIds[1] = createPool(address(0));
+        poolIds[1] = createPool();
         vm.startPrank(manager);
         pools.setValidator(poolIds[1], validator, true);
         pools.setValidator(poolIds[1], validator2, true);
         vm.stopPrank();
-        deposited[validator] = BOND;
-        deposited[validator2] = BOND;
+        deposited[validator] = BONDS;
+        deposited[validator2] = BONDS;
         for (uint256 i; i < PROVIDERS; ++i) {
             providers[i] = address(uint160(0x9000 + i));
             register(providers[i], address(uint160(0xCA000 + i)));
@@ -111,7 +113,7 @@ abstract contract Books is Network {
         for (uint256 i; i < 2; ++i) {
             fundPool(poolIds[i], 100 * PAY);
         }
-        give(guardian, DEPOSIT);
+        give(arbiter, DEPOSIT);
     }
 
     function keyOf(uint256 i) internal pure returns (uint256) {
@@ -152,13 +154,34 @@ abstract contract Books is Network {
         if (seed % 2 == 0 && block.timestamp < until) vm.warp(until);
     }
 
-    function submissionOf(uint256 id, uint256 number) internal pure returns (Submission memory) {
+    function submissionOf(Work_ memory w) internal view returns (Submission memory) {
         return Submission(
-            id, keccak256(abi.encode(number)), 1, 0, keccak256("f"), 1, 1, type(uint64).max
+            w.pool,
+            keccak256(abi.encode(w.number)),
+            nodes[w.node],
+            1,
+            0,
+            keccak256("f"),
+            1,
+            1,
+            type(uint64).max
         );
     }
 
-    function someId(uint256 seed) internal view returns (uint256 id, Slasher.Proposal memory p) {
+    /// @dev Whether its provider stopped it, and it was not judged.
+    function isStopped(Slasher.Proposal memory p) internal pure returns (bool) {
+        return p.state == Slasher.State.Disputed || p.state == Slasher.State.Objected;
+    }
+
+    /// @notice Proposals that are open.
+    function openProposals() external view returns (uint256 sum) {
+        for (uint256 i; i < ids.length; ++i) {
+            Slasher.Proposal memory p = slasher.proposal(ids[i]);
+            if (p.state == Slasher.State.Proposed || isStopped(p)) ++sum;
+        }
+    }
+
+    function someId(uint256 seed) internal view returns (bytes32 id, Slasher.Proposal memory p) {
         if (ids.length == 0) return (0, p);
         // Mostly one of the last: the others are settled.
         uint256 back = seed % (seed % 5 == 0 || ids.length < 3 ? ids.length : 3);
@@ -219,9 +242,8 @@ abstract contract Books is Network {
 
     /// @notice Most times that one submission was slashed.
     function mostExecutions() external view returns (uint256 most) {
-        for (uint256 i; i < works.length; ++i) {
-            bytes32 leaf = work.submissionDigest(submissionOf(works[i].pool, works[i].number));
-            if (executions[leaf] > most) most = executions[leaf];
+        for (uint256 i; i < ids.length; ++i) {
+            if (executions[ids[i]] > most) most = executions[ids[i]];
         }
     }
 }

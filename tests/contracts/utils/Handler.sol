@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
+import { Pools } from "../../../contracts/src/Pools.sol";
 import { Rewards } from "../../../contracts/src/Rewards.sol";
 import { Slasher } from "../../../contracts/src/Slasher.sol";
-import { Invite, NodeConsent, Statements } from "../../../contracts/src/libraries/Statements.sol";
+import {
+    Invite,
+    NodeConsent,
+    Statements,
+    Submission
+} from "../../../contracts/src/libraries/Statements.sol";
 import { StakeActs } from "./StakeActs.sol";
 import { Tree } from "./Tree.sol";
 import { vm } from "./Vm.sol";
 
-/// @notice Acts as providers, nodes, manager, validators, guardian, governor, thief and clock, in any
+/// @notice Acts as providers, nodes, manager, validators, arbiter, governor, thief and clock, in any
 /// order. Every act is one that must succeed, so a revert fails the run; what must not succeed is
 /// tried by the thief.
 contract Handler is StakeActs {
@@ -122,7 +128,7 @@ contract Handler is StakeActs {
         if (which % 3 == 0) which = tables.length - 1;
         Table storage t = tables[which % tables.length];
         if (t.disabled || block.timestamp >= t.claimableAt) return;
-        vm.prank(guardian);
+        vm.prank(arbiter);
         rewards.disable(t.pool, t.epoch);
         did("disableRewards");
         for (uint256 i; i < tables.length; ++i) {
@@ -165,44 +171,26 @@ contract Handler is StakeActs {
     }
 
     function executeEarly(uint256 seed) internal {
-        if (seed % 2 == 0) proposeSlash(seed, seed >> 32);
-        (uint256 id, Slasher.Proposal memory p) = someId(seed % 2 == 0 ? 0 : seed);
+        if (seed % 2 == 0) proposeSlash(seed);
+        (bytes32 id, Slasher.Proposal memory p) = someId(seed % 2 == 0 ? 0 : seed);
         if (p.state != Slasher.State.Proposed || block.timestamp >= p.deadline) return;
         (bool done,) = address(slasher).call(abi.encodeCall(slasher.execute, (id)));
-        if (!done) return;
-        executed(id, p);
-        vm.assertTrue(block.timestamp >= proposedAt[id] + WINDOW, "slashed before its window");
+        vm.assertTrue(!done, "slashed before its window");
     }
 
-    /// @dev A second proposal for one submission; if it came to be, both would be carried out.
+    /// @dev A second proposal for one submission, in whatever state the first one is.
     function proposeAgain(uint256 seed) internal {
-        proposeSlash(seed & ~uint256(1), seed >> 32);
-        if (ids.length == 0) return;
-        uint256 first = ids[ids.length - 1];
-        Work_ storage w = works[workOf[first]];
+        proposeSlash(seed & ~uint256(1));
+        (bytes32 id,) = someId(seed);
+        if (id == 0) return;
+        Work_ storage w = works[workOf[id]];
         if (block.timestamp > w.postedAt + VALIDITY) return;
-        uint256 bond = slasher.validatorBond();
-        if (bond > 0) stakeFor(validator, bond);
-        uint256 second = slasher.count() + 1;
-        try this.sendAgain(workOf[first], 1 + seed % STAKE) { }
-        catch {
-            return;
-        }
-        (workOf[second], proposedAt[second]) = (workOf[first], block.timestamp);
-        ids.push(second);
-        ++openCount[slasher.proposal(second).provider];
-        for (uint256 i; i < 2; ++i) {
-            Slasher.Proposal memory p = slasher.proposal(i == 0 ? first : second);
-            if (p.state != Slasher.State.Proposed) continue;
-            if (block.timestamp < p.deadline) vm.warp(p.deadline);
-            slasher.execute(i == 0 ? first : second);
-            executed(i == 0 ? first : second, p);
-        }
-    }
-
-    function sendAgain(uint256 which, uint256 amount) external {
-        require(msg.sender == address(this));
-        send(works[which], amount);
+        bondBoth();
+        Submission memory s = submissionOf(w);
+        bytes memory signature = sign(keyOf(w.node), leafOf(s));
+        (bool done,) = address(slasher)
+            .call(abi.encodeCall(slasher.propose, (s, signature, w.seq, none(), rejections(s))));
+        vm.assertTrue(!done, "proposed twice");
     }
 
     /// @dev The manager promises pay for work that can still be rejected, then rejects it.
@@ -236,10 +224,9 @@ contract Handler is StakeActs {
     }
 
     function tryReject(Work_ storage w) internal {
-        bytes32 leaf = work.submissionDigest(submissionOf(w.pool, w.number));
-        vm.prank(validator);
+        Submission memory s = submissionOf(w);
         (bool done,) =
-            address(work).call(abi.encodeCall(work.reject, (w.pool, w.seq, leaf, none(), 3)));
+            address(work).call(abi.encodeCall(work.reject, (s, w.seq, none(), rejections(s))));
         if (done) w.rejected = true;
     }
 
@@ -253,9 +240,9 @@ contract Handler is StakeActs {
         address victim = pick(seed);
         what %= 20;
         // What nobody could do anyway proves nothing: there is a dispute to judge, a slash to dispute.
-        if (what == 11 || what == 19) proposeSlash(seed & ~uint256(1), amount);
+        if (what == 11 || what == 19) proposeSlash(seed & ~uint256(1));
         if (what == 11) disputeSlash(0);
-        (uint256 id,) = someId(what == 11 || what == 19 ? 0 : seed);
+        (bytes32 id,) = someId(what == 11 || what == 19 ? 0 : seed);
         if (what < 7) target = address(vault);
         else if (what < 10) target = address(rewards);
         else if (what < 12) target = address(slasher);
@@ -264,7 +251,7 @@ contract Handler is StakeActs {
         else target = address(slasher);
 
         if (what == 0) data = abi.encodeCall(vault.openSlash, (victim, amount, manager));
-        if (what == 1) data = abi.encodeCall(vault.settleSlash, (victim, amount, stranger));
+        if (what == 1) data = abi.encodeCall(vault.settleSlash, (victim, amount, amount, manager));
         if (what == 2) data = abi.encodeCall(vault.releaseSlash, (victim, amount));
         if (what == 3) data = abi.encodeCall(vault.release, (victim, amount));
         if (what == 4) data = abi.encodeCall(vault.unbond, (amount));
@@ -278,7 +265,8 @@ contract Handler is StakeActs {
             );
         }
         if (what == 10) data = abi.encodeCall(slasher.cancel, (id));
-        if (what == 11) data = abi.encodeCall(slasher.overturn, (id));
+        if (what == 11 && amount % 2 == 0) data = abi.encodeCall(slasher.overturn, (id));
+        if (what == 11 && amount % 2 == 1) data = abi.encodeCall(slasher.confirm, (id));
         if (what == 12) {
             data = abi.encodeCall(pools.eject, (poolIds[seed % 2], nodes[at[seed % NODES]]));
         }
@@ -292,10 +280,15 @@ contract Handler is StakeActs {
         }
         if (what == 16 && amount % 2 == 0) data = hijack(nodes[at[seed % NODES]]);
         if (what == 16 && amount % 2 == 1) data = pressGang(nodes[at[seed % NODES]]);
-        if (what == 17) data = abi.encodeCall(slasher.announceTerms, (0, amount));
+        if (what == 17 && amount % 2 == 0) {
+            data = abi.encodeCall(slasher.announceTerms, (0, amount));
+        }
+        if (what == 17 && amount % 2 == 1) {
+            data = abi.encodeCall(slasher.announceArbiter, (stranger));
+        }
         if (what == 18) data = abi.encodeCall(slasher.acceptGovernor, ());
         if (what == 19) data = abi.encodeCall(slasher.dispute, (id));
-        uint256 lent = what == 19 ? slasher.disputeDeposit() : 0;
+        uint256 lent = what == 19 ? depositAt[id] : 0;
         give(stranger, lent);
         vm.startPrank(stranger);
         token.approve(address(slasher), lent);
@@ -321,8 +314,11 @@ contract Handler is StakeActs {
 
     function snared(address victim) internal returns (Invite memory i, bytes memory signature) {
         if (snarePool == 0) {
+            Pools.Config memory c = config();
+            c.stakePerClass = 1;
+            c.slashAmount = 1;
             vm.prank(vm.addr(THIEF_KEY));
-            snarePool = pools.create(trainer, RUN, 1, CAPACITY, stranger);
+            snarePool = pools.create(c);
         }
         i = invite(victim, 1);
         i.pool = snarePool;
@@ -360,10 +356,10 @@ contract Handler is StakeActs {
     function drain() external {
         for (uint256 i; i < ids.length; ++i) {
             Slasher.Proposal memory p = slasher.proposal(ids[i]);
-            bool isOpen = p.state == Slasher.State.Proposed || p.state == Slasher.State.Disputed;
+            bool isOpen = p.state == Slasher.State.Proposed || isStopped(p);
             if (isOpen && block.timestamp < p.deadline) vm.warp(p.deadline);
             if (p.state == Slasher.State.Proposed) slasher.execute(ids[i]);
-            if (p.state == Slasher.State.Disputed) slasher.lapse(ids[i]);
+            if (isStopped(p)) slasher.lapse(ids[i]);
         }
         for (uint256 where; where < 2; ++where) {
             drainPool(poolIds[where]);

@@ -12,11 +12,12 @@ import { Errors } from "../../../contracts/src/libraries/Errors.sol";
 import { Periods } from "../../../contracts/src/libraries/Periods.sol";
 import {
     Invite,
-    Lease,
     NodeConsent,
-    PolicyStatement,
-    Receipt,
-    Submission
+    Opinion,
+    Opinions,
+    Statements,
+    Submission,
+    Voice
 } from "../../../contracts/src/libraries/Statements.sol";
 import { Tree } from "./Tree.sol";
 import { vm } from "./Vm.sol";
@@ -30,11 +31,14 @@ abstract contract Network {
     uint64 internal constant DELAY = 20;
     uint64 internal constant UNBONDING = 180;
     uint64 internal constant START = 1_800_000_000;
-    uint64 internal constant GUARDIAN_ENDS = START + 30 days;
+    uint32 internal constant LEASE = 1 hours;
 
     uint256 internal constant STAKE = 100e18;
     uint256 internal constant DEPOSIT = 5e18;
     uint256 internal constant BOND = 50e18;
+    /// @dev What each validator has: bonds for ten open proposals.
+    uint256 internal constant BONDS = 10 * BOND;
+    uint256 internal constant CAP = 1e24;
     uint32 internal constant CAPACITY = 4;
     bytes32 internal constant RUN = keccak256("run");
     bytes32 internal constant EVIDENCE = keccak256("evidence");
@@ -44,6 +48,10 @@ abstract contract Network {
     uint256 internal constant NODE_KEY = 0x40DE;
     uint256 internal constant NODE2_KEY = 0x40DF;
     uint256 internal constant PROVIDER_KEY = 0x9807;
+    uint256 internal constant VALIDATOR_KEY = 0x7A1;
+    uint256 internal constant VALIDATOR2_KEY = 0x7A2;
+    bytes32 internal constant LAW = keccak256("law");
+    bytes32 internal constant REASON = keccak256("WRONG_SAMPLING");
 
     address internal manager = vm.addr(MANAGER_KEY);
     address internal trainer = vm.addr(TRAINER_KEY);
@@ -52,9 +60,9 @@ abstract contract Network {
     address internal provider = vm.addr(PROVIDER_KEY);
     address internal payout = address(0xCA54);
     address internal treasury = address(0x7EA5);
-    address internal validator = address(0x7A1);
-    address internal validator2 = address(0x7A2);
-    address internal guardian = address(0x60A2);
+    address internal validator = vm.addr(VALIDATOR_KEY);
+    address internal validator2 = vm.addr(VALIDATOR2_KEY);
+    address internal arbiter = address(0x60A2);
     address internal governor = address(0x60B);
     address internal stranger = address(0x57A);
 
@@ -78,17 +86,15 @@ abstract contract Network {
         vm.warp(START);
         token = token_;
         registry = new Registry();
-        vault = new StakeVault(token, periods());
+        vault = new StakeVault(token, periods(), treasury, CAP);
         pools = new Pools(registry, vault);
         work = new Work(pools, vault);
-        rewards = new Rewards(token, registry, pools, vault, guardian, GUARDIAN_ENDS);
-        slasher = new Slasher(
-            vault, pools, work, Slasher.Roles(guardian, GUARDIAN_ENDS, DEPOSIT, BOND, governor)
-        );
+        slasher = new Slasher(vault, pools, work, Slasher.Roles(arbiter, DEPOSIT, BOND, governor));
+        rewards = new Rewards(token, registry, pools, vault, slasher);
         vault.wire(address(registry), address(pools), address(slasher));
         pools.wire(address(slasher));
         registry.wire(vault, pools);
-        pool = createPool(treasury);
+        pool = createPool();
         bondValidator(validator);
         bondValidator(validator2);
         _inviteDeadline = START + 365 days;
@@ -98,14 +104,27 @@ abstract contract Network {
         return Periods(EPOCH, VALIDITY, WINDOW, DISPUTE, DELAY, UNBONDING);
     }
 
-    function createPool(address treasury_) internal returns (uint256 id) {
+    /// @dev A pool in which two opinions count, and a slash takes a whole seat's stake.
+    function config() internal view returns (Pools.Config memory) {
+        return Pools.Config({
+            trainer: trainer,
+            runDigest: RUN,
+            stakePerClass: uint88(STAKE),
+            slashAmount: uint88(STAKE),
+            capacity: CAPACITY,
+            quorum: 2,
+            leaseSeconds: LEASE
+        });
+    }
+
+    function createPool() internal returns (uint256 id) {
         vm.prank(manager);
-        id = pools.create(trainer, RUN, STAKE, CAPACITY, treasury_);
+        id = pools.create(config());
         allow(provider, id);
     }
 
     function bondValidator(address who) internal {
-        stake(who, BOND);
+        stake(who, BONDS);
         vm.prank(manager);
         pools.setValidator(pool, who, true);
     }
@@ -193,12 +212,13 @@ abstract contract Network {
         return Submission({
             pool: pool,
             leaseDigest: keccak256(abi.encode("lease", number)),
+            node: node,
             step: 1,
             policyDigest: keccak256("policy"),
             sha256: keccak256(abi.encode("file", number)),
             size: 1000,
             rows: 64,
-            validUntil: uint64(block.timestamp) + 1 hours
+            validUntil: uint64(block.timestamp) + LEASE
         });
     }
 
@@ -217,17 +237,70 @@ abstract contract Network {
         seq = work.postRoot(pool, root, uint32(leaves.length), keccak256("object"));
     }
 
-    /// @dev Roots submission `number` alone and proposes to slash it.
-    function propose(uint256 number, uint256 amount) internal returns (uint256 id) {
-        Submission memory s = submission(number);
-        bytes32 leaf = work.submissionDigest(s);
-        uint64 seq = postRoot(one(leaf));
-        bytes memory signature = sign(NODE_KEY, leaf);
-        vm.prank(validator);
-        id = slasher.propose(s, node, signature, seq, none(), EVIDENCE, 3, amount);
+    /// @dev EIP-712 digest under the work contract's domain, without a call to it.
+    function underWork(bytes32 structHash) internal view returns (bytes32) {
+        bytes32 domain = keccak256(
+            abi.encode(
+                keccak256(
+                    "EIP712Domain(string name,string version,uint256 chainId,address verifyingContract)"
+                ),
+                keccak256("Prime"),
+                keccak256("1"),
+                block.chainid,
+                address(work)
+            )
+        );
+        return keccak256(abi.encodePacked("\x19\x01", domain, structHash));
     }
 
-    function dispute(uint256 id) internal {
+    function leafOf(Submission memory s) internal view returns (bytes32) {
+        return underWork(Statements.hash(s));
+    }
+
+    /// @dev What the keys say of a submission, in this order.
+    function opinions(Submission memory s, uint8 outcome, uint256[] memory keys_)
+        internal
+        view
+        returns (Opinions memory o)
+    {
+        bytes32 evidence = outcome == 2 ? EVIDENCE : bytes32(0);
+        o = Opinions(LAW, outcome, new Voice[](keys_.length));
+        bytes32 leaf = leafOf(s);
+        for (uint256 i; i < keys_.length; ++i) {
+            uint64 at_ = uint64(block.timestamp);
+            bytes32 digest = underWork(
+                Statements.hash(Opinion(s.pool, leaf, LAW, outcome, REASON, 0, evidence, at_))
+            );
+            o.voices[i] = Voice(REASON, 0, evidence, at_, sign(keys_[i], digest));
+        }
+    }
+
+    /// @dev Both validators reject it.
+    function rejections(Submission memory s) internal view returns (Opinions memory) {
+        return opinions(s, 2, bothKeys());
+    }
+
+    function bothKeys() internal pure returns (uint256[] memory keys_) {
+        keys_ = new uint256[](2);
+        (keys_[0], keys_[1]) = (VALIDATOR_KEY, VALIDATOR2_KEY);
+    }
+
+    function oneKey(uint256 key) internal pure returns (uint256[] memory keys_) {
+        keys_ = new uint256[](1);
+        keys_[0] = key;
+    }
+
+    /// @dev Roots submission `number` alone and proposes to slash it.
+    function propose(uint256 number) internal returns (bytes32 id) {
+        return proposeIt(submission(number), NODE_KEY);
+    }
+
+    function proposeIt(Submission memory s, uint256 key) internal returns (bytes32 id) {
+        uint64 seq = postRoot(one(leafOf(s)));
+        id = slasher.propose(s, sign(key, leafOf(s)), seq, none(), rejections(s));
+    }
+
+    function dispute(bytes32 id) internal {
         give(provider, DEPOSIT);
         vm.startPrank(provider);
         token.approve(address(slasher), DEPOSIT);

@@ -64,7 +64,7 @@ abstract contract StakeActs is Books {
         pool = poolIds[where % 2];
         speedClass = 1 + speedClass % 2;
         address owner = providers[providerOf[n]];
-        (,,,, uint32 capacity, uint32 members, bool ended,) = pools.poolOf(pool);
+        (,,,, uint32 capacity, uint32 members, bool ended) = pools.poolOf(pool);
         bool sits = pools.classOf(pool, nodes[n]) != 0;
         if (sits || ended || members == capacity) return;
         if (pools.seatOf(pool, nodes[n]).banned) {
@@ -150,10 +150,10 @@ abstract contract StakeActs is Books {
             takeSeat(seat, where, uint8(where >> 8));
             if (pools.classOf(pool, nodes[n]) == 0) return;
         }
-        Submission memory s = submissionOf(pool, works.length);
-        uint64 seq = postRoot(one(work.submissionDigest(s)));
+        Work_ memory w = Work_(pool, works.length, n, 0, block.timestamp, false, 0, false);
+        w.seq = postRoot(one(leafOf(submissionOf(w))));
         did("work");
-        works.push(Work_(pool, works.length, n, seq, block.timestamp, false, 0, false));
+        works.push(w);
     }
 
     function reject(uint256 which) external {
@@ -162,9 +162,8 @@ abstract contract StakeActs is Books {
         if (which % 3 == 0) which = works.length - 1;
         Work_ storage w = works[which % works.length];
         if (w.rejected || block.timestamp > w.postedAt + VALIDITY) return;
-        bytes32 leaf = work.submissionDigest(submissionOf(w.pool, w.number));
-        vm.prank(validator);
-        work.reject(w.pool, w.seq, leaf, none(), 3);
+        Submission memory s = submissionOf(w);
+        work.reject(s, w.seq, none(), rejections(s));
         w.rejected = true;
         did("reject");
         vm.assertFalse(w.credited);
@@ -178,7 +177,7 @@ abstract contract StakeActs is Books {
         work_(n, where);
         if (works.length == before) return;
         takeAllOut(providerOf[works[before].node]);
-        proposeSlash(2 * works.length - 1, 4 * STAKE - 1);
+        proposeSlash(2 * works.length - 1);
         executeSlash(0);
         did("runAway");
     }
@@ -200,7 +199,7 @@ abstract contract StakeActs is Books {
         if (works.length == before) return;
         stakeFor(owner, STAKE);
         takeAllOut(who);
-        proposeSlash(2 * works.length - 1, 4 * STAKE - 1);
+        proposeSlash(2 * works.length - 1);
         queue = vault.unbondings(owner);
         vm.warp(queue[queue.length - 1].matureAt);
         withdraw(who);
@@ -209,20 +208,18 @@ abstract contract StakeActs is Books {
 
     function settleAll(address owner) internal {
         for (uint256 i = ids.length; i > 0 && openCount[owner] > 0; --i) {
-            uint256 id = ids[i - 1];
+            bytes32 id = ids[i - 1];
             Slasher.Proposal memory p = slasher.proposal(id);
-            bool isDisputed = p.state == Slasher.State.Disputed;
-            if (p.provider != owner || (p.state != Slasher.State.Proposed && !isDisputed)) {
+            bool stopped = isStopped(p);
+            if (p.provider != owner || (p.state != Slasher.State.Proposed && !stopped)) {
                 continue;
             }
             if (block.timestamp < p.deadline) vm.warp(p.deadline);
-            if (isDisputed) {
+            if (stopped) {
                 slasher.lapse(id);
-                deposits -= depositOf[id];
-                calledOff(p);
+                calledOff(id, p);
             } else {
-                slasher.execute(id);
-                executed(id, p);
+                carryOut(id, p);
             }
         }
     }
@@ -244,7 +241,7 @@ abstract contract StakeActs is Books {
     function overreach(uint256 n, uint256 where) external {
         uint256 which = uint256(keccak256(abi.encode(n, where))) & ~uint256(1);
         for (uint256 i; i < 5; ++i) {
-            proposeSlash(which, 4 * STAKE - 1);
+            proposeSlash(which);
             stakeFor(providers[(n % PROVIDERS + i) % PROVIDERS], STAKE);
             if (works.length > 0) {
                 stakeFor(providers[providerOf[works[works.length - 1].node]], STAKE);
@@ -253,52 +250,69 @@ abstract contract StakeActs is Books {
         did("overreach");
     }
 
-    function proposeSlash(uint256 which, uint256 amount) public {
+    /// @dev Both validators have a bond for one more open proposal.
+    function bondBoth() internal {
+        uint256 bond = slasher.validatorBond();
+        for (uint256 i; i < 2; ++i) {
+            address who = i == 0 ? validator : validator2;
+            uint256 needed = bond * (vault.accountOf(who).pledges + 1);
+            uint256 free = vault.unbondable(who);
+            if (free < needed) stakeFor(who, needed - free);
+        }
+    }
+
+    function proposeSlash(uint256 which) public {
         if (which % 2 == 0) work_(which >> 64, which >> 128);
         if (works.length == 0) return;
         if (which % 2 == 0) which = works.length - 1;
         Work_ storage w = works[which % works.length];
         if (w.id != 0 || block.timestamp > w.postedAt + VALIDITY) return;
-        uint256 bond = slasher.validatorBond();
-        if (vault.active(validator) < bond) stakeFor(validator, bond);
+        bondBoth();
         address owner = providers[providerOf[w.node]];
         if (openCount[owner] == 0) {
             snapshot[owner] = vault.slashable(owner);
             taken[owner] = 0;
         }
         uint256 before = vault.pendingSlash(owner);
-        w.id = send(w, 1 + amount % (4 * STAKE));
+        Submission memory s = submissionOf(w);
+        bytes memory signature = sign(keyOf(w.node), leafOf(s));
+        w.id = slasher.propose(s, signature, w.seq, none(), rejections(s));
         workOf[w.id] = which % works.length;
         ids.push(w.id);
         proposedAt[w.id] = block.timestamp;
+        depositAt[w.id] = slasher.disputeDeposit();
         ++openCount[owner];
         taken[owner] += vault.pendingSlash(owner) - before;
         did("proposeSlash");
     }
 
-    function send(Work_ memory w, uint256 amount) internal returns (uint256) {
-        Submission memory s = submissionOf(w.pool, w.number);
-        bytes memory signature = sign(keyOf(w.node), work.submissionDigest(s));
-        vm.prank(validator);
-        return slasher.propose(s, nodes[w.node], signature, w.seq, none(), EVIDENCE, 3, amount);
-    }
-
     function executeSlash(uint256 seed) public {
-        (uint256 id, Slasher.Proposal memory p) = someId(seed);
+        (bytes32 id, Slasher.Proposal memory p) = someId(seed);
         if (p.state != Slasher.State.Proposed) return;
         wait(seed >> 64, p.deadline);
         if (block.timestamp < p.deadline) return;
-        slasher.execute(id);
+        carryOut(id, p);
         did("executeSlash");
-        executed(id, p);
         vm.assertTrue(block.timestamp >= proposedAt[id] + WINDOW);
     }
 
-    function executed(uint256 id, Slasher.Proposal memory p) internal {
-        slashed[p.provider] += p.amount;
+    /// @dev An undisputed proposal is executed, a stopped one confirmed.
+    function carryOut(bytes32 id, Slasher.Proposal memory p) internal {
+        uint256 before = wholeOf(p.provider);
+        if (isStopped(p)) {
+            vm.prank(arbiter);
+            slasher.confirm(id);
+        } else {
+            slasher.execute(id);
+        }
+        uint256 lost = before - wholeOf(p.provider);
+        vm.assertLe(lost, STAKE, "more than was asked");
+        slashed[p.provider] += lost;
+        taken[p.provider] = taken[p.provider] + lost - p.amount;
         --openCount[p.provider];
-        Work_ storage w = works[workOf[id]];
-        ++executions[work.submissionDigest(submissionOf(w.pool, w.number))];
+        deposits -= depositOf[id];
+        ++executions[id];
+        if (lost == 0) return;
         vm.assertTrue(pools.classOf(p.pool, p.node) == 0);
         // Nor does that seat go on under the key that it was moved to. (A key that its provider seats
         // anew, by an invite of its own, is a new seat.)
@@ -306,15 +320,20 @@ abstract contract StakeActs is Books {
         if (went != 0) vm.assertTrue(pools.classOf(p.pool, nodes[went - 1]) == 0);
     }
 
-    function calledOff(Slasher.Proposal memory p) internal {
+    function wholeOf(address owner) internal view returns (uint256) {
+        return vault.slashable(owner) + vault.pendingSlash(owner);
+    }
+
+    function calledOff(bytes32 id, Slasher.Proposal memory p) internal {
         --openCount[p.provider];
         taken[p.provider] -= p.amount;
+        deposits -= depositOf[id];
     }
 
     function disputeSlash(uint256 seed) public {
-        (uint256 id, Slasher.Proposal memory p) = someId(seed);
+        (bytes32 id, Slasher.Proposal memory p) = someId(seed);
         if (p.state != Slasher.State.Proposed || block.timestamp >= p.deadline) return;
-        uint256 deposit = slasher.disputeDeposit();
+        uint256 deposit = depositAt[id];
         give(p.provider, deposit);
         vm.startPrank(p.provider);
         token.approve(address(slasher), deposit);
@@ -325,54 +344,57 @@ abstract contract StakeActs is Books {
         did("disputeSlash");
     }
 
+    function objectToSlash(uint256 seed) public {
+        (bytes32 id, Slasher.Proposal memory p) = someId(seed);
+        if (p.state != Slasher.State.Proposed || block.timestamp >= p.deadline) return;
+        vm.prank(p.provider);
+        slasher.object(id);
+        did("objectToSlash");
+    }
+
+    /// @dev Makes a stopped proposal, one time in three.
+    function stopOne(uint256 seed) internal returns (uint256) {
+        if (seed % 3 != 0) return seed;
+        proposeSlash(seed & ~uint256(1));
+        if (seed % 2 == 0) disputeSlash(0);
+        else objectToSlash(0);
+        return 0;
+    }
+
     function judgeSlash(uint256 seed, bool same) external {
-        if (seed % 3 == 0) {
-            proposeSlash(seed & ~uint256(1), seed >> 32);
-            disputeSlash(0);
-            seed = 0;
-        }
-        (uint256 id, Slasher.Proposal memory p) = someId(seed);
-        if (p.state != Slasher.State.Disputed || block.timestamp >= p.deadline) return;
-        deposits -= depositOf[id];
+        (bytes32 id, Slasher.Proposal memory p) = someId(stopOne(seed));
+        if (!isStopped(p) || block.timestamp >= p.deadline) return;
         if (same) {
-            vm.prank(validator2);
-            slasher.confirm(id);
+            carryOut(id, p);
             did("confirm");
-            executed(id, p);
-        } else {
-            uint256 before = vault.slashable(validator);
-            vm.prank(validator2);
-            slasher.overturn(id);
-            did("overturn");
-            calledOff(p);
-            slashed[validator] += before - vault.slashable(validator);
+            return;
         }
+        uint256[2] memory before = [wholeOf(validator), wholeOf(validator2)];
+        vm.prank(arbiter);
+        slasher.overturn(id);
+        did("overturn");
+        calledOff(id, p);
+        slashed[validator] += before[0] - wholeOf(validator);
+        slashed[validator2] += before[1] - wholeOf(validator2);
     }
 
     function lapseSlash(uint256 seed) external {
-        if (seed % 3 == 0) {
-            proposeSlash(seed & ~uint256(1), seed >> 32);
-            disputeSlash(0);
-            seed = 0;
-        }
-        (uint256 id, Slasher.Proposal memory p) = someId(seed);
-        if (p.state != Slasher.State.Disputed) return;
+        (bytes32 id, Slasher.Proposal memory p) = someId(stopOne(seed));
+        if (!isStopped(p)) return;
         wait(seed >> 64, p.deadline);
         if (block.timestamp < p.deadline) return;
         slasher.lapse(id);
         did("lapseSlash");
-        deposits -= depositOf[id];
-        calledOff(p);
+        calledOff(id, p);
     }
 
     function cancelSlash(uint256 seed) external {
-        (uint256 id, Slasher.Proposal memory p) = someId(seed);
-        bool isOpen = p.state == Slasher.State.Proposed || p.state == Slasher.State.Disputed;
+        (bytes32 id, Slasher.Proposal memory p) = someId(seed);
+        bool isOpen = p.state == Slasher.State.Proposed || isStopped(p);
         if (!isOpen || seed % 3 != 0) return;
-        vm.prank(guardian);
+        vm.prank(arbiter);
         slasher.cancel(id);
         did("cancelSlash");
-        if (p.state == Slasher.State.Disputed) deposits -= depositOf[id];
-        calledOff(p);
+        calledOff(id, p);
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
-/// @notice Merkle trees with sorted pairs; an odd node is carried up (protocol/core/encoding.py).
+/// @notice Merkle trees with sorted pairs; an odd node is carried up (protocol/prime_core/encoding.py).
 library Tree {
     function pair(bytes32 a, bytes32 b) internal pure returns (bytes32) {
         return a < b ? keccak256(abi.encode(a, b)) : keccak256(abi.encode(b, a));

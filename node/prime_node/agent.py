@@ -1,0 +1,354 @@
+"""The node agent: one process that joins a pool and keeps its task supplied with work.
+
+    main thread    heartbeat ──► directive: join · work · wait · stop; tends the task
+    bridge         the task's requests: lease, submit, abandon        (bridge.py, desk.py)
+    courier        finished files ──► orchestrator, until receipted   (courier.py, outbox.py)
+    policies       new policies, fetched beside the work              (policies.py)
+
+The heartbeat's answer is the only control loop. What each waits for: the task for a lease and its
+policy; a lease for the receipt of the one before; nothing waits for the chain. Left out: several
+tasks on one machine (run one agent a task, each with its own data folder).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TypeVar
+
+from prime_broadcast.access import Passes
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.manifest import Trust
+from prime_broadcast.sources import SourceBook
+from prime_core.errors import UnavailableError
+from prime_core.ids import Address, Digest
+from prime_core.node import Hardware
+from prime_core.run import RunDefinition
+from prime_core.signing import LocalSigner
+from prime_core.stopping import until_stopped
+from prime_core.waiting import StoppedError, until_answered
+from prime_envs.sources import BESIDE_POLICIES, bring
+from prime_node.api import NodeApi
+from prime_node.bridge import LONGEST_SOCKET_PATH, Bridge
+from prime_node.config import Settings
+from prime_node.courier import Courier
+from prime_node.desk import Desk
+from prime_node.fingerprint import read_hardware
+from prime_node.heartbeat import Pulse
+from prime_node.inbox import Inbox
+from prime_node.join import Join, check_pool
+from prime_node.link import Link, connect
+from prime_node.outbox import Outbox
+from prime_node.policies import PolicyKeeper
+from prime_node.revisions import Revisions, check_limits
+from prime_node.runtime import make_runtime
+from prime_node.runtime.base import Mounts, Runtime, WorkerOptions
+from prime_node.state import DataFolder, remembered
+from prime_node.task import TaskKeeper
+from prime_node.wallet import named_provider
+
+log = logging.getLogger("prime.node")
+T = TypeVar("T")
+STOP_GRACE_SECONDS = 20.0
+DRAIN_SECONDS = 10.0
+SHADOW = (
+    "--shadow: this node works without a seat. Its files are judged as any others, and nothing "
+    "follows from it: no stake, no pay, no slash. prime-node status shows the verdicts"
+)
+THROTTLED = (
+    "--throttle %g: THIS MACHINE PLAYS ONE %g TIMES SLOWER, in the hardware challenge and in "
+    "generation. It is for development and earns less."
+)
+
+
+class Agent:
+    """Runs until told to stop. `owner_signer` is the provider's key where it is here."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        signer: LocalSigner,
+        owner_signer: LocalSigner | None,
+        *,
+        now: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._settings = settings
+        self._signer = signer
+        self._owner_signer = owner_signer
+        self._now = now
+        self._rng = rng or random.Random()
+        self._data = DataFolder(settings.data)
+        self._give_up = None if _heard_before(settings) else settings.first_answer_seconds
+        self._stop = threading.Event()
+
+    def run(self) -> int:
+        """The agent's whole life; the exit status. Raises PrimeError with the reason if it ends
+        for another cause than a signal or the pool's end."""
+        self._data.make()
+        self._data.lock()
+        try:
+            with ExitStack() as stack:
+                return self._live(stack)
+        finally:
+            self._data.unlock()
+
+    def stop(self) -> None:
+        """Asks the agent to end; safe to call from any thread."""
+        self._stop.set()
+
+    def install_signals(self) -> None:
+        """SIGTERM and SIGINT end it cleanly; a second one ends it at once."""
+        until_stopped(self._stop, second_ends=True)
+
+    # -- from start to first heartbeat
+
+    def _live(self, stack: ExitStack) -> int:
+        settings, data = self._settings, self._data
+        if settings.throttle > 1.0:
+            log.warning(THROTTLED, settings.throttle, settings.throttle)
+        if settings.shadow:
+            log.warning(SHADOW)
+        api = self._api(stack)
+        run = self._patiently(lambda: newest_run(api))
+        if run is None:
+            return 0
+        hardware = read_hardware(data.root)
+        check_limits(settings, run, hardware)
+        runtime = make_runtime(settings, data, self._signer.address)
+        log.warning("%s", runtime.check(run.task))
+        if left := runtime.clean():
+            log.warning("ended %d task(s) that an earlier agent left behind", left)
+        link = self._link(api, stack)
+        if link is not None and not self._pool_is_checked(link, api):
+            return 0
+        data.remember(settings.to_remember())
+        data.empty_task_outbox()
+
+        outbox = Outbox(data.outbox, now=self._now)
+        revisions = self._revisions(run, hardware, runtime, link is not None)
+        desk, keeper = self._desk(api, run, revisions, outbox, stack)
+        bridge_folder = self._bridge_folder(stack)
+        bridge = Bridge(bridge_folder, desk, task_uid=runtime.task_uid)
+        courier = Courier(outbox, lambda: self._new_api(), rng=self._rng, on_settled=desk.nudge)
+        join = Join(
+            settings, api, link, run, hardware, self._signer, self._owner_signer,
+            self._provider(), data, now=self._now, stop=self._stop,
+        )  # fmt: skip
+
+        def options(of: RunDefinition) -> WorkerOptions:
+            threads = settings.threads or max(1, of.task.cpus_milli // 1000)
+            return WorkerOptions(
+                threads, settings.generation_batch, settings.throttle, device=join.device
+            )
+
+        mounts = Mounts(data.policies, data.task_outbox, bridge_folder)
+        if not self._bring_dataset(run):
+            return 0
+        task = TaskKeeper(runtime, run.task, mounts, options(run), now=time.monotonic)
+
+        # Ended in the opposite order: the task first, while its bridge still answers.
+        stack.callback(lambda: self._end_courier(courier))
+        stack.callback(lambda: keeper.stop(2.0))
+        stack.callback(lambda: revisions.stop(2.0))
+        stack.callback(bridge.close)
+        stack.callback(lambda: self._end_task(desk, task))
+        courier.start()
+        keeper.start()
+        bridge.start()
+        revisions.start()
+        pulse = Pulse(
+            api, run, desk, keeper, outbox, join, task, revisions,
+            options=options, data=data, runtime=settings.runtime, shadow=settings.shadow,
+            now=self._now, stop=self._stop,
+            threads=(courier.thread, keeper.thread, bridge.thread, revisions.thread),
+        )  # fmt: skip
+        return pulse.run()
+
+    def _api(self, stack: ExitStack) -> NodeApi:
+        api = self._new_api()
+        stack.callback(api.close)
+        return api
+
+    def _new_api(self) -> NodeApi:
+        settings = self._settings
+        return NodeApi(
+            settings.need_orchestrator(),
+            self._signer,
+            shadow=settings.shadow,
+            allow_private=settings.allow_private,
+        )
+
+    def _provider(self) -> Address:
+        return named_provider(self._settings) or (self._owner_signer or self._signer).address
+
+    def _link(self, api: NodeApi, stack: ExitStack) -> Link | None:
+        """The chain, if an RPC is named."""
+        if not self._settings.rpc:
+            return None
+        link = connect(self._settings, api.client.pool())
+        stack.callback(link.close)
+        return link
+
+    def _pool_is_checked(self, link: Link, api: NodeApi) -> bool:
+        """Holds the orchestrator's word on the pool to the chain's; False if stopped before. An RPC
+        that answered an earlier start may be away: that stops nothing."""
+        if self._give_up is not None:
+            return self._patiently(lambda: check_pool(link, api)) is not None
+        try:
+            check_pool(link, api)
+        except UnavailableError as error:
+            log.warning("the pool is not checked against the chain: %s", error)
+        return True
+
+    def _revisions(
+        self, run: RunDefinition, hardware: Hardware, runtime: Runtime, chain: bool
+    ) -> Revisions:
+        """What follows `run`: fetched, held to the owner's limits and the chain, prepared."""
+        settings = self._settings
+
+        def fetch(digest: Digest) -> RunDefinition:
+            with closing(self._new_api()) as api:
+                if chain:
+                    self._check_on_chain(api, digest)
+                return api.run(digest)
+
+        def prepare(later: RunDefinition) -> None:
+            runtime.check(later.task)  # pulls its image
+            bring(later.environment.arguments, self._data.policies / BESIDE_POLICIES)
+
+        return Revisions(
+            run,
+            fetch=fetch,
+            check=lambda later: check_limits(settings, later, hardware),
+            prepare=prepare,
+        )
+
+    def _check_on_chain(self, api: NodeApi, digest: Digest) -> None:
+        """Raises UnavailableError while the chain does not name a run; one that cannot be asked
+        stops nothing, since the manager signs every lease that names the run."""
+        try:
+            link = connect(self._settings, api.client.pool())
+        except UnavailableError as error:
+            log.warning("run %s is not checked against the chain: %s", digest, error)
+            return
+        try:
+            pools = link.contracts.pools
+            named = {one.run_digest for one in pools.revisions_of(link.pool)}
+            named.add(pools.pool_of(link.pool).run_digest)
+        finally:
+            link.close()
+        if digest not in named:
+            raise UnavailableError("the chain does not name it yet")
+
+    def _desk(
+        self,
+        api: NodeApi,
+        run: RunDefinition,
+        revisions: Revisions,
+        outbox: Outbox,
+        stack: ExitStack,
+    ) -> tuple[Desk, PolicyKeeper]:
+        info = api.client.pool()
+        trust = Trust(info.trainer, api.client.domain("pools"), info.pool)
+        late: list[Desk] = []
+        keeper = PolicyKeeper(
+            PolicyFolder(
+                self._data.policies,
+                trust,
+                book=SourceBook(
+                    passes=Passes(self._signer, api.client.domain("registry")),
+                    public_only=not api.client.allows_private,
+                ),
+            ),
+            self._new_api,
+            keep=run.max_staleness + 2,
+            on_arrival=lambda: late[0].nudge(),
+            pinned=lambda: late[0].open_versions(),
+        )
+        desk = Desk(
+            api=self._api(stack),
+            signer=self._signer,
+            run=run,
+            revisions=revisions,
+            domain=api.client.domain("work"),
+            policies=keeper,
+            outbox=outbox,
+            inbox=Inbox(self._data.task_inbox),
+            now=self._now,
+        )
+        late.append(desk)
+        return desk, keeper
+
+    def _bridge_folder(self, stack: ExitStack) -> Path:
+        """The socket's folder: in the data folder, or a short temporary one where that path is
+        longer than a Unix socket may have."""
+        if len(os.fsencode(self._data.bridge / "agent.sock")) <= LONGEST_SOCKET_PATH:
+            return self._data.bridge
+        short = Path(tempfile.mkdtemp(prefix="prime-node-"))
+        stack.callback(lambda: shutil.rmtree(short, ignore_errors=True))
+        return short
+
+    def _bring_dataset(self, run: RunDefinition) -> bool:
+        """Puts the run's dataset, if it has one, where the worker finds it, which has no network.
+        A server that is away is asked again; False if stopped before it answered."""
+        arguments, folder = run.environment.arguments, self._data.policies / BESIDE_POLICIES
+        return self._patiently(lambda: (bring(arguments, folder),)) is not None
+
+    def _patiently(self, ask: Callable[[], T]) -> T | None:
+        """Asks until there is an answer; None if stopped before. Raises UnavailableError where
+        nobody ever answered (the first start in this data folder) and nobody does in time."""
+
+        def tell(error: UnavailableError, wait: float) -> None:
+            log.warning("%s; trying again in %.0f s", error, wait)
+
+        try:
+            return until_answered(ask, self._stop, tell, give_up=self._give_up)
+        except StoppedError:
+            return None
+
+    # -- the end
+
+    def _end_task(self, desk: Desk, task: TaskKeeper) -> None:
+        desk.close()
+        try:
+            task.stop(STOP_GRACE_SECONDS)
+        except UnavailableError as error:
+            log.warning("%s; the next start ends the task", error)
+        desk.give_back_open("the agent was asked to stop")
+
+    def _end_courier(self, courier: Courier) -> None:
+        try:
+            courier.drain(DRAIN_SECONDS if courier.thread.is_alive() else 0.0, time.monotonic)
+            left = courier.stop(5.0)
+        except UnavailableError as error:
+            log.warning("what waits in the outbox is not known: %s", error)
+            return
+        if left:
+            log.warning(
+                "%d finished file(s) stay in the outbox; the next start delivers them", left
+            )
+
+
+def newest_run(api: NodeApi) -> RunDefinition:
+    """The last definition that is final on chain: leases given from now on are of it, or of one
+    that the heartbeat names."""
+    listed = api.runs()
+    final = [one.run_digest for one in listed.revisions if one.final]
+    return api.run(final[-1] if final else listed.first)
+
+
+def _heard_before(settings: Settings) -> bool:
+    """Whether an earlier start in this data folder heard from this orchestrator and from a chain;
+    a member whose RPC is another one now works without it, too."""
+    kept, told = remembered(settings.data), settings.to_remember()
+    chain_too = bool(kept.get("rpc")) or not told["rpc"]
+    return chain_too and kept.get("orchestrator") == told["orchestrator"]

@@ -1,0 +1,140 @@
+"""The orchestrator's routes as the agent calls them: one method a route, typed both ways.
+
+One instance belongs to one thread (its client holds one HTTP session).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from prime_core.errors import MalformedError, UntrustedError
+from prime_core.ids import Address, Digest
+from prime_core.messages import (
+    AdmissionAnswer,
+    AdmissionRequest,
+    ChallengeAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    NodeInfo,
+    PolicyList,
+    ReceiptAnswer,
+    RelayInfo,
+    RunList,
+    UploadAnswer,
+    UploadRequest,
+)
+from prime_core.rollout import SignedSubmission
+from prime_core.run import RunDefinition
+from prime_core.signing import Signer
+from prime_core.task import shadow_pool
+from prime_core.transport.client import Empty, OrchestratorClient, run_bytes
+
+T = TypeVar("T")
+_RELAY_LIST = TypeAdapter(tuple[RelayInfo, ...])
+
+
+class NodeApi:
+    """What a node asks of its orchestrator. Errors as OrchestratorClient raises them."""
+
+    def __init__(
+        self,
+        base_url: str,
+        signer: Signer | None,
+        *,
+        timeout: float = 30.0,
+        shadow: bool = False,
+        allow_private: bool = False,
+    ) -> None:
+        self._shadow = shadow
+        self.client = OrchestratorClient(
+            base_url, signer, "node", timeout=timeout, allow_private=allow_private
+        )
+
+    def close(self) -> None:
+        self.client.close()
+
+    def run(self, expected: Digest | None = None) -> RunDefinition:
+        """The run definition. Raises UntrustedError unless its digest is the expected one (by
+        default the one that the orchestrator names for the pool)."""
+        return RunDefinition.parse(
+            run_bytes(self.client, expected or self.client.pool().run_digest)
+        )
+
+    def runs(self) -> RunList:
+        """The pool's first definition and its revisions."""
+        return self.client.get("/v1/runs", RunList)
+
+    def challenge(self, request: AdmissionRequest) -> ChallengeAnswer:
+        return self.client.post("/v1/admission/challenge", request, ChallengeAnswer)
+
+    def solution(self, challenge_id: str, products: bytes) -> AdmissionAnswer:
+        return self.client.post(f"/v1/admission/solution/{challenge_id}", products, AdmissionAnswer)
+
+    def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
+        return self.client.post("/v1/heartbeat", body, HeartbeatAnswer)
+
+    def nodes_of(self, provider: Address) -> tuple[NodeInfo, ...]:
+        """The pool's nodes of one owner."""
+        return tuple(self.client.nodes(provider))
+
+    def node(self, address: Address) -> NodeInfo:
+        """One node. Raises NotFoundError if it was never admitted."""
+        return self.client.get(f"/v1/nodes/{address}", NodeInfo)
+
+    def relays(self) -> tuple[RelayInfo, ...]:
+        """Who serves policies."""
+        return self._list("/v1/relays", _RELAY_LIST)
+
+    def _list(self, path: str, items: TypeAdapter[tuple[T, ...]]) -> tuple[T, ...]:
+        try:
+            return items.validate_json(self.client.request("GET", path, b"", signed=False))
+        except ValidationError as error:
+            raise MalformedError(f"the answer of {path} is no such list: {error}") from error
+
+    def policies(self) -> PolicyList:
+        return self.client.get("/v1/policies", PolicyList)
+
+    def lease(self, policy_version: int, runs: Iterable[Digest] = ()) -> LeaseAnswer:
+        """The open lease of this node or a new one of one of `runs` (none named: of any run); the
+        manager's signature and the addressee are checked. Raises UntrustedError if they do not
+        hold, and if a shadow node is given a lease that could be paid or slashed, or another one a
+        lease that could not."""
+        answer = self.client.post(
+            "/v1/leases",
+            LeaseRequest(policy_version=policy_version, runs=tuple(runs)),
+            LeaseAnswer,
+        )
+        if answer.lease is not None:
+            pool, lease = self.client.pool(), answer.lease.lease
+            manager = lease.recover(self.client.domain("work"), answer.lease.signature)
+            mine = self.client.signer.address if self.client.signer else None
+            number = shadow_pool(pool.pool) if self._shadow else pool.pool
+            if manager != pool.manager or lease.node != mine or lease.pool != number:
+                raise UntrustedError("the lease is not the pool manager's for this node")
+        return answer
+
+    def abandon(self, lease_digest: Digest) -> None:
+        self.client.post(f"/v1/leases/{lease_digest}/abandon", b"{}", Empty)
+
+    def upload_target(self, lease_digest: Digest, body: UploadRequest) -> UploadAnswer:
+        return self.client.post(f"/v1/leases/{lease_digest}/upload", body, UploadAnswer)
+
+    def upload(self, target: UploadAnswer, file: Path) -> None:
+        self.client.upload(target, file)
+
+    def submit(self, body: SignedSubmission) -> ReceiptAnswer:
+        """Hands the submission in; the receipt is checked against the manager's key."""
+        answer = self.client.post("/v1/submissions", body, ReceiptAnswer, signed=False)
+        domain, pool = self.client.domain("work"), self.client.pool()
+        if (
+            answer.receipt.submission_digest != body.submission.digest(domain)
+            or answer.receipt.recover(domain, answer.signature) != pool.manager
+        ):
+            raise UntrustedError("the receipt is not the pool manager's for this submission")
+        return answer

@@ -1,0 +1,239 @@
+"""What an audit rests on, gathered: the chain's word, published objects, this machine's engine.
+
+    subject (transaction, evidence or submission digest) ──► prime_verify.audit ──► result
+
+The judging itself is prime_verify/audit.py; policies come through the relays, verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.layout import ANCHOR_EVERY
+from prime_chain import history
+from prime_chain.events import ValidatorSet
+from prime_chain.history import Slash
+from prime_chain.leaves import find_leaf
+from prime_chain.rewards import history_of
+from prime_core import ids
+from prime_core.calibration import CalibrationStatement
+from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.errors import NotFoundError, PrimeError, UnavailableError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.messages import RelayInfo, SubmissionInfo
+from prime_core.rollout import SignedSubmission
+from prime_core.run import RunDefinition
+from prime_core.signing import Domain
+from prime_core.task import SignedLease
+from prime_core.transport.client import run_bytes
+from prime_engine.base import Engine
+from prime_node.api import NodeApi
+from prime_node.audit_export import gather, submission_of, write
+from prime_node.config import Settings
+from prime_node.link import Link, connect
+from prime_node.state import DataFolder
+from prime_verify.audit import (
+    MAX_OBJECT_BYTES,
+    Setting,
+    audit_slash,
+    audit_submission,
+)
+from prime_verify.audit_compare import Audit
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.proofs.thresholds import Calibration, parse_signed
+
+
+class OrchestratorLibrary:
+    """Published things as an orchestrator serves them; objects are checked by their digest."""
+
+    def __init__(self, api: NodeApi) -> None:
+        self._client = api.client
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        return self._client.get_object(digest, limit)
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        return self._client.get(f"/v1/submissions/{digest}", SubmissionInfo)
+
+    def lease(self, digest: Digest) -> SignedLease:
+        return self._client.get(f"/v1/leases/{digest}", SignedLease)
+
+
+class FetchedEngines(FolderEngines):
+    """Engines whose policies are fetched, verified, when they are asked for."""
+
+    def __init__(self, folder: PolicyFolder, api: NodeApi, threads: int) -> None:
+        super().__init__(folder.root, partial(load_engine, threads=threads), keep=2)
+        self._folder = folder
+        self._api = api
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        if version not in self._folder.versions():
+            self._fetch(version)
+        return super().engine(version, policy_digest)
+
+    def _fetch(self, version: int) -> None:
+        try:
+            signed = self._api.client.get(f"/v1/policies/{version}", SignedManifest)
+        except NotFoundError as error:
+            raise UnavailableError(str(error)) from error
+        sources = serving(version, self._api.relays())
+        if not sources:
+            raise UnavailableError(f"nobody serves policy {version}: no relay is announced")
+        try:
+            self._folder.ensure(version, signed, sources, others=self._before(version))
+        except PrimeError as error:
+            raise UnavailableError(f"policy {version} cannot be fetched: {error}") from error
+
+    def _before(self, version: int) -> list[SignedManifest]:
+        """The manifests of the versions before: an origin keeps old policies as deltas from an
+        anchor."""
+        numbers = range(max(0, version - ANCHOR_EVERY), version)
+        return [self._api.client.get(f"/v1/policies/{n}", SignedManifest) for n in numbers]
+
+
+def serving(version: int, relays: Sequence[RelayInfo]) -> list[str]:
+    """Whom to ask for a policy: those that announce it, else everybody. Announcements name the
+    newest versions only, and an origin keeps every one that can still be slashed for."""
+    announced = [relay.url for relay in relays if version in relay.versions]
+    return announced or [relay.url for relay in relays]
+
+
+@contextmanager
+def _opened(settings: Settings) -> Iterator[tuple[NodeApi, Link]]:
+    settings.need_rpc()
+    api = NodeApi(settings.need_orchestrator(), None, allow_private=settings.allow_private)
+    try:
+        link = connect(settings, api.client.pool())
+        try:
+            yield api, link
+        finally:
+            link.close()
+    finally:
+        api.close()
+
+
+def replay(settings: Settings, subject: str) -> Audit:
+    """Audits what `subject` names. Raises UserError if it names nothing of this pool."""
+    digest = ids.digest(subject)
+    with _opened(settings) as (api, link):
+        library = OrchestratorLibrary(api)
+        setting = _setting(settings, api, link, library)
+        slash = find_slash(link, digest)
+        if slash is not None:
+            return audit_slash(slash, setting, library)
+        try:
+            library.submission(digest)
+        except NotFoundError:
+            slash = history.slash_of(link.client, link.deployment, digest)
+            return audit_slash(slash, setting, library)
+        return audit_submission(digest, setting, library, partial(_rooted, link, library, digest))
+
+
+def _rooted(
+    link: Link, library: OrchestratorLibrary, digest: Digest, info: SubmissionInfo
+) -> SignedSubmission:
+    """The signed submission: from the leaves object of a root that the chain holds, or from the
+    transaction by which its node posted it."""
+    events = history.read_events(link.client, link.deployment, contracts=("work",))
+    found = find_leaf(
+        link.client, link.deployment, events, link.pool, digest, info.root, library.object
+    )
+    return found.signed
+
+
+def published(settings: Settings, subject: str) -> dict[str, Any]:
+    """What is published on a slash (its evidence) or a submission (its verdict), as plain values.
+
+    Raises NotFoundError if nothing is.
+    """
+    from pydantic_core import from_json
+
+    digest = ids.digest(subject)
+    with _opened(settings) as (api, link):
+        library = OrchestratorLibrary(api)
+        slash = find_slash(link, digest)
+        if slash is not None:
+            evidence = from_json(library.object(slash.evidence, MAX_OBJECT_BYTES))
+            return {"slash": vars(slash) | {"amount": str(slash.amount)}, "evidence": evidence}
+        info = library.submission(digest)
+        verdict = None
+        if info.verdict is not None:
+            verdict = from_json(library.object(info.verdict, MAX_OBJECT_BYTES))
+        return {"submission": info.model_dump(mode="json"), "verdict": verdict}
+
+
+def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
+    """Writes all that an audit of `subject` rests on into `folder` (audit_export.py); the files.
+
+    Raises UserError if it names nothing of this pool, NotFoundError if a part is not published.
+    """
+    digest = ids.digest(subject)
+    with _opened(settings) as (api, link):
+        library = OrchestratorLibrary(api)
+        slash = find_slash(link, digest)
+        submission = submission_of(digest, slash, library)
+        return write(gather(submission, slash, api.run, library), folder)
+
+
+def find_slash(link: Link, digest: Digest) -> Slash | None:
+    """The slash whose transaction, evidence or submission has this digest."""
+    for slash in history.read_slashes(link.client, link.deployment):
+        named = (slash.proposed_tx, slash.ended_tx, slash.evidence, slash.leaf)
+        if slash.pool == link.pool and digest in named:
+            return slash
+    return None
+
+
+def _setting(settings: Settings, api: NodeApi, link: Link, library: OrchestratorLibrary) -> Setting:
+    from prime_broadcast.access import Passes, ephemeral_signer
+    from prime_broadcast.manifest import Trust
+    from prime_broadcast.sources import SourceBook
+    from prime_envs.registry import environment_for
+
+    pool = link.contracts.pools.pool_of(link.pool)
+    data = DataFolder(settings.data)
+    data.make()
+    trust = Trust(pool.trainer, link.deployment.domain_of(PolicyStatement), link.pool)
+    passes = Passes(ephemeral_signer(), api.client.domain("registry"))
+    folder = PolicyFolder(
+        data.root / "audit" / "policies",
+        trust,
+        book=SourceBook(passes=passes, public_only=not api.client.allows_private),
+    )
+    events = history.read_events(link.client, link.deployment, contracts=("pools",))
+    validators = frozenset(
+        event.validator
+        for event in events
+        if isinstance(event, ValidatorSet) and event.pool == link.pool and event.on
+    )
+    runs = history_of(events, link.pool, partial(run_bytes, api.client))
+    return Setting(
+        deployment=link.deployment,
+        pool=link.pool,
+        manager=pool.manager,
+        validators=validators,
+        runs=runs,
+        environments=environment_for,
+        engines=FetchedEngines(folder, api, settings.threads or 1),
+        now=time.time(),
+        calibration=run_calibration(
+            runs.first, library, pool.manager, link.deployment.domain_of(CalibrationStatement)
+        ),
+    )
+
+
+def run_calibration(
+    run: RunDefinition, library: OrchestratorLibrary, manager: Address, domain: Domain
+) -> Calibration | None:
+    """The run's own calibration object; None where it uses the shipped one. Raises MalformedError,
+    UntrustedError if the object is no calibration that the pool's manager signed."""
+    if run.calibration == ZERO_DIGEST:
+        return None
+    return parse_signed(library.object(run.calibration, MAX_OBJECT_BYTES), manager, domain)

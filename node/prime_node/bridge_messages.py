@@ -1,0 +1,65 @@
+"""What a worker and its agent say to each other over the bridge's socket.
+
+| method and path | body → answer |
+|---|---|
+| GET  /run | → canonical RunDefinition bytes |
+| POST /lease | LeaseWish → LeaseOffer (held open up to `wait_seconds`) |
+| PUT /file/NAME | a finished file's bytes → {} ; replaces the one sent before |
+| POST /submit | HandIn → HandInAnswer |
+| POST /abandon | Abandon → {} |
+
+Errors are RFC 9457 problems, as everywhere; requests and answers carry `Prime-Protocol`.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from prime_core.messages import ReceiptAnswer
+from prime_core.signing import Answer, DigestField, Domain, Strict
+from prime_core.task import SignedLease
+
+FILES = "/file/"
+MAX_BODY_BYTES = 16 << 10
+MAX_WAIT_SECONDS = 30
+MAX_ANSWER_BYTES = 4 << 20
+
+
+class LeaseWish(Strict):
+    wait_seconds: int = Field(default=20, ge=0, le=MAX_WAIT_SECONDS)
+
+
+class LeaseOffer(Answer):
+    """A lease under `domain` (that of the Work contract), or none and how long to pause."""
+
+    lease: SignedLease | None
+    domain: Domain | None = None
+    retry_after_ms: int = Field(default=0, ge=0)
+    reason: str = Field(default="", max_length=512)
+
+
+class HandIn(Strict):
+    """`file`: plain name under which the finished file was sent. `tokens` generated in
+    `milliseconds` (advisory, shown in heartbeats)."""
+
+    lease_digest: DigestField
+    file: str = Field(max_length=255)
+    tokens: int = Field(default=0, ge=0, lt=2**40)
+    milliseconds: int = Field(default=0, ge=0, lt=2**40)
+
+
+class HandInAnswer(Answer):
+    """`receipt` None: the file is safe in the agent's journal and still on its way."""
+
+    submission_digest: DigestField
+    receipt: ReceiptAnswer | None
+    refused: str = ""
+
+
+class Abandon(Strict):
+    lease_digest: DigestField
+    reason: str = Field(default="", max_length=512)
+
+
+class Done(Answer):
+    """{}."""

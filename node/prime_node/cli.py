@@ -1,0 +1,250 @@
+"""`prime-node`: everything that the owner of a machine types.
+
+Each command imports what it needs when it is called: `--help` loads neither torch, docker nor web3,
+and reading stakes, rewards and slashes needs neither torch nor docker. Expected errors are one
+sentence and an exit code (prime_core/errors.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prime_core.command_line import program, run
+from prime_core.errors import UnavailableError, UntrustedError
+from prime_core.logs import log_to_stderr
+from prime_core.times import utc
+from prime_core.waiting import FIRST_ANSWER_HELP
+from prime_node.cli_audit import audit_app
+from prime_node.cli_common import DryRun, Json, configured, print_fields, print_json
+from prime_node.cli_nodes import dispute, node_app, payout
+from prime_node.cli_owner import rewards_app, stake_app, wallet_app
+from prime_node.cli_work import work_app
+
+if TYPE_CHECKING:
+    from prime_node.config import Settings
+
+app = program(
+    "prime-node", "Joins this machine to a pool, keeps it at work, and shows what it earned."
+)
+app.add_typer(wallet_app, name="wallet")
+app.add_typer(stake_app, name="stake")
+app.add_typer(rewards_app, name="rewards")
+app.add_typer(node_app, name="node")
+app.add_typer(work_app, name="work")
+app.add_typer(audit_app, name="audit")
+
+
+@app.command()
+@configured
+def join(
+    settings: Settings,
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="docker, or process (development: ISOLATES NOTHING)."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the worker.")] = None,
+    generation_batch: Annotated[
+        int | None, typer.Option(help="Rows generated at once; 0 lets the engine choose.")
+    ] = None,
+    min_price: Annotated[
+        int | None, typer.Option(help="Least wei a token; runs that pay less are declined.")
+    ] = None,
+    images: Annotated[
+        list[str] | None, typer.Option("--image", help="Image that may run; repeat for more.")
+    ] = None,
+    provider_wallet: Annotated[
+        Path | None, typer.Option(help="Owner's keystore, where the owner is at this machine.")
+    ] = None,
+    provider_password_file: Annotated[
+        Path | None, typer.Option(help="File with the owner's password, if it has its own.")
+    ] = None,
+    throttle: Annotated[
+        float | None,
+        typer.Option(
+            help="DEVELOPMENT ONLY: makes this machine behave like one N times slower, in the "
+            "hardware challenge and in generation. It earns less. Never use it on a real network."
+        ),
+    ] = None,
+    shadow: Annotated[
+        bool | None,
+        typer.Option(
+            "--shadow",
+            help="Work without a seat: no stake, no pay; the verdicts on its files are real.",
+        ),
+    ] = None,
+    first_answer_seconds: Annotated[
+        float | None, typer.Option(help=FIRST_ANSWER_HELP, min=0)
+    ] = None,
+    allow_private: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-private",
+            help="Connect to private addresses that the orchestrator names (your own network).",
+        ),
+    ] = None,
+    worker_command: Annotated[str | None, typer.Option(hidden=True)] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+) -> None:
+    """Join the pool and work until stopped (Ctrl-C or SIGTERM ends it cleanly)."""
+    from prime_node.agent import Agent
+    from prime_node.wallet import open_provider, open_wallet
+
+    _logging(verbose)
+    settings.need_orchestrator()
+    if not settings.shadow:
+        settings.need_rpc()  # without the chain nobody knows whether stake and seat are there
+    signer = open_wallet(settings)
+    agent = Agent(settings, signer, open_provider(settings, signer))
+    agent.install_signals()
+    raise typer.Exit(agent.run())
+
+
+@app.command()
+@configured
+def doctor(
+    settings: Settings,
+    runtime: Annotated[str | None, typer.Option(help="docker or process.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check what this machine has and lacks; every failure names its fix."""
+    from prime_node.doctor import examine
+
+    checks = examine(settings)
+    if as_json:
+        print_json([vars(check) for check in checks])
+    else:
+        marks = {"ok": "✓", "warning": "!", "failed": "✗"}
+        for check in checks:
+            typer.echo(f"{marks[check.outcome]} {check.name}: {check.found}")
+            if check.fix:
+                typer.echo(f"    → {check.fix}")
+    if any(check.outcome == "failed" for check in checks):
+        raise typer.Exit(UnavailableError.exit_code)
+
+
+@app.command()
+@configured
+def verify(
+    settings: Settings,
+    file: Annotated[Path, typer.Argument(help="A rollout file (Parquet).")],
+    lease: Annotated[
+        Path | None, typer.Option(help="Its signed lease (JSON); by default it is looked up.")
+    ] = None,
+    every_row: Annotated[
+        bool, typer.Option("--every-row", help="Replay all rows, not only the run's share.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What a validator would find in a rollout file, by the validator's own code; sends nothing."""
+    from prime_node.preflight import verify as preflight
+
+    found = preflight(settings, file, lease_file=lease, every_row=every_row)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        finding = found.finding
+        typer.echo(f"{finding.outcome.name.lower()}: {finding.reason.name}: {finding.detail}")
+        typer.echo(f"  made with {found.setup}; {len(finding.rows_drawn)} rows replayed")
+        limits = finding.decimal_thresholds()
+        for name, value in finding.decimal_statistics().items():
+            limit = limits.get(f"file.{name}")
+            typer.echo(f"  {name}: {value}" + (f" of at most {limit}" if limit else ""))
+    if not found.ok:
+        raise typer.Exit(UntrustedError.exit_code)
+
+
+@app.command()
+@configured
+def status(
+    settings: Settings,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="Also read owner, stake and seat from the chain.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What the agent in this data folder does, and what the pool counts of its node."""
+    from prime_node.overview import fetch_sentence, overview
+
+    found: dict[str, Any] = overview(settings, chain=chain)
+    if as_json:
+        print_json(found)
+        return
+    shown = [
+        (
+            name.replace("_", " ").replace("heard at", "last heard at"),
+            utc(value) if name.endswith("_at") and value else value,
+        )
+        for name, value in found.items()
+        if name not in ("files", "not_accepted", "last_fetch")
+    ]
+    if "last_fetch" in found:
+        shown += [("last fetch", fetch_sentence(found["last_fetch"]))]
+    files = found.get("files") or {}
+    shown += [("files", ", ".join(f"{n} {state}" for state, n in sorted(files.items())) or "none")]
+    shown += [("not accepted", sentence) for sentence in found.get("not_accepted", ())]
+    print_fields("prime-node", shown)
+
+
+@app.command()
+@configured
+def leave(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Stop the agent here, take the node out of the pool, end its sessions."""
+    from prime_node.leave import leave_pool
+
+    sent = leave_pool(settings, dry_run=dry_run)
+    if as_json:
+        print_json(sent)
+        return
+    for act in sent:
+        for name, value in act.items():
+            typer.echo(f"{name:>5}  {value}")
+    if not dry_run:
+        typer.echo(stake_out(settings))
+
+
+@app.command()
+@configured
+def faucet(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Take test tokens (test networks only). With --deployment it needs no pool."""
+    from prime_node.cli_owner import of_no_pool, send_calls
+
+    send_calls(
+        of_no_pool(settings),
+        lambda context: [context.link.contracts.token.faucet()],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+def stake_out(settings: Settings) -> str:
+    """What the owner types to have the stake back, once the node has left."""
+    from prime_node.wallet import named_provider, wallet_address
+
+    command = "prime-node stake unbond AMOUNT"
+    if named_provider(settings) in (None, wallet_address(settings)):
+        return f"left; to take the stake out: {command}"
+    where = settings.provider_wallet or "OWNER_KEYSTORE"
+    return f"left; to take the stake out, at the owner's machine: {command} --wallet {where}"
+
+
+app.command("payout")(payout)
+app.command("dispute")(dispute)
+
+
+def _logging(verbose: bool) -> None:
+    log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    for noisy in ("httpx", "httpcore", "urllib3", "web3", "docker"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def main() -> None:
+    """Entry point."""
+    run(app, "prime-node")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What every `prime-node` command shares: its settings' flags, and how it prints."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from prime_core.printing import printable
+from prime_core.times import utc
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", "--calldata", help="Send nothing; print what to sign elsewhere (calldata)."
+    ),
+]
+NodeFlag = Annotated[
+    str | None, typer.Option("--node", help="Node's address; by default the wallet's.")
+]
+
+_COMMON: dict[str, Any] = {
+    "orchestrator": Annotated[str | None, typer.Option(help="URL of the pool's orchestrator.")],
+    "rpc": Annotated[
+        list[str] | None, typer.Option(help="RPC endpoint of the chain; repeat for more.")
+    ],
+    "deployment": Annotated[Path | None, typer.Option(help="Deployment JSON of the contracts.")],
+    "pool": Annotated[int | None, typer.Option(help="Number of the pool.")],
+    "wallet": Annotated[Path | None, typer.Option(help="Keystore (v3) of the signing account.")],
+    "password_file": Annotated[Path | None, typer.Option(help="File with its password.")],
+    "password_fd": Annotated[int | None, typer.Option(help="Open descriptor with it.")],
+    "provider": Annotated[
+        str | None, typer.Option(help="Owner's account; by default the wallet's own.")
+    ],
+    "data": Annotated[
+        Path | None, typer.Option(help="Folder of state (~/.local/share/prime-node).")
+    ],
+    "config": Annotated[
+        Path | None, typer.Option(help="TOML file of settings (~/.config/prime/node.toml).")
+    ],
+}
+
+
+def configured(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the common flags and hands it the Settings made of them.
+
+    `function` takes `settings` first and its own parameters after it. Its further Settings (such
+    as `runtime`) are its own parameters whose names Settings knows; they reach it in `settings`.
+    """
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(
+            function, eval_str=True, locals={"Settings": None}
+        ).parameters.items()
+        if name != "settings"
+    ]
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in _COMMON.items()
+    ]
+
+    def command(**values: Any) -> None:
+        from prime_node.config import Settings, load
+
+        config = values.pop("config")
+        flags = {name: values.pop(name) for name in _COMMON if name in values}
+        flags |= {name: value for name, value in values.items() if name in Settings.model_fields}
+        flags["rpc"] = tuple(flags["rpc"] or ())
+        function(load(flags, config), **values)
+
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in own + common}
+    return command
+
+
+def print_json(value: Any, *, compact: bool = False) -> None:
+    """One JSON document on stdout; `compact` keeps it on one line, for JSON lines."""
+    typer.echo(json.dumps(value, indent=None if compact else 2))
+
+
+def print_fields(title: str, fields: Sequence[tuple[str, object]]) -> None:
+    """Names and values in two columns on stdout."""
+    width = max((len(name) for name, _ in fields), default=0)
+    typer.echo(title)
+    for name, value in fields:
+        typer.echo(f" {name:{width}}  {'–' if value is None else value}")
+
+
+def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*("–" if value is None else str(value) for value in row))
+    Console(highlight=False).print(table)
+
+
+TIMES = ("_at", "deadline", "valid_until", "expiry", "post_from", "post_until")
+"""How the names of fields end that hold Unix seconds."""
+
+
+def said(name: str, value: object) -> str:
+    """One value as people read it: times in UTC, amounts in PRIME, reasons by their names."""
+    from prime_chain.amounts import prime
+    from prime_core.verdict import Outcome, Reason
+
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if number is not None and name.endswith(TIMES):
+        return utc(number) if number else "not yet"
+    if number is not None and name == "reason" and number in set(Reason):
+        return f"{Reason(number).name} ({number})"
+    if number is not None and name == "outcome" and number in set(Outcome):
+        return f"{Outcome(number).name} ({number})"
+    if name == "amount":
+        return prime(int(str(value)))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value in (None, "") else printable(str(value))
+
+
+def tree_lines(fields: Mapping[str, Any], indent: int = 0) -> list[str]:
+    """Nested plain values, a line each: what is inside something stands indented under its name."""
+    margin, width = "  " * indent, max(map(len, fields), default=0)
+    lines = []
+    for name, value in fields.items():
+        label = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            lines += [f"{margin}{label}", *tree_lines(value, indent + 1)]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            if any(isinstance(one, Mapping) for one in value):
+                for number, one in enumerate(value):
+                    lines += [f"{margin}{label} {number}", *tree_lines(one, indent + 1)]
+            else:
+                one_line = ", ".join(said(name, one) for one in value) or "none"
+                lines.append(f"{margin}{label:{width}}  {one_line}")
+        else:
+            lines.append(f"{margin}{label:{width}}  {said(name, value)}")
+    return lines

@@ -1,0 +1,268 @@
+"""`prime-node node | payout | dispute`: what an owner does about its nodes. Needs neither torch nor
+docker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prime_core.command_line import group
+from prime_core.times import utc
+from prime_node.cli_common import DryRun, Json, configured, print_fields, print_json
+from prime_node.cli_owner import (
+    OwnerContext,
+    node_account,
+    of_no_pool,
+    open_link,
+    owner_account,
+    send_calls,
+)
+
+if TYPE_CHECKING:
+    from prime_chain.client import Call
+    from prime_node.config import Settings
+
+node_app = group("The owner's nodes.")
+CONSENT_DAYS = 7
+
+Node = Annotated[str | None, typer.Argument(help="Node's address; by default the wallet's.")]
+Consent = Annotated[Path, typer.Argument(help="File that `node consent` wrote at the machine.")]
+
+
+@node_app.command("consent")
+@configured
+def consent(
+    settings: Settings,
+    out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
+    days: Annotated[int, typer.Option(help="How long it is good for.", min=1)] = CONSENT_DAYS,
+) -> None:
+    """At the node: sign that this machine belongs to --provider. For `node add` or `node move`."""
+    from prime_core.errors import UserError
+    from prime_core.node import NodeConsent
+    from prime_node.nodes import sign_consent
+    from prime_node.wallet import named_provider, open_wallet
+
+    provider = named_provider(settings)
+    if provider is None:
+        raise UserError("no owner is named", hint="add --provider ADDRESS")
+    signer = open_wallet(settings)
+    link = open_link(of_no_pool(settings))
+    try:
+        deadline = link.client.block("latest").time + days * 86_400
+        domain = link.deployment.domain_of(NodeConsent)
+        signed = sign_consent(signer, provider, domain, deadline)
+    finally:
+        link.close()
+    text = signed.model_dump_json(indent=2)
+    if out is None:
+        typer.echo(text)
+    else:
+        out.write_text(text + "\n")
+        typer.echo(f"the consent is in {out}; at the owner: prime-node node add {out}")
+
+
+@node_app.command("add")
+@configured
+def add(settings: Settings, file: Consent, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Take a node in (registers the wallet as a provider first, if it is none)."""
+    from prime_chain import flows
+    from prime_node.nodes import check_owner, read_consent
+
+    signed = read_consent(file)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        c, account = context.link.contracts, context.account
+        check_owner(signed, account)
+        first = [] if c.registry.is_provider(account) else [c.registry.register_provider(account)]
+        return [*first, *flows.add_node(c, signed.consent, signed.signature)]
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+
+
+@node_app.command("move")
+@configured
+def move(
+    settings: Settings,
+    old: Annotated[str, typer.Argument(help="Address that the node had until now.")],
+    file: Consent,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Give a node a new key, whose consent this is: seats, class and history go with it.
+
+    What it earned under the old key stays claimable there.
+    """
+    from prime_core import ids
+    from prime_node.nodes import check_owner, move_calls, read_consent
+
+    signed, meant = read_consent(file), ids.address(old)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        check_owner(signed, context.account)
+        return move_calls(context.link, meant, signed)
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+
+
+@node_app.command("remove")
+@configured
+def remove(
+    settings: Settings, node: Node = None, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Let a node go. Its seats stay until it leaves; who answers for its work stays the same."""
+    meant = node_account(settings, node)
+    send_calls(
+        of_no_pool(settings),
+        lambda context: [context.link.contracts.registry.remove_node(meant)],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+@node_app.command("revoke")
+@configured
+def revoke(
+    settings: Settings,
+    node: Node = None,
+    before: Annotated[
+        int | None, typer.Option(help="Unix seconds; by default now: every session so far.")
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """End a node's sessions for good, on chain: a stolen session key is worth nothing. By the node
+    or its owner."""
+    meant = node_account(settings, node)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        link = context.link
+        at = link.client.block("latest").time if before is None else before
+        return [link.contracts.registry.set_revoked_before(meant, at)]
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+
+
+@node_app.command("allow")
+@configured
+def allow(
+    settings: Settings,
+    up_to: Annotated[
+        int, typer.Option("--class", help="Highest speed class; 0 agrees no more.", min=0, max=255)
+    ],
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Agree that --pool seats this owner's nodes, and so commits its stake, up to a class."""
+    send_calls(
+        settings,
+        lambda context: [context.link.contracts.pools.allow(context.link.pool, up_to)],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+@node_app.command("show")
+@configured
+def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
+    """Where a node stands on chain. Needs no password."""
+    from dataclasses import asdict
+
+    from prime_node.nodes import seats
+
+    meant = node_account(settings, node)
+    link = open_link(of_no_pool(settings))
+    try:
+        registry = link.contracts.registry
+        owner = registry.provider_of(meant)
+        revoked, places = registry.revoked_before(meant), seats(link, meant)
+        found: dict[str, Any] = {
+            "node": meant,
+            "provider": owner,
+            "payout": registry.payout_of(owner) if owner is not None else None,
+            "moved_to": registry.moved_to(meant),
+            "revoked_before": revoked,
+            "seats": [asdict(seat) for seat in places],
+        }
+    finally:
+        link.close()
+    if as_json:
+        print_json(found)
+        return
+    print_fields(
+        "node",
+        [
+            *((name, found[name]) for name in ("node", "provider", "payout", "moved_to")),
+            ("sessions end before", utc(revoked) if revoked else None),
+            ("seats", ", ".join(f"class {s.speed_class} in pool {s.pool}" for s in places) or None),
+        ],
+    )
+
+
+@node_app.command("list")
+@configured
+def list_nodes(settings: Settings, as_json: Json = False) -> None:
+    """The owner's nodes (--provider, or the wallet's account)."""
+    from prime_node.nodes import nodes_of
+
+    owner = owner_account(settings)
+    link = open_link(of_no_pool(settings))
+    try:
+        found = nodes_of(link, owner)
+    finally:
+        link.close()
+    if as_json:
+        print_json(found)
+        return
+    for node in found:
+        typer.echo(node)
+    if not found:
+        typer.echo(f"{owner} has no node")
+
+
+@configured
+def payout(
+    settings: Settings,
+    to: Annotated[str, typer.Argument(help="Account that receives rewards from now on.")],
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Change where the owner's rewards are paid. Only the owner's own account can."""
+    from prime_core import ids
+
+    meant = ids.address(to)
+    send_calls(
+        of_no_pool(settings),
+        lambda context: [context.link.contracts.registry.set_payout(meant)],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+@configured
+def dispute(
+    settings: Settings,
+    submission: Annotated[str, typer.Argument(help="Digest of the accused submission.")],
+    not_served: Annotated[
+        bool, typer.Option("--not-served", help="Object that its evidence cannot be fetched.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Dispute a slash proposal about a node of this owner: the arbiter has to judge it.
+
+    Costs a deposit, which is lost if the arbiter finds the same. First: prime-node audit replay.
+    With --not-served it costs nothing; then the arbiter alone can let the slash proceed.
+    """
+    from prime_core import ids
+    from prime_node.nodes import dispute_calls
+
+    leaf = ids.digest(submission)
+
+    send_calls(
+        of_no_pool(settings),
+        lambda context: dispute_calls(context.link, context.account, leaf, not_served=not_served),
+        dry_run=dry_run,
+        as_json=as_json,
+    )

@@ -1,0 +1,355 @@
+"""`prime-node wallet | stake | rewards`: keys and money. Needs neither torch nor docker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prime_core.command_line import group
+from prime_core.errors import UserError
+from prime_core.ids import Address
+from prime_core.times import utc
+from prime_node.cli_common import (
+    DryRun,
+    Json,
+    NodeFlag,
+    configured,
+    print_fields,
+    print_json,
+    print_rows,
+)
+
+if TYPE_CHECKING:
+    from prime_chain.client import Call
+    from prime_node.config import Settings
+    from prime_node.link import Link
+
+wallet_app = group("The node's key.")
+stake_app = group("The owner's stake.")
+rewards_app = group("What the node earned.")
+
+Amount = Annotated[str, typer.Argument(help="Amount of PRIME, like 100 or 12.5.")]
+
+
+# -- wallet ----------------------------------------------------------------------------------------
+
+
+@wallet_app.command("new")
+def wallet_new(
+    out: Annotated[Path, typer.Option("--out", help="Keystore file to write.")],
+    password_file: Annotated[Path | None, typer.Option(help="File with the password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    light: Annotated[bool, typer.Option(hidden=True)] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw a new key and write it, encrypted, to a keystore v3 file (never overwritten)."""
+    from prime_node.wallet import new_wallet
+
+    address = new_wallet(out, password_file, password_fd, light=light)
+    if as_json:
+        print_json({"address": address, "keystore": str(out)})
+    else:
+        typer.echo(f"{address}  (keystore {out}; keep a copy of it and of its password)")
+
+
+@wallet_app.command("show")
+@configured
+def wallet_show(settings: Settings, as_json: Json = False) -> None:
+    """The address that a keystore names."""
+    from prime_node.wallet import wallet_address
+
+    address = wallet_address(settings)
+    if as_json:
+        print_json({"address": address, "keystore": str(settings.wallet)})
+    else:
+        typer.echo(address)
+
+
+# -- transactions of an owner ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnerContext:
+    """What an owner's command decides from. `account` sends."""
+
+    link: Link
+    account: Address
+
+
+def owner_account(settings: Settings) -> Address:
+    """The owner that is meant: --provider, or the wallet's account."""
+    from prime_node.wallet import named_provider, wallet_address
+
+    return named_provider(settings) or wallet_address(settings)
+
+
+def node_account(settings: Settings, node: str | None) -> Address:
+    """The node that is meant: --node, or the wallet's account."""
+    from prime_core import ids
+    from prime_node.wallet import wallet_address
+
+    return ids.address(node) if node else wallet_address(settings)
+
+
+def open_link(settings: Settings) -> Link:
+    """The chain; the orchestrator is asked for the pool only if nothing else names it."""
+    from prime_core.transport.client import OrchestratorClient
+    from prime_node.link import connect
+
+    settings.need_rpc()
+    if settings.deployment is not None and settings.pool is not None:
+        return connect(settings, None)
+    with OrchestratorClient(settings.need_orchestrator()) as client:
+        return connect(settings, client.pool())
+
+
+def send_calls(
+    settings: Settings,
+    decide: Callable[[OwnerContext], list[Call]],
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Sends an owner's transactions one by one, or prints them unsent with what they would cost or
+    why they would be refused (then it exits with the refusal's code)."""
+    from prime_chain import costs
+    from prime_node.owner import Owner, describe
+    from prime_node.state import DataFolder
+    from prime_node.wallet import open_wallet
+
+    signer, refused = None if dry_run else open_wallet(settings), None
+    link = open_link(settings)
+    try:
+        account = owner_account(settings) if signer is None else signer.address
+        calls = decide(OwnerContext(link, account))
+        rows = describe(calls)
+        if signer is None:
+            found = costs.rehearse(link.client, calls, account)
+            refused = costs.refusal(found)
+            rows = [row | {"cost": costs.said(one)} for row, one in zip(rows, found, strict=True)]
+        else:
+            data = DataFolder(settings.data)
+            data.make()
+            owner = Owner(link, signer, data.chain)
+            try:
+                for row, hash_ in zip(rows, owner.perform(calls), strict=True):
+                    row["transaction"] = hash_
+            finally:
+                owner.close()
+    finally:
+        link.close()
+    if as_json:
+        print_json(rows)
+    else:
+        for row in rows:
+            typer.echo(row["what"])
+            shown = ("transaction",) if "transaction" in row else ("to", "data", "cost")
+            for name in shown:
+                typer.echo(f"  {name:12} {row[name]}")
+    if refused is not None:
+        raise typer.Exit(refused.exit_code)
+
+
+def of_no_pool(settings: Settings) -> Settings:
+    """For commands that concern no pool: with a --deployment they need no --pool either."""
+    return settings if settings.pool is not None else settings.model_copy(update={"pool": 0})
+
+
+def require_stake_is_its_own(context: OwnerContext, settings: Settings) -> None:
+    """Raises UserError if the account is a node's whose stake another account holds."""
+    from prime_node.wallet import named_provider
+
+    registry, account = context.link.contracts.registry, context.account
+    if registry.is_provider(account):
+        return
+    owner = registry.provider_of(account) or named_provider(settings)
+    if owner not in (None, account):
+        raise UserError(
+            f"{account} holds no stake: it is a node of {owner}, whose key moves the stake",
+            hint="at the owner's machine, the same command with --wallet OWNER_KEYSTORE",
+        )
+
+
+# -- stake -----------------------------------------------------------------------------------------
+
+
+@stake_app.command("show")
+@configured
+def stake_show(settings: Settings, as_json: Json = False) -> None:
+    """An owner's stake, as the chain has it. Needs no password."""
+    from dataclasses import asdict
+
+    from prime_chain import flows
+    from prime_chain.contracts import prime
+
+    link = open_link(of_no_pool(settings))
+    try:
+        now = link.client.block("latest").time
+        view = flows.stake_view(link.contracts, owner_account(settings), now)
+    finally:
+        link.close()
+    amounts = ("active", "committed", "unbondable", "pending", "withdrawable", "wallet")
+    if as_json:
+        texts = {name: str(getattr(view, name)) for name in amounts}
+        queue = [one | {"amount": str(one["amount"])} for one in map(asdict, view.unbonding)]
+        print_json(asdict(view) | texts | {"unbonding": queue})
+        return
+    rows: list[tuple[str, object]] = [("provider", view.provider), ("payout", view.payout)]
+    rows += [(name, prime(getattr(view, name))) for name in amounts]
+    rows += [(f"unbonding until {utc(one.mature_at)}", prime(one.amount)) for one in view.unbonding]
+    rows.append(("answers to", view.bound.words() or "nobody"))
+    print_fields("stake", rows)
+
+
+@stake_app.command("add")
+@configured
+def stake_add(
+    settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Deposit stake (registers the wallet as a provider first, if it is none)."""
+    from prime_chain import flows
+    from prime_chain.amounts import parse_amount, prime
+
+    wei = parse_amount(amount)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        c, account = context.link.contracts, context.account
+        if not dry_run and (held := c.token.balance_of(account)) < wei:
+            raise UserError(
+                f"{account} holds {prime(held)}, less than {prime(wei)}",
+                hint="send it more, or on a test network: prime-node faucet",
+            )
+        return flows.register_and_stake(c, account, account, c.vault.active(account) + wei)
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+
+
+@stake_app.command("unbond")
+@configured
+def stake_unbond(
+    settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Start taking stake out; it stays slashable until it is unbonded."""
+    from prime_chain.amounts import parse_amount
+
+    wei = parse_amount(amount)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        require_stake_is_its_own(context, settings)
+        return [context.link.contracts.vault.unbond(wei)]
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+
+
+@stake_app.command("rebond")
+@configured
+def stake_rebond(
+    settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Bond again what is on its way out, the newest first."""
+    from prime_chain.amounts import parse_amount
+
+    wei = parse_amount(amount)
+    send_calls(
+        of_no_pool(settings),
+        lambda context: [context.link.contracts.vault.rebond(wei)],
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+@stake_app.command("withdraw")
+@configured
+def stake_withdraw(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Take out the stake whose unbonding has ended."""
+
+    def calls(context: OwnerContext) -> list[Call]:
+        require_stake_is_its_own(context, settings)
+        return [context.link.contracts.vault.withdraw()]
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+
+
+# -- rewards ---------------------------------------------------------------------------------------
+
+
+@rewards_app.command("show")
+@configured
+def rewards_show(settings: Settings, node: NodeFlag = None, as_json: Json = False) -> None:
+    """What the node earned, what is payable, and what was paid. Needs no password."""
+    from prime_chain.contracts import prime
+    from prime_node.rewards import read_rewards
+
+    found = read_rewards(settings, node_account(settings, node))
+    if as_json:
+        print_json(found.as_json())
+        return
+    info = found.info
+    when = utc(info.claimable_at) if info.claimable_at else "not yet settled"
+    print_rows(
+        f"rewards of {info.node}",
+        ("", "amount"),
+        [
+            ("settled up to epoch", info.epoch),
+            ("earned in all", prime(int(info.cumulative))),
+            ("paid so far", "unknown (no --rpc)" if found.paid is None else prime(found.paid)),
+            ("payable", prime(found.payable) if found.payable is not None else None),
+            ("payable from", when),
+            ("not yet settled (tokens)", info.pending_units),
+            ("forfeited", prime(int(info.forfeited))),
+        ],
+    )
+
+
+@rewards_app.command("claim")
+@configured
+def rewards_claim(
+    settings: Settings,
+    node: NodeFlag = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="For all nodes of the owner, in one transaction.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Have the node's rewards paid to its owner's payout address. Anyone may send it."""
+    from prime_node.nodes import nodes_of
+    from prime_node.rewards import claim_calls
+
+    owner = owner_account(settings) if everything else None
+    meant = None if owner is not None else node_account(settings, node)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        nodes = [meant] if meant is not None else nodes_of(context.link, owner or context.account)
+        return claim_calls(settings, context.link, nodes)
+
+    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
+
+
+@rewards_app.command("explain")
+@configured
+def rewards_explain(
+    settings: Settings,
+    node: NodeFlag = None,
+    epoch: Annotated[
+        int | None, typer.Option(help="Up to this epoch's reward root; the newest.", min=0)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Why the node got what it got: each file, what it earned or why it did not.
+
+    Exits with 1 if the files do not add up to what the reward root on chain gives.
+    """
+    from prime_node.rewards import explain_rewards
+
+    found = explain_rewards(settings, node_account(settings, node), epoch)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        typer.echo("\n".join(found.lines()))
+    if found.problems:
+        raise typer.Exit(1)

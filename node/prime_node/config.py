@@ -1,0 +1,124 @@
+"""The agent's settings, built once at the edge: flag > PRIME_NODE_* > TOML > what the last `join`
+in this data folder was told > default.
+
+Nothing here is read at import and nothing below the CLI reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from prime_core.errors import UserError
+from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
+from prime_core.waiting import FIRST_ANSWER_SECONDS
+from prime_node.state import remembered
+
+RuntimeName = Literal["docker", "process"]
+ENV_PREFIX = "PRIME_NODE_"
+DEFAULT_CONFIG = Path("~/.config/prime/node.toml")
+DEFAULT_DATA = Path("~/.local/share/prime-node").expanduser()
+
+
+def _words(value: object) -> object:
+    """The environment and the hidden flag carry a command as spaced words."""
+    if isinstance(value, str):
+        return tuple(value.split())
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Settings(BaseSettings):
+    """Everything the agent and its commands can be told. Paths are expanded."""
+
+    ENV_PREFIX: ClassVar[str] = ENV_PREFIX
+
+    orchestrator: str | None = None
+    """Base URL of the pool's orchestrator."""
+    rpc: Urls = ()
+    """RPC endpoints of the chain, tried in order."""
+    deployment: UserPath | None = None
+    """Deployment JSON; by default the one shipped for the chain that the RPC answers for."""
+    pool: int | None = None
+    """Pool number; by default the one the orchestrator serves."""
+    wallet: UserPath | None = None
+    """Keystore (v3) of the node."""
+    password_file: UserPath | None = None
+    password_fd: int | None = None
+    provider: str | None = None
+    """Owner account of this node; by default the wallet's own."""
+    provider_wallet: UserPath | None = None
+    """Keystore of the owner, where the owner is at this machine."""
+    provider_password_file: UserPath | None = None
+    """File with the owner's password; without it, the node's password opens both."""
+    data: UserPath = DEFAULT_DATA
+    """State: policies, outbox, journal, logs, lock."""
+    runtime: RuntimeName = "docker"
+    threads: int = Field(default=0, ge=0, le=1024)
+    """CPU threads of the worker; 0 = as many as the task's CPU limit."""
+    generation_batch: int = Field(default=0, ge=0, le=4096)
+    """Rows generated at once; 0 = the engine's own choice."""
+    min_price: int = Field(default=0, ge=0)
+    """Least price of a paid token (wei) for which this node works; a revision below it is
+    declined."""
+    images: Urls = ()
+    """Images that tasks may run here: references by digest, or repositories (what stands before
+    "@"). Empty: any that the pool names."""
+    shadow: bool = False
+    """Work for verdicts alone: no seat, no stake, no pay (docs/protocol.md)."""
+    first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
+    """How long the first start in a data folder waits for orchestrator and RPC to answer."""
+    allow_private: bool = False
+    """Connect to private and loopback addresses that the orchestrator names (a network of your
+    own). An orchestrator on this machine may name them anyway."""
+    throttle: float = Field(default=1.0, ge=1.0, le=1000.0)
+    """DEVELOPMENT ONLY: behave like a machine N times slower."""
+    worker_command: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    """DEVELOPMENT ONLY, process runtime only: what to run instead of our own worker."""
+
+    def to_remember(self) -> dict[str, Any]:
+        """What later commands in the same data folder may take for granted; no secret."""
+        kept = {"orchestrator", "rpc", "deployment", "pool", "wallet", "password_file", "provider"}
+        return self.model_dump(mode="json", include=kept, exclude_none=True)
+
+    def need_orchestrator(self) -> str:
+        """The orchestrator's URL. Raises UserError if none was given."""
+        return str(needed(self, "orchestrator")).rstrip("/")
+
+    def need_rpc(self) -> tuple[str, ...]:
+        """The RPC endpoints. Raises UserError if none was given."""
+        found: tuple[str, ...] = needed(self, "rpc", "RPC endpoint")
+        return found
+
+    def need_wallet(self) -> Path:
+        """The node's keystore. Raises UserError if none was given or it is not there."""
+        if self.wallet is None:
+            raise UserError(
+                "no wallet is named",
+                hint="add --wallet KEYSTORE; make one with: prime-node wallet new --out FILE",
+            )
+        if not self.wallet.is_file():
+            raise UserError(
+                f"there is no keystore at {self.wallet}",
+                hint=f"make one with: prime-node wallet new --out {self.wallet}",
+            )
+        return self.wallet
+
+
+def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
+    """Settings from flags (None = not given), environment, TOML file and the data folder's memory.
+
+    Raises UserError with the setting's name if a value is wrong or the file is not TOML.
+    """
+    path = _config_path(config)
+    first = load_settings(Settings, flags, path)
+    memory = remembered(first.data)
+    return load_settings(Settings, flags, path, memory) if memory else first
+
+
+def _config_path(config: Path | None) -> Path:
+    named = config or (Path(text) if (text := os.environ.get(f"{ENV_PREFIX}CONFIG")) else None)
+    return settings_file(named) or DEFAULT_CONFIG.expanduser()

@@ -1,0 +1,135 @@
+"""The courier: delivers journalled files, oldest first, until each has its receipt.
+
+    outbox entry → upload URL → PUT → POST submission → receipt stored → file removed
+
+Unreachable orchestrator or store, or an answer that is not our protocol's (a proxy's 404, a field
+that we do not know): tried again with growing pauses, for ever. Only a problem document of the
+orchestrator is a final refusal: its reason is stored and the file removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+
+from prime_core.errors import (
+    MalformedError,
+    NotFoundError,
+    PolicyError,
+    PrimeError,
+    UnavailableError,
+)
+from prime_core.messages import ReceiptAnswer, UploadAnswer, UploadRequest
+from prime_node.api import NodeApi
+from prime_node.outbox import Entry, Outbox
+from prime_node.watched import WatchedThread
+
+log = logging.getLogger("prime.node.courier")
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FINAL_REFUSALS = frozenset({"malformed", "refused", "not-found", "conflict"})
+"""Kinds of problem documents after which the same file would be refused again."""
+
+
+class Courier:
+    """One background thread over one Outbox. `make_api` is called in that thread, `on_settled`
+    after each delivery."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        make_api: Callable[[], NodeApi],
+        *,
+        rng: random.Random,
+        on_settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_settled = on_settled
+        self._outbox = outbox
+        self._make_api = make_api
+        self._rng = rng
+        self._stop = threading.Event()
+        self.thread = WatchedThread("courier", self._run)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self, grace: float) -> int:
+        """Ends after the delivery under way (at most `grace` s); how many files still wait (they
+        are delivered by the next start)."""
+        self._stop.set()
+        with self._outbox.changed:
+            self._outbox.changed.notify_all()
+        self.thread.join(grace)
+        return len(self._outbox.waiting())
+
+    def drain(self, timeout: float, now: Callable[[], float]) -> None:
+        """Waits until nothing waits, at most `timeout` seconds."""
+        end = now() + timeout
+        with self._outbox.changed:
+            while self._outbox.waiting() and (left := end - now()) > 0:
+                self._outbox.changed.wait(left)
+
+    def _run(self) -> None:
+        api = self._make_api()
+        pause = FIRST_PAUSE
+        try:
+            while not self._stop.is_set():
+                try:
+                    with self._outbox.changed:
+                        waiting = self._outbox.waiting()
+                        if not waiting and not self._stop.is_set():
+                            self._outbox.changed.wait(30.0)
+                    if not waiting:
+                        continue
+                    deliver(waiting[0], self._outbox, api)
+                    pause = FIRST_PAUSE
+                    self._on_settled()
+                except PrimeError as error:
+                    log.warning("a finished file waits to be delivered: %s", error)
+                    self._stop.wait(pause * (0.5 + self._rng.random()))
+                    pause = min(LONGEST_PAUSE, pause * 2)
+        finally:
+            api.close()
+
+
+def deliver(entry: Entry, outbox: Outbox, api: NodeApi) -> ReceiptAnswer | None:
+    """One delivery, safe to repeat; the receipt, or None if the orchestrator refused for good.
+
+    Raises any other PrimeError (unreachable, store trouble, a session or receipt that does not
+    verify): it is then tried again.
+    """
+    claim = entry.body.submission
+    try:
+        target = api.upload_target(
+            claim.lease_digest, UploadRequest(sha256=claim.sha256, size=claim.size)
+        )
+        if not target.exists:
+            if not entry.path.exists():
+                _give_up(entry, outbox, f"{entry.path} has vanished from the outbox")
+                return None
+            _put(api, target, entry)
+        receipt = api.submit(entry.body)
+    except PrimeError as error:
+        if error.problem not in FINAL_REFUSALS:
+            raise
+        _give_up(entry, outbox, str(error))
+        return None
+    outbox.settle(claim.lease_digest, receipt)
+    log.info("file %s (%d bytes) handed in", claim.sha256[:10], claim.size)
+    return receipt
+
+
+def _give_up(entry: Entry, outbox: Outbox, reason: str) -> None:
+    log.error("the file for lease %s was refused: %s", entry.lease_digest[:10], reason)
+    outbox.settle(entry.lease_digest, None, reason)
+
+
+def _put(api: NodeApi, target: UploadAnswer, entry: Entry) -> None:
+    try:
+        api.upload(target, entry.path)
+    except (PolicyError, MalformedError, NotFoundError) as error:
+        # A refused signed URL is the store's trouble or a clock's, not the end of the file.
+        raise UnavailableError(f"the store did not take the file: {error}") from error
+    except OSError as error:
+        raise UnavailableError(f"{entry.path} cannot be read: {error.strerror}") from error

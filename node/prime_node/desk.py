@@ -1,0 +1,355 @@
+"""The agent's side of a lease: asks the orchestrator for one, hands it to the worker, takes the
+file back. No HTTP here (bridge.py speaks it) and no delivery (courier.py does it).
+
+One lease is open at a time. That is the protocol's rule, not a limit of ours: an unfulfilled lease
+comes back to its node before any other, so that dropping one gains nothing. While a file is on its
+way the worker may already wait here; it gets its next lease as soon as the receipt is stored.
+
+A worker makes the same file of the same lease again. So one whose files cannot be taken is not
+offered a lease for ever: that lease runs out; and a worker of another age than this agent, which
+hands files in by another way, gets none any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
+from prime_core.ids import Digest
+from prime_core.rollout import SignedSubmission, Submission
+from prime_core.run import RunDefinition
+from prime_core.signing import Domain, Signer
+from prime_core.task import SignedLease
+from prime_node.api import NodeApi
+from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
+from prime_node.inbox import Inbox
+from prime_node.outbox import Outbox
+from prime_node.revisions import Revisions
+
+log = logging.getLogger("prime.node.desk")
+SUBMIT_WAIT_SECONDS = 20.0
+PAUSED = "the orchestrator gives no work now"
+SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
+"""Seconds between questions for a lease: the orchestrator names the least, we slow down to 2 s."""
+CLOCK_SECONDS = 30.0
+"""How far the manager's clock may be ahead of ours where a lease's length is checked."""
+MOST_FAILURES = 2
+"""Files of one lease that cannot be taken before it is offered no more: one may be cut off."""
+UNFIT = (
+    "the task's image does not fit this agent: it handed a file in that it had not sent over the "
+    "bridge. No lease is taken for it. Another prime-node may fit it, or the pool's operator pins "
+    "another image (docs/worker-images.md)"
+)
+
+
+class Policies(Protocol):
+    """The policies on disk, as the desk sees them."""
+
+    def newest(self) -> int | None:
+        """Newest verified version, or None."""
+        ...
+
+    def digest(self, version: int) -> Digest | None:
+        """Policy digest of a verified version on disk, or None."""
+        ...
+
+    def want(self, version: int) -> None:
+        """Asks for a version to be fetched, and returns at once."""
+        ...
+
+
+class Desk:
+    """Safe to call from several threads; requests to the orchestrator go one at a time."""
+
+    def __init__(
+        self,
+        *,
+        api: NodeApi,
+        signer: Signer,
+        run: RunDefinition,
+        revisions: Revisions,
+        domain: Domain,
+        policies: Policies,
+        outbox: Outbox,
+        inbox: Inbox,
+        now: Callable[[], float],
+    ) -> None:
+        self._api = api
+        self._signer = signer
+        self._run = run
+        self._revisions = revisions
+        self._wanted: RunDefinition | None = None
+        """The run of a lease that waits for its task to take the present one's place."""
+        self.declined = ""
+        """Why no more lease comes: the pool's leases are of a run that this node declines."""
+        self._domain = domain
+        self._policies = policies
+        self._outbox = outbox
+        self._inbox = inbox
+        self._now = now
+        self._wishes = 0
+        self._api_lock = threading.Lock()
+        self._gate = threading.Condition()
+        self._working = False
+        self._closed = False
+        self._open: SignedLease | None = None
+        self._sent = False
+        """Whether the worker began to send a file for the open lease."""
+        self._failures: tuple[str, int] = ("", 0)
+        """A lease, and how many of its files could not be taken."""
+        self._said = ""
+        """The lease whose file was last said to wait."""
+        self.trouble = ""
+        """Why the task gets no lease at all, however long it waits; empty if it does."""
+        self.tokens_per_second = 0
+
+    # -- told by the agent ----------------------------------------------------------------------
+
+    def set_working(self, working: bool) -> None:
+        """Opens or shuts the desk for new leases (the heartbeat's directive)."""
+        with self._gate:
+            self._working = working
+            self._gate.notify_all()
+
+    def nudge(self) -> None:
+        """Something that a waiting worker waits for may have happened (a policy arrived)."""
+        with self._gate:
+            self._gate.notify_all()
+
+    def close(self) -> None:
+        """No more leases; those who wait are answered at once."""
+        with self._gate:
+            self._closed = True
+            self._gate.notify_all()
+
+    def wanted_run(self) -> RunDefinition | None:
+        """The run whose task has to take the present one's place; None if none has to."""
+        return self._wanted
+
+    def use_run(self, run: RunDefinition) -> None:
+        """The task of `run` is the one that asks from here on."""
+        with self._gate:
+            self._run, self._wanted = run, None
+            self._wishes += 1  # who still waits here is of the task before
+            self._gate.notify_all()
+
+    def open_leases(self) -> tuple[Digest, ...]:
+        """Digests of the leases being worked on or delivered."""
+        held = {entry.lease_digest for entry in self._outbox.waiting()}
+        if self._open is not None:
+            held.add(self._open.lease.digest(self._domain))
+        return tuple(sorted(held))
+
+    def open_versions(self) -> frozenset[int]:
+        """Policy versions that the open lease needs on disk."""
+        signed = self._open
+        return frozenset() if signed is None else frozenset({signed.policy_version})
+
+    # -- asked by the worker --------------------------------------------------------------------
+
+    def run_definition(self) -> bytes:
+        """The bytes of the run whose task is to run now."""
+        return self._run.raw()
+
+    def lease(self, wish: LeaseWish) -> LeaseOffer:
+        """A lease whose policy is on disk, or none once the wish's time is over.
+
+        A newer wish ends the one before: it comes from a worker that was started in its place.
+        """
+        with self._gate:
+            self._wishes += 1
+            number = self._wishes
+            self._gate.notify_all()
+        if self.trouble:
+            self.give_back_open(self.trouble)
+        return self._wait_for_lease(self._now() + wish.wait_seconds, number)
+
+    def _wait_for_lease(self, end: float, number: int) -> LeaseOffer:
+        pause = 0.0
+        while True:
+            if number != self._wishes:
+                return LeaseOffer(lease=None, reason="a newer request took this one's place")
+            newest = self._policies.newest()
+            if self._closed:
+                return LeaseOffer(lease=None, reason="the agent is stopping")
+            if self.trouble or not self._working or newest is None:
+                pause = LONGEST_PAUSE
+                idle = PAUSED if newest is not None else "no policy has arrived yet"
+                reason = self.trouble or idle
+            else:
+                offer = self._ask(newest)
+                if offer.lease is not None:
+                    return offer
+                reason = offer.reason
+                asked = max(SHORTEST_PAUSE, offer.retry_after_ms / 1000)
+                pause = min(LONGEST_PAUSE, max(asked, min(pause * 1.5, SLOWEST_ASKING)))
+            left = end - self._now()
+            if left <= 0:
+                return LeaseOffer(lease=None, reason=reason)
+            with self._gate:
+                if not self._closed and number == self._wishes:
+                    self._gate.wait(min(left, pause))  # nudge() and set_working() end it early
+
+    def _ask(self, newest: int) -> LeaseOffer:
+        try:
+            with self._api_lock:
+                answer = self._api.lease(newest, self._revisions.taken())
+        except PrimeError as error:
+            log.warning("no lease: %s", error)
+            return LeaseOffer(lease=None, retry_after_ms=5000, reason=str(error)[:512])
+        if answer.lease is None:
+            if answer.run_digest is not None:
+                self._revisions.received(answer.run_digest)
+                self.declined = self._revisions.why_declined(answer.run_digest)
+            return LeaseOffer(
+                lease=None,
+                retry_after_ms=min(max(answer.retry_after_ms, 0), 60_000),
+                reason=answer.reason[:512],
+            )
+        if why_not := self._objection(answer.lease):
+            return LeaseOffer(lease=None, retry_after_ms=1000, reason=why_not)
+        self._open, self._sent = answer.lease, False
+        return LeaseOffer(lease=answer.lease, domain=self._domain)
+
+    def _objection(self, signed: SignedLease) -> str:
+        """Why this lease cannot be started now; empty if it can."""
+        lease = signed.lease
+        handed_in = self._outbox.find(lease.digest(self._domain))
+        if handed_in is not None:
+            if handed_in.state == "refused":
+                return f"the open lease's file was refused ({handed_in.reason}); it runs out"
+            return "the file for the open lease is on its way"
+        failed, times = self._failures
+        if failed == lease.digest(self._domain) and times >= MOST_FAILURES:
+            return "the task's files for the open lease could not be taken; it runs out"
+        if lease.run_digest != self._run.digest():
+            return self._other_run(lease.run_digest)
+        if not signed.opens():
+            return "the lease's salt names no draws: its file could be judged by a chosen draw"
+        if not self._run.fresh(lease.step, signed.policy_version):
+            return (
+                f"the lease's policy {signed.policy_version} is too old for batch {lease.step}: "
+                "its file would be void"
+            )
+        if lease.deadline <= self._now():
+            return "the open lease has run out; it expires by itself"
+        if lease.deadline > self._now() + self._run.lease_seconds + CLOCK_SECONDS:
+            return "the lease is longer than the pool's: validators appointed later could judge it"
+        on_disk = self._policies.digest(signed.policy_version)
+        if on_disk is None:
+            self._policies.want(signed.policy_version)
+            return f"policy {signed.policy_version} is being fetched"
+        if on_disk != lease.policy_digest:
+            return f"policy {signed.policy_version} on disk is not the one that the lease names"
+        return ""
+
+    def _other_run(self, digest: Digest) -> str:
+        """Notes that a lease is of another run than the task's; why it cannot be started now."""
+        self._wanted = self._revisions.get(digest)
+        if self._wanted is not None:
+            return f"the lease is of run {digest}: its task takes this one's place"
+        self._revisions.received(digest)
+        declined = self._revisions.why_declined(digest)
+        return declined or f"run {digest} of the lease is being prepared"
+
+    def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
+        """Takes the bytes of a finished file, before it is handed in by `submit`. Raises what
+        `Inbox.receive` does, and ConflictError if no lease is open that it could answer."""
+        signed = self._open
+        if signed is None:
+            raise ConflictError("no lease is open: no file is taken")
+        self._sent = True
+        with self._noting(signed):
+            self._inbox.receive(name, size, read)
+
+    def submit(self, hand_in: HandIn) -> HandInAnswer:
+        """Takes a file that was sent into the journal, signs its submission, waits a while for the
+        receipt. Raises MalformedError (bad name, size), ConflictError (not the open lease)."""
+        signed = self._open
+        if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
+            raise ConflictError("this lease is not the one that is open")
+        with self._noting(signed):
+            file = self._outbox.take_in(self._inbox.folder, hand_in.file)
+        submission = Submission(
+            pool=signed.lease.pool,
+            lease_digest=hand_in.lease_digest,
+            node=self._signer.address,
+            step=signed.lease.step,
+            policy_digest=signed.lease.policy_digest,
+            sha256=file.sha256,
+            size=file.size,
+            rows=self._run.rows_per_lease,
+            valid_until=signed.lease.deadline,
+        )
+        digest = submission.digest(self._domain)
+        body = SignedSubmission(
+            submission=submission,
+            node=self._signer.address,
+            signature=self._signer.sign(submission, self._domain),
+        )
+        with self._noting(signed):
+            self._outbox.add(digest, body, signed)
+        self._open = None
+        (self._inbox.folder / hand_in.file).unlink(missing_ok=True)
+        if hand_in.milliseconds:
+            self.tokens_per_second = hand_in.tokens * 1000 // hand_in.milliseconds
+        return self._await_receipt(hand_in.lease_digest, digest)
+
+    @contextmanager
+    def _noting(self, signed: SignedLease) -> Iterator[None]:
+        """Notes what keeps a file of a lease from being taken: what this machine lacks is said
+        once, what is the worker's own fault is counted."""
+        lease = signed.lease.digest(self._domain)
+        try:
+            yield
+        except UnavailableError as error:
+            if self._said != lease:
+                self._said = lease
+                log.warning("the task's file for lease %s has to wait: %s", lease[:10], error)
+            raise
+        except MalformedError as error:
+            failed, times = self._failures
+            self._failures = (lease, times + 1 if failed == lease else 1)
+            log.error("the task's file for lease %s is not taken: %s", lease[:10], error)
+            if not self._sent and not self.trouble:
+                self.trouble = UNFIT
+                log.error("%s", UNFIT)
+            raise
+
+    def _await_receipt(self, lease_digest: Digest, digest: Digest) -> HandInAnswer:
+        end = self._now() + SUBMIT_WAIT_SECONDS
+        with self._outbox.changed:
+            while True:
+                entry = self._outbox.find(lease_digest)
+                assert entry is not None, "it was journalled above"
+                left = end - self._now()
+                if entry.state != "spooled" or left <= 0 or self._closed:
+                    return HandInAnswer(
+                        submission_digest=digest, receipt=entry.receipt, refused=entry.reason
+                    )
+                self._outbox.changed.wait(min(left, 1.0))
+
+    def abandon(self, body: Abandon) -> None:
+        """Gives the open lease back; the orchestrator offers it to this node again."""
+        signed = self._open
+        if signed is None or signed.lease.digest(self._domain) != body.lease_digest:
+            raise ConflictError("this lease is not the one that is open")
+        self._give_back(body.lease_digest, body.reason or "no reason")
+
+    def give_back_open(self, reason: str) -> None:
+        """Gives back what an ended worker still held, if anything."""
+        if self._open is not None:
+            self._give_back(self._open.lease.digest(self._domain), reason)
+
+    def _give_back(self, lease_digest: Digest, reason: str) -> None:
+        self._open = None
+        log.warning("lease %s given back: %s", lease_digest[:10], reason)
+        try:
+            with self._api_lock:
+                self._api.abandon(lease_digest)
+        except (UnavailableError, ConflictError) as error:
+            log.warning("the orchestrator did not take it back (%s); it runs out by itself", error)

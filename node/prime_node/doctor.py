@@ -1,0 +1,207 @@
+"""`prime-node doctor`: what this machine has and lacks, each failure with its exact fix.
+
+Checks do not stop at the first failure; those that need an answer of an earlier one are left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from prime_chain.client import ChainClient
+from prime_chain.keystore import keystore_address
+from prime_core.errors import PrimeError, UserError
+from prime_core.messages import PoolInfo, Status
+from prime_core.run import RunDefinition
+from prime_core.transport.client import OrchestratorClient
+from prime_node.config import Settings
+from prime_node.fingerprint import MIB, read_gpus, read_hardware
+from prime_node.runtime import make_runtime
+from prime_node.state import DataFolder
+from prime_node.wallet import named_provider
+
+Outcome = Literal["ok", "warning", "failed"]
+MIN_DISK_MB = 2048
+MAX_SKEW_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `fix` is what to type or do; empty if nothing."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    fix: str = ""
+
+
+def examine(settings: Settings) -> list[Check]:
+    """Every check that can be made with these settings, in order."""
+    checks = [_python(), _disk(settings), _memory(), _gpu(), _keystore(settings)]
+    pool, run = None, None
+    if settings.orchestrator:
+        with OrchestratorClient(settings.need_orchestrator(), timeout=5.0) as client:
+            check, pool, run = _orchestrator(client)
+            checks.append(check)
+            if pool is not None:
+                checks.append(_clock(client))
+    else:
+        checks.append(
+            Check("orchestrator", "warning", "none is named", "add --orchestrator URL to check it")
+        )
+    checks.append(_runtime(settings, run))
+    if run is not None:
+        checks.append(_requirements(settings, run))
+    checks.extend(_chain(settings, pool))
+    return checks
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Check("python", "warning", found, "agents are tested on Linux only")
+    return Check("python", "ok", found)
+
+
+def _disk(settings: Settings) -> Check:
+    folder = settings.data
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free // MIB
+    found = f"{free} MiB free at {settings.data}"
+    if free < MIN_DISK_MB:
+        return Check("disk", "failed", found, "free some space, or name another --data DIR")
+    return Check("disk", "ok", found)
+
+
+def _memory() -> Check:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available // MIB} MiB available of {memory.total // MIB} MiB"
+    if memory.available < 1024 * MIB:
+        return Check("memory", "warning", found, "end other programs before joining")
+    return Check("memory", "ok", found)
+
+
+def _gpu() -> Check:
+    gpus = read_gpus()
+    if not gpus:
+        return Check("gpu", "ok", "none seen (fine for pools that ask for none)")
+    return Check("gpu", "ok", ", ".join(f"{gpu.model} {gpu.memory_mb} MiB" for gpu in gpus))
+
+
+def _keystore(settings: Settings) -> Check:
+    if settings.wallet is None:
+        fix = "make one: prime-node wallet new --out FILE; name it: --wallet FILE"
+        return Check("wallet", "warning", "none is named", fix)
+    try:
+        return Check("wallet", "ok", f"{keystore_address(settings.wallet)} in {settings.wallet}")
+    except PrimeError as error:
+        return _failed("wallet", error, "prime-node wallet new --out FILE")
+
+
+def _orchestrator(
+    client: OrchestratorClient,
+) -> tuple[Check, PoolInfo | None, RunDefinition | None]:
+    try:
+        pool = client.pool()
+        run = RunDefinition.parse(client.request("GET", "/v1/run", b"", signed=False))
+    except PrimeError as error:
+        fix = "check --orchestrator URL and that it is up (its /healthz answers)"
+        return _failed("orchestrator", error, fix), None, None
+    found = f"{client.base_url} serves pool {pool.pool} ({pool.name}) on chain {pool.chain_id}"
+    return Check("orchestrator", "ok", found), pool, run
+
+
+def _clock(client: OrchestratorClient) -> Check:
+    before = time.time()
+    server = client.get("/v1/status", Status).time
+    after = time.time()
+    skew = server + 0.5 - (before + after) / 2
+    found = f"within {abs(skew):.0f} s of the orchestrator's"
+    if abs(skew) > MAX_SKEW_SECONDS + (after - before):
+        return Check("clock", "failed", f"{skew:+.0f} s off", "sudo timedatectl set-ntp true")
+    return Check("clock", "ok", found)
+
+
+def _runtime(settings: Settings, run: RunDefinition | None) -> Check:
+    try:
+        runtime = make_runtime(settings, DataFolder(settings.data), "doctor")
+        said = runtime.check(run.task if run is not None else None)
+    except PrimeError as error:
+        return _failed("runtime", error, "prime-node join --runtime process (development only)")
+    outcome: Outcome = "warning" if runtime.name == "process" else "ok"
+    missing = _missing_packages() if runtime.name == "process" else []
+    if missing:
+        fix = "pip install 'prime-open[node,torch]'"
+        return Check("runtime", "failed", f"missing: {', '.join(missing)}", fix)
+    return Check("runtime", outcome, said)
+
+
+def _missing_packages() -> list[str]:
+    """What the plain worker needs and this virtual environment lacks."""
+    needed = ("torch", "transformers", "pyarrow", "numpy")
+    return [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+def _requirements(settings: Settings, run: RunDefinition) -> Check:
+    missing = run.requirements.shortfalls(read_hardware(settings.data))
+    if missing:
+        return Check(
+            "requirements", "failed", "the pool asks for " + "; ".join(missing),
+            "use another machine, or another pool",
+        )  # fmt: skip
+    return Check("requirements", "ok", "this machine meets the pool's")
+
+
+def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[Check]:
+    if not settings.rpc:
+        yield Check("rpc", "warning", "none is named", "add --rpc URL to check stake and rewards")
+        return
+    if pool is None:
+        yield Check("rpc", "warning", "not checked: the orchestrator did not name the chain")
+        return
+    client = ChainClient(settings.rpc, pool.chain_id, timeout=5.0)
+    try:
+        block = client.block("latest")
+        name = client.network.name
+        yield Check("rpc", "ok", f"chain {pool.chain_id} ({name}) at block {block.number}")
+        if settings.wallet is not None:
+            yield from _balance(settings, client)
+    except PrimeError as error:
+        yield _failed("rpc", error, "check --rpc URL; a public endpoint may limit you: add another")
+    finally:
+        client.close()
+
+
+def _balance(settings: Settings, client: ChainClient) -> Iterator[Check]:
+    assert settings.wallet is not None
+    try:
+        account = keystore_address(settings.wallet)
+    except UserError:  # the wallet's own check has said so
+        return
+    if account is None:
+        return
+    try:
+        provider = named_provider(settings)
+    except UserError as error:
+        yield _failed("provider", error, "name the owner: --provider ADDRESS")
+        return
+    wei = client.balance(account)
+    found = f"{account} has {wei / 1e18:.4f} ETH"
+    if wei == 0 and provider in (None, account):
+        fix = "send it a little ETH, or name the owner that pays: --provider ADDRESS"
+        yield Check("balance", "warning", found, fix)
+    else:
+        yield Check("balance", "ok", found)
+
+
+def _failed(name: str, error: PrimeError, otherwise: str) -> Check:
+    hint = error.hint if isinstance(error, UserError) else ""
+    return Check(name, "failed", str(error), hint or otherwise)

@@ -1,0 +1,62 @@
+"""What this machine is. A hint, no proof: what counts is measured by the challenge."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from prime_core.node import Gpu, Hardware
+
+MIB = 1 << 20
+
+
+def read_hardware(data: Path) -> Hardware:
+    """CPU, memory, free disk under `data`, and GPUs as NVML shows them. Memory and disk in MiB."""
+    import psutil
+
+    existing = data
+    while not existing.exists():
+        existing = existing.parent
+    return Hardware(
+        cpu_model=_cpu_model()[:128],
+        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cpus(),
+        memory_mb=psutil.virtual_memory().total // MIB,
+        disk_mb=shutil.disk_usage(existing).free // MIB,
+        gpus=read_gpus(),
+    )
+
+
+def _cpus() -> int:
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """GPUs by NVML (the NVIDIA driver's own library); none if there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        found = []
+        for index in range(min(pynvml.nvmlDeviceGetCount(), 64)):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            model = pynvml.nvmlDeviceGetName(handle)
+            text = model.decode(errors="replace") if isinstance(model, bytes) else str(model)
+            memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) // MIB
+            found.append(Gpu(model=text[:128], memory_mb=memory))
+        return tuple(found)
+    finally:
+        pynvml.nvmlShutdown()

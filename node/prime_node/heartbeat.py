@@ -1,0 +1,259 @@
+"""The heartbeat: the agent's only control loop. Its answer says what to do next.
+
+join ──► owner's part, challenge (join.py)      work ──► the task runs, the desk gives leases
+wait ──► the desk is shut                       stop ──► the agent ends and says why
+no answer ──► work goes on; asked again, more and more slowly
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from prime_core.errors import PolicyError, PrimeError, UnavailableError, UserError
+from prime_core.messages import FileEnding, Heartbeat, HeartbeatAnswer
+from prime_core.run import RunDefinition
+from prime_core.verdict import Reason
+from prime_node.api import NodeApi
+from prime_node.config import RuntimeName
+from prime_node.desk import Desk
+from prime_node.join import Join
+from prime_node.outbox import Outbox
+from prime_node.policies import PolicyKeeper
+from prime_node.revisions import Revisions
+from prime_node.runtime.base import WorkerOptions
+from prime_node.state import AgentStatus, DataFolder
+from prime_node.task import TaskKeeper
+from prime_node.watched import WatchedThread
+
+log = logging.getLogger("prime.node")
+TICK_SECONDS = 1.0
+ENDINGS_SHOWN = 3
+LONGEST_SILENCE = 15.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+REPLACE_SECONDS = 20.0
+"""How long a task may take to end before the one of a later run starts."""
+FINAL_ERRORS = (UserError, PolicyError)
+"""What no amount of trying again mends."""
+
+
+class Pulse:
+    """Beats, obeys the answer, tends the task. Runs in the main thread.
+
+    `threads` are those that the work cannot do without: FatalError once one has died."""
+
+    def __init__(
+        self,
+        api: NodeApi,
+        run: RunDefinition,
+        desk: Desk,
+        keeper: PolicyKeeper,
+        outbox: Outbox,
+        join: Join,
+        task: TaskKeeper,
+        revisions: Revisions,
+        *,
+        options: Callable[[RunDefinition], WorkerOptions],
+        data: DataFolder,
+        runtime: RuntimeName,
+        shadow: bool = False,
+        now: Callable[[], float],
+        stop: threading.Event,
+        threads: Sequence[WatchedThread] = (),
+    ) -> None:
+        self._threads = threads
+        self._data = data
+        self._runtime = runtime
+        self._shadow = shadow
+        self._now = now
+        self._stop = stop
+        self._started_at = int(now())
+        self._api = api
+        self._run = run
+        self._desk = desk
+        self._keeper = keeper
+        self._outbox = outbox
+        self._join = join
+        self._task = task
+        self._revisions = revisions
+        self._options = options
+        self._directive = ""
+        self._silent_since: float | None = None
+        self._heard_at = 0
+        self._next_beat = 0.0
+        self._join_pause = 1.0
+        self._next_tend = 0.0
+        self._tend_pause = FIRST_PAUSE
+        self._member = False
+
+    def run(self) -> int:
+        while not self._stop.is_set():
+            for thread in self._threads:
+                thread.check()
+            if time.monotonic() >= self._next_beat:
+                status = self._beat()
+                if status is not None:
+                    return status
+            if self._desk.declined and not self._desk.open_leases():
+                raise PolicyError(
+                    f"this node declines the pool's run: {self._desk.declined}. All of its work is "
+                    "delivered; change the limit, or give the seat up with: prime-node leave"
+                )
+            if self._member:
+                self._tend()
+            self._stop.wait(max(0.05, min(TICK_SECONDS, self._next_beat - time.monotonic())))
+        log.warning("asked to stop: the open lease is finished or given back")
+        return 0
+
+    def _tend(self) -> None:
+        """Tends the task; an engine that does not answer is asked again, more and more slowly."""
+        if time.monotonic() < self._next_tend:
+            return
+        try:
+            if (run := self._desk.wanted_run()) is not None:
+                log.info("the task of run %s takes the present one's place", run.digest())
+                self._task.replace(run.task, self._options(run), REPLACE_SECONDS)
+                self._desk.use_run(run)
+            self._task.tend()
+            self._tend_pause = FIRST_PAUSE
+        except UnavailableError as error:
+            log.warning(
+                "the task is not looked after: %s; again in %.0f s", error, self._tend_pause
+            )
+            self._next_tend = time.monotonic() + self._tend_pause
+            self._tend_pause = min(LONGEST_PAUSE, self._tend_pause * 2)
+
+    def _beat(self) -> int | None:
+        """One heartbeat and what its answer asks for; an exit status if that is to end."""
+        self._next_beat = time.monotonic() + self._run.heartbeat_seconds
+        try:
+            body = self._body()
+            answer = self._meant(self._api.heartbeat(body))
+        except FINAL_ERRORS:
+            raise
+        except PrimeError as error:
+            self._not_heard(error)
+            return None
+        if self._silent_since is not None:
+            log.warning("the orchestrator answers again")
+            self._silent_since = None
+        self._keeper.heard(answer.latest_version, answer.relays)
+        self._keeper.told(body.lied)
+        self._take_endings(answer)
+        if answer.run_digest is not None:
+            self._revisions.received(answer.run_digest)
+        status = self._obey(answer)
+        try:
+            self._write_status(answer)
+        except UnavailableError as error:
+            log.warning("`prime-node status` is not up to date: %s", error)
+        return status
+
+    def _take_endings(self, answer: HeartbeatAnswer) -> None:
+        """Says each file that was not accepted once, and why; `status` shows the newest."""
+        try:
+            for ending in answer.endings:
+                if self._outbox.note(ending):
+                    log.warning("the file %s", _sentence(ending))
+        except UnavailableError as error:
+            log.warning("what the verdicts were is not kept: %s", error)
+            return  # not heard: they come again
+        self._heard_at = answer.server_time
+
+    def _body(self) -> Heartbeat:
+        try:
+            leases = self._desk.open_leases()[:64]
+        except UnavailableError as error:  # told to inform: the heartbeat goes out without them
+            log.warning("what waits in the outbox is not known: %s", error)
+            leases = ()
+        return Heartbeat(
+            policy_version=self._keeper.newest(),
+            leases=leases,
+            tokens_per_second=self._desk.tokens_per_second,
+            runtime=self._runtime,
+            version=version("prime-open"),
+            heard_at=self._heard_at,
+            lied=self._keeper.liars(),
+        )
+
+    def _not_heard(self, error: PrimeError) -> None:
+        if self._silent_since is None:
+            self._silent_since = time.monotonic()
+            log.warning("no heartbeat got through: %s; work goes on, trying again", error)
+        silence = time.monotonic() - self._silent_since
+        self._next_beat += min(LONGEST_SILENCE, silence)
+
+    def _meant(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
+        """The answer as it applies to how this agent was started: a paid one comes out of the
+        shadow by joining. Raises PolicyError if a shadow agent's node has a seat."""
+        if self._shadow and answer.status in ("active", "silent", "admitted"):
+            raise PolicyError(
+                "this node has a seat, and --shadow would put its stake at risk: leave the pool "
+                "first (prime-node leave), or use another --wallet"
+            )
+        if not self._shadow and answer.status == "shadow":
+            return answer.model_copy(update={"directive": "join", "reason": "it worked in shadow"})
+        return answer
+
+    def _obey(self, answer: HeartbeatAnswer) -> int | None:
+        if answer.directive != self._directive:
+            log.info(
+                "directive %s %s", answer.directive, f"({answer.reason})" * bool(answer.reason)
+            )
+            self._directive = answer.directive
+        self._member |= answer.directive == "work"
+        self._desk.set_working(answer.directive == "work")
+        if answer.directive == "stop":
+            if answer.status == "ejected":
+                raise PolicyError(f"the orchestrator says stop: {answer.reason}")
+            log.warning("the orchestrator says stop: %s", answer.reason)
+            return 0
+        if answer.directive == "join":
+            self._walk_in()
+        elif answer.measure:
+            self._join.measure()
+        return None
+
+    def _walk_in(self) -> None:
+        try:
+            self._join.step()
+            self._join_pause = 1.0
+            self._next_beat = time.monotonic() + min(1.0, self._run.heartbeat_seconds)
+        except FINAL_ERRORS:
+            raise
+        except PrimeError as error:
+            log.warning("joining: %s; trying again in %.0f s", error, self._join_pause)
+            self._next_beat = time.monotonic() + self._join_pause
+            self._join_pause = min(60.0, self._join_pause * 2)
+
+    def _write_status(self, answer: HeartbeatAnswer) -> None:
+        signer = self._api.client.signer
+        assert signer is not None, "a node's client signs"
+        self._data.write_status(
+            AgentStatus(
+                node=signer.address,
+                pool=self._api.client.pool().pool,
+                pid=os.getpid(),
+                started_at=self._started_at,
+                heard_at=int(self._now()),
+                directive=answer.directive,
+                reason=answer.reason or self._desk.trouble,
+                node_status=answer.status,
+                policy_version=self._keeper.newest(),
+                latest_version=answer.latest_version,
+                files=self._outbox.counts(),
+                not_accepted=tuple(_sentence(e) for e in self._outbox.endings(ENDINGS_SHOWN)),
+                tokens_per_second=self._desk.tokens_per_second,
+                task=self._task.description if self._member else "not started",
+            )
+        )
+
+
+def _sentence(ending: FileEnding) -> str:
+    """Which file, how it ended and why."""
+    reason = Reason(ending.reason).name if ending.reason in set(Reason) else f"{ending.reason}"
+    return f"{ending.submission_digest} is {ending.status} ({reason}): {ending.detail}"

@@ -1,0 +1,199 @@
+"""From a machine to a member of the pool.
+
+    owner's part ready?  no, and the key is here on a test network ──► do it (faucet, stake, node)
+           │             no ──► say what the owner has to sign, and wait
+           ▼ yes
+    hardware challenge ──► invite ──► the orchestrator carries the invite to the chain
+
+Membership itself is seen by the heartbeat's answer; there is no second loop that watches for it.
+A shadow node (--shadow) has no owner's part: a challenge, and it may work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from prime_chain.client import Call
+from prime_chain.contracts import Pool, prime
+from prime_core.errors import PolicyError, PrimeError
+from prime_core.ids import Address
+from prime_core.node import Hardware
+from prime_core.run import RunDefinition
+from prime_core.signing import LocalSigner
+from prime_node.admission import admit, challenge_device
+from prime_node.api import NodeApi
+from prime_node.config import Settings
+from prime_node.link import Link
+from prime_node.owner import Owner, describe, missing_calls, read_standing, stake_needed
+from prime_node.state import DataFolder
+
+log = logging.getLogger("prime.node.join")
+OWNER_POLL_SECONDS = 5.0
+SEAT_CLASS = 1
+"""The contracts' class of every seat."""
+
+
+class Join:
+    """One node's walk into one pool; `step` may be called again whenever the orchestrator says
+    "join". `owner_signer` is the provider's key where it is at this machine."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        api: NodeApi,
+        link: Link | None,
+        run: RunDefinition,
+        hardware: Hardware,
+        signer: LocalSigner,
+        owner_signer: LocalSigner | None,
+        provider: Address,
+        data: DataFolder,
+        *,
+        now: Callable[[], float],
+        stop: threading.Event,
+    ) -> None:
+        self._settings = settings
+        self._api = api
+        self._link = link
+        self._run = run
+        self._hardware = hardware
+        self._signer = signer
+        self._owner_signer = owner_signer
+        self._provider = provider
+        self._data = data
+        self._now = now
+        self._stop = stop
+        self.device = challenge_device(hardware, run.task)
+        self._measuring: threading.Thread | None = None
+
+    def step(self) -> None:
+        """Makes the owner's part ready (or waits for it), then solves a challenge.
+
+        Returns early when stopped. Raises UserError (what the owner must mend), PolicyError (the
+        pool refuses this machine), UnavailableError (try again).
+        """
+        if self._settings.shadow or self._owner_ready():
+            self._solve()
+
+    def measure(self) -> None:
+        """Solves one more challenge in a thread of its own, while heartbeats go on."""
+        if self._measuring is None or not self._measuring.is_alive():
+            self._measuring = threading.Thread(
+                target=self._measure, name="prime-measure", daemon=True
+            )
+            self._measuring.start()
+
+    def _measure(self) -> None:
+        try:
+            self._solve()
+        except PrimeError as error:
+            log.warning("this machine's speed was not measured: %s", error)
+
+    def _solve(self) -> None:
+        admit(
+            self._api,
+            self._hardware,
+            self._settings.runtime,
+            device=self.device,
+            throttle=self._settings.throttle,
+            shadow=self._settings.shadow,
+            stop=self._stop,
+        )
+
+    @property
+    def _acts_itself(self) -> bool:
+        return (
+            self._owner_signer is not None
+            and self._link is not None
+            and self._link.client.network.testnet
+        )
+
+    def _owner_ready(self) -> bool:
+        """True once provider, node and stake for a seat are on chain; False if stopped."""
+        if self._link is None:
+            log.warning("no RPC is named (--rpc): stake and registration are not checked here")
+            return True
+        printed = False
+        while not self._stop.is_set():
+            calls = self._missing(self._link)
+            if not calls:
+                return True
+            if self._acts_itself:
+                self._perform(self._link)
+                continue
+            if not printed:
+                self._ask_owner(calls)
+                printed = True
+            self._stop.wait(OWNER_POLL_SECONDS)
+        return False
+
+    def _needed(self) -> int:
+        return stake_needed(
+            self._run.stake_per_class,
+            SEAT_CLASS,
+            self._signer.address,
+            self._provider,
+            self._api.nodes_of(self._provider),
+        )
+
+    def _missing(self, link: Link) -> list[Call]:
+        standing = read_standing(link, self._signer.address, self._provider)
+        needed = self._needed()
+        if standing.member_class or standing.ready(needed, SEAT_CLASS):
+            return []
+        now = int(self._now())
+        return missing_calls(link, standing, needed, SEAT_CLASS, self._signer, now)
+
+    def _perform(self, link: Link) -> None:
+        assert self._owner_signer is not None, "_acts_itself"
+        owner = Owner(link, self._owner_signer, self._data.chain)
+        try:
+            owner.settle_open()  # what a killed agent sent counts before anything is sent again
+            standing = read_standing(link, self._signer.address, self._provider)
+            calls = self._missing(link)
+            if (short := self._needed() - standing.active) > 0:
+                owner.fill_from_faucet(short)
+            for call in calls:
+                log.info("on chain: %s", call.description)
+            owner.perform(calls)
+        finally:
+            owner.close()
+
+    def _ask_owner(self, calls: list[Call]) -> None:
+        log.warning(
+            "the owner %s has to send %d transaction(s) before this node may join; waiting for "
+            "them (calldata below; the consent in it is good for 7 days)",
+            self._provider,
+            len(calls),
+        )
+        for number, act in enumerate(describe(calls), 1):
+            log.warning("%d. %s", number, act["what"])
+            log.warning("   to   %s", act["to"])
+            log.warning("   data %s", act["data"])
+        log.warning(
+            "with this program: here, prime-node node consent --provider %s --out FILE; at the "
+            "owner's machine, each with --wallet OWNER_KEYSTORE: prime-node stake add AMOUNT, "
+            "prime-node node add FILE, prime-node node allow --pool %s --class 1; this pool asks "
+            "%s of stake a seat",
+            self._provider,
+            "N" if self._link is None else self._link.pool,
+            prime(self._run.stake_per_class),
+        )
+
+
+def check_pool(link: Link, api: NodeApi) -> Pool:
+    """Compares what the orchestrator says of the pool with the chain's word, which it returns.
+
+    Raises PolicyError if they differ, UnavailableError if no RPC answers.
+    """
+    info = api.client.pool()
+    on_chain = link.contracts.pools.pool_of(link.pool)
+    told = (info.manager, info.trainer, info.run_digest)
+    if told != (on_chain.manager, on_chain.trainer, on_chain.run_digest):
+        raise PolicyError(
+            f"the orchestrator describes pool {link.pool} otherwise than the chain does: "
+            "wrong --pool, wrong --deployment, or an impostor"
+        )
+    return on_chain

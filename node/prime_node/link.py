@@ -1,0 +1,42 @@
+"""Which chain, which contracts, which pool: settled once from settings, shipped files and the
+orchestrator's word, in that order of trust (prime_chain.link)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.link import deployment_for
+from prime_core.deployment import Deployment
+from prime_core.errors import UserError
+from prime_core.messages import PoolInfo
+from prime_node.config import Settings
+
+
+@dataclass(frozen=True)
+class Link:
+    """A chain connection with its contracts and the pool that is meant."""
+
+    client: ChainClient
+    contracts: Contracts
+    deployment: Deployment
+    pool: int
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def connect(settings: Settings, info: PoolInfo | None) -> Link:
+    """Opens the RPC.
+
+    Raises UserError if nothing names the contracts or pool, UntrustedError if the orchestrator
+    names other contracts than the file.
+    """
+    rpc = () if settings.deployment is not None else settings.need_rpc()
+    deployment = deployment_for(info, rpc, settings.deployment)
+    pool = settings.pool if settings.pool is not None else (info.pool if info else None)
+    if pool is None:
+        raise UserError("no pool is named", hint="add --pool N, or --orchestrator URL")
+    client = ChainClient(settings.need_rpc(), deployment.chain_id)
+    return Link(client, Contracts(client, deployment), deployment, pool)

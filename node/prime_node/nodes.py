@@ -1,0 +1,136 @@
+"""An owner's nodes on chain: consents as files, which nodes there are, where they sit.
+
+at the node     consent (signed by its key, names the owner) ──► a file
+at the owner    add: the file, one transaction · move: the same for the node's new key
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from prime_chain.client import Call
+from prime_chain.events import NodeAdded, NodeJoined, NodeMoved, NodeRemoved
+from prime_chain.history import read_events
+from prime_core.errors import UserError
+from prime_core.ids import Address, Digest
+from prime_core.node import NodeConsent
+from prime_core.signing import Domain, SignatureField, Signer, Strict
+from prime_node.link import Link
+
+MAX_CONSENT_BYTES = 1 << 16
+
+
+class SignedConsent(Strict):
+    """A node's agreement to belong to an owner, as a file; it names both and is used once."""
+
+    consent: NodeConsent
+    signature: SignatureField
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a node sits: pool and speed class."""
+
+    pool: int
+    speed_class: int
+
+
+def sign_consent(node: Signer, provider: Address, domain: Domain, deadline: int) -> SignedConsent:
+    """The node's consent to belong to `provider`, good until `deadline` (Unix seconds)."""
+    consent = NodeConsent(
+        provider=provider,
+        node=node.address,
+        salt=Digest("0x" + secrets.token_hex(32)),
+        deadline=deadline,
+    )
+    return SignedConsent(consent=consent, signature=node.sign(consent, domain))
+
+
+def read_consent(path: Path) -> SignedConsent:
+    """A signed consent from its file. Raises UserError if it cannot be read or is none."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONSENT_BYTES)
+        return SignedConsent.model_validate(json.loads(raw))
+    except OSError as error:
+        raise UserError(f"the consent {path} cannot be read: {error.strerror}") from error
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} is no signed consent",
+            hint="make one at the node: prime-node node consent --provider ADDRESS --out FILE",
+        ) from error
+
+
+def check_owner(signed: SignedConsent, account: Address) -> None:
+    """Raises UserError if the consent names another owner than the one that would send it."""
+    if signed.consent.provider != account:
+        raise UserError(
+            f"the consent is for {signed.consent.provider}, not for {account}",
+            hint="sign another one, or send it from that account",
+        )
+
+
+def seats(link: Link, node: Address) -> list[Seat]:
+    """Where the node sits now, by the chain's events and its word."""
+    events = read_events(link.client, link.deployment, contracts=("pools",))
+    joined = {
+        event.pool for event in events if isinstance(event, NodeJoined) and event.node == node
+    }
+    classes = {pool: link.contracts.pools.class_of(pool, node) for pool in sorted(joined)}
+    return [Seat(pool, found) for pool, found in classes.items() if found]
+
+
+def nodes_of(link: Link, provider: Address) -> list[Address]:
+    """The provider's nodes, in the order of their arrival."""
+    found: dict[Address, None] = {}
+    for event in read_events(link.client, link.deployment, contracts=("registry",)):
+        match event:
+            case NodeAdded(provider=owner, node=node) if owner == provider:
+                found[node] = None
+            case NodeRemoved(provider=owner, node=node) if owner == provider:
+                found.pop(node, None)
+            case NodeMoved():
+                pass  # the chain says NodeRemoved and NodeAdded as well
+    return list(found)
+
+
+def move_calls(link: Link, old: Address, signed: SignedConsent) -> list[Call]:
+    """Gives node `old` the key that signed the consent; all its seats go with it."""
+    pools = [seat.pool for seat in seats(link, old)]
+    registry = link.contracts.registry
+    return [registry.move_node(old, signed.consent, signed.signature, pools)]
+
+
+def dispute_calls(
+    link: Link, account: Address, leaf: Digest, *, not_served: bool = False
+) -> list[Call]:
+    """Disputes the slash for submission `leaf`: an allowance for the deposit if it is missing, the
+    dispute. `not_served`: objects that its evidence is not served instead, without a deposit.
+
+    Raises UserError if there is no such proposal, it is another provider's, or it is not open.
+    """
+    c = link.contracts
+    found = c.slasher.proposal(leaf)
+    hint = "list them with: prime-node audit list"
+    if found is None:
+        raise UserError(f"no slash was proposed for {leaf}", hint=hint)
+    if found.provider != account:
+        raise UserError(
+            f"the slash for {leaf} is about a node of {found.provider}, not of {account}",
+            hint="only that account may dispute it: give its --wallet, or --calldata --provider",
+        )
+    now = link.client.block("latest").time
+    if found.state.name != "PROPOSED" or now >= found.deadline:
+        state = found.state.name.lower() if found.state.name != "PROPOSED" else "past its window"
+        raise UserError(f"the slash for {leaf} cannot be disputed: it is {state}", hint=hint)
+    if not_served:
+        return [c.slasher.object(leaf)]
+    deposit = c.slasher.dispute_deposit()
+    allowed = c.token.allowance(account, c.slasher.address)
+    approve = [c.token.approve(c.slasher.address, deposit)] if allowed < deposit else []
+    return [*approve, c.slasher.dispute(leaf)]

@@ -1,0 +1,301 @@
+"""Finished rollout files on their way to the orchestrator: written down first, then delivered.
+
+    spooled → receipted            the receipt is stored, the file removed
+            ↘ refused              the orchestrator's final answer (late, void, not ours)
+
+A file that the worker hands in is copied here (so that nothing in the container can change it
+after it was hashed) and journalled with the signed submission before anything is sent. Delivery may
+be repeated without harm: upload and submission are idempotent by digest. A journal is opened by one
+agent at a time (the data folder's lock). To read it nothing need be written: a full disk stops no
+reader, and so neither the heartbeat nor the receipts of what was handed in before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sqlite3
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prime_core.errors import ConflictError, MalformedError, UnavailableError
+from prime_core.ids import Digest, digest
+from prime_core.messages import FileEnding, ReceiptAnswer
+from prime_core.rollout import MAX_FILE_BYTES, SignedSubmission
+from prime_core.task import SignedLease
+
+EntryState = Literal["spooled", "receipted", "refused"]
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+KEPT_RECEIPTS = 10_000
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+  lease_digest TEXT PRIMARY KEY,
+  submission_digest TEXT NOT NULL,
+  body TEXT NOT NULL,          -- JSON of SignedSubmission
+  state TEXT NOT NULL,
+  receipt TEXT,                -- JSON of ReceiptAnswer
+  reason TEXT NOT NULL DEFAULT '',
+  created_at REAL NOT NULL,
+  lease TEXT                   -- JSON of SignedLease
+);
+CREATE TABLE IF NOT EXISTS endings (
+  submission_digest TEXT PRIMARY KEY,
+  judged_at INTEGER NOT NULL,
+  body TEXT NOT NULL           -- JSON of FileEnding
+);
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of the journal. With lease and receipt a node may root its leaf by itself."""
+
+    lease_digest: Digest
+    submission_digest: Digest
+    body: SignedSubmission
+    state: EntryState
+    receipt: ReceiptAnswer | None
+    reason: str
+    path: Path
+    lease: SignedLease | None = None
+    """As the manager signed it; None in a journal of an older program."""
+
+
+@dataclass(frozen=True)
+class SpooledFile:
+    """A copy that only the agent can write. Size in bytes."""
+
+    path: Path
+    sha256: Digest
+    size: int
+
+
+class Outbox:
+    """The journal and its folder. Safe to use from several threads of one process.
+
+    `sweep` False is for commands that read it beside a running agent.
+    """
+
+    def __init__(self, folder: Path, *, now: Callable[[], float], sweep: bool = True) -> None:
+        self._folder = folder
+        self._now = now
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._database = folder / "journal.sqlite"
+        self.changed = threading.Condition()
+        """Notified whenever an entry is added or settled."""
+        with self._journal() as db:
+            _read_without_writing(db)
+            db.executescript(_SCHEMA)
+            if "lease" not in {row[1] for row in db.execute("PRAGMA table_info(entries)")}:
+                db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")  # an older program's
+        if sweep:
+            self._sweep()
+
+    @contextmanager
+    def _journal(self) -> Iterator[sqlite3.Connection]:
+        """The journal, open. Raises UnavailableError if the disk is full or refuses (SQLite's
+        OperationalError); a damaged journal is a defect and crashes."""
+        try:
+            with closing(sqlite3.connect(self._database, timeout=30, isolation_level=None)) as db:
+                db.execute("PRAGMA synchronous=FULL")
+                yield db
+        except sqlite3.OperationalError as error:
+            raise UnavailableError(f"the journal {self._database} is refused: {error}") from error
+
+    def _sweep(self) -> None:
+        """Removes copies that were never journalled, and forgets the oldest receipts."""
+        kept = {entry.path.name for entry in self.waiting()}
+        for file in self._folder.glob("*.parquet*"):
+            if file.name not in kept:
+                file.unlink()
+        with self._journal() as db:
+            db.execute(
+                "DELETE FROM entries WHERE state != 'spooled' AND lease_digest NOT IN "
+                "(SELECT lease_digest FROM entries ORDER BY created_at DESC LIMIT ?)",
+                (KEPT_RECEIPTS,),
+            )
+            db.execute(
+                "DELETE FROM endings WHERE submission_digest NOT IN "
+                "(SELECT submission_digest FROM entries)"
+            )
+
+    def take_in(self, source_folder: Path, name: str) -> SpooledFile:
+        """Copies `name` out of a folder that the task may write, hashing on the way.
+
+        Raises MalformedError for anything but a plain file directly in that folder, or one that is
+        empty or larger than MAX_FILE_BYTES; UnavailableError if the disk is full.
+        """
+        if not FILE_NAME.match(name):
+            raise MalformedError(f"not a plain file name: {name[:80]!r}")
+        hasher, size = hashlib.sha256(), 0
+        partial = self._folder / f"incoming-{threading.get_ident()}.parquet.part"
+        try:
+            source = os.open(source_folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise MalformedError(f"the outbox holds no readable file {name!r}") from error
+        try:
+            if not stat.S_ISREG(os.fstat(source).st_mode):
+                raise MalformedError(f"{name!r} is not a plain file")
+            with partial.open("wb") as copy:
+                while block := os.read(source, 1 << 20):
+                    size += len(block)
+                    if size > MAX_FILE_BYTES:
+                        raise MalformedError(
+                            f"{name!r} is larger than a rollout file may be ({MAX_FILE_BYTES} B)"
+                        )
+                    hasher.update(block)
+                    copy.write(block)
+                copy.flush()
+                os.fsync(copy.fileno())
+            if size == 0:
+                raise MalformedError(f"{name!r} is empty")
+            sha256 = digest(hasher.digest())
+            final = self._path(sha256)
+            partial.replace(final)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UnavailableError(f"cannot keep the file {name!r}: {error.strerror}") from error
+        except MalformedError:
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(source)
+        return SpooledFile(final, sha256, size)
+
+    def _path(self, sha256: Digest) -> Path:
+        return self._folder / f"{sha256[2:]}.parquet"
+
+    def add(
+        self, submission_digest: Digest, body: SignedSubmission, lease: SignedLease | None = None
+    ) -> Entry:
+        """Writes the entry down; from here on it survives any crash.
+
+        The same file for the same lease again returns the entry that is there. Raises
+        ConflictError if the lease already has another file, UnavailableError if the disk refuses:
+        then the copy is gone, too.
+        """
+        lease_digest = body.submission.lease_digest
+        with self.changed:
+            known = self.find(lease_digest)
+            if known is not None:
+                if known.body.submission.sha256 != body.submission.sha256:
+                    raise ConflictError("another file was already handed in for this lease")
+                return known
+            try:
+                with self._journal() as db:
+                    db.execute(
+                        "INSERT INTO entries (lease_digest, submission_digest, body, lease, state, "
+                        "created_at) VALUES (?, ?, ?, ?, 'spooled', ?)",
+                        (
+                            lease_digest,
+                            submission_digest,
+                            body.model_dump_json(),
+                            lease.model_dump_json() if lease is not None else None,
+                            self._now(),
+                        ),
+                    )
+            except UnavailableError:
+                self._drop_copy(self._path(body.submission.sha256))
+                raise
+            self.changed.notify_all()
+        entry = self.find(lease_digest)
+        assert entry is not None
+        return entry
+
+    def _drop_copy(self, path: Path) -> None:
+        """Removes a copy that could not be journalled: its next try needs the room."""
+        with suppress(UnavailableError, OSError):
+            if all(entry.path != path for entry in self.waiting()):
+                path.unlink(missing_ok=True)
+
+    def settle(self, lease_digest: Digest, receipt: ReceiptAnswer | None, reason: str = "") -> None:
+        """Stores the receipt, or the reason of a final refusal, then removes the file.
+
+        Raises UnavailableError if the disk refuses; to settle again does no harm."""
+        entry = self.find(lease_digest)
+        assert entry is not None, "only journalled entries are settled"
+        state: EntryState = "receipted" if receipt is not None else "refused"
+        body = receipt.model_dump_json() if receipt is not None else None
+        with self.changed:
+            with self._journal() as db:
+                db.execute(
+                    "UPDATE entries SET state = ?, receipt = ?, reason = ? WHERE lease_digest = ?",
+                    (state, body, reason[:2048], lease_digest),
+                )
+            self.changed.notify_all()
+        try:
+            entry.path.unlink(missing_ok=True)
+        except OSError as error:  # it is settled all the same: the next start sweeps the file away
+            raise UnavailableError(f"{entry.path} cannot be removed: {error.strerror}") from error
+
+    def find(self, lease_digest: Digest) -> Entry | None:
+        """The entry of a lease, if a file was handed in for it."""
+        rows = self._select("WHERE lease_digest = ?", (lease_digest,))
+        return rows[0] if rows else None
+
+    def waiting(self) -> list[Entry]:
+        """Entries not yet settled, oldest first."""
+        return self._select("WHERE state = 'spooled' ORDER BY created_at, lease_digest", ())
+
+    def receipted(self) -> list[Entry]:
+        """Entries whose receipt is here, oldest first."""
+        return self._select("WHERE state = 'receipted' ORDER BY created_at, lease_digest", ())
+
+    def note(self, ending: FileEnding) -> bool:
+        """Keeps how one of our files ended; False if it is known already, or is none of ours."""
+        with self._journal() as db:
+            done = db.execute(
+                "INSERT OR IGNORE INTO endings SELECT submission_digest, ?, ? FROM entries "
+                "WHERE submission_digest = ?",
+                (ending.judged_at, ending.model_dump_json(), ending.submission_digest),
+            )
+            return done.rowcount == 1
+
+    def endings(self, limit: int) -> list[FileEnding]:
+        """The newest files that were not accepted, newest first."""
+        with self._journal() as db:
+            rows = db.execute(
+                "SELECT body FROM endings ORDER BY judged_at DESC, submission_digest LIMIT ?",
+                (limit,),
+            ).fetchall()
+        return [FileEnding.model_validate_json(body) for (body,) in rows]
+
+    def counts(self) -> dict[str, int]:
+        """Number of entries by state, and of those that the orchestrator said ended badly."""
+        with self._journal() as db:
+            found = dict(db.execute("SELECT state, count(*) FROM entries GROUP BY state"))
+            ended = "SELECT json_extract(body, '$.status'), count(*) FROM endings GROUP BY 1"
+            return found | dict(db.execute(ended))
+
+    def _select(self, where: str, values: tuple[str, ...]) -> list[Entry]:
+        query = (
+            "SELECT lease_digest, submission_digest, body, state, receipt, reason, lease FROM "
+            "entries "
+        )
+        with self._journal() as db:
+            rows = db.execute(query + where, values).fetchall()
+        entries = []
+        for lease_digest, submission_digest, body, state, receipt, reason, lease in rows:
+            signed = SignedSubmission.model_validate_json(body)
+            answer = ReceiptAnswer.model_validate_json(receipt) if receipt else None
+            path = self._path(signed.submission.sha256)
+            given = SignedLease.model_validate_json(lease) if lease else None
+            entries.append(
+                Entry(lease_digest, submission_digest, signed, state, answer, reason, path, given)
+            )
+        return entries
+
+
+def _read_without_writing(db: sqlite3.Connection) -> None:
+    """A rollback journal is made to write only; a write-ahead log, as an older program's journal
+    has one, wants its index written to be read. Left as it is while another process reads it."""
+    if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
+        with suppress(sqlite3.OperationalError):
+            db.execute("PRAGMA journal_mode=DELETE")

@@ -1,0 +1,156 @@
+"""What the owner of a node does on chain: become a provider, stake, take a node in, take it out.
+
+    standing (read) → calls still missing (decided here, unsent) → sent, or printed for the owner
+
+The node's own key sends nothing; where one wallet plays both parts (test networks) it sends these.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_chain import flows
+from prime_chain.client import Call
+from prime_chain.contracts import ETHER, prime
+from prime_chain.errors import ChainRevertedError
+from prime_chain.sender import Sender
+from prime_core.errors import UserError
+from prime_core.ids import Address, Digest
+from prime_core.messages import NodeInfo
+from prime_core.node import NodeConsent
+from prime_core.signing import LocalSigner, Signer
+from prime_node.link import Link
+
+CONSENT_SECONDS = 7 * 86_400
+_FAUCET_WEI = 10_000 * ETHER
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where owner and node stand on chain. Amounts in wei."""
+
+    provider: Address
+    registered: bool
+    owner_of_node: Address | None
+    active: int
+    member_class: int
+    allowed_class: int
+
+    def ready(self, needed: int, speed_class: int) -> bool:
+        """True once the node may be admitted to `speed_class` with `needed` wei of active stake."""
+        bound = self.registered and self.owner_of_node == self.provider
+        return bound and self.active >= needed and self.allowed_class >= speed_class
+
+
+def read_standing(link: Link, node: Address, provider: Address) -> Standing:
+    """Reads it at the latest block. Raises UnavailableError if no RPC answers."""
+    c = link.contracts
+    return Standing(
+        provider=provider,
+        registered=c.registry.is_provider(provider),
+        owner_of_node=c.registry.provider_of(node),
+        active=c.vault.active(provider),
+        member_class=c.pools.class_of(link.pool, node),
+        allowed_class=c.pools.allowed_class(provider, link.pool),
+    )
+
+
+def stake_needed(
+    stake_per_class: int, speed_class: int, node: Address, provider: Address,
+    nodes: tuple[NodeInfo, ...],
+) -> int:  # fmt: skip
+    """Active stake that Pools.join will ask for: this node's class and those of the provider's
+    other members of the pool, times the stake a class."""
+    others = sum(
+        info.speed_class
+        for info in nodes
+        if info.provider == provider
+        and info.node != node
+        and info.status in ("active", "silent", "quarantined")
+    )
+    return stake_per_class * (speed_class + others)
+
+
+def missing_calls(
+    link: Link, standing: Standing, needed: int, speed_class: int, node: Signer, now: int
+) -> list[Call]:
+    """The owner's transactions that are still missing, in order; empty if there are none.
+
+    Raises UserError if the node belongs to another provider.
+    """
+    provider = standing.provider
+    if standing.owner_of_node not in (None, provider):
+        raise UserError(
+            f"node {node.address} belongs to provider {standing.owner_of_node}, not {provider}",
+            hint="name that provider by --provider, or let it remove the node first",
+        )
+    calls = flows.register_and_stake(link.contracts, provider, provider, needed)
+    if standing.owner_of_node is None:
+        consent = NodeConsent(
+            provider=provider,
+            node=node.address,
+            salt=Digest("0x" + secrets.token_hex(32)),
+            deadline=now + CONSENT_SECONDS,
+        )
+        signature = node.sign(consent, link.deployment.domain_of(consent))
+        calls += flows.add_node(link.contracts, consent, signature)
+    return calls + flows.allow(link.contracts, provider, link.pool, speed_class)
+
+
+class Owner:
+    """An owner whose key is at this machine. Sends calls one by one, each journalled."""
+
+    def __init__(self, link: Link, signer: LocalSigner, journal_folder: Path) -> None:
+        self.address = signer.address
+        self._link = link
+        journal_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        name = f"sender-{link.deployment.chain_id}-{signer.address}.sqlite"
+        self._sender = Sender(link.client, signer, journal_folder / name)
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def settle_open(self, timeout: float = 120.0) -> None:
+        """Waits for what was sent or queued before. Raises UnavailableError if it does not end."""
+        for intent in self._sender.open_intents():
+            self._sender.wait(intent.id, timeout)
+
+    def perform(self, calls: Sequence[Call]) -> list[Digest]:
+        """Sends the calls in order and waits for each; their transaction hashes.
+
+        Raises UserError without ETH for gas, ChainRevertedError with the contract's reason,
+        UnavailableError if the chain does not take one (it stays journalled).
+        """
+        if calls:
+            self._link.client.require_funds(self.address)
+        act, hashes = secrets.token_hex(8), []
+        for number, call in enumerate(calls):
+            intent = self._sender.send_and_wait(f"{act}:{number}", call)
+            assert intent.tx_hash is not None, "a confirmed intent has its transaction"
+            hashes.append(intent.tx_hash)
+        return hashes
+
+    def fill_from_faucet(self, needed: int) -> None:
+        """On test networks: takes tokens from the faucet until `needed` wei are there."""
+        token = self._link.contracts.token
+        while (balance := token.balance_of(self.address)) < needed:
+            if needed - balance > 100 * _FAUCET_WEI:
+                raise UserError(
+                    f"{prime(needed)} is more than the faucet gives in a hundred turns",
+                    hint="join with a smaller stake",
+                )
+            try:
+                self.perform([token.faucet()])
+            except ChainRevertedError as error:
+                raise UserError(
+                    f"the token's faucet gives nothing here: {error.reason}",
+                    hint=f"buy or ask for PRIME and send it to {self.address}",
+                ) from error
+
+
+def describe(calls: Sequence[Call]) -> list[dict[str, str]]:
+    """The calls as an owner elsewhere (a wallet, a multisig) needs them."""
+    return [{"what": c.description, "to": str(c.to), "data": c.calldata()} for c in calls]

@@ -1,0 +1,109 @@
+"""`python -m prime_node.planting SECRET_FILE …`: the worker of a planted node, the manager's own,
+started by an ordinary agent: prime-node join … --runtime process --worker-command
+"python -m prime_node.planting FILE". Takes the worker's arguments after the file.
+
+Every second file is honest; the others lie, each in a way that its lease and the secret decide
+(prime_verify/canaries/planting.py). Such a node has a seat and its stake is never at risk: the
+orchestrator that shares the secret keeps its files from the chain. At any other pool it is a liar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prime_core.errors import UserError
+from prime_core.run import RunDefinition
+from prime_engine.base import Engine
+from prime_node.worker.__main__ import main as worker_main
+from prime_node.worker.workshop import Job, Options, Workshop
+from prime_verify.canaries.lies import LIES, Make
+from prime_verify.canaries.planting import HONEST, kind, read_secret
+from prime_verify.canaries.scene import Scene
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.rollout_file import FileError, FileRow, read_rollout_file
+
+
+class LyingWorkshop(Workshop):
+    """The honest workshop, but that `choose` may give a lie for a file (see lies.py)."""
+
+    def __init__(
+        self, choose: Callable[[Job], Make | None], run: RunDefinition, options: Options
+    ) -> None:
+        super().__init__(run, options)
+        self._choose = choose
+        self._variants: dict[str, FolderEngines] = {}
+        self._earlier: Sequence[FileRow] = ()
+        self.engines = self._loaded(None, keep=2)  # an older policy beside the leased one
+
+    def make(self, job: Job) -> bytes:
+        lie = self._choose(job)
+        content = super().make(job) if lie is None else lie(self._scene(job))
+        with contextlib.suppress(FileError):  # some lies are no files
+            self._earlier = read_rollout_file(content).rows
+        return content
+
+    def count(self, content: bytes) -> int:
+        """As the honest worker, or 0: some lies are no files."""
+        try:
+            return super().count(content)
+        except FileError:
+            return 0
+
+    def _scene(self, job: Job) -> Scene:
+        version, policy = job.signed.policy_version, job.signed.lease.policy_digest
+
+        def older() -> Engine | None:
+            return next((engine for _, engine in self.engines.earlier(version)), None)
+
+        return Scene(
+            job.signed,
+            job.lease_digest,
+            self.run,
+            self.environment,
+            self.engines.engine(version, policy),
+            variant=lambda name: self._variant(name).engine(version, policy),
+            older=older,
+            earlier=self._earlier,
+        )
+
+    def _variant(self, name: str) -> FolderEngines:
+        """The node's policies, each with its weights changed once it is loaded."""
+        from prime_engine.variants import VARIANTS
+
+        if name not in self._variants:
+            self._variants[name] = self._loaded(VARIANTS[name], keep=1)
+        return self._variants[name]
+
+    def _loaded(self, prepare: Callable[[Any], None] | None, *, keep: int) -> FolderEngines:
+        options = self.options
+        load = partial(
+            load_engine,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+            prepare=prepare,
+        )
+        return FolderEngines(options.policies, load, keep=keep)
+
+
+def planted(secret: bytes, job: Job) -> Make | None:
+    """The lie that a job's lease asks for, or None for an honest file."""
+    name = kind(secret, job.lease_digest)
+    return None if name == HONEST else LIES[name].make
+
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        raise UserError("no secret is named", hint="python -m prime_node.planting SECRET_FILE …")
+    path, *arguments = sys.argv[1:]
+    choose = partial(planted, read_secret(Path(path)))
+    return worker_main(arguments, partial(LyingWorkshop, choose))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

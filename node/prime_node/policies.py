@@ -1,0 +1,205 @@
+"""Keeps the node's policies up to date, beside the work: one thread that fetches what the last
+heartbeat announced, or what a lease asks for.
+
+    heartbeat: newest version, relays ──► GET /v1/policies ──► PolicyFolder.ensure ──► on_arrival
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from prime_broadcast.folder import Arrived, PolicyFolder
+from prime_broadcast.sources import Fault
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import PrimeError, UnavailableError
+from prime_core.ids import Digest
+from prime_node import journal
+from prime_node.api import NodeApi
+from prime_node.watched import WatchedThread
+
+log = logging.getLogger("prime.node.policies")
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+LIARS_TOLD, LONGEST_URL = 16, 512
+"""What a heartbeat has room for."""
+CATCH_UP = 5
+"""A node at most so many versions behind fetches each of them, in order."""
+
+
+class PolicyKeeper:
+    """One background thread over one PolicyFolder; `make_api` is called in that thread.
+
+    `keep` newest versions stay on disk, besides those that open leases name.
+    """
+
+    def __init__(
+        self,
+        folder: PolicyFolder,
+        make_api: Callable[[], NodeApi],
+        *,
+        keep: int,
+        on_arrival: Callable[[], None],
+        pinned: Callable[[], Collection[int]],
+    ) -> None:
+        self._folder = folder
+        self._folder.on_lie = self._lied
+        self._make_api = make_api
+        self._keep = keep
+        self._on_arrival = on_arrival
+        self._pinned = pinned
+        self._changed = threading.Condition()
+        self._wanted: set[int] = set()
+        self._relays: tuple[str, ...] = ()
+        self._digests: dict[int, Digest] = {}
+        self._liars: set[str] = set()
+        self._stopping = False
+        self._failed: int | None = None
+        self.thread = WatchedThread("policies", self._run)
+        for version in folder.versions():
+            self._note(version)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self, grace: float) -> None:
+        """Ends after the fetch under way, at most `grace` s (a killed fetch resumes)."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self.thread.join(grace)
+
+    # -- asked by the desk and the agent ----------------------------------------------------------
+
+    def newest(self) -> int | None:
+        """Newest verified version on disk."""
+        with self._changed:
+            return max(self._digests, default=None)
+
+    def digest(self, version: int) -> Digest | None:
+        """Policy digest of a verified version on disk, or None."""
+        with self._changed:
+            return self._digests.get(version)
+
+    def want(self, version: int) -> None:
+        """Asks for a version, and returns at once."""
+        with self._changed:
+            if version not in self._digests and version not in self._wanted:
+                self._wanted.add(version)
+                self._changed.notify_all()
+
+    def heard(self, latest: int | None, relays: tuple[str, ...]) -> None:
+        """What a heartbeat's answer said."""
+        with self._changed:
+            self._relays = relays
+        if latest is not None:
+            self.want(latest)
+
+    def liars(self) -> tuple[str, ...]:
+        """Sources of wrong chunks that the orchestrator was not told of yet, at most 16."""
+        with self._changed:
+            return tuple(sorted(self._liars)[:LIARS_TOLD])
+
+    def told(self, liars: Collection[str]) -> None:
+        """The orchestrator knows of these."""
+        with self._changed:
+            self._liars -= set(liars)
+
+    def _lied(self, fault: Fault) -> None:
+        with self._changed:
+            if len(fault.url) <= LONGEST_URL:
+                self._liars.add(fault.url)
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        api = self._make_api()
+        pause = FIRST_PAUSE
+        try:
+            while (version := self._next()) is not None:
+                try:
+                    self._fetch(version, api)
+                    pause = FIRST_PAUSE
+                except PrimeError as error:
+                    log.warning("policy %d does not arrive: %s", version, error)
+                    self._failed = version
+                    with self._changed:
+                        if not self._stopping:
+                            self._changed.wait(pause)
+                    pause = min(LONGEST_PAUSE, pause * 2)
+        finally:
+            api.close()
+
+    def _next(self) -> int | None:
+        """The next version to fetch, waiting for one; None once stopped.
+
+        A node that is a little behind takes every version in turn: each is a small delta to the
+        one before, and a lease may still name it. One that is far behind, or whose next version
+        does not arrive, goes to the newest."""
+        with self._changed:
+            while not self._stopping and not self._wanted:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            newest, asked = max(self._digests, default=None), max(self._wanted)
+            if newest is not None and newest < asked <= newest + CATCH_UP:
+                return newest + 1 if newest + 1 != self._failed else asked
+            return asked
+
+    def _fetch(self, version: int, api: NodeApi) -> None:
+        known = {signed.manifest.version: signed for signed in api.policies().policies}
+        if version not in known:
+            if known and version < min(known):
+                self._drop(version)
+            raise UnavailableError("the orchestrator does not list it (yet)")
+        with self._changed:
+            relays = self._relays
+        if not relays:
+            raise UnavailableError("no relay is known yet")
+        started = time.monotonic()
+        log.info("policy %d is fetched from %d relay(s)", version, len(relays))
+        try:
+            arrived = self._folder.ensure(
+                version, known[version], relays, others=_others(known, version)
+            )
+            self._record(arrived, time.monotonic() - started)
+        except OSError as error:
+            raise UnavailableError(f"the disk refuses it: {error}") from error
+        self._note(version)
+        log.info(
+            "policy %d is here (%s, %d bytes received, %.1f s)",
+            version,
+            arrived.stats.route,
+            arrived.stats.bytes_received,
+            time.monotonic() - started,
+        )
+        self._on_arrival()
+        try:
+            self._prune()
+        except OSError as error:
+            raise UnavailableError(f"old policies cannot be removed: {error}") from error
+
+    def _note(self, version: int) -> None:
+        digest = self._folder.manifest(version).manifest.digest()
+        with self._changed:
+            self._digests[version] = digest
+            self._wanted = {wanted for wanted in self._wanted if wanted > version}
+
+    def _record(self, arrived: Arrived, seconds: float) -> None:
+        manifest = self._folder.manifest(arrived.stats.version).manifest
+        journal.record(self._folder.root.parent, manifest, arrived.stats, seconds)
+
+    def _drop(self, version: int) -> None:
+        with self._changed:
+            self._wanted.discard(version)
+
+    def _prune(self) -> None:
+        gone = self._folder.prune(self._keep, self._pinned())
+        with self._changed:
+            for version in gone:
+                self._digests.pop(version, None)
+
+
+def _others(known: dict[int, SignedManifest], version: int) -> list[SignedManifest]:
+    return [signed for number, signed in known.items() if number != version]

@@ -1,0 +1,100 @@
+"""The runtime port: start a task, wait for it, stop it, read its last words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from prime_core.task import Task
+
+LOG_TAIL_BYTES = 8 << 10
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Mounts:
+    """What a task may see of the host: policies (read-only) and the bridge's folder. `outbox` is
+    where it writes; only a task without container writes there on the host itself."""
+
+    policies: Path
+    outbox: Path
+    bridge: Path
+    """Folder that holds the socket `socket_name`."""
+    socket_name: str = "agent.sock"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What the agent tells the worker on its command line. `throttle` is for development.
+
+    `device` is the one that the hardware challenge measured; on a GPU the model is in bfloat16."""
+
+    threads: int = 1
+    generation_batch: int = 0
+    throttle: float = 1.0
+    device: Device = "cpu"
+    extra: tuple[str, ...] = field(default=())
+
+    def arguments(self, mounts: Mounts) -> tuple[str, ...]:
+        """The worker's arguments for paths as the worker sees them."""
+        words = [
+            "--socket", str(mounts.bridge / mounts.socket_name),
+            "--policies", str(mounts.policies),
+            "--outbox", str(mounts.outbox),
+            "--threads", str(self.threads),
+        ]  # fmt: skip
+        if self.generation_batch:
+            words += ["--generation-batch", str(self.generation_batch)]
+        if self.device == "cuda":
+            words += ["--device", "cuda", "--dtype", "bfloat16"]
+        if self.throttle != 1.0:
+            words += ["--throttle", repr(self.throttle)]
+        return (*words, *self.extra)
+
+
+class TaskHandle(Protocol):
+    """A task that was started."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for the log: "process 123", "container 9f…"."""
+        ...
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit status once it has ended, or None if it still runs after `timeout` seconds."""
+        ...
+
+    def stop(self, grace: float) -> int:
+        """Asks it to end (SIGTERM), kills it after `grace` seconds; its exit status."""
+        ...
+
+    def logs(self) -> str:
+        """The last LOG_TAIL_BYTES that it printed."""
+        ...
+
+
+class Runtime(Protocol):
+    """A way to run tasks."""
+
+    @property
+    def name(self) -> Literal["docker", "process"]: ...
+
+    @property
+    def task_uid(self) -> int:
+        """User id under which tasks connect to the bridge."""
+        ...
+
+    def check(self, task: Task | None) -> str:
+        """One line on what is there. Raises UserError (what, why, what to do) if tasks cannot run
+        here; `task` adds the check of its image and devices."""
+        ...
+
+    def clean(self) -> int:
+        """Ends what an earlier run of this agent left behind; how many there were."""
+        ...
+
+    def start(self, task: Task, mounts: Mounts, options: WorkerOptions) -> TaskHandle:
+        """Starts `task`. Raises UserError if the machine refuses, UnavailableError if the engine
+        does not answer."""
+        ...

@@ -1,0 +1,270 @@
+"""The container runtime: a task in Docker with nothing it does not need.
+
+No network, no capability, no new privileges, read-only root, a user that is not root, bounded
+memory, CPU and processes. It sees two folders of the host, both read-only: policies, and the one
+with the bridge's socket, which is its only way out; finished files go through it, too (inbox.py).
+What it writes lies in two file systems in memory, of bounded size, that end with it: /tmp, and its
+outbox. Both count as its memory. The engine bounds its log.
+
+Not protected: the host's kernel is shared (a kernel bug breaks out); a task with GPUs talks to the
+driver; a task may burn its CPU share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import docker
+import requests
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
+
+from prime_core.errors import PolicyError, UnavailableError, UserError
+from prime_core.rollout import MAX_FILE_BYTES
+from prime_core.task import Task
+from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
+
+log = logging.getLogger("prime.node.docker")
+
+LABEL = "prime-node"
+PINNED = re.compile(r"(?:[a-z0-9][a-z0-9._:/-]{0,400}@)?sha256:[0-9a-f]{64}\Z")
+"""An image by digest, or a bare image id where there is no registry. Tags are refused."""
+UNPRIVILEGED_UID = 65532
+"""Whom the task runs as when the agent is root."""
+DEFAULT_COMMAND = ("python", "-m", "prime_node.worker")
+INSIDE = Mounts(Path("/prime/policies"), Path("/prime/outbox"), Path("/prime/bridge"))
+SCRATCH_MB = 512
+OUTBOX_MB = 2 * MAX_FILE_BYTES >> 20
+"""One finished file, and room for the next."""
+GPU_SCRATCH_MB = 4096
+"""Compiled kernels lie there too. Both count as the task's memory."""
+_POLL_SECONDS = 0.5
+
+
+class ContainerHandle:
+    """A container that was started."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._last_words = ""
+
+    @property
+    def name(self) -> str:
+        return f"container {self._container.short_id}"
+
+    @property
+    def container_id(self) -> str:
+        return str(self._container.id)
+
+    def wait(self, timeout: float) -> int | None:
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                self._container.reload()
+            except NotFound:
+                return 137  # removed under us
+            except (DockerException, requests.RequestException) as error:
+                log.warning("the Docker engine does not answer: %s", error)
+                return None
+            state = self._container.attrs["State"]
+            if not state["Running"] and state["Status"] in ("exited", "dead"):
+                if state.get("OOMKilled"):
+                    log.error("the task was killed: it used more memory than its limit")
+                return int(state["ExitCode"])
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(_POLL_SECONDS, left))
+
+    def stop(self, grace: float) -> int:
+        try:
+            self._container.stop(timeout=max(1, int(grace)))
+            status = self.wait(5.0)
+            self._last_words = self.logs()
+            self._container.remove(force=True)
+        except NotFound:
+            return 137
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(f"the container could not be stopped: {error}") from error
+        return 137 if status is None else status
+
+    def logs(self) -> str:
+        try:
+            raw: bytes = self._container.logs(tail=100)
+        except (DockerException, requests.RequestException):
+            return self._last_words
+        return raw[-LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+class DockerRuntime:
+    """Tasks as containers of the local engine. `owner` marks them, so that a restarted agent finds
+    and ends what it left behind; `base_url` None means the environment's engine."""
+
+    name: Literal["docker"] = "docker"
+
+    def __init__(self, owner: str, base_url: str | None = None) -> None:
+        self._owner = owner
+        self._base_url = base_url
+        self._connected: Any = None
+
+    @property
+    def task_uid(self) -> int:
+        return os.getuid() or UNPRIVILEGED_UID
+
+    def _engine(self) -> Any:
+        """The engine's client. Raises UserError with what is missing."""
+        if self._connected is not None:
+            return self._connected
+        try:
+            if self._base_url is None:
+                client = docker.from_env(timeout=60)
+            else:
+                client = docker.DockerClient(base_url=self._base_url, timeout=60)
+            client.ping()
+        except (DockerException, requests.RequestException) as error:
+            raise _engine_trouble(error) from error
+        self._connected = client
+        return client
+
+    def check(self, task: Task | None) -> str:
+        engine = self._engine()
+        try:
+            info = engine.info()
+        except (DockerException, requests.RequestException) as error:
+            raise _engine_trouble(error) from error
+        if task is not None:
+            self._image(task)
+            if task.gpus and "nvidia" not in info.get("Runtimes", {}):
+                raise UserError(
+                    "the task asks for GPUs and the Docker engine has no NVIDIA runtime",
+                    hint="install nvidia-container-toolkit, then: sudo nvidia-ctk runtime "
+                    "configure --runtime=docker && sudo systemctl restart docker",
+                )
+        return f"Docker {info.get('ServerVersion', '?')} with {info.get('Driver', '?')}"
+
+    def clean(self) -> int:
+        engine = self._engine()
+        try:
+            stale = engine.containers.list(
+                all=True, filters={"label": f"{LABEL}={self._owner}"}, ignore_removed=True
+            )
+            for container in stale:
+                with contextlib.suppress(NotFound):
+                    container.remove(force=True)
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(
+                f"what an earlier agent left cannot be ended: {error}"
+            ) from error
+        return len(stale)
+
+    def _image(self, task: Task) -> str:
+        """The task's image, pulled if it is named by a registry's digest and not yet here."""
+        if not PINNED.match(task.image):
+            raise PolicyError(
+                f"the task's image {task.image!r} is not pinned by digest or image id; the pool's "
+                "operator must mend the run definition"
+            )
+        engine = self._engine()
+        try:
+            engine.images.get(task.image)
+        except ImageNotFound:
+            if "@" not in task.image:
+                raise UserError(
+                    f"the image {task.image[:19]}… is not on this machine",
+                    hint="load it with `docker load`, or build it: deploy/build_worker_image.py",
+                ) from None
+            log.info("pulling %s …", task.image)
+            try:
+                engine.images.pull(task.image)
+            except (DockerException, requests.RequestException) as error:
+                raise UnavailableError(
+                    f"the image {task.image} cannot be pulled: {error}"
+                ) from error
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(f"the Docker engine does not answer: {error}") from error
+        return task.image
+
+    def start(self, task: Task, mounts: Mounts, options: WorkerOptions) -> ContainerHandle:
+        image = self._image(task)
+        uid = self.task_uid
+        gid = os.getgid() or UNPRIVILEGED_UID
+        command = [*(task.command or DEFAULT_COMMAND), *options.arguments(INSIDE)]
+        try:
+            container = self._engine().containers.create(
+                image,
+                command,
+                user=f"{uid}:{gid}",
+                labels={LABEL: self._owner},
+                mem_limit=f"{task.memory_mb}m",
+                memswap_limit=f"{task.memory_mb}m",  # the same: no swap on top
+                nano_cpus=task.cpus_milli * 1_000_000,
+                pids_limit=task.pids,
+                cap_drop=["ALL"],
+                security_opt=["no-new-privileges:true"],
+                read_only=True,
+                network_mode="none",
+                # runc gives a tmpfs the mode of the image's own folder, whatever `mode` says: so
+                # the task's user must own it too.
+                tmpfs={
+                    "/tmp": scratch_options(task.gpus, uid, gid),  # noqa: S108
+                    str(INSIDE.outbox): f"rw,nosuid,nodev,noexec,size={OUTBOX_MB}m,mode=700,"
+                    f"uid={uid},gid={gid}",
+                },
+                mounts=[
+                    Mount(str(INSIDE.policies), str(mounts.policies), "bind", read_only=True),
+                    Mount(str(INSIDE.bridge), str(mounts.bridge), "bind", read_only=True),
+                ],
+                environment={
+                    "HOME": "/tmp",  # noqa: S108 - a tmpfs of its own
+                    "USER": "prime",
+                    "OMP_NUM_THREADS": str(options.threads or max(1, task.cpus_milli // 1000)),
+                    "PYTHONUNBUFFERED": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
+                ulimits=[Ulimit(name="core", soft=0, hard=0)],
+                log_config=LogConfig(type="json-file", config={"max-size": "8m", "max-file": "2"}),
+                device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
+                if task.gpus
+                else None,
+            )
+            container.start()
+        except APIError as error:
+            raise UserError(
+                f"the Docker engine refused the task: {error.explanation or error}",
+                hint="prime-node doctor names what is missing",
+            ) from error
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(f"the Docker engine does not answer: {error}") from error
+        return ContainerHandle(container)
+
+
+def scratch_options(gpus: bool, uid: int, gid: int) -> str:
+    """How /tmp is mounted. Docker adds `noexec` unless told otherwise; on GPUs vLLM loads kernels
+    that it compiles into /tmp."""
+    size = GPU_SCRATCH_MB if gpus else SCRATCH_MB
+    options = f"rw,nosuid,nodev,size={size}m,mode=1777,uid={uid},gid={gid}"
+    return f"{options},exec" if gpus else options
+
+
+def _engine_trouble(error: Exception) -> UserError:
+    """What is wrong with the engine, and the command that mends it."""
+    text = str(error)
+    if "PermissionError" in text or "Permission denied" in text:
+        return UserError(
+            "the Docker engine runs, but this user may not use it",
+            hint="sudo usermod -aG docker $USER, then log in again (or use rootless Docker)",
+        )
+    if "FileNotFoundError" in text or "ConnectionRefusedError" in text or "No such file" in text:
+        return UserError(
+            "no Docker engine answers on this machine",
+            hint="install and start it (Debian: sudo apt-get install docker.io; "
+            "sudo systemctl start docker), or for development: --runtime process",
+        )
+    return UserError(f"the Docker engine does not answer: {text[:300]}", hint="check: docker info")

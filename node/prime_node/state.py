@@ -1,0 +1,156 @@
+"""The agent's data folder: who holds it, what it last did, what it was told to remember.
+
+lock          held (flock) by the one agent that uses this folder; its process id inside
+settings.json what `join` was told, so that `status`, `rewards`, … need no flags
+status.json   the agent's last heartbeat, for `prime-node status`
+policies/     verified policies, one folder a version      (prime_broadcast/folder.py)
+outbox/       finished files with their journal            (prime_node/outbox.py)
+task/inbox/   the file that the worker handed over last (inbox.py); task/bridge/ the socket it
+              speaks to; task/outbox/ where it writes if no container bounds it
+logs/         the worker's output
+chain/        the sender's journal, where the owner acts from this machine
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from prime_core.errors import UnavailableError, UserError
+from prime_core.folders import held_alone
+from prime_core.signing import Strict
+
+_MAX_STATE_BYTES = 1 << 20
+
+
+class AgentStatus(Strict):
+    """What `prime-node status` shows of a running agent. Times in Unix seconds."""
+
+    node: str
+    pool: int
+    pid: int
+    started_at: int
+    heard_at: int
+    directive: str
+    reason: str
+    node_status: str
+    policy_version: int | None
+    latest_version: int | None
+    files: dict[str, int]
+    not_accepted: tuple[str, ...] = ()
+    """The newest files that ended rejected or void, each with its reason in a sentence."""
+    tokens_per_second: int
+    task: str
+
+
+class DataFolder:
+    """Paths under the --data folder. Making one creates the folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.expanduser().absolute()
+        self.policies = self.root / "policies"
+        self.outbox = self.root / "outbox"
+        self.task_outbox = self.root / "task" / "outbox"
+        self.task_inbox = self.root / "task" / "inbox"
+        self.bridge = self.root / "task" / "bridge"
+        self.logs = self.root / "logs"
+        self.chain = self.root / "chain"
+        self._held = ExitStack()
+
+    def make(self) -> None:
+        """Creates the folders. Raises UserError if the disk refuses."""
+        try:
+            for folder in (self.root, self.outbox, self.bridge, self.logs, self.chain):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (self.policies, self.task_outbox):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+        except OSError as error:
+            raise UserError(
+                f"the data folder {self.root} cannot be used: {error.strerror}",
+                hint="name another with --data DIR",
+            ) from error
+
+    def lock(self) -> None:
+        """Claims the folder for this process, until `unlock` or its end. Raises UserError if the
+        folder is another agent's."""
+        self._held.enter_context(held_alone(self.root, "agent"))
+
+    def unlock(self) -> None:
+        self._held.close()
+
+    def holder(self) -> int | None:
+        """Process id of the agent that uses this folder, or None."""
+        path = self.root / "lock"
+        if not path.exists():
+            return None
+        with path.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = file.read(32).strip()
+                return int(text) if text.isdigit() else None
+        return None
+
+    def empty_task_outbox(self) -> None:
+        """Removes what an earlier worker left, folders too. Call it while no task runs."""
+        empty_folder(self.task_outbox)
+
+    def write_status(self, status: AgentStatus) -> None:
+        _write(self.root / "status.json", status.model_dump_json())
+
+    def read_status(self) -> AgentStatus | None:
+        """The last status written, or None."""
+        path = self.root / "status.json"
+        if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
+            return None
+        return AgentStatus.model_validate_json(path.read_bytes())
+
+    def remember(self, settings: dict[str, Any]) -> None:
+        """Keeps what `join` was told (never a password), as defaults for the other commands."""
+        _write(self.root / "settings.json", json.dumps(settings, indent=2, sort_keys=True))
+
+
+def remembered(data: Path) -> dict[str, Any]:
+    """What an earlier `join` kept in this data folder; empty if nothing."""
+    path = data.expanduser() / "settings.json"
+    if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}", hint="remove it and join again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def empty_folder(folder: Path) -> None:
+    """Removes all that somebody else wrote into `folder`, folders too. Links are not followed."""
+    for left in folder.iterdir():
+        if left.is_symlink() or not left.is_dir():
+            left.unlink()
+        else:
+            _remove_folder(left)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes a folder that somebody else made: closed ones are opened, links are not followed."""
+    folder.chmod(0o700)
+    for place, names, _ in os.walk(folder):
+        for inner in (Path(place, name) for name in names):
+            if not inner.is_symlink():
+                inner.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+def _write(path: Path, text: str) -> None:
+    """The file appears whole or not at all. Raises UnavailableError if the disk refuses."""
+    partial = path.with_name(f".{path.name}.new")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be written: {error.strerror}") from error

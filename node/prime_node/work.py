@@ -1,0 +1,143 @@
+"""Receipts that the manager gave and then did not root: a node puts such a leaf on chain by itself.
+
+receipt ──one epoch──▶ may be posted ──one validity──▶ too late
+                       lease and receipt (the manager's signatures) prove that it is owed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prime_chain.client import Call
+from prime_chain.events import LeafPosted, RootPosted
+from prime_chain.history import read_events
+from prime_core.errors import NotFoundError, PrimeError, UserError
+from prime_core.ids import Digest
+from prime_core.messages import SubmissionInfo
+from prime_core.transport.client import OrchestratorClient
+from prime_node.link import Link
+from prime_node.outbox import Entry, Outbox
+from prime_node.state import DataFolder
+
+State = Literal["rooted", "waiting", "forgotten", "too late", "unknown"]
+
+
+@dataclass(frozen=True)
+class Receipted:
+    """A file with its receipt; times in Unix seconds. `unknown`: nobody could say whether it is
+    rooted."""
+
+    entry: Entry
+    state: State
+    post_from: int
+    post_until: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "submission_digest": self.entry.submission_digest,
+            "lease_digest": self.entry.lease_digest,
+            "state": self.state,
+            "post_from": self.post_from,
+            "post_until": self.post_until,
+            "can_be_posted": self.entry.lease is not None,
+        }
+
+
+def read_receipts(data: DataFolder) -> list[Entry]:
+    """What the agent in this folder has receipts for; it may be running. Shadow files are left
+    out: no contract would take them."""
+    if not (data.outbox / "journal.sqlite").is_file():
+        return []
+    entries = Outbox(data.outbox, now=time.time, sweep=False).receipted()
+    return [entry for entry in entries if entry.lease is None or not entry.lease.lease.shadow]
+
+
+def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> list[Receipted]:
+    """Which receipts are rooted, as far as orchestrator and chain tell, newest last.
+
+    The orchestrator names a file's root, the chain says whether it holds it; without a word of the
+    orchestrator only leaves that nodes posted themselves are known.
+    """
+    events = read_events(link.client, link.deployment, contracts=("work",))
+    mine = [e for e in events if getattr(e, "pool", None) == link.pool]
+    roots = {event.root for event in mine if isinstance(event, RootPosted)}
+    posted = {event.leaf for event in mine if isinstance(event, LeafPosted)}
+    now, periods = link.client.block("latest").time, link.deployment.periods
+    found = []
+    for entry in entries:
+        assert entry.receipt is not None, "only receipted entries are asked for"
+        since = entry.receipt.receipt.received_at + periods.epoch_length
+        answered = entry.body.submission.valid_until + periods.accountable
+        until = min(since + periods.validity, answered)  # as Work.postLeaf has it
+        state: State
+        if entry.submission_digest in posted:
+            state = "rooted"
+        else:
+            root = _root(orchestrator, entry.submission_digest)
+            if isinstance(root, str):
+                state = "rooted" if root in roots else "unknown"
+            else:
+                state = "unknown" if root is False else "forgotten"
+        if state == "forgotten" and now < since:
+            state = "waiting"
+        if state in ("forgotten", "unknown") and now > until:
+            state = "too late"
+        found.append(Receipted(entry, state, since, until))
+    return found
+
+
+def _root(orchestrator: str | None, submission: Digest) -> Digest | Literal[False] | None:
+    """The root that the orchestrator names; None: it says none; False: it says nothing."""
+    if orchestrator is None:
+        return False
+    try:
+        with OrchestratorClient(orchestrator, timeout=5.0) as client:
+            return client.get(f"/v1/submissions/{submission}", SubmissionInfo).root
+    except NotFoundError:
+        return None
+    except PrimeError:
+        return False
+
+
+def post_call(link: Link, entry: Entry) -> Call:
+    """The transaction that roots one receipted file. Raises UserError if it cannot be made."""
+    if entry.receipt is None:
+        raise UserError(f"there is no receipt for submission {entry.submission_digest}")
+    if entry.lease is None:
+        raise UserError(
+            f"the signed lease of submission {entry.submission_digest} was not kept here",
+            hint="it was handed in by an older version of this program",
+        )
+    return link.contracts.work.post_leaf(
+        entry.lease.lease,
+        entry.lease.signature,
+        entry.body.submission,
+        entry.body.signature,
+        entry.receipt.receipt,
+        entry.receipt.signature,
+    )
+
+
+def pick(found: Sequence[Receipted], submission: Digest | None) -> list[Receipted]:
+    """Those to be posted: the one named, else all that are forgotten. Raises UserError if there is
+    nothing to post."""
+    if submission is None:
+        due = [one for one in found if one.state == "forgotten"]
+        if not due:
+            raise UserError(
+                "no receipt here is known to be forgotten",
+                hint="see them with: prime-node work list; name one to post it all the same",
+            )
+        return due
+    named = [one for one in found if one.entry.submission_digest == submission]
+    if not named:
+        raise UserError(
+            f"there is no receipt for submission {submission} in this data folder",
+            hint="give the agent's own --data DIR",
+        )
+    return (
+        named  # whatever the orchestrator says of it: the contract refuses what is posted already
+    )

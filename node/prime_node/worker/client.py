@@ -1,0 +1,98 @@
+"""The bridge as the worker speaks to it: one HTTP request a connection over a Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+from http import HTTPStatus
+from pathlib import Path
+from typing import TypeVar
+
+from prime_core.errors import MalformedError, PolicyError, UnavailableError
+from prime_core.run import RunDefinition
+from prime_core.signing import Strict
+from prime_core.transport.problems import from_problem
+from prime_core.version import HEADER, SPOKEN, check_answer
+from prime_node.bridge_messages import (
+    FILES,
+    MAX_ANSWER_BYTES,
+    Abandon,
+    Done,
+    HandIn,
+    HandInAnswer,
+    LeaseOffer,
+    LeaseWish,
+)
+
+Answer = TypeVar("Answer", bound=Strict)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("bridge", timeout=timeout)
+        self._path = str(path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class BridgeClient:
+    """Raises UnavailableError when the agent does not answer, the error that its problem document
+    names when it refuses, and PolicyError where it is too old for this worker."""
+
+    def __init__(self, socket_path: Path, *, timeout: float = 60.0) -> None:
+        self._socket_path = socket_path
+        self._timeout = timeout
+
+    def run(self) -> RunDefinition:
+        return RunDefinition.parse(self._request("GET", "/run", b""))
+
+    def lease(self, wish: LeaseWish) -> LeaseOffer:
+        return self._post("/lease", wish, LeaseOffer)
+
+    def send_file(self, path: Path) -> None:
+        """Sends a finished file's bytes; `submit` names it afterwards by its own name."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
+        self._request("PUT", FILES + path.name, content)
+
+    def submit(self, body: HandIn) -> HandInAnswer:
+        return self._post("/submit", body, HandInAnswer)
+
+    def abandon(self, body: Abandon) -> None:
+        self._post("/abandon", body, Done)
+
+    def _post(self, path: str, body: Strict, answer: type[Answer]) -> Answer:
+        raw = self._request("POST", path, body.model_dump_json().encode())
+        try:
+            return answer.model_validate_json(raw)
+        except ValueError as error:
+            raise MalformedError(f"the agent's answer is no {answer.__name__}: {error}") from error
+
+    def _request(self, method: str, path: str, body: bytes) -> bytes:
+        connection = _UnixConnection(self._socket_path, self._timeout)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it answers a body that it will not read
+                connection.request(method, path, body or None, {HEADER: str(SPOKEN[-1])})
+            response = connection.getresponse()
+            content = response.read(MAX_ANSWER_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"the agent does not answer on its socket: {error}") from error
+        finally:
+            connection.close()
+        if len(content) > MAX_ANSWER_BYTES:
+            raise MalformedError("the agent's answer is too long")
+        if response.status == HTTPStatus.NOT_IMPLEMENTED:
+            raise PolicyError(
+                f"the agent on this machine is older than this image: it knows no {method}; "
+                "a newer prime-node works with it"
+            )
+        if response.status != 200:
+            raise from_problem(response.status, content)
+        check_answer(response.getheader(HEADER), SPOKEN[-1], "the agent")
+        return content

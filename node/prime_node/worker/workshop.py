@@ -1,0 +1,126 @@
+"""One lease, one file: engine for its policy, prompts and noise from its seed, proofs, Parquet.
+
+`Workshop` is the honest worker. The development setting `worker_command` may start another program
+that serves its own subclass (it overrides `make`); nothing of that kind lives in this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease
+from prime_envs.registry import environment_for
+from prime_verify.build import build_rollout_file
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.rollout_file import read_rollout_file
+
+
+@dataclass(frozen=True)
+class Options:
+    """The worker's command line. `throttle` N (development): take N times as long."""
+
+    socket: Path
+    policies: Path
+    outbox: Path
+    threads: int = 1
+    generation_batch: int = 0
+    throttle: float = 1.0
+    dtype: str = "float32"
+    device: str = "cpu"
+    engine: str = "plain"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One lease to fulfil."""
+
+    signed: SignedLease
+    lease_digest: Digest
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished file of the outbox, the tokens in it, the time it took."""
+
+    path: Path
+    tokens: int
+    seconds: float
+
+
+class Workshop:
+    """Holds one loaded policy and makes rollout files with it.
+
+    Raises PolicyError if the environment installed here is not the one the run pins.
+    """
+
+    def __init__(
+        self,
+        run: RunDefinition,
+        options: Options,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.run = run
+        self.options = options
+        self.environment = environment_for(run)
+        batch: dict[str, Any] = {}
+        if options.generation_batch:
+            batch["batch_rows"] = options.generation_batch
+        load = partial(
+            load_engine,
+            engine=options.engine,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+            **batch,
+        )
+        self.engines = FolderEngines(options.policies, load, keep=1)
+        self._clock = clock
+        self._sleep = sleep
+
+    def make(self, job: Job) -> bytes:
+        """The rollout file of a lease. Raises UnavailableError if its policy is not here."""
+        engine = self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
+        return build_rollout_file(job.signed, job.lease_digest, self.run, engine, self.environment)
+
+    def count(self, content: bytes) -> int:
+        """Output tokens in a file that was made."""
+        return sum(len(row.output_tokens) for row in read_rollout_file(content).rows)
+
+    def build(self, job: Job) -> Built:
+        """Makes the file and puts it into the outbox, whole or not at all. Loading the policy is
+        not throttled: what a slower machine would be slower at is generation. Raises
+        UnavailableError as `make` and `put_file` do."""
+        self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
+        started = self._clock()
+        content = self.make(job)
+        tokens = self.count(content)
+        seconds = self._clock() - started
+        if self.options.throttle > 1.0:
+            self._sleep(seconds * (self.options.throttle - 1.0))
+            seconds *= self.options.throttle
+        name = f"{job.lease_digest[2:]}.parquet"
+        put_file(self.options.outbox, name, content)
+        return Built(self.options.outbox / name, tokens, seconds)
+
+
+def put_file(folder: Path, name: str, content: bytes) -> None:
+    """The file appears whole or not at all. Raises UnavailableError if the disk refuses."""
+    partial_file = folder / f".{name}.part"
+    try:
+        partial_file.write_bytes(content)
+        partial_file.replace(folder / name)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial_file.unlink(missing_ok=True)  # a half file would keep the disk full
+        raise UnavailableError(f"the file {name} cannot be written: {error}") from error

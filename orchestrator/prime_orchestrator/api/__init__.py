@@ -1,0 +1,1 @@
+"""The HTTP service: routes, sessions, leases, intake, status."""

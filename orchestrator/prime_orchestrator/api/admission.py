@@ -1,0 +1,262 @@
+"""Admission: a hardware challenge, its measured answer, the manager's invite.
+
+    registered, staked? ──► turn ──► challenge ──► solution (timed, checked by Freivalds)
+                                                       └──► rate; invite, intent `join`
+
+A slow answer lowers the speed class and never fails a node; a wrong one fails. Nodes behind one
+address are measured one at a time (speed.Turns). Every seat is invited in the contracts' class 1:
+stake and pay do not depend on how fast a node is. The outbox carries the invite to Pools.join, so
+that a node needs no ETH; membership itself is the chain's fact and comes back through the indexer.
+Who could not be seated anyway is asked for no work and costs us none: the store's copy of the chain
+says whose node it is and what that provider has staked. A shadow node (shadow.py)
+needs neither; it is measured too, and gets no invite.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from sqlalchemy import Connection
+
+from prime_broadcast.peers import place_of
+from prime_chain.amounts import prime
+from prime_core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
+from prime_core.ids import Address
+from prime_core.messages import AdmissionAnswer, AdmissionRequest, Challenge, ChallengeAnswer
+from prime_core.node import Hardware, Invite
+from prime_orchestrator.api import shadow as shadow_work
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.connections import is_bounded
+from prime_orchestrator.api.presence import joining
+from prime_orchestrator.manager import revisions, speed
+from prime_orchestrator.manager.intents import queue_intent
+from prime_orchestrator.manager.members import (
+    active_stake,
+    derive_node,
+    has_open_slash,
+    membership,
+    provider_of,
+    slashed_sibling,
+)
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK
+from prime_orchestrator.store import challenges, meta, nodes
+from prime_orchestrator.store.challenges import ChallengeRow
+from prime_orchestrator.store.nodes import NodeRow
+from prime_verify.proofs import hardware
+
+CHALLENGE_SECONDS = 120
+MAX_OPEN_CHALLENGES = 8
+TURN_MS = 500
+"""How long a node waits before it asks for its turn again."""
+SEAT_CLASS = 1
+"""The contracts' class of every seat: it scales the stake, which is the same for all."""
+INVITE_SECONDS = 3600
+
+
+def challenge(
+    backend: Backend, account: Address, request: AdmissionRequest, address: str = ""
+) -> ChallengeAnswer:
+    """A challenge for the machine, whose time runs from now, or how long to wait for its turn among
+    the nodes behind its `address`.
+
+    Raises PolicyError if the machine does not meet the requirements, the node was ejected or waits
+    for its slash or one of its provider's, has a seat and asks for shadow work, or too many
+    challenges are open; ConflictError (ask again: the chain is read some blocks late) if no
+    provider, or none with enough stake, answers for the node yet.
+    """
+    now = backend.now()
+    with backend.store.read() as connection:
+        run = revisions.next_run(connection, backend.context)
+    missing = run.requirements.shortfalls(request.hardware)
+    if missing:
+        raise PolicyError("the pool asks for " + "; ".join(missing))
+    row = ChallengeRow(
+        id=backend.random(16).hex(),
+        node=account,
+        seed=backend.salt(),
+        size=run.speed.challenge_size,
+        rounds=run.speed.challenge_rounds,
+        issued_at=now,
+        deadline=int(now) + CHALLENGE_SECONDS,
+        hardware=request.hardware.model_dump_json(),
+        runtime=request.task_runtime,
+        shadow=request.shadow,
+    )
+    _look(backend, account, row.shadow)
+    if row.shadow:
+        backend.newcomers.take(place_of(address) if is_bounded(address) else "", account, now)
+    if not backend.turns.take(address or account, account, now):
+        return ChallengeAnswer(
+            challenge=None,
+            retry_after_ms=TURN_MS,
+            reason="another node behind this address is being measured",
+        )
+    with backend.store.begin() as connection:
+        if challenges.open_for(connection, account, now) >= MAX_OPEN_CHALLENGES:
+            raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
+        challenges.add(connection, row)
+    return ChallengeAnswer(
+        challenge=Challenge(
+            id=row.id, seed=row.seed, size=row.size, rounds=row.rounds, deadline=row.deadline
+        )
+    )
+
+
+def _look(backend: Backend, account: Address, shadow: bool) -> None:
+    """Refuses as `_check_admissible` does, without keeping anybody from writing: anyone may ask,
+    and to read the chain's events takes its time. It holds for good only where an invite is made.
+    """
+    with backend.store.read() as connection:
+        _check_admissible(connection, backend, account, nodes.get(connection, account), shadow)
+
+
+def _check_admissible(
+    connection: Connection, backend: Backend, account: Address, node: NodeRow | None, shadow: bool
+) -> None:
+    """Raises PolicyError if the account may not be admitted in this way, ConflictError if it may
+    once its provider has done its part on chain."""
+    if node is not None and node.status in ("ejected", "quarantined"):
+        raise PolicyError(f"the node is {node.status} and cannot be admitted")
+    if has_open_slash(connection, account):  # it left, and would come back unquarantined
+        raise PolicyError("a slash of the node is under way; until it ends it cannot be admitted")
+    if not shadow:
+        seated = node is not None and node.status in ("active", "silent")
+        caught = None if seated else slashed_sibling(connection, account)
+        if caught is not None:
+            raise PolicyError(
+                f"a slash of {caught}, a node of the same provider, is under way; "
+                "until it ends no other one is admitted"
+            )
+        if not seated and membership(connection, account)[0] != "member":
+            _check_provider(connection, backend, account)
+        return
+    if node is None and nodes.count_of(connection, "shadow") >= shadow_work.MOST_NODES:
+        raise PolicyError(f"the pool has its {shadow_work.MOST_NODES} shadow nodes: try later")
+    seated = membership(connection, account)[0] == "member"
+    if seated or (node is not None and node.status in ("active", "silent")):
+        raise PolicyError(
+            "a node with a seat works for pay: leave the pool (prime-node leave) before "
+            "--shadow, or use another wallet"
+        )
+
+
+def _check_provider(connection: Connection, backend: Backend, account: Address) -> None:
+    """Whether Pools.join could seat the node in the lowest class: it asks for more in a higher one,
+    and for what the provider's other seats need, which the contract alone counts."""
+    seen = meta.get(connection, CHAIN_BLOCK)
+    by = "no block has been read yet" if seen is None else f"as of block {seen}"
+    provider = provider_of(connection, account)
+    if provider is None:
+        raise ConflictError(
+            f"node {account} has no provider on chain ({by}); with the owner's wallet type: "
+            "prime-node node add FILE (FILE comes from prime-node node consent)"
+        )
+    least = backend.context.run.stake_per_class
+    staked = active_stake(connection, provider)
+    if staked < least:
+        raise ConflictError(
+            f"provider {provider} has {prime(staked)} of active stake ({by}), and a seat asks for "
+            f"{prime(least)} a speed class; with the owner's wallet type: "
+            f"prime-node stake add {prime(least - staked).removesuffix(' PRIME')}"
+        )
+
+
+def solution_limit(backend: Backend) -> int:
+    """Bytes of a solution's body."""
+    speed = backend.context.run.speed
+    return hardware.solution_bytes(speed.challenge_size, speed.challenge_rounds)
+
+
+def awaited(backend: Backend, account: Address, challenge_id: str) -> int:
+    """Bytes of the solution to an open challenge of the account's own: asked before it is read.
+
+    Raises NotFoundError, PolicyError (another node's, too late), ConflictError (answered before).
+    """
+    with backend.store.read() as connection:
+        row = challenges.get(connection, challenge_id)
+    _check_open(row, account, backend.now())
+    assert row is not None
+    return hardware.solution_bytes(row.size, row.rounds)
+
+
+def _check_open(row: ChallengeRow | None, account: Address, arrived_at: float) -> None:
+    if row is None:
+        raise NotFoundError("there is no such challenge")
+    if row.node != account:
+        raise PolicyError("the challenge is another node's")
+    if arrived_at > row.deadline:
+        raise PolicyError("the challenge's deadline has passed; ask for another")
+    if row.used:
+        raise ConflictError("the challenge was answered before; ask for another")
+
+
+def solution(
+    backend: Backend, account: Address, challenge_id: str, body: bytes, *, arrived_at: float
+) -> AdmissionAnswer:
+    """Checks an answer that had arrived in full at `arrived_at`, and invites the node.
+
+    A node that is admitted already (a measurement that it was asked for, a restart) gets no second
+    invite while its first one is on its way. Raises NotFoundError, PolicyError (another node's, too
+    late), ConflictError (answered before), UntrustedError (wrong products).
+    """
+    with backend.store.begin() as connection:
+        row = challenges.get(connection, challenge_id)
+        _check_open(row, account, arrived_at)
+        assert row is not None
+        if not challenges.use(connection, challenge_id):
+            raise ConflictError("the challenge was answered before; ask for another")
+    backend.turns.done(account)
+    products = hardware.decode_solution(body, row.size, row.rounds)
+    generator = np.random.default_rng(int.from_bytes(backend.random(16), "big"))
+    if not hardware.check(row.seed, row.size, row.rounds, products, generator):
+        raise UntrustedError("the challenge's products are wrong; ask for another")
+    seconds = max(arrived_at - row.issued_at, 1e-6)
+    rate = hardware.multiply_adds(row.size, row.rounds) / seconds / 1e6
+    return _admit(backend, account, row, rate)
+
+
+def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -> AdmissionAnswer:
+    context, now = backend.context, backend.now()
+    _look(backend, account, row.shadow)
+    measured = AdmissionAnswer(mmacs_per_second=int(rate))
+    with backend.store.begin() as connection:
+        node = nodes.lock_row(connection, account)
+        _check_admissible(connection, backend, account, node, row.shadow)
+        challenges.set_rate(connection, row.id, rate)
+        standing = "none" if node is None else node.status
+        seated = standing in ("active", "silent") or (
+            standing == "admitted" and joining(connection, account)[0] == "wait"
+        )
+        known = standing == "shadow" if row.shadow else seated
+        if not known:
+            nodes.admit(
+                connection,
+                account,
+                hardware=Hardware.model_validate_json(row.hardware),
+                runtime=row.runtime,
+                now=now,
+                status="shadow" if row.shadow else "admitted",
+            )
+        current = nodes.get(connection, account)
+        if current is not None:
+            speed.refresh(connection, context.run, current)
+        if known or row.shadow:  # no invite for a shadow node: nothing that could become a seat
+            return measured
+        derive_node(connection, context, account, now)  # a member already, if this store is new
+        invite = Invite(
+            pool=context.pool,
+            node=account,
+            speed_class=SEAT_CLASS,
+            deadline=int(now) + INVITE_SECONDS,
+        )
+        signature = backend.sign(invite)
+        current = nodes.get(connection, account)
+        if current is not None and current.status == "admitted":
+            queue_intent(
+                connection,
+                lane=backend.manager.address,
+                kind="join",
+                key=f"{account}:{invite.deadline}",
+                payload={"invite": invite.model_dump(mode="json"), "signature": signature},
+                now=now,
+            )
+    return measured.model_copy(update={"invite": invite, "signature": signature})

@@ -1,0 +1,173 @@
+"""The API: routes, problem documents, a bound on each client's rate. Never imports torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prime_broadcast.peers import place_of
+from prime_core import messages
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import ProtocolError, UnavailableError
+from prime_core.rollout import SignedSubmission
+from prime_core.signing import Strict
+from prime_core.version import HEADER, SPOKEN, agree
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.connections import ForwardedFor, Proxies
+from prime_orchestrator.api.metrics import RequestCounts
+from prime_orchestrator.api.routes import nodes, objects, pool, validators, watch
+from prime_orchestrator.api.routes.http import install_problems, problem
+from prime_orchestrator.api.routes.watch import StatusFeed
+
+log = logging.getLogger(__name__)
+BODIES: tuple[type[Strict], ...] = (
+    messages.SessionRequest,
+    messages.RevokeRequest,
+    messages.AdmissionRequest,
+    messages.Heartbeat,
+    messages.LeaseRequest,
+    messages.UploadRequest,
+    messages.RelayAnnouncement,
+    messages.RevisionRequest,
+    SignedManifest,
+    SignedSubmission,
+    *validators.BODIES,
+)
+"""Bodies that routes parse by hand; the OpenAPI document lists them all the same."""
+
+
+def create_app(
+    backend: Backend,
+    *,
+    requests_per_second: int = 0,
+    proxies: Proxies | None = None,
+    spoken: range = SPOKEN,
+) -> FastAPI:
+    """The ASGI application over one pool. `requests_per_second` 0 sets no bound on clients;
+    `proxies` are trusted to say for whom they ask; `spoken` are the protocol's versions that are
+    answered."""
+    feed, requests = StatusFeed(backend), RequestCounts()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        feed.end()
+
+    app = FastAPI(title="Prime orchestrator", version=_version(), lifespan=lifespan)
+    app.state.feed = feed
+    install_problems(app)
+    for router in (
+        nodes.router(backend),
+        objects.router(backend),
+        pool.router(backend),
+        validators.router(backend),
+        watch.router(backend, feed, requests),
+    ):
+        app.include_router(router)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(Versions, spoken=spoken)
+    app.add_middleware(Gate, requests=requests, per_second=requests_per_second)
+    app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added is the first
+    return app
+
+
+def _version() -> str:
+    try:
+        return version("prime-open")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "0"
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document plus the bodies that routes parse by hand."""
+    document = FastAPI.openapi(app)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    _, extra = models_json_schema(
+        [(model, "validation") for model in BODIES], ref_template="#/components/schemas/{model}"
+    )
+    for name, schema in extra["$defs"].items():
+        schemas.setdefault(name, schema)
+    return document
+
+
+class Versions:
+    """Refuses requests in a version of the protocol that the server does not speak, and names the
+    version in every answer.
+
+    A request that changes something must name its version; a read without one (a browser, curl)
+    is answered in the newest. Signed URLs (/v1/store/) name none: any object store may serve them.
+    """
+
+    def __init__(self, app: ASGIApp, spoken: range) -> None:
+        self._app = app
+        self._spoken = spoken
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        agreed = self._spoken[-1]
+
+        async def naming(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = str(agreed)
+            await send(message)
+
+        asked = Headers(scope=scope).get(HEADER)
+        versioned = scope["path"].startswith("/v1/") and not scope["path"].startswith("/v1/store/")
+        if versioned and (asked is not None or scope["method"] not in ("GET", "HEAD")):
+            try:
+                agreed = agree(asked, self._spoken)
+            except ProtocolError as error:
+                await problem(error)(scope, receive, naming)
+                return
+        await self._app(scope, receive, naming)
+
+
+class Gate:
+    """Counts answers, and bounds each client address (each /64 network under IPv6, whose holder has
+    2^64 of them) by a token bucket of two seconds' worth."""
+
+    MAX_CLIENTS = 10_000
+
+    def __init__(self, app: ASGIApp, requests: RequestCounts, per_second: int) -> None:
+        self._app = app
+        self._requests = requests
+        self._rate = per_second
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._requests.count(scope["method"], message["status"])
+            await send(message)
+
+        client = place_of((scope.get("client") or ("?", 0))[0])
+        if self._rate and not self._admit(client, time.monotonic()):
+            refusal = problem(UnavailableError("too many requests: slow down"), code=429)
+            await refusal(scope, receive, counting)
+            return
+        await self._app(scope, receive, counting)
+
+    def _admit(self, client: str, now: float) -> bool:
+        full = 2.0 * self._rate
+        tokens, seen = self._buckets.pop(client, (full, now))
+        tokens = min(full, tokens + (now - seen) * self._rate)
+        self._buckets[client] = (max(0.0, tokens - 1), now)
+        if len(self._buckets) > self.MAX_CLIENTS:
+            self._buckets.popitem(last=False)
+        return tokens >= 1

@@ -1,0 +1,142 @@
+"""Who is asking: session grants, request signatures, nonces, revocations.
+
+An account's Ethereum key signs a SessionGrant once (EIP-712); from then on its Ed25519 session key
+signs every request (RFC 9421). Identity is always the recovered signer, never a field of a body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prime_core.errors import PolicyError, UntrustedError
+from prime_core.ids import Address, Digest
+from prime_core.messages import RevokeRequest, SessionAnswer, SessionRequest
+from prime_core.transport.signatures import MAX_SKEW_SECONDS, Verified, verify_headers
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.validators import require_appointed
+from prime_orchestrator.store import chain, sessions
+from prime_orchestrator.store.sessions import MAX_SESSION_SECONDS, SessionRow
+
+MAX_SESSIONS = 64
+"""Live sessions an account may have; it revokes the old ones to open more."""
+SCOPES = frozenset({"node", "trainer", "relay", "manager", "validator"})
+NONCE_MARGIN_SECONDS = MAX_SKEW_SECONDS + 60
+"""A nonce is remembered this much longer than its signature could still be taken."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """An authenticated request's account and session."""
+
+    account: Address
+    scope: str
+    key_id: Digest
+    proven: Verified
+
+
+def open_session(backend: Backend, request: SessionRequest) -> SessionAnswer:
+    """Takes a session grant. The same grant may come twice.
+
+    Raises UntrustedError if it is not the account's or does not hold now, PolicyError if the
+    account has too many sessions or may not have this scope.
+    """
+    grant, now = request.grant, backend.now()
+    if backend.signer_of(grant, request.signature) != grant.account:
+        raise UntrustedError("the session grant is not signed by the account that it names")
+    if grant.orchestrator not in backend.names:
+        raise UntrustedError(
+            f"the session grant is for {grant.orchestrator!r}, this orchestrator is "
+            f"{backend.audience!r}"
+        )
+    if grant.scope not in SCOPES:
+        raise UntrustedError(f"there is no scope {grant.scope[:20]!r}")
+    if grant.scope == "trainer" and grant.account != backend.trainer:
+        raise PolicyError("only the pool's trainer may open a trainer's session")
+    if grant.scope == "manager" and grant.account != backend.manager.address:
+        raise PolicyError("only the pool's manager may open a manager's session")
+    if grant.scope == "validator":
+        with backend.store.read() as connection:
+            require_appointed(backend, connection, grant.account)
+    if not grant.issued_at < grant.expiry <= grant.issued_at + MAX_SESSION_SECONDS:
+        raise UntrustedError("a session lasts 24 hours at most")
+    if grant.issued_at > now + MAX_SKEW_SECONDS:
+        raise UntrustedError("the session grant is from the future: check the machine's clock")
+    if grant.expiry <= now:
+        raise UntrustedError("the session grant has expired: check the machine's clock")
+    session = SessionRow(
+        key_id=grant.session_key,
+        account=grant.account,
+        scope=grant.scope,
+        issued_at=grant.issued_at,
+        expiry=grant.expiry,
+        revoked=False,
+    )
+    with backend.store.begin() as connection:
+        before = max(
+            sessions.revocation(connection, grant.account),
+            chain.revoked_before(connection, grant.account),
+        )
+        if grant.issued_at < before:
+            raise UntrustedError("the account has revoked sessions granted at that time")
+        known = sessions.get(connection, grant.session_key)
+        if known is None:
+            if sessions.count(connection, grant.account, now) >= MAX_SESSIONS:
+                raise PolicyError(f"the account already has {MAX_SESSIONS} sessions: revoke some")
+            sessions.add(connection, session)
+        elif known != session:
+            raise UntrustedError("this session key belongs to another grant")
+    return SessionAnswer(key_id=grant.session_key, expiry=grant.expiry, server_time=int(now))
+
+
+def revoke(backend: Backend, request: RevokeRequest) -> None:
+    """Ends the account's sessions issued before a time, at once and for good.
+
+    Raises UntrustedError if the revocation is not the account's, is for another orchestrator, or
+    reaches into the future.
+    """
+    revocation = request.revocation
+    if backend.signer_of(revocation, request.signature) != revocation.account:
+        raise UntrustedError("the revocation is not signed by the account that it names")
+    if revocation.orchestrator not in backend.names:
+        raise UntrustedError("the revocation is for another orchestrator")
+    if revocation.revoked_before > backend.now() + MAX_SKEW_SECONDS:
+        raise UntrustedError("the revocation reaches into the future")
+    with backend.store.begin() as connection:
+        sessions.revoke(connection, revocation.account, revocation.revoked_before)
+
+
+def authenticate(
+    backend: Backend,
+    scope: str,
+    *,
+    method: str,
+    authority: str,
+    target: str,
+    headers: Mapping[str, str],
+) -> Caller:
+    """The caller of a signed request, from its headers alone: the body is read only then, and has
+    to be held to `content_digest`.
+
+    Raises MalformedError or UntrustedError if signature, session or nonce do not hold, PolicyError
+    if the session is of another scope.
+    """
+    if backend.name_for(authority) is None:
+        raise UntrustedError(
+            f"the request is addressed to {authority[:200]!r}; this orchestrator is "
+            f"{backend.audience} (its operator adds names with --also-known-as)"
+        )
+    now = backend.now()
+    proven = verify_headers(method, authority, target, headers, now=now)
+    with backend.store.begin() as connection:
+        session = sessions.get(connection, proven.key_id)
+        if session is None or session.revoked or session.expiry <= now:
+            raise UntrustedError("the session is unknown, ended or revoked: open a new one")
+        if session.issued_at < chain.revoked_before(connection, session.account):
+            raise UntrustedError("the session was revoked on chain: open a new one")
+        if session.scope != scope:
+            raise PolicyError(f"this needs a session of scope {scope!r}, not {session.scope!r}")
+        expires = proven.expires + NONCE_MARGIN_SECONDS
+        if not sessions.use_nonce(connection, proven.key_id, proven.nonce, expires=expires):
+            raise UntrustedError("this request was already made (its nonce is used up)")
+    return Caller(session.account, session.scope, proven.key_id, proven)

@@ -1,0 +1,86 @@
+"""What the API's services share: built once by `serve` (or a test) and handed down.
+
+Clock and randomness are part of it, so that every decision below can be repeated.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from urllib.parse import urlsplit
+
+from prime_core import ids
+from prime_core.ids import Address, Digest, Signature
+from prime_core.signing import Signer, Statement
+from prime_core.storage.base import ObjectStore
+from prime_core.transport.addresses import DEFAULT_PORTS, authority
+from prime_orchestrator.api.shadow import Newcomers
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.manager.lies import LiesReported
+from prime_orchestrator.manager.planting import Planted
+from prime_orchestrator.manager.speed import Turns
+from prime_orchestrator.store import Store
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One pool's services. `now` in Unix seconds; `random(n)` gives n unpredictable bytes."""
+
+    context: PoolContext
+    store: Store
+    objects: ObjectStore
+    manager: Signer
+    trainer: Address
+    audience: str
+    """This orchestrator's URL: the name that session grants carry."""
+    also_known_as: frozenset[str] = frozenset()
+    """Further URLs of it that clients may be given."""
+    relay_accounts: frozenset[Address] = frozenset()
+    """Who may announce a relay without a seat in the pool."""
+    now: Callable[[], float] = time.time
+    random: Callable[[int], bytes] = secrets.token_bytes
+    draws: DrawBoard = field(default_factory=lambda: DrawBoard(secrets.token_bytes))
+    planted: Planted = field(default_factory=Planted)
+    newcomers: Newcomers = field(default_factory=Newcomers)
+    lies: LiesReported = field(default_factory=LiesReported)
+    turns: Turns = field(default_factory=Turns)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every URL that a session grant may name."""
+        return self.also_known_as | {self.audience}
+
+    def name_for(self, host: str) -> str | None:
+        """The URL by which a request with this Host header addresses us; None if it is none of
+        ours."""
+        return self._by_authority.get(host.lower())
+
+    @cached_property
+    def _by_authority(self) -> dict[str, str]:
+        named: dict[str, str] = {}
+        for url in (*sorted(self.also_known_as), self.audience):
+            host, port = authority(url), DEFAULT_PORTS.get(urlsplit(url).scheme)
+            named[host] = url
+            if urlsplit(url).port in (None, port):  # a client may spell the scheme's own port out
+                named[f"{host}:{port}"] = url
+        return named
+
+    def sign(self, statement: Statement) -> Signature:
+        """The manager's signature."""
+        return self.manager.sign(statement, self.context.domain(statement))
+
+    def digest(self, statement: Statement) -> Digest:
+        """EIP-712 digest in this deployment."""
+        return statement.digest(self.context.domain(statement))
+
+    def signer_of(self, statement: Statement, signature: Signature) -> Address:
+        """The account that signed. Raises UntrustedError if none did."""
+        return statement.recover(self.context.domain(statement), signature)
+
+    def salt(self) -> Digest:
+        """32 unpredictable bytes."""
+        return ids.digest(self.random(32))

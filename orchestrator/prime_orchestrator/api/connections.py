@@ -1,0 +1,219 @@
+"""Connections of strangers: each says what it wants in time, and no address holds them all.
+
+uvicorn bounds how many connections there are, and refuses every request beyond; but it lets one
+that says nothing, or half a request, stay for ever. A few hundred of those would shut a pool.
+
+Behind a reverse proxy every connection comes from the proxy. Where the operator names it
+(`--trusted-proxy`), whoever asks is taken from its X-Forwarded-For; nobody else's is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from prime_broadcast.peers import place_of
+from prime_core.errors import UnavailableError
+
+
+def is_bounded(host: str) -> bool:
+    """Whether what this address holds is counted."""
+    try:
+        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # no address of the internet: a Unix socket
+        return False
+
+
+class Proxies:
+    """Reverse proxies that are trusted to say for whom they ask.
+
+    Each appends the address that it was asked from to X-Forwarded-For, so the list is read from its
+    end and only as far as trusted proxies wrote it: what a stranger put before that is never
+    reached. They must have been told to set the header (nginx: `proxy_set_header X-Forwarded-For
+    $proxy_add_x_forwarded_for`): one that passes a stranger's on as it is lets everybody pose as
+    anybody.
+    """
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        """Addresses, or networks in CIDR notation. Raises ValueError for anything else, and for a
+        network that holds every address there is."""
+        self._networks = [ipaddress.ip_network(one) for one in networks]
+        if any(network.prefixlen == 0 for network in self._networks):
+            raise ValueError("to trust every address would let everybody pose as anybody")
+
+    def __contains__(self, host: str) -> bool:
+        address = _address(host)
+        return address is not None and any(address in network for network in self._networks)
+
+    def client(self, peer: str, forwarded: Iterable[str]) -> str:
+        """Who asks. `peer`: the other end of the connection; `forwarded`: the header's values."""
+        entries = [entry.strip() for value in forwarded for entry in value.split(",")]
+        found = peer
+        while entries and found in self:
+            address = _address(_without_port(entries.pop()))
+            if address is None:  # "unknown", or nonsense: the proxy itself stands for it
+                break
+            found = str(address)
+        return found
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        parsed = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return mapped or parsed
+
+
+def _without_port(entry: str) -> str:
+    """The address of `1.2.3.4:5`, `[2001:db8::1]:5`, or of one without port."""
+    if entry.startswith("["):
+        return entry[1:].partition("]")[0]
+    return entry.partition(":")[0] if entry.count(":") == 1 else entry
+
+
+class ForwardedFor:
+    """ASGI middleware: `scope["client"]` becomes who really asks, wherever a trusted proxy says."""
+
+    def __init__(self, app: ASGIApp, proxies: Proxies) -> None:
+        self._app = app
+        self._proxies = proxies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = scope.get("client")
+        if scope["type"] == "http" and peer:
+            told = [
+                value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name == b"x-forwarded-for"
+            ]
+            scope = {**scope, "client": (self._proxies.client(peer[0], told), peer[1])}
+        await self._app(scope, receive, send)
+
+
+class Places:
+    """A bounded number of places, of which one foreign address holds a few at most.
+
+    Used in the event loop's thread alone.
+    """
+
+    def __init__(self, most: int, each: int, what: str) -> None:
+        self._most = most
+        self._each = each
+        self._what = what
+        self._taken = 0
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, host: str) -> Iterator[None]:
+        """A place for as long as the block runs. Raises UnavailableError if there is none."""
+        address = place_of(host) if is_bounded(host) else ""
+        if self._taken >= self._most or (address and self._held[address] >= self._each):
+            raise UnavailableError(f"{self._what}; try again in a moment")
+        self._taken += 1
+        self._held[address] += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
+            self._held[address] -= 1
+            if not self._held[address]:
+                del self._held[address]
+
+
+class PatientH11(H11Protocol):
+    """HTTP/1.1 (h11) of uvicorn with three bounds more. This machine's own addresses and trusted
+    proxies (`behind`) may have as many connections as they like. Where more than MOST_WAITING wait
+    for a request, those that have waited longest are closed: a stranger's silent connections never
+    use up what uvicorn allows in all."""
+
+    HEADER_SECONDS: ClassVar[float] = 20.0
+    """From a connection's first moment, or a later request's first byte, to its whole header."""
+    MOST_EACH: ClassVar[int] = 100
+    """Connections of one address (of one /64 network under IPv6)."""
+    MOST_WAITING: ClassVar[int] = 500
+    """Connections without a request under way, in all."""
+    is_bounded = staticmethod(is_bounded)
+    _waiting: ClassVar[dict[PatientH11, None]] = {}
+    """In the order in which they began to wait."""
+    _held: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._address = ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        host = str((transport.get_extra_info("peername") or ("",))[0])
+        if self.is_bounded(host):
+            self._address = place_of(host)
+            self._held[self._address] += 1
+            if self._held[self._address] > self.MOST_EACH:
+                transport.close()
+                return
+        self._wait()
+        self._watch_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address:
+            self._held[self._address] -= 1
+            if not self._held[self._address]:
+                del self._held[self._address]
+        self._forget_timer()
+        self._waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_header()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:
+            self._wait()
+
+    def _wait(self) -> None:
+        """This connection waits for a request; the one that has waited longest may have to go."""
+        self._waiting.pop(self, None)
+        self._waiting[self] = None
+        if len(self._waiting) > self.MOST_WAITING:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.transport.close()
+
+    def _watch_header(self) -> None:
+        """The timer runs while a request's header is awaited, and is not set back by its pieces."""
+        if self.conn.their_state is not h11.IDLE:
+            self._waiting.pop(self, None)
+            self._forget_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.HEADER_SECONDS, self._too_late)
+
+    def _too_late(self) -> None:
+        self._header_timer = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self.transport.close()
+
+    def _forget_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def behind(proxies: Proxies) -> type[PatientH11]:
+    """PatientH11 that counts no trusted proxy's connections, which are many people's."""
+
+    class Behind(PatientH11):
+        is_bounded = staticmethod(lambda host: is_bounded(host) and host not in proxies)
+
+    return Behind

@@ -1,0 +1,247 @@
+"""Leases as the API gives them: gather the view, decide, sign, write down, answer.
+
+One node holds one open lease at a time; asking again brings the same one back, unchanged.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection
+
+from prime_core.draws import SaltOpening
+from prime_core.errors import ConflictError, FatalError, NotFoundError, PolicyError
+from prime_core.ids import Address, Digest
+from prime_core.lifecycle import LeaseState, step_lease
+from prime_core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadRequest
+from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS
+from prime_core.rollout import MAX_FILE_BYTES, MAX_PROMPT_TOKENS
+from prime_core.run import RunDefinition
+from prime_core.task import SHADOW_POOLS, Lease, SignedLease, shadow_pool
+from prime_orchestrator.api import scheduler, shadow
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.pauses import pause_of
+from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Supply, Wait
+from prime_orchestrator.manager import revisions, speed, targets, uploads
+from prime_orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
+from prime_orchestrator.store.leases import LeaseRow
+from prime_orchestrator.store.nodes import NodeRow
+
+WAIT_MS = 500
+"""How long a node waits before it asks again."""
+NO_VALIDATOR = "no validator has committed to this epoch's draw: nobody could judge the file"
+RECENT_GROUPS = 256
+"""Groups from which the informative share is taken."""
+MAX_UPLOADS = 4
+"""Distinct files that may be announced for one lease (a worker may crash and begin again)."""
+
+
+def rules_of(backend: Backend) -> Rules:
+    """The scheduler's part of the run definition."""
+    run = backend.context.run
+    return Rules(run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups)
+
+
+def supply_of(connection: Connection, backend: Backend) -> Supply:
+    """The pool as the scheduler sees it.
+
+    Leases that are older than half their life no longer count as under way: somebody else may make
+    up for a straggler.
+    """
+    run, now = backend.context.run, backend.now()
+    step = batches.next_step(connection)
+    return Supply(
+        next_step=step,
+        latest_version=policies.latest_version(connection),
+        free=tuple(groups.free_counts(connection, oldest_version=step - run.max_staleness)),
+        under_way=tuple(
+            leases.under_way(connection, now=now, younger_than=now - run.lease_seconds / 2)
+        ),
+        informative=groups.informative_share(connection, RECENT_GROUPS),
+    )
+
+
+def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAnswer:
+    """The node's open lease, a new one, or how long to wait.
+
+    Raises PolicyError if the account is no member of the pool.
+    """
+    with backend.store.begin() as connection:
+        lock(connection, "leases")
+        now = backend.now()  # after the wait: the deadline must not outlive the draw's secret
+        node = nodes.get(connection, account)
+        if node is None or node.status in ("left", "ejected"):
+            status = "not admitted" if node is None else node.status
+            raise PolicyError(f"the node is {status} and gets no lease")
+        if node.status == "shadow":
+            return shadow_lease(connection, backend, node, request, now)
+        if node.status != "active":
+            return LeaseAnswer(
+                lease=None, retry_after_ms=4 * WAIT_MS, reason=f"the node is {node.status}"
+            )
+        if held := _held(connection, account, now, shadow=False):
+            return held
+        if pause := pause_of(connection, account, now, backend.context.run.lease_seconds):
+            wait = int(1000 * pause.retry_after(now)) + 1
+            return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))
+        if not backend.planted.may_lease(connection, account, now):
+            return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
+        asker = Asker(node.status, request.policy_version)
+        choice = scheduler.decide(asker, supply_of(connection, backend), rules_of(backend))
+        return _answer(connection, backend, node, choice, request, backend.context.pool, now)
+
+
+def shadow_lease(
+    connection: Connection, backend: Backend, node: NodeRow, request: LeaseRequest, now: float
+) -> LeaseAnswer:
+    """The same for a node without a seat: a lease of the shadow pool, within `shadow.decide`."""
+    if held := _held(connection, node.address, now, shadow=True):
+        return held
+    choice = shadow.decide(
+        request.policy_version, shadow.load_of(connection, now), rules_of(backend)
+    )
+    pool = shadow_pool(backend.context.pool)
+    return _answer(connection, backend, node, choice, request, pool, now)
+
+
+def _held(
+    connection: Connection, account: Address, now: float, *, shadow: bool
+) -> LeaseAnswer | None:
+    for row in leases.open_of(connection, account):
+        if row.deadline >= now and row.shadow == shadow:
+            return LeaseAnswer(lease=row.signed())
+    return None
+
+
+def _answer(
+    connection: Connection,
+    backend: Backend,
+    node: NodeRow,
+    choice: Grant | Wait,
+    request: LeaseRequest,
+    pool: int,
+    now: float,
+) -> LeaseAnswer:
+    if isinstance(choice, Wait):
+        return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
+    if reason := revisions.waits_for(connection, choice.step):
+        return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=reason)
+    run = revisions.history(connection, backend.context).at(choice.step)
+    if request.runs and run.digest() not in request.runs:
+        return LeaseAnswer(
+            lease=None,
+            retry_after_ms=4 * WAIT_MS,
+            reason=f"leases are of run {run.digest()}, which the node has not taken on",
+            run_digest=run.digest(),
+        )
+    draws = backend.draws.current(connection, backend.objects, backend.context, now)
+    if draws is None:
+        return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
+    signed = _make(connection, backend, node, choice, run, pool, draws, now)
+    leases.add(connection, backend.digest(signed.lease), signed, now=now)
+    return LeaseAnswer(lease=signed)
+
+
+def _make(
+    connection: Connection,
+    backend: Backend,
+    node: NodeRow,
+    choice: Grant,
+    run: RunDefinition,
+    pool: int,
+    draws: Digest,
+    now: float,
+) -> SignedLease:
+    policy = policies.get(connection, choice.policy_version)
+    if policy is None:
+        raise FatalError(f"policy {choice.policy_version} is missing from the store")
+    speed_class = speed.refresh(connection, run, node)
+    counts = targets.counts_of(connection, run, now=now, shadow=pool >= SHADOW_POOLS)
+    failed = any(
+        row.status not in ("submitted", "accepted")
+        for row in leases.newest_of(connection, node.address, 1)
+    )
+    opening = SaltOpening(random=backend.salt(), draws=draws)
+    statement = Lease(
+        pool=pool,
+        step=choice.step,
+        node=node.address,
+        index=leases.next_index(connection, choice.step),
+        policy_digest=policy.digest,
+        run_digest=run.digest(),
+        target=scheduler.pick_target(speed_class, counts, run.budgets, failed),
+        salt=opening.salt(),
+        deadline=int(now) + run.lease_seconds,
+    )
+    return SignedLease(
+        lease=statement,
+        signature=backend.sign(statement),
+        policy_version=choice.policy_version,
+        opening=opening,
+    )
+
+
+def handed_in(backend: Backend, digest: Digest) -> SignedLease:
+    """A lease for which a file was handed in. Raises NotFoundError for any other."""
+    with backend.store.read() as connection:
+        row = leases.get(connection, digest)
+    if row is None or row.status in ("open", "expired"):
+        raise NotFoundError("no file was handed in for a lease of that digest")
+    return row.signed()
+
+
+def abandon(backend: Backend, account: Address, digest: Digest) -> None:
+    """The node stops working on a lease. It stays open and comes back to the same node.
+
+    Raises NotFoundError, PolicyError (another node's), ConflictError (no longer open).
+    """
+    with backend.store.read() as connection:
+        row = _own(leases.get(connection, digest), account)
+    if row.status != "open":
+        raise ConflictError(f"the lease is {row.status}")
+
+
+def upload(
+    backend: Backend, account: Address, digest: Digest, request: UploadRequest
+) -> UploadAnswer:
+    """A signed URL for the file of a lease, good until the lease's deadline.
+
+    Raises NotFoundError, PolicyError (another node's, too large, too many files), ConflictError
+    (no longer open).
+    """
+    most = largest_file(backend.context.run)
+    if request.size > most:
+        raise PolicyError(f"a rollout file of this run has at most {most} bytes")
+    with backend.store.begin() as connection:
+        row = _own(leases.lock_row(connection, digest), account)
+        submitted = submissions.of_lease(connection, digest)
+        if submitted is not None and submitted.sha256 == request.sha256:
+            return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
+        open_state = LeaseState(row.status, row.deadline)
+        if step_lease(open_state, "submitted", backend.now())[0].status != "submitted":
+            ended = "past its deadline" if row.status == "open" else row.status
+            raise ConflictError(f"the lease is {ended} and takes no file")
+        if row.upload_sha256 != request.sha256:
+            if row.uploads >= MAX_UPLOADS:
+                raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
+            leases.announce_upload(connection, digest, sha256=request.sha256, size=request.size)
+    if uploads.size_of(backend.objects, row.deadline, request.sha256) == request.size:
+        return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
+    key = uploads.staged_key(row.deadline, request.sha256)
+    target = backend.objects.signed_put(key, request.size, request.sha256, row.deadline)
+    return UploadAnswer(url=target.url, headers=target.headers, expiry=target.expires_at)
+
+
+def largest_file(run: RunDefinition) -> int:
+    """Bytes that no file of the run exceeds, whatever it compresses to: what one lease may ask the
+    store to hold. Two bytes a token and 4 KiB a row are spare, for levels and names."""
+    windows = -(-run.max_output_tokens // PROOF_WINDOW)
+    proofs = windows * (2 + 2 + 2 * PROOF_TOPK + 2 * SKETCH_DIMENSIONS)
+    row = (4 + 2) * MAX_PROMPT_TOKENS + (4 + 4 + 2) * run.max_output_tokens + proofs + 4096
+    return min(MAX_FILE_BYTES, run.rows_per_lease * row + (64 << 10))
+
+
+def _own(row: LeaseRow | None, account: Address) -> LeaseRow:
+    if row is None:
+        raise NotFoundError("there is no such lease")
+    if row.node != account:
+        raise PolicyError("the lease is another node's")
+    return row

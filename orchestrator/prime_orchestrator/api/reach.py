@@ -1,0 +1,59 @@
+"""Which share of the nodes runs which policy, and how soon after its publication.
+
+A node's heartbeat names the newest policy that it has verified on disk; the first one that names a
+version is its arrival there, so the picture lags by up to one heartbeat. Only nodes that work
+are heard.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection
+
+from prime_core.ids import Address
+from prime_core.messages import PolicyReach
+from prime_orchestrator.store import arrivals, nodes, policies
+
+SHOWN = 8
+KEPT = 256
+"""Versions whose arrivals are remembered."""
+
+
+def note(connection: Connection, node: Address, version: int | None, *, now: float) -> None:
+    """Takes down what a heartbeat says, if it names a policy that was published."""
+    latest = policies.latest_version(connection)
+    if version is None or latest is None or not latest - KEPT < version <= latest:
+        return
+    arrivals.note(connection, node, version, now=now)
+    arrivals.forget(connection, latest - KEPT)
+
+
+def picture(connection: Connection) -> list[PolicyReach]:
+    """The newest policies, oldest first. A node that went straight to a later version never had
+    the one between."""
+    working = len(nodes.every(connection, ("active", "silent")))
+    return [
+        PolicyReach(
+            version=row.version,
+            published_at=int(row.published_at),
+            nodes=working,
+            after_ms=tuple(
+                max(0, round(1000 * (at - row.published_at)))
+                for at in arrivals.of(connection, row.version)
+            ),
+        )
+        for row in reversed(policies.newest(connection, SHOWN))
+    ]
+
+
+def metrics(connection: Connection) -> list[str]:
+    """Prometheus lines: how many nodes had each of the newest policies, and the slowest arrival."""
+    seen = picture(connection)
+    lines = ["# TYPE prime_policy_reach_nodes gauge"]
+    lines += [f'prime_policy_reach_nodes{{version="{p.version}"}} {len(p.after_ms)}' for p in seen]
+    lines.append("# TYPE prime_policy_last_arrival_seconds gauge")
+    lines += [
+        f'prime_policy_last_arrival_seconds{{version="{p.version}"}} {p.after_ms[-1] / 1000}'
+        for p in seen
+        if p.after_ms
+    ]
+    return lines

@@ -1,0 +1,215 @@
+"""What all routes share: bounded bodies, strict parsing, signed callers, problem documents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from prime_core import version
+from prime_core.errors import MalformedError, PrimeError, UnavailableError
+from prime_core.ids import Address
+from prime_core.signing import Strict
+from prime_core.transport.problems import CONTENT_TYPE, to_problem
+from prime_core.transport.signatures import check_body
+from prime_orchestrator.api.auth import Caller, authenticate
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.connections import Places
+
+log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=Strict)
+
+SMALL_BODY = 64 << 10
+BODY_SECONDS = 60
+"""A body must have arrived in full after so long."""
+
+
+@dataclass(frozen=True)
+class Signed:
+    """An authenticated request. `arrived_at`: when its last byte was here (Unix seconds)."""
+
+    caller: Caller
+    body: bytes
+    arrived_at: float
+
+
+MAX_LARGE_BODIES = 8
+"""Of those that are taken into memory whole: bounds what strangers can make us hold."""
+LARGE_BODIES_EACH = 2
+"""Of one foreign address: one slow machine keeps no newcomer out."""
+_large = Places(MAX_LARGE_BODIES, LARGE_BODIES_EACH, "too many large requests at once")
+MAX_DIGITS = 19
+"""Digits of the largest number that is ever asked for (2^62)."""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, at most `limit` bytes. Raises MalformedError before reading more than that."""
+    declared = request.headers.get("content-length", "0")
+    # length first: int() itself refuses thousands of digits
+    number = declared.isascii() and declared.isdigit() and len(declared) <= MAX_DIGITS
+    if not number or int(declared) > limit:
+        raise MalformedError(f"a body of this request has at most {limit} bytes")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise MalformedError(f"a body of this request has at most {limit} bytes")
+    except TimeoutError as error:
+        raise UnavailableError("the request's body did not arrive in time") from error
+    except ClientDisconnect as error:  # nobody hears the answer; it is no defect of ours
+        raise UnavailableError("the request broke off in its body") from error
+    return bytes(body)
+
+
+def host_of(request: Request) -> str:
+    """The address at the other end of the connection; empty if it has none."""
+    return request.client.host if request.client else ""
+
+
+def body_of(limit: int = SMALL_BODY) -> Any:
+    """Dependency: the raw body of an unsigned request."""
+
+    async def dependency(request: Request) -> bytes:
+        return await read_body(request, limit)
+
+    return Depends(dependency)
+
+
+def signed_by(
+    backend: Backend,
+    scope: str,
+    limit: int = SMALL_BODY,
+    expects: Callable[[Address, Mapping[str, str]], int] | None = None,
+) -> Any:
+    """Dependency: the authenticated caller with the raw body.
+
+    Who asks is known before a byte of the body is read. For large bodies, `expects(account, path
+    parameters)` gives how many bytes the very one that is awaited has, or raises; and few of them
+    are read at once.
+    """
+
+    async def dependency(request: Request) -> Signed:
+        query = request.scope["query_string"].decode("latin-1")
+        target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
+        caller = await run_in_threadpool(
+            authenticate,
+            backend,
+            scope,
+            method=request.method,
+            authority=request.headers.get("host", ""),
+            target=target,
+            headers=request.headers,
+        )
+        if expects is None:
+            body = await read_body(request, limit)
+        else:
+            size = await run_in_threadpool(expects, caller.account, request.path_params)
+            with _large.one(host_of(request)):
+                body = await read_body(request, min(limit, size))
+        arrived_at = backend.now()
+        check_body(caller.proven, body)
+        return Signed(caller, body, arrived_at)
+
+    return Depends(dependency)
+
+
+def parse(model: type[Model], body: bytes) -> Model:
+    """A strict model from raw JSON. Raises MalformedError that names the first wrong field."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedError(
+            f"the body is not a {model.__name__}: {where + ': ' if where else ''}{first['msg']}"
+        ) from error
+
+
+def answer(value: BaseModel | list[Any]) -> Response:
+    """A model (or a list of models) as JSON."""
+    if isinstance(value, BaseModel):
+        return Response(value.model_dump_json(), media_type="application/json")
+    parts = ",".join(item.model_dump_json() for item in value)
+    return Response(f"[{parts}]", media_type="application/json")
+
+
+def nothing() -> Response:
+    """{}"""
+    return Response("{}", media_type="application/json")
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` that documents a body read by hand."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "x-body-model": model.__name__,
+    }
+
+
+def problem(error: PrimeError, code: int | None = None) -> Response:
+    """The RFC 9457 document of an expected error, under its own status or `code`."""
+    usual, document = to_problem(error)
+    document["status"] = code or usual
+    headers = {"Retry-After": "2"} if code == 429 or usual == 503 else {}
+    return _document(document["status"], document, headers)
+
+
+def _document(code: int, document: dict[str, Any], headers: dict[str, str]) -> Response:
+    versioned = {version.HEADER: str(version.SPOKEN[-1]), **headers}
+    return Response(
+        json.dumps(document), status_code=code, media_type=CONTENT_TYPE, headers=versioned
+    )
+
+
+def install_problems(app: FastAPI) -> None:
+    """Every error leaves as a problem document; a defect as a bare 500, logged in full."""
+
+    async def expected(_: Request, error: Exception) -> Response:
+        assert isinstance(error, PrimeError)
+        if isinstance(error, UnavailableError):
+            log.warning("unavailable: %s", error)
+        return problem(error)
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kind = "not-found" if error.status_code == 404 else "malformed"
+        document = {
+            "type": f"urn:prime:problem:{kind}",
+            "title": kind,
+            "status": error.status_code,
+            "detail": str(error.detail),
+        }
+        return _document(error.status_code, document, dict(error.headers or {}))
+
+    async def parameters(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return problem(MalformedError(f"{where}: {first['msg']}"))
+
+    async def defect(_: Request, __: Exception) -> Response:
+        document = {
+            "type": "urn:prime:problem:fatal",
+            "title": "fatal",
+            "status": 500,
+            "detail": "a defect of this server; its log says more",
+        }
+        return _document(500, document, {})
+
+    app.add_exception_handler(PrimeError, expected)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, parameters)
+    app.add_exception_handler(Exception, defect)

@@ -1,0 +1,143 @@
+"""Routes of sessions and nodes: grants, admission, heartbeats, leases, uploads, submissions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import APIRouter, Request, Response
+
+from prime_broadcast.peers import place_of
+from prime_core import ids
+from prime_core.ids import Address
+from prime_core.messages import (
+    AdmissionAnswer,
+    AdmissionRequest,
+    ChallengeAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    ReceiptAnswer,
+    RevokeRequest,
+    SessionAnswer,
+    SessionRequest,
+    UploadAnswer,
+    UploadRequest,
+)
+from prime_core.rollout import SignedSubmission
+from prime_core.task import SignedLease
+from prime_orchestrator.api import admission, auth, intake, leasing, presence
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.routes.http import (
+    Signed,
+    answer,
+    body_of,
+    host_of,
+    nothing,
+    parse,
+    signed_by,
+    takes,
+)
+
+
+def router(backend: Backend) -> APIRouter:
+    """The routes, bound to one pool."""
+    routes = APIRouter()
+    node = signed_by(backend, "node")
+
+    def awaited(account: Address, path: Mapping[str, str]) -> int:
+        return admission.awaited(backend, account, path["challenge_id"])
+
+    @routes.post(
+        "/v1/sessions",
+        responses={200: {"model": SessionAnswer}},
+        openapi_extra=takes(SessionRequest),
+    )
+    def open_session(body: bytes = body_of()) -> Response:
+        """Let a session key sign requests for an account."""
+        return answer(auth.open_session(backend, parse(SessionRequest, body)))
+
+    @routes.post("/v1/sessions/revoke", openapi_extra=takes(RevokeRequest))
+    def revoke(body: bytes = body_of()) -> Response:
+        """End an account's sessions issued before a time."""
+        auth.revoke(backend, parse(RevokeRequest, body))
+        return nothing()
+
+    @routes.post(
+        "/v1/admission/challenge",
+        responses={200: {"model": ChallengeAnswer}},
+        openapi_extra=takes(AdmissionRequest),
+    )
+    def challenge(signed: Signed = node, *, request: Request) -> Response:
+        """Ask for the hardware challenge."""
+        wish = parse(AdmissionRequest, signed.body)
+        address = place_of(host_of(request))
+        return answer(admission.challenge(backend, signed.caller.account, wish, address))
+
+    @routes.post(
+        "/v1/admission/solution/{challenge_id}", responses={200: {"model": AdmissionAnswer}}
+    )
+    def solution(
+        challenge_id: str,
+        request: Signed = signed_by(
+            backend, "node", admission.solution_limit(backend), expects=awaited
+        ),
+    ) -> Response:
+        """Answer it: int64 little-endian products, row by row."""
+        return answer(
+            admission.solution(
+                backend,
+                request.caller.account,
+                challenge_id,
+                request.body,
+                arrived_at=request.arrived_at,
+            )
+        )
+
+    @routes.post(
+        "/v1/heartbeat", responses={200: {"model": HeartbeatAnswer}}, openapi_extra=takes(Heartbeat)
+    )
+    def heartbeat(request: Signed = node) -> Response:
+        """Say that the node lives; hear what to do next."""
+        beat = parse(Heartbeat, request.body)
+        return answer(presence.heartbeat(backend, request.caller.account, beat))
+
+    @routes.post(
+        "/v1/leases", responses={200: {"model": LeaseAnswer}}, openapi_extra=takes(LeaseRequest)
+    )
+    def lease(request: Signed = node) -> Response:
+        """Get the open lease, a new one, or how long to wait."""
+        wish = parse(LeaseRequest, request.body)
+        return answer(leasing.lease(backend, request.caller.account, wish))
+
+    @routes.get("/v1/leases/{digest}", responses={200: {"model": SignedLease}})
+    def signed_lease(digest: str) -> Response:
+        """A lease whose file was handed in, as the manager signed it: what an audit starts from."""
+        return answer(leasing.handed_in(backend, ids.digest(digest)))
+
+    @routes.post("/v1/leases/{digest}/abandon")
+    def abandon(digest: str, request: Signed = node) -> Response:
+        """Stop working on a lease; it will come back."""
+        leasing.abandon(backend, request.caller.account, ids.digest(digest))
+        return nothing()
+
+    @routes.post(
+        "/v1/leases/{digest}/upload",
+        responses={200: {"model": UploadAnswer}},
+        openapi_extra=takes(UploadRequest),
+    )
+    def upload(digest: str, request: Signed = node) -> Response:
+        """Get a signed URL for the lease's file."""
+        wish = parse(UploadRequest, request.body)
+        return answer(leasing.upload(backend, request.caller.account, ids.digest(digest), wish))
+
+    @routes.post(
+        "/v1/submissions",
+        responses={200: {"model": ReceiptAnswer}},
+        openapi_extra=takes(SignedSubmission),
+    )
+    def submit(body: bytes = body_of()) -> Response:
+        """Hand in an uploaded file; anyone may carry the node's signed submission."""
+        return answer(intake.submit(backend, parse(SignedSubmission, body)))
+
+    return routes

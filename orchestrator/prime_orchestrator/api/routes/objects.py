@@ -1,0 +1,120 @@
+"""Routes of bytes: signed uploads and downloads, and objects by digest.
+
+`/v1/store/…` serves the directory store; with a store that presigns its own URLs nobody is ever
+sent there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import RedirectResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from prime_core import ids
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError
+from prime_core.storage.base import CHUNK_BYTES, digest_key
+from prime_core.storage.directory import DirectoryStore
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.routes.http import BODY_SECONDS
+
+GET_SECONDS = 600
+"""How long the URL behind an object's redirect holds."""
+UPLOADS_AT_ONCE = 2
+"""Of one object: a client whose first connection died need not wait for it, and no signed URL
+fills the disk with many copies of its one file."""
+
+
+def router(backend: Backend) -> APIRouter:
+    """The routes, bound to one object store."""
+    routes = APIRouter()
+    under_way: Counter[str] = Counter()  # uploads by key; used in the event loop's thread alone
+
+    def directory() -> DirectoryStore:
+        if not isinstance(backend.objects, DirectoryStore):
+            raise NotFoundError("this orchestrator keeps its objects elsewhere")
+        return backend.objects
+
+    @routes.put("/v1/store/{key:path}", status_code=204)
+    async def put(key: str, request: Request) -> Response:
+        """Upload to a signed URL: exactly the announced bytes, or nothing is kept."""
+        store = directory()
+        grant = store.check_url("PUT", key, request.query_params.multi_items(), now=backend.now())
+        assert grant.size is not None
+        assert grant.sha256 is not None
+        declared = request.headers.get("content-length")
+        if declared is not None and declared != str(grant.size):
+            raise MalformedError(f"the signed URL is for exactly {grant.size} bytes")
+        if under_way[key] >= UPLOADS_AT_ONCE:
+            raise UnavailableError("this file is being uploaded already; try again in a moment")
+        under_way[key] += 1
+        try:
+            until = grant.expires_at - backend.now() + BODY_SECONDS
+            await _receive(store, key, grant.size, grant.sha256, request, seconds=until)
+        finally:
+            under_way[key] -= 1
+            if not under_way[key]:
+                del under_way[key]
+        return Response(status_code=204)
+
+    @routes.get("/v1/store/{key:path}")
+    def get(key: str, request: Request) -> Response:
+        """Download from a signed URL."""
+        store = directory()
+        store.check_url("GET", key, request.query_params.multi_items(), now=backend.now())
+        size = store.size(key)
+        return StreamingResponse(
+            store.chunks(key),
+            media_type="application/octet-stream",
+            headers={"Content-Length": str(size), "X-Content-Type-Options": "nosniff"},
+        )
+
+    @routes.get("/v1/objects/{digest}", status_code=307)
+    def by_digest(digest: str) -> Response:
+        """Where to fetch an object (verdict, evidence, table, root's leaves, file) right now."""
+        key = digest_key(ids.digest(digest))
+        if not backend.objects.exists(key):
+            raise NotFoundError(f"there is no object {digest}")
+        url = backend.objects.signed_get(key, int(backend.now()) + GET_SECONDS)
+        return RedirectResponse(url, status_code=307)
+
+    return routes
+
+
+async def _receive(
+    store: DirectoryStore,
+    key: str,
+    size: int,
+    sha256: ids.Digest,
+    request: Request,
+    *,
+    seconds: float,
+) -> None:
+    """Streams a body into the store, a bounded piece at a time, off the event loop; each piece
+    within BODY_SECONDS and the whole within `seconds`."""
+    end = asyncio.get_running_loop().time() + seconds
+    block = store.receive(key, size=size, sha256=sha256)
+    sink = await run_in_threadpool(block.__enter__)
+    try:
+        pending = bytearray()
+        stream = request.stream().__aiter__()
+        while True:
+            left = end - asyncio.get_running_loop().time()
+            async with asyncio.timeout(min(BODY_SECONDS, left)):
+                piece = await anext(stream, None)
+            if piece is None:
+                break
+            pending += piece
+            if len(pending) >= CHUNK_BYTES:
+                await run_in_threadpool(sink.write, bytes(pending))
+                pending.clear()
+        await run_in_threadpool(sink.write, bytes(pending))
+    except BaseException as error:
+        block.__exit__(type(error), error, error.__traceback__)  # removes the temporary file
+        if isinstance(error, ClientDisconnect | TimeoutError):
+            raise UnavailableError("the upload broke off") from error
+        raise
+    await run_in_threadpool(block.__exit__, None, None, None)

@@ -1,0 +1,182 @@
+"""Routes of the pool: its facts, policies, relays, batches, nodes, rewards, status."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
+
+from prime_core import ids
+from prime_core.batch import SignedBatch
+from prime_core.checkpoint import SignedManifest
+from prime_core.encoding import MAX_JSON_BYTES
+from prime_core.errors import MalformedError, NotFoundError
+from prime_core.messages import (
+    BatchAnswer,
+    DrawInfo,
+    LeaseInfo,
+    NodeInfo,
+    PolicyList,
+    PoolInfo,
+    RelayAnnouncement,
+    RelayInfo,
+    RevisionRequest,
+    RewardInfo,
+    RunList,
+    RunRevision,
+    SubmissionInfo,
+)
+from prime_core.run import MAX_RUN_BYTES
+from prime_core.storage.base import digest_key
+from prime_orchestrator.api import publishing, relays, status
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.presence import RELAY_SECONDS
+from prime_orchestrator.api.routes.http import (
+    MAX_DIGITS,
+    Signed,
+    answer,
+    nothing,
+    parse,
+    signed_by,
+    takes,
+)
+from prime_orchestrator.manager import draws, revisions
+from prime_orchestrator.store import batches, policies
+from prime_orchestrator.store.batches import BatchRow
+
+BATCH_URL_SECONDS = 3600
+MAX_STEP = 1 << 62
+
+
+def router(backend: Backend) -> APIRouter:
+    """The routes, bound to one pool."""
+    routes = APIRouter()
+    trainer = signed_by(backend, "trainer")
+
+    @routes.get("/v1/pool", responses={200: {"model": PoolInfo}})
+    def pool(host: Annotated[str, Header()] = "") -> Response:
+        """Chain, contracts, keys, and the name that session grants must carry."""
+        return answer(status.pool_info(backend, host))
+
+    @routes.get("/v1/run")
+    def run() -> Response:
+        """The pool's first run definition: the bytes whose SHA-256 is the pool's run digest."""
+        return Response(backend.context.run.raw(), media_type="application/json")
+
+    @routes.get("/v1/runs", responses={200: {"model": RunList}})
+    def run_list() -> Response:
+        """The pool's first definition and its revisions."""
+        return answer(revisions.listing(backend))
+
+    @routes.get("/v1/runs/{digest}")
+    def one_run(digest: str) -> Response:
+        """One definition's exact bytes."""
+        raw = revisions.raw_of(backend, ids.digest(digest))
+        return Response(raw, media_type="application/json")
+
+    @routes.post(
+        "/v1/revisions",
+        responses={200: {"model": RunRevision}},
+        openapi_extra=takes(RevisionRequest),
+    )
+    def revise(request: Signed = signed_by(backend, "manager", 2 * MAX_RUN_BYTES)) -> Response:
+        """Revise the run from a step that is not leased yet."""
+        return answer(revisions.announce(backend, parse(RevisionRequest, request.body)))
+
+    @routes.get("/v1/policies", responses={200: {"model": PolicyList}})
+    def list_policies(if_none_match: Annotated[str, Header()] = "") -> Response:
+        """The newest policies' signed manifests, newest first; 304 for who has them already."""
+        tag = publishing.listing_tag(backend)
+        if tag in (known.strip() for known in if_none_match.split(",")):
+            return Response(status_code=304, headers={"ETag": tag})
+        response = answer(publishing.listing(backend))
+        response.headers["ETag"] = tag
+        return response
+
+    @routes.get("/v1/policies/{version}", responses={200: {"model": SignedManifest}})
+    def one_policy(version: int) -> Response:
+        """One policy's signed manifest, however old: what auditors of old work need."""
+        if not 0 <= version <= MAX_STEP:
+            raise MalformedError("a policy's version is a number from 0")
+        return answer(publishing.manifest(backend, version))
+
+    @routes.post("/v1/policies", openapi_extra=takes(SignedManifest))
+    def publish(request: Signed = signed_by(backend, "trainer", MAX_JSON_BYTES)) -> Response:
+        """Publish the next policy (its bytes lie with the origin already)."""
+        publishing.publish(backend, parse(SignedManifest, request.body))
+        return nothing()
+
+    @routes.get("/v1/relays", responses={200: {"model": list[RelayInfo]}})
+    def relay_list() -> Response:
+        """Relays heard of lately."""
+        with backend.store.read() as connection:
+            rows = policies.relays(connection, since=backend.now() - RELAY_SECONDS)
+        return answer([RelayInfo(url=row.url, versions=row.versions) for row in rows])
+
+    @routes.post("/v1/relays", openapi_extra=takes(RelayAnnouncement))
+    def announce(request: Signed = signed_by(backend, "relay")) -> Response:
+        """Name a relay to the pool's nodes."""
+        relay = parse(RelayAnnouncement, request.body)
+        relays.announce(backend, request.caller.account, relay)
+        return nothing()
+
+    @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})
+    def batch(step: str, request: Signed = trainer) -> Response:
+        """A sealed batch with a signed URL for each of its objects."""
+        signed = _sealed(backend, step).signed()
+        expires = int(backend.now()) + BATCH_URL_SECONDS
+        names = {name for file in signed.manifest.files for name in (file.sha256, file.table)}
+        urls: dict[str, str] = {
+            name: backend.objects.signed_get(digest_key(name), expires) for name in sorted(names)
+        }
+        return answer(BatchAnswer(batch=signed, urls=urls))
+
+    @routes.get("/v1/batches/{step}/manifest", responses={200: {"model": SignedBatch}})
+    def manifest(step: str) -> Response:
+        """A sealed batch's signed manifest."""
+        return answer(_sealed(backend, step).signed())
+
+    @routes.get("/v1/draws", responses={200: {"model": list[DrawInfo]}})
+    def draw_list() -> Response:
+        """Validators' commitments to their draws: an epoch's are signed before its leases."""
+        with backend.store.read() as connection:
+            return answer(list(draws.listing(connection)))
+
+    @routes.get("/v1/nodes", responses={200: {"model": list[NodeInfo]}})
+    def node_list(after: str = "", provider: str = "") -> Response:
+        """Nodes by address, a page at a time; `provider` names one owner's."""
+        owner = ids.address(provider) if provider else None
+        return answer(status.node_list(backend, ids.address(after) if after else "", owner))
+
+    @routes.get("/v1/nodes/{node}", responses={200: {"model": NodeInfo}})
+    def node_info(node: str) -> Response:
+        """One node."""
+        return answer(status.node_info(backend, ids.address(node)))
+
+    @routes.get("/v1/nodes/{node}/leases", responses={200: {"model": list[LeaseInfo]}})
+    def lease_list(node: str) -> Response:
+        """The newest leases of one node."""
+        return answer(list(status.lease_list(backend, ids.address(node))))
+
+    @routes.get("/v1/rewards/{node}", responses={200: {"model": RewardInfo}})
+    def rewards(node: str) -> Response:
+        """A node's entry in the newest reward root, with its Merkle proof."""
+        return answer(status.reward_info(backend, ids.address(node)))
+
+    @routes.get("/v1/submissions/{digest}", responses={200: {"model": SubmissionInfo}})
+    def submission(digest: str) -> Response:
+        """What became of a submission."""
+        return answer(status.submission_info(backend, ids.digest(digest)))
+
+    return routes
+
+
+def _sealed(backend: Backend, step: str) -> BatchRow:
+    number = step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS
+    if not number or int(step) > MAX_STEP:
+        raise MalformedError("a step is a whole number")
+    with backend.store.read() as connection:
+        row = batches.get(connection, int(step))
+    if row is None:
+        raise NotFoundError(f"batch {int(step)} is not sealed yet")
+    return row

@@ -1,0 +1,132 @@
+"""Routes for watchers: health, metrics, the event stream, the dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, StreamingResponse
+
+from prime_core.errors import NotFoundError
+from prime_core.messages import Status
+from prime_orchestrator.api import metrics, status
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.connections import Places
+from prime_orchestrator.api.metrics import RequestCounts
+from prime_orchestrator.api.routes.http import host_of
+from prime_orchestrator.store import meta
+
+WEB = Path(__file__).parents[2] / "web"
+EVERY_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0
+MAX_WATCHERS = 64
+WATCHERS_EACH = 16
+"""Of one foreign address, behind which several people may sit."""
+
+
+class StatusFeed:
+    """The newest status, however many ask: made again at the earliest a second after the last one
+    was done, and later where making it takes longer than a second. Ends with the process."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = asyncio.Lock()
+        self._good_until = float("-inf")
+        self._latest = ""
+        self.watchers = Places(MAX_WATCHERS, WATCHERS_EACH, "too many are watching")
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """Ends every stream."""
+        self._ended.set()
+
+    async def latest(self) -> str:
+        """The newest status as JSON."""
+        async with self._lock:
+            clock = asyncio.get_running_loop().time
+            begun = clock()
+            if begun >= self._good_until:
+                made = await run_in_threadpool(status.status, self._backend)
+                self._latest, done = made.model_dump_json(), clock()
+                self._good_until = done + EVERY_SECONDS * max(1.0, done - begun)
+            return self._latest
+
+    async def events(self, host: str) -> AsyncIterator[str]:
+        """Server-sent events (WHATWG HTML 9.2) for `host`: a status whenever it changed.
+
+        Raises UnavailableError if too many watch already.
+        """
+        with self.watchers.one(host):
+            sent, quiet = "", 0.0
+            while not self._ended.is_set():
+                latest = await self.latest()
+                if latest != sent:
+                    sent, quiet = latest, 0.0
+                    yield f"data: {latest}\n\n"
+                elif quiet >= KEEP_ALIVE_SECONDS:
+                    quiet = 0.0
+                    yield ": still here\n\n"
+                quiet += EVERY_SECONDS
+                try:
+                    await asyncio.wait_for(self._ended.wait(), EVERY_SECONDS)
+                except TimeoutError:
+                    continue
+
+
+def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRouter:
+    """The routes, bound to one pool."""
+    routes = APIRouter()
+
+    @routes.get("/healthz")
+    def health() -> Response:
+        """200 while the database answers."""
+        with backend.store.read() as connection:
+            meta.get(connection, meta.CHAIN_SEEN_AT)
+        return Response('{"status":"ok"}', media_type="application/json")
+
+    @routes.get("/metrics")
+    def prometheus() -> Response:
+        """Prometheus' text format."""
+        return Response(metrics.render(backend, requests), media_type=metrics.CONTENT_TYPE)
+
+    @routes.get("/v1/status", responses={200: {"model": Status}})
+    async def now() -> Response:
+        """One picture of the pool, made at most once a second."""
+        return Response(await feed.latest(), media_type="application/json")
+
+    @routes.get("/v1/events")
+    async def events(request: Request) -> Response:
+        """Server-sent events, each a Status."""
+        stream = feed.events(host_of(request))
+        first = await anext(stream)  # refuses before the answer has begun
+
+        async def whole() -> AsyncIterator[str]:
+            yield first
+            async for event in stream:
+                yield event
+
+        return StreamingResponse(
+            whole(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+
+    @routes.get("/", include_in_schema=False)
+    def page() -> Response:
+        return _file("index.html")
+
+    @routes.get("/dashboard/{name}", include_in_schema=False)
+    def asset(name: str) -> Response:
+        return _file(name)
+
+    return routes
+
+
+def _file(name: str) -> Response:
+    """A file of the pages' folder, by plain name."""
+    known = {path.name: path for path in WEB.iterdir()} if WEB.is_dir() else {}
+    path = known.get(name)
+    if path is None or path.suffix not in (".html", ".js", ".css", ".svg"):
+        raise NotFoundError(f"there is no page {name[:80]!r}")
+    return FileResponse(path, headers={"Cache-Control": "no-cache"})

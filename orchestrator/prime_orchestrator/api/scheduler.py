@@ -1,0 +1,198 @@
+"""Who makes what next: pure assignment of work to nodes that ask.
+
+Which batch (`decide`):
+
+    supply  = accepted, informative, fresh groups in no batch
+            + leases under way × groups a lease × the share of groups that turn out informative
+    demand  = the unsealed batches that work made now may still serve, in order
+
+A node gets the first batch that its supply does not fill. An unfulfilled lease comes back to its
+node before anything else, so that dropping one gains nothing.
+
+Which target length (`pick_target`), by the expected share of each target among the latest leases:
+
+    below its minimum        any node that asks gets it
+    below 1.5 × its minimum  the nodes that prefer it get it before anything else
+    otherwise                the least served of the targets that the asker's class prefers
+    after a lease of the asker's own that came to nothing: see `pick_target`
+
+Nothing here reads a clock or a store; `leasing.py` gathers the view and performs the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prime_core.node import NodeStatus
+from prime_core.run import LEAST_SHARE, MICRO, LengthBudgets
+
+ENOUGH = "enough work is under way; the trainer has to catch up"
+PRIOR_SHARE = 0.7
+PRIOR_WEIGHT = 64
+"""The informative share is first taken to be 70 %, with the weight of 64 observed groups."""
+MIN_SHARE = 0.1
+"""However uninformative groups are, no more than 10 times the need is ever under way."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """From the run definition: sizes in groups, staleness in publications."""
+
+    groups_per_batch: int
+    groups_per_lease: int
+    max_staleness: int
+    surplus: int = 0
+    """Groups that must lie ready beyond those that a batch takes."""
+
+
+@dataclass(frozen=True)
+class Supply:
+    """The pool at one moment. `free` and `under_way` are (policy version, number) pairs of free
+    informative groups and of leases that may still bring groups."""
+
+    next_step: int
+    """The first batch not yet sealed."""
+    latest_version: int | None
+    free: tuple[tuple[int, int], ...] = ()
+    under_way: tuple[tuple[int, int], ...] = ()
+    informative: tuple[int, int] = (0, 0)
+    """(informative, all) among the groups accepted lately."""
+
+    @property
+    def share(self) -> float:
+        """Expected share of informative groups, in [MIN_SHARE, 1]."""
+        informative, observed = self.informative
+        share = (informative + PRIOR_SHARE * PRIOR_WEIGHT) / (observed + PRIOR_WEIGHT)
+        return max(MIN_SHARE, share)
+
+
+@dataclass(frozen=True)
+class Asker:
+    """The node that asks. `policy_version` is the newest that it can load."""
+
+    status: NodeStatus
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Make a lease for batch `step` with policy `policy_version`."""
+
+    step: int
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing now; `reason` in plain words."""
+
+    reason: str
+
+
+def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
+    """What a node without an open lease gets.
+
+    A lease for step s is made by a policy v with v ≤ s ≤ v + max_staleness, so its groups are fresh
+    when batch s is trained (on policy s).
+    """
+    if asker.status != "active":
+        return Wait(f"the node is {asker.status}")
+    if supply.latest_version is None:
+        return Wait("no policy is published yet")
+    if asker.policy_version < supply.latest_version - rules.max_staleness:
+        return Wait(f"policy {asker.policy_version} is too old; load {supply.latest_version}")
+    step = first_lacking(supply, rules)
+    if step is None:
+        return Wait(ENOUGH)
+    version = min(asker.policy_version, supply.latest_version)
+    if step > version + rules.max_staleness:
+        return Wait(f"policy {version} is too old for batch {step}; load {supply.latest_version}")
+    if step < version:
+        return Wait(f"batch {step} waits for groups of policy {step} or older")
+    return Grant(step=step, policy_version=version)
+
+
+def first_lacking(supply: Supply, rules: Rules) -> int | None:
+    """The first unsealed step whose batch the expected supply does not fill, or None.
+
+    Batches take the oldest policy's groups first, as `manager.batches` does; what one leaves
+    over is there for the next while it is fresh.
+    """
+    if supply.latest_version is None:
+        return None
+    expected = _expected_groups(supply, rules)
+    for step in range(supply.next_step, supply.latest_version + rules.max_staleness + 1):
+        fresh = [v for v in sorted(expected) if v <= step <= v + rules.max_staleness]
+        if sum(expected[v] for v in fresh) < rules.groups_per_batch + rules.surplus - 1e-9:
+            return step
+        need = float(rules.groups_per_batch)
+        for version in fresh:
+            taken = min(need, expected[version])
+            expected[version] -= taken
+            need -= taken
+    return None
+
+
+def _expected_groups(supply: Supply, rules: Rules) -> dict[int, float]:
+    expected: dict[int, float] = {}
+    for version, groups in supply.free:
+        expected[version] = expected.get(version, 0.0) + groups
+    for version, leases in supply.under_way:
+        more = leases * rules.groups_per_lease * supply.share
+        expected[version] = expected.get(version, 0.0) + more
+    return expected
+
+
+@dataclass(frozen=True)
+class TargetCounts:
+    """Leases of one target length among the latest of the pool."""
+
+    asked: int = 0
+    """All of them, whatever became of them."""
+    under_way: int = 0
+    """Held by a node, or handed in and not judged."""
+    accepted: int = 0
+
+    @property
+    def expected(self) -> float:
+        """Accepted ones, and those under way as far as leases of this target were accepted."""
+        ended = self.asked - self.under_way
+        return self.accepted + self.under_way * (self.accepted + 1) / (ended + 1)
+
+
+def window(budgets: LengthBudgets) -> int:
+    """How many of the latest leases `pick_target` looks at."""
+    return max(32 * len(budgets.targets), 8 * MICRO // max(budgets.min_share, LEAST_SHARE))
+
+
+def pick_target(
+    speed_class: int,
+    counts: Mapping[int, TargetCounts],
+    budgets: LengthBudgets,
+    failed: bool = False,
+) -> int:
+    """The target length that a lease to a node of `speed_class` asks for.
+
+    Args:
+        counts: by target length, of the latest `window(budgets)` leases. Missing ones count 0.
+        failed: whether the node's own latest lease came to nothing.
+
+    A node whose latest lease came to nothing gets the target of its class that most leases were
+    accepted of: one that no node completes takes half of each node's work at most, and what other
+    nodes fail at keeps no target from a node that completes it.
+    """
+    preferred = budgets.preferred(speed_class)
+    known = {target: counts.get(target, TargetCounts()) for target in budgets.targets}
+    if failed:
+        return max(preferred, key=lambda target: (known[target].accepted, -target))
+    whole = sum(count.expected for count in known.values()) + 1
+    least = budgets.min_share / MICRO
+
+    def lacking(targets: tuple[int, ...], share: float) -> list[int]:
+        return [target for target in targets if known[target].expected < share * whole - 0.5]
+
+    candidates = (
+        lacking(budgets.targets, least) or lacking(preferred, 1.5 * least) or list(preferred)
+    )
+    return min(candidates, key=lambda target: (known[target].expected, -target))

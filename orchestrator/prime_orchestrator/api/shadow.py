@@ -1,0 +1,102 @@
+"""Shadow work: real leases and real verdicts for nodes without a seat, at no stake and for no pay.
+
+    admission  status "shadow", no invite
+    lease      signed for a pool number that no contract knows (core.task.shadow_pool): its file has
+               no way onto the chain, whoever holds the signatures
+    intake     as every file; the receipt names a leaf that no root will hold
+    verdict    written and published; no credit, no group for a batch, no slash, no drift
+
+A shadow file costs the pool a validator's time and room in the store, and anyone may ask, so what
+it takes is bounded here: few at once, few an hour beside the paid ones, and judged when nothing
+else waits. No paid lease is held back for one: shadow leases are no supply.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from sqlalchemy import Connection
+
+from prime_core.errors import PolicyError
+from prime_core.ids import Address
+from prime_orchestrator.api.scheduler import Grant, Rules, Wait
+from prime_orchestrator.store import leases, policies
+
+UNDER_WAY = 2
+"""Shadow leases open, or files of theirs waiting for a verdict, in the whole pool."""
+AN_HOUR = 30
+"""Shadow leases an hour in a pool that has no other work …"""
+ONE_IN = 16
+"""… and one more for so many paid ones in that hour."""
+HOUR = 3600
+MOST_NODES = 512
+"""Shadow nodes of a pool."""
+NODES_EACH = 4
+"""Shadow nodes that one address (an IPv6 /64) may bring in an hour."""
+FORGOTTEN_AFTER = HOUR
+"""Seconds of silence after which a shadow node is forgotten."""
+
+
+@dataclass
+class Newcomers:
+    """Which accounts each address brought as shadow nodes in the last hour; in memory."""
+
+    _seen: dict[str, dict[Address, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, address: str, account: Address, now: float) -> None:
+        """Notes `account` at `address` (empty: not bounded). Raises PolicyError if the address has
+        brought NODES_EACH others within the hour."""
+        if not address:
+            return
+        with self._lock:
+            for place in [p for p, known in self._seen.items() if max(known.values()) < now - HOUR]:
+                del self._seen[place]
+            known = self._seen.setdefault(address, {})
+            for one in [one for one, at in known.items() if at < now - HOUR]:
+                del known[one]
+            if account not in known and len(known) >= NODES_EACH:
+                raise PolicyError(
+                    f"{NODES_EACH} shadow nodes came from this address within the hour; more may "
+                    "come later, or take a seat"
+                )
+            known[account] = now
+
+
+@dataclass(frozen=True)
+class Load:
+    """What shadow work takes now. `given`: leases of the last hour, shadow ones and others."""
+
+    latest_version: int | None
+    under_way: int
+    given: tuple[int, int]
+
+
+def load_of(connection: Connection, now: float) -> Load:
+    """The pool's shadow work at `now` (Unix seconds)."""
+    return Load(
+        policies.latest_version(connection),
+        leases.shadow_under_way(connection, now=now),
+        leases.given_since(connection, now - HOUR),
+    )
+
+
+def decide(policy_version: int, load: Load, rules: Rules) -> Grant | Wait:
+    """What a shadow node without an open lease gets; `policy_version` is the newest it can load.
+
+    The step is the newest policy's, for the record: no batch takes the file.
+    """
+    if load.latest_version is None:
+        return Wait("no policy is published yet")
+    if policy_version < load.latest_version - rules.max_staleness:
+        return Wait(f"policy {policy_version} is too old; load {load.latest_version}")
+    if load.under_way >= UNDER_WAY:
+        return Wait(
+            f"{UNDER_WAY} shadow files are under way; the next is given after their verdict"
+        )
+    shadow, paid = load.given
+    if shadow >= AN_HOUR + paid // ONE_IN:
+        return Wait("shadow work has had its share of this hour")
+    version = min(policy_version, load.latest_version)
+    return Grant(step=version, policy_version=version)

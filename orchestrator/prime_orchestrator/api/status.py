@@ -1,0 +1,254 @@
+"""What the orchestrator shows of itself: status, nodes, one node's rewards, one submission."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.errors import NotFoundError
+from prime_core.ids import Address, Digest
+from prime_core.messages import (
+    NODES_PAGE,
+    ContractAddresses,
+    LeaseInfo,
+    NodeInfo,
+    PoolInfo,
+    RewardInfo,
+    Status,
+    SubmissionInfo,
+    ValidatorInfo,
+)
+from prime_core.verdict import Reason
+from prime_orchestrator.api import reach
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.manager import revisions, targets
+from prime_orchestrator.manager.settlement import newest_settlement, pending_units
+from prime_orchestrator.store import (
+    batches,
+    intents,
+    leases,
+    meta,
+    nodes,
+    opinions,
+    policies,
+    schema,
+    submissions,
+)
+from prime_orchestrator.store.nodes import NodeRow
+
+CHAIN_SILENT_SECONDS = 30
+LEASES_SHOWN = 1000
+MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS, MAX_NODES = 200, 20, 50, 200, 500
+
+
+def pool_info(backend: Backend, host: str) -> PoolInfo:
+    """The pool's public facts, under that name of ours that `host` (a Host header) asked for."""
+    context = backend.context
+    with backend.store.read() as connection:
+        latest = policies.latest_version(connection)
+    return PoolInfo(
+        chain_id=context.deployment.chain_id,
+        contracts=ContractAddresses.model_validate(context.deployment.contracts),
+        pool=context.pool,
+        manager=context.manager,
+        trainer=backend.trainer,
+        run_digest=context.run.digest(),
+        name=context.run.name,
+        orchestrator=backend.name_for(host) or backend.audience,
+        latest_version=latest,
+        stake_per_class=str(context.run.stake_per_class),
+    )
+
+
+def status(backend: Backend) -> Status:
+    """One consistent picture of the pool."""
+    context, now = backend.context, backend.now()
+    with backend.store.read() as connection:
+        seen = meta.get(connection, meta.CHAIN_SEEN_AT)
+        versions = sorted(row.version for row in policies.newest(connection, MAX_VERSIONS))
+        return Status(
+            pool=context.pool,
+            name=context.run.name,
+            time=int(now),
+            step=batches.next_step(connection),
+            latest_version=versions[-1] if versions else None,
+            published=tuple(versions),
+            nodes=tuple(_infos(connection, nodes.latest(connection, MAX_NODES))),
+            files=submissions.counts(connection),
+            shadow_files=submissions.counts(connection, shadow=True),
+            batches=tuple(_batches(connection)),
+            transactions=tuple(_transactions(connection)),
+            slashes=tuple(_slashes(connection)),
+            reach=tuple(reach.picture(connection)),
+            validators=tuple(
+                ValidatorInfo(**vars(record)) for record in opinions.track_records(connection)
+            ),
+            compute_share=submissions.mean_compute_share(connection),
+            targets=targets.shares_of(connection, revisions.current(connection, context), now),
+            chain_reachable=seen is not None and now - float(seen) < CHAIN_SILENT_SECONDS,
+        )
+
+
+def node_list(backend: Backend, after: str, provider: Address | None) -> list[NodeInfo]:
+    """A page of the nodes (of one provider) by address, from the first beyond `after`."""
+    with backend.store.read() as connection:
+        return _infos(connection, nodes.page(connection, after, NODES_PAGE, provider))
+
+
+def node_info(backend: Backend, node: Address) -> NodeInfo:
+    """One node. Raises NotFoundError if it was never admitted."""
+    with backend.store.read() as connection:
+        row = nodes.get(connection, node)
+        if row is None:
+            raise NotFoundError(f"no node {node} was admitted here")
+        return _infos(connection, [row])[0]
+
+
+def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
+    """The newest leases of one node, newest last: who was given what, for anyone to see."""
+    with backend.store.read() as connection:
+        rows = leases.newest_of(connection, node, LEASES_SHOWN)
+    return [
+        LeaseInfo(
+            digest=row.digest,
+            step=row.step,
+            index=row.lease_index,
+            policy_version=row.policy_version,
+            status=row.status,
+            created_at=int(row.created_at),
+            deadline=row.deadline,
+            target=row.target,
+        )
+        for row in rows
+    ]
+
+
+def _infos(connection: Connection, rows: Sequence[NodeRow]) -> list[NodeInfo]:
+    addresses = [row.address for row in rows]
+    counts = submissions.counts_by_node(connection, addresses)
+    unpaid = submissions.counts_by_node(connection, addresses, shadow=True)
+    found = []
+    for node in rows:
+        count = (unpaid if node.status == "shadow" else counts).get(node.address, {})
+        found.append(
+            NodeInfo(
+                node=node.address,
+                provider=node.provider,
+                status=node.status,
+                speed_class=node.speed_class,
+                last_heartbeat=int(node.last_heartbeat),
+                policy_version=node.policy_version,
+                accepted=count.get("accepted", 0),
+                rejected=count.get("rejected", 0),
+                void=count.get("void", 0),
+                units=0 if node.status == "shadow" else count.get("units", 0),
+            )
+        )
+    return found
+
+
+def _batches(connection: Connection) -> list[dict[str, int | str]]:
+    return [
+        {
+            "step": row.step,
+            "rows": row.rows,
+            "mean_reward_micro": row.mean_reward_micro,
+            "staleness_max": row.staleness_max,
+            "sealed_at": int(row.sealed_at),
+        }
+        for row in batches.latest(connection, MAX_BATCHES)
+    ]
+
+
+def _transactions(connection: Connection) -> list[dict[str, int | str]]:
+    return [
+        {
+            "kind": row.kind,
+            "hash": row.tx_hash or "",
+            "status": row.status,
+            "at": int(row.updated_at),
+        }
+        for row in intents.latest_sent(connection, MAX_TRANSACTIONS)
+    ]
+
+
+def _slashes(connection: Connection) -> list[dict[str, int | str]]:
+    table = schema.slashes.c
+    rows = connection.execute(
+        sa.select(schema.slashes)
+        .order_by(table.created_at.desc(), table.submission_digest)
+        .limit(MAX_SLASHES)
+    ).all()
+    return [
+        {
+            "submission": row.submission_digest,
+            "node": row.node,
+            "reason": Reason(row.reason).name.lower(),
+            "amount": row.amount,
+            "status": row.status,
+            "evidence": row.evidence,
+            "transaction": row.execute_tx or row.propose_tx or "",
+            "at": int(row.created_at),
+        }
+        for row in reversed(rows)
+    ]
+
+
+def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
+    """What became of a submission. Raises NotFoundError."""
+    with backend.store.read() as connection:
+        row = submissions.get(connection, digest)
+        if row is None:
+            raise NotFoundError("there is no submission of that digest")
+        roots = schema.roots.c
+        root = connection.execute(
+            sa.select(roots.root).where(roots.id == row.root_id, roots.chain_seq.is_not(None))
+        ).scalar()
+    return SubmissionInfo(
+        submission_digest=row.digest,
+        node=row.node,
+        lease_digest=row.lease_digest,
+        step=row.step,
+        sha256=row.sha256,
+        status=row.status,
+        reason=row.reason,
+        units=row.units,
+        root=None if root is None else Digest(root),
+        verdict=row.verdict,
+        evidence=row.evidence,
+        compute_share=row.compute_share,
+        detail="" if row.status in ("open", "submitted") else Reason(row.reason).sentence,
+    )
+
+
+def reward_info(backend: Backend, node: Address) -> RewardInfo:
+    """The node's entry in the newest reward root on chain, with its proof, and what is to come."""
+    with backend.store.read() as connection:
+        settlement = newest_settlement(connection, backend.objects)
+        settled = settlement.epoch if settlement is not None else -1
+        pending = pending_units(connection, node, settled)
+        credits = schema.credits.c
+        lost = connection.execute(
+            sa.select(credits.amount).where(credits.node == node, credits.status == "forfeited")
+        ).scalars()
+        forfeited = sum(int(amount) for amount in lost)
+        claimable = None
+        if settlement is not None:
+            roots = schema.reward_roots.c
+            claimable = connection.execute(
+                sa.select(roots.claimable_at).where(roots.epoch == settlement.epoch)
+            ).scalar()
+    cumulative, proof = 0, list[Digest]()
+    if settlement is not None and node in settlement.amounts():
+        cumulative, proof = settlement.proof(node)
+    return RewardInfo(
+        node=node,
+        epoch=settlement.epoch if settlement is not None else None,
+        cumulative=str(cumulative),
+        proof=tuple(proof),
+        claimable_at=claimable,
+        pending_units=pending,
+        forfeited=str(forfeited),
+    )

@@ -1,0 +1,205 @@
+"""`orchestrator calibrate`: honest drift of every set-up on this machine, as a signed object.
+
+The run definition names the calibration by its SHA-256 (`calibration = "0x…"`), and its pool's
+manager answers for it: whoever judges by it (validators, auditors, `prime-node verify`) refuses one
+that the manager did not sign. Files that declare a set-up which it does not cover are verified in
+shadow: measured, never slashed, never paid.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prime_chain.keystore import load_keystore, read_password
+from prime_core.calibration import CalibrationStatement
+from prime_core.command_line import command
+from prime_core.deployment import Deployment
+from prime_core.errors import UnavailableError, UserError
+from prime_core.storage.base import put_object
+from prime_core.storage.directory import DirectoryStore
+from prime_verify.engines import ENGINES
+
+if TYPE_CHECKING:
+    from prime_verify.proofs.thresholds import Calibration
+
+app = command()
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Calibration to write (JSON).")],
+    model: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a model to measure with; repeat for more.")
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ENGINE=INTERPRETER of an engine installed elsewhere (vllm=PATH). That of "
+            "scripts/setup_vllm.sh is found by itself."
+        ),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="cpu or cuda; repeat for both (default: what this machine has)."),
+    ] = None,
+    replay_device: Annotated[
+        str | None,
+        typer.Option(help="What the pool's validators replay on (default: the first --device)."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option(help="Measure the plain engine, or only those of --python.")
+    ] = True,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            help="Earlier calibration, of another machine, say: its set-ups stay, and what is "
+            "measured again gets the wider of both limits."
+        ),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="More or fewer files.", min=0.001)] = 1.0,
+    sign: Annotated[
+        Path | None,
+        typer.Option(help="Calibration measured before, elsewhere, say: only sign it."),
+    ] = None,
+    objects: Annotated[
+        Path | None, typer.Option(help="Folder of the pool's object store, to put it there too.")
+    ] = None,
+    deployment: Annotated[
+        Path | None, typer.Option(help="Deployment JSON, to sign for its network.")
+    ] = None,
+    wallet: Annotated[
+        Path | None, typer.Option(help="Keystore of the pool's manager, to sign it.")
+    ] = None,
+    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
+) -> None:
+    """Measure honest drift of every set-up here; write (and sign) the limits that follow."""
+    from prime_verify.proofs.thresholds import load
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    if (wallet is None) != (deployment is None):
+        raise UserError(
+            "a signature needs both a keystore and a network", hint="give --wallet and --deployment"
+        )
+    if sign is not None and wallet is None:
+        raise UserError("nobody is there to sign it", hint="give --wallet and --deployment")
+    domain = Deployment.load(deployment).domain_of(CalibrationStatement) if deployment else None
+    signer = None
+    if wallet is not None:
+        prompt = f"Password of {wallet}: "
+        signer = load_keystore(wallet, read_password(password_file, password_fd, prompt=prompt))
+    _try_to_write(out)  # what cannot be written is said now, not in an hour
+    left_out: list[str] = []
+    if sign is not None:
+        found = load(sign)
+    else:
+        engines, devices = _interpreters(python or [], plain), device or _devices()
+        kept = load(keep) if keep else None
+        found, left_out = _measured(
+            model or [], engines, devices, replay_device or devices[0], scale, kept
+        )
+    if signer is not None and domain is not None:
+        found = found.sign(signer, domain, int(time.time()))
+    out.write_bytes(found.canonical())  # its SHA-256 is its name
+    if objects is not None:
+        put_object(DirectoryStore(objects), found.canonical())
+    by = found.signed.signer if found.signed else None
+    written = {"calibration": str(out), "digest": found.digest(), "signer": by}
+    if as_json:
+        typer.echo(json.dumps({**written, "left_out": left_out}))
+        return
+    for setup in found.setups:
+        typer.echo(
+            f"{setup.engine} {setup.dtype} on {setup.device}: {setup.rows} rows in {setup.files} "
+            f"files, batches of {', '.join(map(str, setup.batches))}"
+        )
+    for reason in left_out:
+        typer.echo(f"left out: {reason}")
+    typer.echo(f"for replays in {found.replay_dtype} on {found.replay_device}")
+    typer.echo(
+        f"signed by {by}"
+        if by
+        else "not signed: no pool is judged by it until its manager signs it (--sign)"
+    )
+    typer.echo(f"digest {found.digest()} → {out} (for the run definition: calibration = …)")
+
+
+def _measured(
+    models: list[Path],
+    python_of: dict[str, Path | None],
+    devices: list[str],
+    replay_device: str,
+    scale: float,
+    found: Calibration | None,
+) -> tuple[Calibration, list[str]]:
+    """What every device's set-ups measure, beside those of `found`, and what was left out. Raises
+    UnavailableError if nothing could be measured."""
+    from prime_verify.calibrate import calibrate as measure
+
+    left_out: list[str] = []
+    measured = False
+    for one in devices:
+        try:
+            found, lacking = measure(
+                models,
+                python_of=python_of,
+                device=one,
+                replay_device=replay_device,
+                scale=scale,
+                keep=found,
+            )
+        except UnavailableError as error:
+            left_out.append(f"{one}: {error}")
+            continue
+        left_out += lacking
+        measured = True
+    if found is None or not measured:
+        raise UnavailableError("; ".join(left_out))
+    return found, left_out
+
+
+def _try_to_write(out: Path) -> None:
+    """Raises UserError if the calibration could not be written there."""
+    try:
+        with NamedTemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written: {error.strerror}", hint="name another file with --out"
+        ) from error
+
+
+def _devices() -> list[str]:
+    """What this machine can measure on."""
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def _interpreters(words: list[str], plain: bool) -> dict[str, Path | None]:
+    """Engines to measure: plain here unless told otherwise, vLLM where scripts/setup_vllm.sh has
+    put it, and those that --python names."""
+    found: dict[str, Path | None] = {"plain": None} if plain else {}
+    vllm = Path(os.environ.get("PRIME_VLLM_HOME", "var/engines/vllm")) / "bin" / "python"
+    if vllm.exists():
+        found["vllm"] = vllm
+    for word in words:
+        engine, _, path = word.partition("=")
+        if engine not in ENGINES or not path:
+            raise UserError(
+                f"--python {word!r} names no engine", hint=f"ENGINE is one of {', '.join(ENGINES)}"
+            )
+        if not Path(path).exists():
+            raise UserError(f"there is no interpreter {path}", hint="scripts/setup_vllm.sh")
+        found[engine] = Path(path)
+    return found

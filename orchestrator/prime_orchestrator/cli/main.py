@@ -1,0 +1,152 @@
+"""`orchestrator`: everything an operator types.
+
+Sub-commands are imported when they are called, so that `--help` answers at once. Expected errors
+are one sentence and an exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prime_core.command_line import group, program
+from prime_core.command_line import run as run_program
+
+_ELSEWHERE = {
+    "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
+    "calibrate": ("prime_orchestrator.cli.calibrate", "Measure honest drift; write the limits."),
+    "relay": (
+        "prime_orchestrator.relay",
+        "Serve policies to nodes, from an origin or another relay.",
+    ),
+    "run": ("prime_orchestrator.cli.run", "Make and read run definitions."),
+    "env": ("prime_orchestrator.cli.env", "Contribute, check and review environments."),
+    "pool": ("prime_orchestrator.cli.pool", "Create, fund, show and end a pool; its members."),
+    "slash": ("prime_orchestrator.cli.slash", "Slash proposals; the arbiter's judgements."),
+    "terms": (
+        "prime_orchestrator.cli.terms",
+        "Dispute deposit, validators' bond, and the governor.",
+    ),
+    "rewards": ("prime_orchestrator.cli.rewards", "Show, explain and rebuild reward roots."),
+    "deployment": (
+        "prime_orchestrator.cli.deployment",
+        "Deploy the contracts, or check a deployment.",
+    ),
+}
+"""Command name → (module that holds its Typer `app`, help line)."""
+
+app = program(
+    "orchestrator",
+    "Runs a pool: leases, intake, validation, batches, policies, settlement.",
+    _ELSEWHERE,
+)
+store_app = group("The store behind the API.")
+app.add_typer(store_app, name="store")
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def validate(context: typer.Context) -> None:
+    """Judge submitted files: the same as `validator run`, which is a program of its own."""
+    words = [sys.executable, "-m", "prime_validator.cli", "run", *context.args]
+    os.execv(sys.executable, words)  # noqa: S606
+
+
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+Data = Annotated[Path | None, typer.Option("--data", help="Folder of the store and its objects.")]
+Database = Annotated[
+    str | None,
+    typer.Option("--database", help="sqlite:///PATH or postgresql://… (default: in --data)."),
+]
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    public_url: Annotated[
+        str | None, typer.Option(help="How nodes reach this server (behind a proxy).")
+    ] = None,
+    also_known_as: Annotated[
+        list[str] | None,
+        typer.Option(help="Another URL that clients are given for it; repeat for more."),
+    ] = None,
+    data: Data = None,
+    database: Database = None,
+    objects: Annotated[Path | None, typer.Option(help="Folder of the object store.")] = None,
+    deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
+    rpc: Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")] = None,
+    pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run definition (canonical JSON).")] = None,
+    wallet: Annotated[Path | None, typer.Option(help="Keystore of the pool's manager.")] = None,
+    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    allow_relay: Annotated[
+        list[str] | None,
+        typer.Option(help="Account that may announce a relay without a seat; repeat for more."),
+    ] = None,
+    planted: Annotated[
+        list[str] | None,
+        typer.Option(help="Node of the manager's own whose files are planted; repeat for more."),
+    ] = None,
+    planted_secret: Annotated[
+        Path | None, typer.Option(help="File with the secret that planted nodes share with us.")
+    ] = None,
+    planted_one_in: Annotated[
+        int | None, typer.Option(help="One lease in so many goes to them (default 50).")
+    ] = None,
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxy",
+            help="Address or network of a reverse proxy whose X-Forwarded-For says who asks; "
+            "repeat for more. By default nobody's is believed.",
+        ),
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Serve the API and run its loops (chain, batches, settlement) until SIGTERM."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.config import load
+    from prime_orchestrator.serve import run as run_server
+
+    del flags["config"]
+    lists = {
+        "rpc": tuple(rpc or ()),
+        "also_known_as": tuple(also_known_as or ()),
+        "allow_relay": tuple(allow_relay or ()),
+        "planted": tuple(planted or ()),
+        "trusted_proxies": tuple(trusted_proxies or ()),
+    }
+    run_server(load(flags | lists, config))
+
+
+@store_app.command()
+def migrate(config: Config = None, data: Data = None, database: Database = None) -> None:
+    """Bring the database's schema up to date (`serve` does it by itself)."""
+    from prime_orchestrator.config import load
+    from prime_orchestrator.store import open_store
+
+    settings = load({"data": data, "database": database}, config)
+    store = open_store(settings.database_url)
+    try:
+        store.migrate()
+    finally:
+        store.close()
+    typer.echo("the schema is up to date")
+
+
+def main() -> None:
+    """Entry point."""
+    run_program(app, "orchestrator")
+
+
+if __name__ == "__main__":
+    main()

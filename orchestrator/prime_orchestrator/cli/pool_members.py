@@ -1,0 +1,223 @@
+"""`orchestrator pool invite|join|eject|ban|allow|pause|set-validator …`: who sits, who judges."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from prime_chain import flows, history
+from prime_chain.desk import Desk, Done, PoolNumber, at_desk
+from prime_chain.leaves import find_leaf
+from prime_core import ids
+from prime_core.errors import UserError
+from prime_core.node import Invite
+from prime_core.signing import SignatureField, Strict
+from prime_core.transport.client import OrchestratorClient
+from prime_core.verdict import SignedOpinion
+
+NodeAddress = Annotated[str, typer.Argument(help="Address of the node.")]
+INVITE_SECONDS = 86_400
+MAX_INVITE_BYTES = 1 << 16
+
+
+class SignedInvite(Strict):
+    """An invite as a file: anyone may carry it to the chain before its deadline."""
+
+    invite: Invite
+    signature: SignatureField
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds these commands to `orchestrator pool`."""
+    members = (invite, join, eject, ban, unban, pause, start, list_only, allow)
+    for function in (*members, set_validator, reject):
+        app.command(function.__name__.replace("_", "-"))(function)
+
+
+@at_desk
+def invite(
+    desk: Desk,
+    node: NodeAddress,
+    pool: PoolNumber,
+    speed_class: Annotated[
+        int, typer.Option("--class", help="Speed class that it is admitted in.", min=1, max=255)
+    ],
+    out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
+    seconds: Annotated[int, typer.Option(help="How long it is good for.", min=1)] = INVITE_SECONDS,
+) -> Done:
+    """Sign an invite for a node; anyone carries it by `pool join` or `prime-node`. Sends nothing.
+
+    `orchestrator serve` does this by itself for every machine that solves its challenge.
+    """
+    signer = desk.require_signer()
+    if (manager := desk.pool(pool).manager) != signer.address:
+        raise UserError(
+            f"pool {pool} is managed by {manager}, not by {signer.address}",
+            hint="give that account's keystore by --wallet",
+        )
+    statement = Invite(
+        pool=pool,
+        node=ids.address(node),
+        speed_class=speed_class,
+        deadline=int(time.time()) + seconds,
+    )
+    signature = signer.sign(statement, desk.deployment.domain_of(statement))
+    signed = SignedInvite(invite=statement, signature=signature)
+    if out is not None:
+        out.write_text(signed.model_dump_json(indent=2) + "\n")
+    said = f"the invite is in {out}" if out is not None else signed.model_dump_json(indent=2)
+    return Done(signed.model_dump(mode="json"), said)
+
+
+@at_desk
+def join(
+    desk: Desk,
+    file: Annotated[Path, typer.Argument(help="Invite as `pool invite --out` wrote it.")],
+) -> Done:
+    """Carry a signed invite to the chain: the node takes its seat. Anyone may."""
+    signed = read_invite(file)
+    calls = flows.join(desk.contracts, signed.invite, signed.signature)
+    desk.perform(calls)
+    where = f"pool {signed.invite.pool}"
+    said = f"node {signed.invite.node} sits in {where}"
+    return Done({"pool": signed.invite.pool, "node": signed.invite.node}, said)
+
+
+@at_desk
+def eject(desk: Desk, node: NodeAddress, pool: PoolNumber) -> Done:
+    """Take a node's seat away. It may come back with a later invite, unless it is banned."""
+    meant = ids.address(node)
+    desk.perform([desk.contracts.pools.eject(pool, meant)])
+    return Done({"pool": pool, "node": meant}, f"node {meant} is out of pool {pool}")
+
+
+@at_desk
+def ban(desk: Desk, node: NodeAddress, pool: PoolNumber) -> Done:
+    """Bar a node from coming back; one that sits in the pool is ejected first."""
+    meant = ids.address(node)
+    pools = desk.contracts.pools
+    if pools.class_of(pool, meant):
+        desk.perform([pools.eject(pool, meant)])
+    desk.perform([pools.set_ban(pool, meant, True)])
+    return Done({"pool": pool, "node": meant, "banned": True}, f"node {meant} is barred")
+
+
+@at_desk
+def unban(desk: Desk, node: NodeAddress, pool: PoolNumber) -> Done:
+    """Let a barred node be invited again."""
+    meant = ids.address(node)
+    desk.perform([desk.contracts.pools.set_ban(pool, meant, False)])
+    return Done({"pool": pool, "node": meant, "banned": False}, f"node {meant} may come back")
+
+
+@at_desk
+def pause(desk: Desk, pool: PoolNumber) -> Done:
+    """Let nobody in for now; who sits in the pool goes on working."""
+    desk.perform([desk.contracts.pools.pause(pool)])
+    return Done({"pool": pool, "paused": True}, f"nobody joins pool {pool} until it is started")
+
+
+@at_desk
+def start(desk: Desk, pool: PoolNumber) -> Done:
+    """Let nodes into a paused pool again."""
+    desk.perform([desk.contracts.pools.start(pool)])
+    return Done({"pool": pool, "paused": False}, f"nodes may join pool {pool}")
+
+
+@at_desk
+def list_only(
+    desk: Desk,
+    pool: PoolNumber,
+    off: Annotated[bool, typer.Option("--off", help="Let any provider in again.")] = False,
+) -> Done:
+    """Let only listed providers in (the pool's own choice: the network asks for stake alone)."""
+    desk.perform([desk.contracts.pools.set_allow_list(pool, not off)])
+    whom = "any provider" if off else "listed providers only"
+    return Done({"pool": pool, "list_only": not off}, f"pool {pool} lets in {whom}")
+
+
+@at_desk
+def allow(
+    desk: Desk,
+    provider: Annotated[list[str], typer.Argument(help="Address of a provider; several may be.")],
+    pool: PoolNumber,
+    off: Annotated[bool, typer.Option("--off", help="Take it off the list.")] = False,
+) -> Done:
+    """Put providers on the pool's list, or take them off it by --off."""
+    meant = [ids.address(one) for one in provider]
+    desk.perform([desk.contracts.pools.set_listed(pool, one, not off) for one in meant])
+    said = f"{len(meant)} provider(s) {'off' if off else 'on'} the list of pool {pool}"
+    return Done({"pool": pool, "providers": meant, "listed": not off}, said)
+
+
+@at_desk
+def set_validator(
+    desk: Desk,
+    account: Annotated[str, typer.Argument(help="Address of the validator.")],
+    pool: PoolNumber,
+    off: Annotated[bool, typer.Option("--off", help="Dismiss it.")] = False,
+) -> Done:
+    """Appoint a validator, or dismiss it by --off."""
+    meant = ids.address(account)
+    desk.perform([desk.contracts.pools.set_validator(pool, meant, not off)])
+    said = f"{meant} {'judges no longer' if off else 'judges'} in pool {pool}"
+    return Done({"pool": pool, "validator": meant, "on": not off}, said)
+
+
+@at_desk
+def reject(
+    desk: Desk,
+    submission: Annotated[str, typer.Argument(help="Digest of the submission.")],
+    pool: PoolNumber,
+    opinions: Annotated[Path, typer.Argument(help="File with the opinions (JSON list).")],
+    orchestrator: Annotated[str, typer.Option(help="URL that serves the list of leaves.")],
+) -> Done:
+    """Strike a submission from pay within its validity; takes no stake. Anyone may who has the
+    opinions of the pool's quorum."""
+    leaf = ids.digest(submission)
+    said = read_opinions(opinions)
+    number = {
+        one.validator: role.number
+        for one in said
+        if (role := desk.contracts.pools.validator_of(pool, one.validator)) is not None
+    }
+    said.sort(key=lambda one: number.get(one.validator, 0))
+    events = history.read_events(desk.client, desk.deployment, contracts=("work",))
+    with OrchestratorClient(orchestrator) as server:
+        found = find_leaf(desk.client, desk.deployment, events, pool, leaf, None, server.get_object)
+    work = desk.contracts.work
+    desk.perform([work.reject(found.signed.submission, found.root.seq, found.proof, said)])
+    text = f"submission {leaf} of pool {pool} earns nothing"
+    return Done({"pool": pool, "submission": leaf}, text)
+
+
+def read_opinions(path: Path) -> list[SignedOpinion]:
+    """Opinions as the orchestrator serves them. Raises UserError if the file holds none."""
+    try:
+        found = TypeAdapter(list[SignedOpinion]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"the opinions {path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise UserError(f"{path} holds no opinions") from error
+    if not found:
+        raise UserError(f"{path} holds no opinions")
+    return found
+
+
+def read_invite(path: Path) -> SignedInvite:
+    """A signed invite from its file. Raises UserError if it cannot be read or is none."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_INVITE_BYTES)
+        return SignedInvite.model_validate(json.loads(raw))
+    except OSError as error:
+        raise UserError(f"the invite {path} cannot be read: {error.strerror}") from error
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} is no signed invite", hint="make one with: orchestrator pool invite"
+        ) from error

@@ -1,0 +1,134 @@
+"""`orchestrator rewards list|explain|rebuild`: reward roots as the chain holds them, by anyone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prime_chain.client import ChainClient
+from prime_chain.contracts import prime
+from prime_chain.explain import explain
+from prime_chain.history import read_events
+from prime_chain.rewards import Rebuilder, history_of
+from prime_core import ids
+from prime_core.command_line import group
+from prime_core.deployment import Deployment
+from prime_core.errors import NotFoundError
+from prime_core.times import utc
+from prime_core.transport.client import OrchestratorClient, run_bytes
+
+app = group("Reward roots: list those on chain, rebuild one from events and published objects.")
+Rpc = Annotated[list[str], typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
+File = Annotated[Path, typer.Option("--deployment", help="Deployment JSON.")]
+Pool = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0)]
+Server = Annotated[
+    str, typer.Option("--orchestrator", help="URL that serves the run definition and the objects.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+@app.command("list")
+def list_roots(
+    rpc: Rpc, deployment: File, pool: Pool, orchestrator: Server, json_output: Json = False
+) -> None:
+    """Every reward root that stands, oldest first."""
+    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+        rows = [
+            {
+                "epoch": event.epoch,
+                "root": event.root,
+                "cumulative_total": str(event.cumulative_total),
+                "object": event.object,
+                "claimable_at": event.claimable_at,
+                "transaction": event.tx_hash,
+            }
+            for event in rebuilder.posted()
+        ]
+    if json_output:
+        typer.echo(json.dumps(rows))
+        return
+    for row in rows:
+        total = prime(int(str(row["cumulative_total"])))
+        since = utc(int(str(row["claimable_at"])))
+        typer.echo(
+            f"epoch {row['epoch']}: {total} in all, root {row['root']}, payable from {since}"
+        )
+    if not rows:
+        typer.echo("no reward root stands yet")
+
+
+@app.command()
+def rebuild(
+    rpc: Rpc,
+    deployment: File,
+    pool: Pool,
+    orchestrator: Server,
+    epoch: Annotated[
+        int | None, typer.Option(help="Epoch of the reward root; the newest if not given.", min=0)
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Rebuild a reward root, and all that it builds on, and compare them with the chain's.
+
+    Exits with 1 if they differ.
+    """
+    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+        standing = rebuilder.posted()
+        if epoch is None and not standing:
+            raise NotFoundError("no reward root stands yet")
+        rebuilt = rebuilder.rebuild(standing[-1].epoch if epoch is None else epoch)
+    if json_output:
+        typer.echo(json.dumps(rebuilt.as_json()))
+    else:
+        said = "match" if rebuilt.match else "MISMATCH"
+        total = prime(int(rebuilt.settlement.cumulative_total))
+        typer.echo(f"epoch {rebuilt.epoch}: {said}; {total} in all")
+        for entry in rebuilt.settlement.entries:
+            typer.echo(f"  {entry.node}  {prime(int(entry.cumulative))}")
+        for problem in rebuilt.problems:
+            typer.echo(f"  {problem}")
+    if not rebuilt.match:
+        raise typer.Exit(1)
+
+
+@app.command("explain")
+def explain_node(
+    rpc: Rpc,
+    deployment: File,
+    pool: Pool,
+    orchestrator: Server,
+    node: Annotated[str, typer.Argument(help="Address of the node.")],
+    epoch: Annotated[
+        int | None, typer.Option(help="Up to this epoch's reward root; the newest.", min=0)
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Why a node got what it got: each of its files, what it earned or why it did not.
+
+    Exits with 1 if the files do not add up to what the root gives.
+    """
+    meant = ids.address(node)
+    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+        found = explain(rebuilder, meant, epoch)
+    typer.echo(json.dumps(found.as_json()) if json_output else "\n".join(found.lines()))
+    if found.problems:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _rebuilder(rpc: list[str], file: Path, pool: int, orchestrator: str) -> Iterator[Rebuilder]:
+    deployment = Deployment.load(file)
+    client = ChainClient(rpc, deployment.chain_id)
+    try:
+        events = read_events(client, deployment, contracts=("pools", "work", "rewards", "slasher"))
+        with OrchestratorClient(orchestrator) as server:
+            runs = history_of(events, pool, partial(run_bytes, server))
+            yield Rebuilder(events, deployment, pool, runs, server)
+    finally:
+        client.close()

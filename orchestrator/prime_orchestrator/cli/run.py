@@ -1,0 +1,154 @@
+"""`orchestrator run new|show|revise`: the run definition, made from a readable TOML file, and its
+revisions in a running pool.
+
+The TOML holds what a person decides; the digests that pin environment and base model are computed
+from what is installed here. The SHA-256 of the file that is written is the pool's run digest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from prime_broadcast.manifest import build_manifest
+from prime_chain.keystore import load_keystore, read_password
+from prime_core.command_line import group
+from prime_core.errors import ConflictError, UserError
+from prime_core.folders import make_folder
+from prime_core.messages import RevisionRequest, RunList, RunRevision
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.run_file import read_run
+from prime_core.transport.client import OrchestratorClient
+from prime_envs.lengths import budgets_from
+from prime_envs.registry import environment_ref
+
+app = group("Make and read run definitions.")
+
+
+@app.command()
+def new(
+    source: Annotated[Path, typer.Argument(help="TOML file; see docs/examples/run.toml.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face folder of the base model.")],
+    out: Annotated[Path, typer.Option(help="Run definition to write.")],
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Write a run definition, its environment and base model pinned by digest."""
+    if out.exists():
+        raise UserError(f"{out} exists already", hint="name another file by --out")
+    run = define(_toml(source), source, model)
+    make_folder(out.parent)
+    out.write_bytes(run.raw())
+    _show(run, out, json_output)
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="Run definition.")],
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """The digest of a run definition, and what it says."""
+    _show(read_run(file, exact=True), file, json_output)
+
+
+@app.command()
+def revise(
+    run: Annotated[Path, typer.Option(help="The revised run definition.")],
+    from_step: Annotated[int, typer.Option(help="First step that it holds for.", min=1)],
+    orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
+    wallet: Annotated[Path, typer.Option(help="Keystore of the pool's manager.")],
+    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait until it is final on chain.", min=0)
+    ] = 1800.0,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Revise image, prices, environment, budgets or requirements of a running pool.
+
+    Leases that are given already keep their revision: they are judged and paid by it. The step must
+    not be leased yet. Its leases wait until the revision is final on chain, so name a step some
+    way ahead.
+    """
+    definition = read_run(run, exact=True)
+    signer = load_keystore(
+        wallet, read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
+    )
+    request = RevisionRequest(run=definition.raw().decode(), from_step=from_step)
+    with OrchestratorClient(orchestrator, signer, "manager") as client:
+        made = client.post("/v1/revisions", request, RunRevision)
+        end = time.monotonic() + wait
+        while not made.final and time.monotonic() < end:
+            time.sleep(1.0)
+            listed = client.get("/v1/runs", RunList).revisions
+            found = [one for one in listed if one.from_step == from_step]
+            if not found:
+                raise ConflictError(
+                    "the chain refused the revision; the orchestrator's log says why"
+                )
+            made = found[0]
+    if json_output:
+        typer.echo(made.model_dump_json())
+        return
+    state = "is final on chain" if made.final else "is announced and not final on chain yet"
+    typer.echo(f"run {made.run_digest} holds from step {made.from_step} and {state}")
+
+
+def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
+    """The run that `values` describe. Raises UserError with the name of what is wrong."""
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"{model} is no model folder: it has no config.json",
+            hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
+        )
+    try:
+        values["budgets"] = budgets_from(values["budgets"])
+        budgets = LengthBudgets.model_validate_json(json.dumps(values["budgets"]))
+        wanted = values.pop("environment")
+        environment = environment_ref(
+            wanted["name"],
+            wanted.get("arguments", {}),
+            budgets,
+            train_size=wanted["train_size"],
+            heldout_size=wanted["heldout_size"],
+        )
+        base = build_manifest(model, pool=0, version=0, step=0).result_digest
+        whole = {**values, "environment": environment.model_dump(mode="json"), "base_model": base}
+        return RunDefinition.model_validate_json(json.dumps(whole))
+    except KeyError as error:
+        raise UserError(
+            f"{source} does not say {error}", hint="see docs/examples/run.toml"
+        ) from error
+    except (ValidationError, TypeError) as error:
+        raise UserError(f"{source} is no run: {_first(error)}") from error
+
+
+def _toml(source: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(source.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{source} cannot be read as TOML: {error}") from error
+
+
+def _first(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return str(error)
+
+
+def _show(run: RunDefinition, file: Path, json_output: bool) -> None:
+    if json_output:
+        typer.echo(json.dumps({"digest": run.digest(), "run": run.model_dump(mode="json")}))
+        return
+    typer.echo(f"run {run.name!r} in {file}: digest {run.digest()}")
+    typer.echo(
+        f"  {run.environment.name}, {run.environment.train_size:,} problems · "
+        f"{run.groups_per_batch} groups of {run.samples_per_group} a batch · "
+        f"at most {run.max_staleness} policies old"
+    )

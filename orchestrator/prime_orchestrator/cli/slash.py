@@ -1,0 +1,156 @@
+"""`orchestrator slash …`: slash proposals, as anyone sees and carries them out; the arbiter's acts.
+
+proposed ──window──▶ execute (anyone)      disputed ──not judged in time──▶ lapse (anyone)
+cancel (arbiter, before execution)         disputed ──▶ confirm or overturn (arbiter)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from prime_chain import history
+from prime_chain.amounts import prime
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.desk import Desk, Done, File, Json, PoolNumber, Rpc, at_desk
+from prime_core import ids
+from prime_core.command_line import group
+from prime_core.deployment import Deployment
+from prime_core.times import utc
+
+app = group("Slash proposals: list, carry out, judge, cancel; void reward roots.")
+Proposal = Annotated[str, typer.Argument(help="Digest of the submission that it is about.")]
+
+
+@app.command("list")
+def list_slashes(
+    rpc: Rpc,
+    deployment: File,
+    pool: Annotated[int | None, typer.Option("--pool", help="Only this pool's.", min=0)] = None,
+    json_output: Json = False,
+) -> None:
+    """Every proposal, oldest first."""
+    place = Deployment.load(deployment)
+    client = ChainClient(rpc, place.chain_id)
+    try:
+        found = [s for s in history.read_slashes(client, place) if pool in (None, s.pool)]
+    finally:
+        client.close()
+    if json_output:
+        typer.echo(json.dumps([asdict(one) | {"amount": str(one.amount)} for one in found]))
+        return
+    for one in found:
+        typer.echo(f"{one.leaf}  {one.status}  {one.reason.name}  {prime(one.amount)}  {one.node}")
+    if not found:
+        typer.echo("nothing was ever proposed")
+
+
+@app.command()
+@at_desk
+def execute(desk: Desk, proposal: Proposal) -> Done:
+    """Carry out an undisputed proposal whose window has closed. Anyone may."""
+    leaf = ids.digest(proposal)
+    desk.perform([desk.contracts.slasher.execute(leaf)])
+    return Done({"proposal": leaf, "state": "executed"}, f"the slash for {leaf} is executed")
+
+
+@app.command()
+@at_desk
+def lapse(desk: Desk, proposal: Proposal) -> Done:
+    """End a dispute that was not judged in time: the deposit goes back. Anyone may."""
+    leaf = ids.digest(proposal)
+    desk.perform([desk.contracts.slasher.lapse(leaf)])
+    return Done({"proposal": leaf, "state": "cancelled"}, f"the slash for {leaf} has lapsed")
+
+
+@app.command()
+@at_desk
+def cancel(desk: Desk, proposal: Proposal) -> Done:
+    """Cancel a proposal before its execution. By the arbiter."""
+    leaf = ids.digest(proposal)
+    desk.perform([desk.contracts.slasher.cancel(leaf)])
+    return Done({"proposal": leaf, "state": "cancelled"}, f"the slash for {leaf} is cancelled")
+
+
+@app.command()
+@at_desk
+def disable(
+    desk: Desk,
+    pool: PoolNumber,
+    epoch: Annotated[int, typer.Option(help="Epoch of the reward root.", min=0)],
+) -> Done:
+    """Void a reward root that cannot be claimed yet, and all later ones. By the arbiter.
+
+    Check it first: orchestrator rewards rebuild --epoch N.
+    """
+    desk.perform([desk.contracts.rewards.disable(pool, epoch)])
+    facts = {"pool": pool, "epoch": epoch, "disabled": True}
+    return Done(facts, f"the reward root of epoch {epoch} in pool {pool} is void")
+
+
+@app.command()
+@at_desk
+def confirm(desk: Desk, proposal: Proposal) -> Done:
+    """Find the same as the authors of a stopped slash: it is carried out, the deposit lost. By the
+    arbiter.
+
+    Judge first: prime-node audit replay TRANSACTION.
+    """
+    leaf = ids.digest(proposal)
+    desk.perform([desk.contracts.slasher.confirm(leaf)])
+    return Done({"proposal": leaf, "judged": "confirmed"}, f"the slash for {leaf} is confirmed")
+
+
+@app.command()
+@at_desk
+def overturn(desk: Desk, proposal: Proposal) -> Done:
+    """Find otherwise: the deposit goes back, the authors pay from their bonds. By the arbiter.
+
+    Judge first: prime-node audit replay TRANSACTION.
+    """
+    leaf = ids.digest(proposal)
+    desk.perform([desk.contracts.slasher.overturn(leaf)])
+    return Done({"proposal": leaf, "judged": "overturned"}, f"the slash for {leaf} is overturned")
+
+
+@app.command()
+@at_desk
+def announce_arbiter(
+    desk: Desk, account: Annotated[str, typer.Argument(help="Address of the next arbiter.")]
+) -> Done:
+    """Announce another arbiter; `apply-arbiter` puts it in force one unbonding period later. By the
+    arbiter or the governor."""
+    meant = ids.address(account)
+    desk.perform([desk.contracts.slasher.announce_arbiter(meant)])
+    return Done({"arbiter": meant, "announced": True}, f"{meant} is announced as arbiter")
+
+
+@app.command()
+@at_desk
+def apply_arbiter(desk: Desk) -> Done:
+    """Put the announced arbiter in force. Anyone may, once its time has come."""
+    desk.perform([desk.contracts.slasher.apply_arbiter()])
+    return Done({"applied": True}, "the announced arbiter is in force")
+
+
+@app.command()
+def arbiter(rpc: Rpc, deployment: File, json_output: Json = False) -> None:
+    """Who judges disputes, and may cancel slashes and void reward roots."""
+    place = Deployment.load(deployment)
+    client = ChainClient(rpc, place.chain_id)
+    try:
+        slasher = Contracts(client, place).slasher
+        account, announced = slasher.arbiter(), slasher.announced_arbiter()
+    finally:
+        client.close()
+    following, act_at = announced or (None, None)
+    if json_output:
+        typer.echo(json.dumps({"arbiter": account, "next": following, "act_at": act_at}))
+        return
+    typer.echo(f"arbiter {account}")
+    if act_at is not None:
+        typer.echo(f"  {following} is announced; in force from {utc(act_at)} on")

@@ -1,0 +1,65 @@
+"""`orchestrator status`: what a pool's orchestrator says of itself, over HTTP alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prime_core.command_line import command
+from prime_core.messages import Status
+from prime_core.printing import printable
+from prime_core.transport.client import OrchestratorClient
+
+STEPS_SHOWN = 5
+
+app = command()
+
+
+@app.command()
+def status(
+    orchestrator: Annotated[str, typer.Option(help="URL of the pool's orchestrator.")],
+    json_output: Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")] = False,
+) -> None:
+    """Show the pool, its nodes, its latest steps, and the share of each target length."""
+    with OrchestratorClient(orchestrator) as client:
+        found = client.get("/v1/status", Status)
+    typer.echo(found.model_dump_json() if json_output else printable(text(found), keep="\n"))
+
+
+def text(status: Status) -> str:
+    """The picture as lines of text."""
+    policy = "none" if status.latest_version is None else str(status.latest_version)
+    files = ", ".join(f"{count} {kind}" for kind, count in sorted(status.files.items())) or "none"
+    lines = [
+        f"pool {status.pool} ({status.name}), step {status.step}, policy {policy}, "
+        f"chain {'reachable' if status.chain_reachable else 'NOT REACHABLE'}",
+        f"files: {files}",
+        "",
+        f"{'node':44}{'state':13}{'class':>5}{'policy':>8}{'accepted':>10}{'rejected':>10}",
+    ]
+    for node in status.nodes:
+        version = "-" if node.policy_version is None else str(node.policy_version)
+        lines.append(
+            f"{node.node:44}{node.status:13}{node.speed_class:>5}{version:>8}"
+            f"{node.accepted:>10}{node.rejected:>10}"
+        )
+    lines += ["", f"{'step':>8}{'rows':>8}{'reward':>9}{'staleness':>11}"]
+    for batch in status.batches[-STEPS_SHOWN:]:
+        reward = int(batch["mean_reward_micro"]) / 1e6
+        lines.append(
+            f"{batch['step']:>8}{batch['rows']:>8}{reward:>9.3f}{batch['staleness_max']:>11}"
+        )
+    totals = [
+        max(1, sum(getattr(share, name) for share in status.targets))
+        for name in ("asked", "accepted", "trained")
+    ]
+    lines += ["", f"{'target':>8}{'asked':>13}{'accepted':>13}{'trained':>13}"]
+    for share in status.targets:
+        counts = (share.asked, share.accepted, share.trained)
+        cells = "".join(
+            f"{count:>6} ({count / total:4.0%})"
+            for count, total in zip(counts, totals, strict=True)
+        )
+        lines.append(f"{share.target:>8}{cells}{'  STARVES' if share.starving else ''}")
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""`orchestrator terms …`: the dispute deposit and the validators' bond, and who may move them.
+
+announce (governor) ──delay of one unbonding, seen by everybody──▶ apply (anyone)
+hand-over (governor) ──▶ accept (the new one)      renounce: the terms never move again
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from prime_chain.amounts import parse_amount, prime
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.desk import Desk, Done, File, Json, Rpc, at_desk
+from prime_core import ids
+from prime_core.command_line import group
+from prime_core.deployment import Deployment
+from prime_core.times import utc
+
+app = group("The dispute deposit, the validators' bond, and who may move them.")
+
+
+@app.command()
+def show(rpc: Rpc, deployment: File, json_output: Json = False) -> None:
+    """The terms that hold, those announced, and the governor."""
+    place = Deployment.load(deployment)
+    client = ChainClient(rpc, place.chain_id)
+    try:
+        found = facts_of(Contracts(client, place))
+    finally:
+        client.close()
+    if json_output:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(f"dispute deposit  {prime(int(found['dispute_deposit']))}")
+    typer.echo(f"validator bond   {prime(int(found['validator_bond']))}")
+    typer.echo(f"governor         {found['governor'] or 'none: the terms never move'}")
+    if found["pending_governor"]:
+        typer.echo(f"offered to       {found['pending_governor']}")
+    if announced := found["announced"]:
+        deposit, bond = prime(int(announced["dispute_deposit"])), prime(int(announced["bond"]))
+        typer.echo(
+            f"announced        deposit {deposit}, bond {bond}, from {utc(announced['act_at'])} on"
+        )
+
+
+@app.command()
+@at_desk
+def announce(
+    desk: Desk,
+    deposit: Annotated[str, typer.Option(help="Dispute deposit in whole tokens, or 0.")],
+    bond: Annotated[str, typer.Option(help="Validators' bond in whole tokens, or 0.")],
+) -> Done:
+    """Say which terms shall apply after the delay. By the governor."""
+    desk.perform([desk.contracts.slasher.announce_terms(_amount(deposit), _amount(bond))])
+    return _said(desk, "announced")
+
+
+@app.command()
+@at_desk
+def apply(desk: Desk) -> Done:
+    """Let announced terms apply whose delay is over. Anyone may."""
+    desk.perform([desk.contracts.slasher.apply_terms()])
+    return _said(desk, "applied")
+
+
+@app.command("hand-over")
+@at_desk
+def hand_over(
+    desk: Desk, to: Annotated[str, typer.Argument(help="The new governor, e.g. a multisig.")]
+) -> Done:
+    """Offer the governor's role; it moves once the other has accepted it."""
+    desk.perform([desk.contracts.slasher.hand_over(ids.address(to))])
+    return _said(desk, "offered")
+
+
+@app.command()
+@at_desk
+def accept(desk: Desk) -> Done:
+    """Take over the governor's role that was offered."""
+    desk.perform([desk.contracts.slasher.accept_governor()])
+    return _said(desk, "accepted")
+
+
+@app.command()
+@at_desk
+def renounce(desk: Desk) -> Done:
+    """Give the governor's role up for good: the terms never move again."""
+    desk.perform([desk.contracts.slasher.renounce_governor()])
+    return _said(desk, "renounced")
+
+
+def facts_of(contracts: Contracts) -> dict[str, Any]:
+    """The terms and roles of the slasher, amounts as decimal text in wei."""
+    slasher = contracts.slasher
+    announced = slasher.announced()
+    return {
+        "dispute_deposit": str(slasher.dispute_deposit()),
+        "validator_bond": str(slasher.validator_bond()),
+        "governor": slasher.governor(),
+        "pending_governor": slasher.pending_governor(),
+        "announced": None
+        if announced is None
+        else {
+            "dispute_deposit": str(announced.dispute_deposit),
+            "bond": str(announced.validator_bond),
+            "act_at": announced.act_at,
+        },
+    }
+
+
+def _amount(text: str) -> int:
+    return 0 if text.strip() == "0" else parse_amount(text)
+
+
+def _said(desk: Desk, what: str) -> Done:
+    facts = facts_of(desk.contracts)
+    return Done(facts | {"act": what}, f"{what}; see: orchestrator terms show")

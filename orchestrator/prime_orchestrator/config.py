@@ -1,0 +1,141 @@
+"""Settings of `orchestrator serve`, built once at the edge: flag > environment > TOML > default.
+
+Environment variables begin with PRIME_ORCHESTRATOR_ (PRIME_ORCHESTRATOR_PORT, …). Nothing is read
+at import, and nothing below the CLI reads the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from urllib.parse import parse_qs, urlsplit
+
+from pydantic import Field, field_validator
+
+from prime_core import ids
+from prime_core.errors import MalformedError, UserError
+from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
+from prime_orchestrator.api.connections import Proxies
+from prime_orchestrator.manager.planting import Planted
+from prime_verify.canaries.planting import read_secret
+
+ENV_PREFIX = "PRIME_ORCHESTRATOR_"
+
+
+class Settings(BaseSettings):
+    """What the API process can be told. Relative paths are taken from the working directory."""
+
+    ENV_PREFIX: ClassVar[str] = ENV_PREFIX
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8470, ge=0, le=65_535)
+    """0 takes a free port; the address is printed and written to `<data>/serve.json`."""
+    public_url: str = ""
+    """How others reach this server; by default http://host:port."""
+    also_known_as: Urls = ()
+    """Further URLs under which clients may be given this server (an internal name, say). Requests
+    that are addressed to any other host are refused."""
+    data: UserPath = Path("var/orchestrator").absolute()
+    database: str = ""
+    """sqlite:///PATH or postgresql://…; by default a SQLite file under `data`."""
+    objects: UserPath | None = None
+    """Folder of the object store; by default under `data`."""
+    deployment: UserPath | None = None
+    rpc: Urls = ()
+    rpc_quorum: int | None = Field(default=None, ge=1)
+    """RPC endpoints that must answer alike; by default the majority of three or more."""
+    chain_poll_seconds: float = Field(default=0.5, gt=0, le=60)
+    """How often the chain is asked for news."""
+    pool: int | None = Field(default=None, ge=0)
+    run: UserPath | None = None
+    """The run definition: canonical JSON whose SHA-256 is the pool's run digest."""
+    wallet: UserPath | None = None
+    """Keystore of the pool's manager."""
+    password_file: UserPath | None = None
+    password_fd: int | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    allow_relay: Urls = ()
+    """Accounts that may announce a relay without a seat in the pool."""
+    planted: Urls = ()
+    """Nodes of the manager's own whose files are planted (docs/verification.md)."""
+    planted_secret: UserPath | None = None
+    """File with the secret that these nodes share with this process."""
+    planted_one_in: int = Field(default=50, ge=2)
+    """One lease in so many goes to them."""
+    requests_per_second: int = Field(default=200, ge=0)
+    """Bound on what one client address may ask on average; 0 lifts it."""
+    trusted_proxies: Urls = ()
+    """Reverse proxies, by address or network, whose X-Forwarded-For says who asks. By default
+    nobody's is believed, and everybody behind one proxy counts as one address."""
+
+    @field_validator("allow_relay", "planted")
+    @classmethod
+    def _accounts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(ids.address(one) for one in value)
+        except MalformedError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        Proxies(value)
+        return value
+
+    @field_validator("public_url")
+    @classmethod
+    def _plain_url(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("a URL begins with http:// or https://")
+        return value.rstrip("/")
+
+    @property
+    def database_url(self) -> str:
+        """The database to open."""
+        from prime_orchestrator.store import sqlite_url
+
+        return self.database or sqlite_url(self.data / "orchestrator.sqlite")
+
+    @property
+    def objects_folder(self) -> Path:
+        """Where objects lie."""
+        return self.objects or self.data / "objects"
+
+    def planted_nodes(self) -> Planted:
+        """The planted nodes. Raises UserError if they have no secret, or one that others read."""
+        if not self.planted:
+            return Planted()
+        secret = read_secret(needed(self, "planted_secret"))
+        accounts = frozenset(ids.address(one) for one in self.planted)
+        return Planted(accounts, secret, self.planted_one_in)
+
+    def need(self, name: Literal["deployment", "run", "wallet", "pool"]) -> Any:
+        """A setting without default. Raises UserError if it was not given."""
+        return needed(self, name)
+
+    def need_rpc(self) -> tuple[str, ...]:
+        """The RPC endpoints. Raises UserError if none was given."""
+        found: tuple[str, ...] = needed(self, "rpc", "RPC endpoint")
+        return found
+
+
+def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
+    """Settings from flags (None or () = not given), environment and TOML file.
+
+    Raises UserError with the setting's name if a value is wrong, the file cannot be read, or a
+    password was given as a flag.
+    """
+    refuse_password(str(flags.get("database") or ""), f"{ENV_PREFIX}DATABASE")
+    return load_settings(Settings, flags, settings_file(config))
+
+
+def refuse_password(database: str, variable: str) -> None:
+    """Raises UserError if a database URL that was given as a flag carries a password; `variable`
+    is the environment's name for it."""
+    parts = urlsplit(database)
+    if parts.password or "password" in parse_qs(parts.query):
+        raise UserError(
+            "a password on the command line can be read by everybody on this machine",
+            hint=f"set {variable}, or keep the password in ~/.pgpass",
+        )

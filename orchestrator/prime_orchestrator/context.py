@@ -1,0 +1,41 @@
+"""Which pool this is, on which chain: built once by each process and handed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prime_core import encoding
+from prime_core.deployment import Deployment
+from prime_core.errors import UntrustedError
+from prime_core.ids import Address, Digest
+from prime_core.run import RunDefinition
+from prime_core.signing import Domain, Statement
+from prime_core.storage.base import ObjectStore, digest_key
+
+MAX_OBJECT_BYTES = 32 << 20
+"""Largest evidence, verdict table, leaves or settlement object that is read back."""
+
+
+@dataclass(frozen=True)
+class PoolContext:
+    """One pool on one chain. Times of `run` in seconds, prices in wei."""
+
+    deployment: Deployment
+    pool: int
+    manager: Address
+    run: RunDefinition
+
+    def domain(self, statement: type[Statement] | Statement) -> Domain:
+        """EIP-712 domain under which this kind of statement is signed."""
+        return self.deployment.domain_of(statement)
+
+
+def read_object(objects: ObjectStore, digest: Digest, limit: int = MAX_OBJECT_BYTES) -> bytes:
+    """Bytes of an object, checked against its name.
+
+    Raises UntrustedError if they do not hash to it, NotFoundError if there are none.
+    """
+    data = objects.get(digest_key(digest), limit)
+    if encoding.sha256(data) != digest:
+        raise UntrustedError(f"object {digest} does not hash to its name")
+    return data

@@ -1,0 +1,1 @@
+"""The pool's writer: verdicts, settlement, slashes, batches."""

@@ -1,0 +1,282 @@
+"""Accepted groups → sealed batches, one for each optimizer step.
+
+What leaves out a group whose rewards are all equal is this file alone; the trainer asserts it.
+Steps are sealed in order, and step s only while s ≤ newest published policy + allowed staleness, so
+that every row of a batch is at most that many policies old when it is trained.
+
+A file that was handed in and is not kept yet (uploads.py) waits for a later batch: the
+trainer could not fetch it.
+
+`choose` decides, `make_manifest` writes down, `seal_ready_batches` performs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from sqlalchemy import and_, select
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import IntegrityError
+
+from prime_core import encoding
+from prime_core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
+from prime_core.errors import ConflictError, FatalError
+from prime_core.ids import Address, Digest, to_bytes
+from prime_core.run import MICRO, RunDefinition
+from prime_core.signing import Signer
+from prime_core.storage.base import ObjectStore, digest_key, put_object
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.store import batches as store_batches
+from prime_orchestrator.store import groups as store_groups
+from prime_orchestrator.store import policies as store_policies
+from prime_orchestrator.store.batches import BatchRow
+from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.schema import groups, submissions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FreeGroup:
+    """An accepted group that no batch has taken. `reward_micro_sum` in millionths; `accepted_at`
+    in Unix seconds; `sha256`, `size` (bytes) and `table` are its file's."""
+
+    submission_digest: Digest
+    group_no: int
+    policy_version: int
+    rows: int
+    informative: bool
+    reward_micro_sum: int
+    accepted_at: float
+    sha256: Digest
+    size: int
+    table: Digest
+
+
+def choose(
+    free: Iterable[FreeGroup],
+    *,
+    step: int,
+    groups_per_batch: int,
+    max_staleness: int,
+    surplus: int = 0,
+    selection: Literal["arrival", "difficulty"] = "arrival",
+) -> tuple[FreeGroup, ...] | None:
+    """The groups of batch `step`, or None while there are too few.
+
+    Informative and fresh (0 ≤ step − policy version ≤ max_staleness) ones, once `surplus` more of
+    them lie ready than the batch takes. By arrival: those of the oldest policy first, then by
+    acceptance. By difficulty: those whose mean reward is nearest to one half, then as by arrival.
+    Ties by name, so the input's order plays no part.
+    """
+    fit = [g for g in free if g.informative and 0 <= step - g.policy_version <= max_staleness]
+    if len(fit) < groups_per_batch + surplus:
+        return None
+
+    def rank(group: FreeGroup) -> tuple[Fraction, int, float, str, int]:
+        off = Fraction(0)
+        if selection == "difficulty":
+            off = abs(Fraction(group.reward_micro_sum, group.rows) - MICRO // 2)
+        return (off, group.policy_version, group.accepted_at, *_name(group))
+
+    fit.sort(key=rank)
+    return tuple(fit[:groups_per_batch])
+
+
+def _name(group: FreeGroup) -> tuple[str, int]:
+    return group.submission_digest, group.group_no
+
+
+def may_seal(step: int, latest_version: int | None, max_staleness: int) -> bool:
+    """True while step `step` will be trained by a policy near enough to the rows it would take."""
+    return latest_version is not None and step <= latest_version + max_staleness
+
+
+def batch_seed(run_digest: Digest, step: int) -> Digest:
+    """SHA-256("prime/batch/v1" ‖ run digest ‖ step as 8 bytes): the trainer's shuffling seed."""
+    return encoding.sha256(b"prime/batch/v1" + to_bytes(run_digest) + step.to_bytes(8, "big"))
+
+
+def make_manifest(
+    chosen: Sequence[FreeGroup], *, pool: int, step: int, run_digest: Digest
+) -> BatchManifest:
+    """The immutable list of what step `step` trains on; files sorted by SHA-256, groups by number.
+
+    Raises FatalError if a group occurs twice or one file has two faces: our own state is broken.
+    """
+    by_file: dict[Digest, list[FreeGroup]] = defaultdict(list)
+    for group in chosen:
+        by_file[group.submission_digest].append(group)
+    files = []
+    for submission_digest, members in by_file.items():
+        first = members[0]
+        numbers = sorted(g.group_no for g in members)
+        faces = {(g.sha256, g.size, g.table, g.policy_version) for g in members}
+        if len(set(numbers)) != len(numbers) or len(faces) != 1:
+            raise FatalError(f"the groups of submission {submission_digest} contradict each other")
+        files.append(
+            BatchFile(
+                sha256=first.sha256,
+                size=first.size,
+                table=first.table,
+                submission_digest=submission_digest,
+                policy_version=first.policy_version,
+                groups=tuple(numbers),
+            )
+        )
+    return BatchManifest(
+        pool=pool,
+        step=step,
+        run_digest=run_digest,
+        files=tuple(sorted(files, key=lambda f: (f.sha256, f.submission_digest))),
+        rows=sum(g.rows for g in chosen),
+        policy_versions=tuple(sorted({g.policy_version for g in chosen})),
+        seed=batch_seed(run_digest, step),
+    )
+
+
+def seal_ready_batches(
+    store: Store,
+    objects: ObjectStore,
+    signer: Signer,
+    context: PoolContext,
+    now: Callable[[], float],
+    without: Collection[Address] = (),
+) -> list[int]:
+    """Seals every batch that is full and may be sealed; returns their steps, oldest first. Groups
+    of the nodes `without` stay out (planted ones: prime_orchestrator/manager/planting.py).
+
+    For each: the manifest's object is written (it is named by its digest, so a crash leaves at most
+    an object that nothing names), then one transaction writes the batch and marks its groups. The
+    step is the primary key and a group is taken only while free, so two sealers or a restart seal
+    nothing twice.
+    """
+    sealed: list[int] = []
+    while (step := _seal_next(store, objects, signer, context, now(), without)) is not None:
+        sealed.append(step)
+    return sealed
+
+
+def _seal_next(
+    store: Store,
+    objects: ObjectStore,
+    signer: Signer,
+    context: PoolContext,
+    now: float,
+    without: Collection[Address],
+) -> int | None:
+    run = context.run
+    with store.read() as connection:
+        step = store_batches.next_step(connection)
+        latest = store_policies.latest_version(connection)
+        if not may_seal(step, latest, run.max_staleness):
+            return None
+        free = free_groups(connection, step=step, max_staleness=run.max_staleness, without=without)
+    chosen = _choose_kept(objects, free, step, run)
+    if chosen is None:
+        return None
+    manifest = make_manifest(chosen, pool=context.pool, step=step, run_digest=run.digest())
+    digest = put_object(objects, manifest.canonical())
+    statement = BatchStatement(pool=context.pool, step=step, manifest_digest=digest)
+    batch = SignedBatch(
+        manifest=manifest, signature=signer.sign(statement, context.domain(BatchStatement))
+    )
+    try:
+        with store.begin() as connection:
+            _write(connection, batch, digest, chosen, now)
+    except IntegrityError:
+        log.warning("step %d was sealed by another process", step)
+        return None
+    except ConflictError as error:
+        log.warning("step %d is sealed at the next turn: %s", step, error)
+        return None
+    log.info("sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions)
+    return step
+
+
+def _choose_kept(
+    objects: ObjectStore, free: Sequence[FreeGroup], step: int, run: RunDefinition
+) -> tuple[FreeGroup, ...] | None:
+    """`choose` among the groups whose files lie where the trainer fetches them."""
+    while True:
+        chosen = choose(
+            free,
+            step=step,
+            groups_per_batch=run.groups_per_batch,
+            max_staleness=run.max_staleness,
+            surplus=run.surplus_groups,
+            selection=run.selection,
+        )
+        files = {group.sha256 for group in chosen or ()}
+        absent = {sha256 for sha256 in files if not objects.exists(digest_key(sha256))}
+        if not absent:
+            return chosen
+        log.warning("step %d: not kept yet, so left out: %s", step, ", ".join(sorted(absent)))
+        free = [group for group in free if group.sha256 not in absent]
+
+
+def free_groups(
+    connection: Connection, *, step: int, max_staleness: int, without: Collection[Address] = ()
+) -> list[FreeGroup]:
+    """Informative groups of accepted files that no batch has taken and that are fresh at `step`,
+    but for those of the nodes `without`."""
+    rows = connection.execute(
+        select(groups, submissions.c.sha256, submissions.c.size, submissions.c.verdict_table)
+        .join(submissions, submissions.c.digest == groups.c.submission_digest)
+        .where(
+            and_(
+                groups.c.batch_step.is_(None),
+                groups.c.informative.is_(True),
+                groups.c.policy_version >= step - max_staleness,
+                groups.c.policy_version <= step,
+                submissions.c.status == "accepted",
+                submissions.c.shadow.is_(False),
+                submissions.c.node.not_in(without),
+            )
+        )
+    ).mappings()
+    return [
+        FreeGroup(
+            submission_digest=row["submission_digest"],
+            group_no=row["group_no"],
+            policy_version=row["policy_version"],
+            rows=row["rows"],
+            informative=row["informative"],
+            reward_micro_sum=row["reward_micro_sum"],
+            accepted_at=row["accepted_at"],
+            sha256=row["sha256"],
+            size=row["size"],
+            table=row["verdict_table"],
+        )
+        for row in rows
+    ]
+
+
+def _write(
+    connection: Connection,
+    batch: SignedBatch,
+    digest: Digest,
+    chosen: Sequence[FreeGroup],
+    now: float,
+) -> None:
+    manifest = batch.manifest
+    store_batches.add(
+        connection,
+        BatchRow(
+            step=manifest.step,
+            digest=digest,
+            body=batch.model_dump_json(),
+            rows=manifest.rows,
+            mean_reward_micro=sum(g.reward_micro_sum for g in chosen) // manifest.rows,
+            staleness_max=manifest.step - min(manifest.policy_versions),
+            sealed_at=now,
+        ),
+    )
+    names = [(g.submission_digest, g.group_no) for g in chosen]
+    if store_groups.take(connection, names, manifest.step) != len(names):
+        raise ConflictError("a file that it takes groups from was withdrawn meanwhile")

@@ -1,0 +1,245 @@
+"""Draws on the orchestrator's side: validators' commitments, and the manager's second secret.
+
+    validator      commits to this epoch's secret and those to come; reveals old ones
+    orchestrator   names the epoch's commitments and its own, by a DrawList, in each lease's salt
+    manager        gives each file's second secret with the job; reveals the epoch's when it is over
+
+See prime_core.draws for what the objects are and why there are two secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core import ids
+from prime_core.draws import (
+    MAX_VALIDATORS,
+    DrawCommitment,
+    DrawList,
+    DrawReveal,
+    SignedDrawCommitment,
+    reveal_at,
+)
+from prime_core.errors import (
+    ConflictError,
+    FatalError,
+    MalformedError,
+    NotFoundError,
+    PolicyError,
+    UntrustedError,
+)
+from prime_core.ids import Address, Digest
+from prime_core.messages import DrawInfo
+from prime_core.run import RunDefinition
+from prime_core.storage.base import ObjectStore, put_object
+from prime_core.task import SignedLease
+from prime_orchestrator.context import PoolContext, read_object
+from prime_orchestrator.store import chain, schema
+from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.rows import insert_new
+
+EPOCHS_AHEAD = 8
+"""A validator may be away for so many epochs before leases wait for it."""
+LISTED = 256
+
+_table = schema.draw_commitments
+_second = schema.second_secrets
+
+
+def epoch_at(run: RunDefinition, now: float) -> int:
+    """The epoch of a moment (Unix seconds)."""
+    return int(now) // run.epoch_seconds
+
+
+def commit(
+    connection: Connection,
+    context: PoolContext,
+    author: Address,
+    commitments: Sequence[SignedDrawCommitment],
+    now: float,
+) -> None:
+    """Takes a validator's commitments. The same one may come twice.
+
+    Raises UntrustedError if one is not the author's for this pool, PolicyError if its epoch is past
+    or too far ahead, ConflictError if the author has committed to another secret for it.
+    """
+    epoch = epoch_at(context.run, now)
+    for signed in commitments:
+        statement = signed.commitment
+        if (
+            signed.validator != author
+            or statement.pool != context.pool
+            or statement.recover(context.domain(DrawCommitment), signed.signature) != author
+        ):
+            raise UntrustedError("the commitment is not the caller's for this pool")
+        if not epoch <= statement.epoch <= epoch + EPOCHS_AHEAD:
+            raise PolicyError(
+                f"commitments are taken for epochs {epoch} to {epoch + EPOCHS_AHEAD}: check the "
+                "machine's clock"
+            )
+        values = {
+            "validator": author,
+            "epoch": statement.epoch,
+            "body": signed.model_dump_json(),
+            "revealed": False,
+        }
+        if not insert_new(connection, _table, values):
+            known = _commitment(connection, author, statement.epoch)
+            if known is None or known.commitment != statement:
+                raise ConflictError(
+                    f"the caller has committed to another secret for epoch {statement.epoch}: only "
+                    "one data folder may be used with a key"
+                )
+
+
+def reveal(
+    connection: Connection,
+    objects: ObjectStore,
+    context: PoolContext,
+    author: Address,
+    shown: DrawReveal,
+    now: float,
+) -> None:
+    """Publishes an epoch's secret of a validator.
+
+    Raises UntrustedError if it is not what the author committed to, NotFoundError if it committed
+    to nothing, PolicyError if a lease may still need it.
+    """
+    known = _commitment(connection, author, shown.epoch)
+    if known is None:
+        raise NotFoundError(f"the caller committed to no secret for epoch {shown.epoch}")
+    if shown.validator != author or shown.digest() != known.commitment.commitment:
+        raise UntrustedError("the secret is not what the caller committed to")
+    if now < _due(context.run, shown.epoch):
+        raise PolicyError(f"leases may still need the secret of epoch {shown.epoch}")
+    put_object(objects, shown.canonical())
+    connection.execute(
+        sa.update(_table)
+        .where(_table.c.validator == author, _table.c.epoch == shown.epoch)
+        .values(revealed=True)
+    )
+
+
+def _due(run: RunDefinition, epoch: int) -> int:
+    return reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
+
+
+def _commitment(connection: Connection, author: Address, epoch: int) -> SignedDrawCommitment | None:
+    query = sa.select(_table.c.body).where(_table.c.validator == author, _table.c.epoch == epoch)
+    body = connection.execute(query).scalar()
+    return None if body is None else SignedDrawCommitment.model_validate_json(body)
+
+
+def reveal_second(
+    store: Store, objects: ObjectStore, context: PoolContext, now: Callable[[], float]
+) -> list[int]:
+    """Publishes the manager's secrets that no lease needs any more; returns their epochs."""
+    with store.read() as connection:
+        rows = connection.execute(
+            sa.select(_second.c.epoch, _second.c.secret).where(_second.c.revealed.is_(False))
+        ).all()
+    due = [row for row in rows if _due(context.run, row.epoch) <= now()]
+    for row in due:
+        put_object(objects, _managers(context, row.epoch, Digest(row.secret)).canonical())
+        with store.begin() as connection:
+            connection.execute(
+                sa.update(_second).where(_second.c.epoch == row.epoch).values(revealed=True)
+            )
+    return [int(row.epoch) for row in due]
+
+
+def _managers(context: PoolContext, epoch: int, secret: Digest) -> DrawReveal:
+    return DrawReveal(pool=context.pool, validator=context.manager, epoch=epoch, secret=secret)
+
+
+@dataclass
+class DrawBoard:
+    """Which list a lease names now, and what a lease's list says. Remembers what it has read."""
+
+    random: Callable[[int], bytes]
+    _published: set[Digest] = field(default_factory=set)
+    _read: dict[Digest, DrawList] = field(default_factory=dict)
+
+    def current(
+        self, connection: Connection, objects: ObjectStore, context: PoolContext, now: float
+    ) -> Digest | None:
+        """The digest of the present epoch's list, an object; None if no appointed validator
+        has committed. The connection is a write transaction.
+
+        Only commitments of the present epoch are named: older ones may be about to be revealed.
+        """
+        epoch = epoch_at(context.run, now)
+        rows = connection.execute(
+            sa.select(_table.c.body)
+            .where(_table.c.epoch == epoch)
+            .order_by(_table.c.validator)
+            .limit(MAX_VALIDATORS)
+        ).scalars()
+        # Sorted here: a database may order letters by language, and addresses mix their cases.
+        appointed = chain.appointed(connection, context.pool)
+        found = (SignedDrawCommitment.model_validate_json(body) for body in rows)
+        commitments = tuple(
+            sorted(
+                (signed for signed in found if signed.validator in appointed),
+                key=lambda signed: signed.validator,
+            )
+        )
+        if not commitments:
+            return None
+        second = self._second(connection, context, epoch)
+        listed = DrawList(pool=context.pool, second=second, commitments=commitments)
+        if listed.digest() not in self._published:
+            self._published = {put_object(objects, listed.canonical())}
+        return listed.digest()
+
+    def listed(self, objects: ObjectStore, lease: SignedLease) -> DrawList:
+        """The list that a lease's salt commits to. Raises MalformedError if there is none."""
+        if lease.opening is None:
+            raise MalformedError("the lease's salt commits to no draws")
+        name = lease.opening.draws
+        if name not in self._read:
+            if len(self._read) > LISTED:
+                self._read.clear()
+            self._read[name] = DrawList.model_validate_json(read_object(objects, name))
+        return self._read[name]
+
+    def _second(self, connection: Connection, context: PoolContext, epoch: int) -> Digest:
+        """The manager's commitment for an epoch; its secret is drawn on first use."""
+        secret = ids.digest(self.random(32))
+        values = {
+            "epoch": epoch,
+            "commitment": _managers(context, epoch, secret).digest(),
+            "secret": secret,
+            "revealed": False,
+        }
+        insert_new(connection, _second, values)
+        query = sa.select(_second.c.commitment).where(_second.c.epoch == epoch)
+        return Digest(connection.execute(query).scalar_one())
+
+
+def second_secret(connection: Connection, commitment: Digest) -> Digest:
+    """The manager's secret behind a list's `second`. Raises FatalError if it is not here."""
+    query = sa.select(_second.c.secret).where(_second.c.commitment == commitment)
+    secret = connection.execute(query).scalar()
+    if secret is None:
+        raise FatalError("the store has lost the manager's second secret of a lease")
+    return Digest(secret)
+
+
+def listing(connection: Connection) -> list[DrawInfo]:
+    """The newest commitments, latest epoch first, and whether their secrets are shown."""
+    rows = connection.execute(
+        sa.select(_table.c.body, _table.c.revealed)
+        .order_by(_table.c.epoch.desc(), _table.c.validator)
+        .limit(LISTED)
+    )
+    return [
+        DrawInfo(
+            signed=SignedDrawCommitment.model_validate_json(row.body), revealed=bool(row.revealed)
+        )
+        for row in rows
+    ]

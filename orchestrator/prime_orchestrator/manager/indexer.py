@@ -1,0 +1,395 @@
+"""The chain's events → the store's read copy of chain facts.
+
+Every derived column is a function of the events that are stored: when an event about a root, a
+slash, a reward root or a node comes or is retracted, the columns of that subject are derived anew
+from what is left. So a rollback needs no undo, and an event may come twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_chain.events import Event, RootPosted
+from prime_chain.watcher import BlockRef, Confirmed, Watcher
+from prime_core.errors import UnavailableError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.verdict import Reason, reason_of
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.members import MEMBERSHIP_EVENTS, derive_node
+from prime_orchestrator.manager.requeue import forget_unsent
+from prime_orchestrator.manager.settlement import (
+    CHAIN_BLOCK,
+    CHAIN_LOCK,
+    CHAIN_TIME,
+    refresh_credits,
+)
+from prime_orchestrator.store import chain, meta, schema, submissions
+from prime_orchestrator.store import intents as store_intents
+from prime_orchestrator.store.chain import EventRow
+from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.rows import insert_all_new, insert_new, upsert
+
+log = logging.getLogger(__name__)
+
+SLASH_EVENTS = ("SlashProposed", "SlashExecuted", "SlashCancelled")
+CURSOR = "chain"
+RECEIPTS_CHECKED = "receipts_checked"
+LATE_BLOCKS = 64
+SEEN_SECONDS = 2.0
+"""How often a look at a chain that stands still is written down."""
+
+
+def run_indexer_tick(
+    store: Store, context: PoolContext, watcher: Watcher, now: Callable[[], float]
+) -> list[Event]:
+    """Takes in what the chain has confirmed or retracted since the last tick; returns the new
+    events of this pool. Each step is one transaction, with its cursor.
+
+    Raises UnavailableError if no endpoint answers, or something is missing from what they answer:
+    the next tick goes on where this one was.
+    """
+    with store.read() as connection:
+        trail = remembered(connection)
+    taken: list[Event] = []
+    steps = 0
+    for step in watcher.poll(trail):
+        steps += 1
+        if isinstance(step, Confirmed):
+            mine = _of_pool(step.events, context.pool)
+            mine += _missing_roots(store, context, watcher, mine, step.block.number)
+        with store.begin() as connection:
+            lock(connection, CHAIN_LOCK)
+            if isinstance(step, Confirmed):
+                rows = _take(connection, mine)
+                others = [
+                    (e.block, e.name, e.args()) for e in step.events if e.name in chain.STATE_EVENTS
+                ]
+                chain.fold(connection, others, step.block.number)
+                chain.add_step(connection, step.block.number, step.block.hash)
+                meta.put(connection, CHAIN_BLOCK, str(step.block.number))
+                meta.put(connection, CHAIN_TIME, str(step.block_time))
+                taken += mine
+                cursor = step.block
+            else:
+                cursor, rows = _go_back(connection, watcher, step.block)
+            chain.set_cursor(connection, CURSOR, cursor.number, cursor.hash)
+            derive(connection, context, rows, now())
+            meta.put(connection, meta.CHAIN_SEEN_AT, str(int(now())))
+        if cursor != step.block:
+            break  # everything is read again from the start
+    taken += _check_receipts(store, context, watcher, now)
+    if not steps:
+        _note_seen(store, now())
+    return taken
+
+
+def _of_pool(events: Iterable[Event], pool: int) -> list[Event]:
+    return [event for event in events if getattr(event, "pool", None) == pool]
+
+
+def _take(connection: Connection, events: Sequence[Event]) -> list[EventRow]:
+    rows = [
+        chain.event_row(
+            block_hash=event.block_hash,
+            log_index=event.log_index,
+            block=event.block,
+            block_time=event.block_time,
+            tx_hash=event.tx_hash,
+            name=event.name,
+            args=event.args(),
+        )
+        for event in events
+    ]
+    insert_all_new(connection, schema.chain_events, [vars(row) for row in rows])
+    return rows
+
+
+def _go_back(
+    connection: Connection, watcher: Watcher, block: BlockRef
+) -> tuple[BlockRef, list[EventRow]]:
+    """Forgets what lies above `block`; everything, if that is too far to be undone."""
+    known = chain.cursor(connection, CURSOR)
+    too_far = block == watcher.start or (
+        known is not None and known[0] - block.number > chain.UNDO_BLOCKS
+    )
+    target = watcher.start if too_far else block
+    rows = chain.forget_all(connection) if too_far else chain.retract(connection, block.number + 1)
+    forget_unsent(connection, target.number)
+    log.warning("the chain went back to block %d; %d events are gone", target.number, len(rows))
+    return target, rows
+
+
+def _missing_roots(
+    store: Store, context: PoolContext, watcher: Watcher, found: Sequence[Event], until: int
+) -> list[Event]:
+    """The pool's work roots are numbered without a gap. Where one is missing, the blocks since the
+    last one known are asked for again, at another endpoint.
+
+    Raises UnavailableError if the gap stays: nothing is taken in until it is closed.
+    """
+    numbers = [event.seq for event in found if isinstance(event, RootPosted)]
+    if not numbers:
+        return []
+    with store.read() as connection:
+        last, block = chain.newest_root(connection)
+    wanted = set(range(last + 1, max(numbers) + 1)) - set(numbers)
+    if not wanted:
+        return []
+    why = f"work roots {sorted(wanted)[:5]} of pool {context.pool} are missing from its logs"
+    log.error("%s; blocks %d to %d are read again", why, block, until)
+    count_gap(store)
+    watcher.distrust(why)
+    here = {(event.block_hash, event.log_index) for event in found}
+    again = _of_pool(watcher.read_again(max(block, watcher.start.number + 1), until), context.pool)
+    if wanted - {event.seq for event in again if isinstance(event, RootPosted)}:
+        raise UnavailableError(f"{why}, and no endpoint shows them")
+    return [event for event in again if (event.block_hash, event.log_index) not in here]
+
+
+def _check_receipts(
+    store: Store, context: PoolContext, watcher: Watcher, now: Callable[[], float]
+) -> list[Event]:
+    """Each transaction of ours that is confirmed has left an event in the pool: what is missing is
+    asked for again, at another endpoint."""
+    with store.read() as connection:
+        cursor = chain.cursor(connection, CURSOR)
+        checked = int(meta.get(connection, RECEIPTS_CHECKED) or 0)
+        mined = store_intents.mined_between(connection, checked, cursor[0] if cursor else 0)
+        missing = [row for row in mined if not chain.has_transaction(connection, row.tx_hash or "")]
+    taken: list[Event] = []
+    for row in missing:
+        block = watcher.block_of(Digest(row.tx_hash or ""))
+        if block is None or cursor is None or block > cursor[0]:
+            continue  # a reorganisation took it off the chain, or moved it
+        why = f"the events of our own transaction {row.tx_hash} are missing"
+        log.error("%s; block %s is read again", why, block)
+        count_gap(store)
+        watcher.distrust(why)
+        again = _of_pool(watcher.read_again(block, block), context.pool)
+        with store.begin() as connection:
+            lock(connection, CHAIN_LOCK)
+            derive(connection, context, _take(connection, again), now())
+        taken += again
+        if all(event.tx_hash != row.tx_hash for event in again):
+            raise UnavailableError(f"{why}, and no endpoint shows them")
+    # a transaction may be noted later than one of a later block
+    until = max((row.block or 0 for row in mined), default=0) - LATE_BLOCKS
+    if until > checked:
+        with store.begin() as connection:
+            meta.put(connection, RECEIPTS_CHECKED, str(until))
+    return taken
+
+
+def count_gap(store: Store) -> None:
+    """One more gap was found in what endpoints answered (a metric with an alarm)."""
+    with store.begin() as connection:
+        known = int(meta.get(connection, meta.CHAIN_GAPS) or 0)
+        meta.put(connection, meta.CHAIN_GAPS, str(known + 1))
+
+
+def remembered(connection: Connection) -> list[BlockRef]:
+    """The last blocks up to which was read (ascending), the cursor last."""
+    cursor = chain.cursor(connection, CURSOR)
+    if cursor is None:
+        return []
+    steps = [BlockRef(*step) for step in chain.steps(connection) if step[0] < cursor[0]]
+    return [*steps, BlockRef(*cursor)]
+
+
+def _note_seen(store: Store, now: float) -> None:
+    with store.read() as connection:
+        seen = meta.get(connection, meta.CHAIN_SEEN_AT)
+    if seen is None or now - int(seen) >= SEEN_SECONDS:
+        with store.begin() as connection:
+            meta.put(connection, meta.CHAIN_SEEN_AT, str(int(now)))
+
+
+def derive(
+    connection: Connection, context: PoolContext, events: Sequence[EventRow], now: float
+) -> None:
+    """Brings up to date the columns of every subject that `events` speak of (come or gone)."""
+    for event in events:
+        args = event.arguments()
+        if event.name == "RootPosted":
+            derive_root(connection, Digest(args["root"]))
+        elif event.name in ("RewardRootPosted", "RewardRootDisabled"):
+            for epoch in range(int(args["epoch"]), int(args.get("last", args["epoch"])) + 1):
+                derive_reward_root(connection, epoch)
+        elif event.name in MEMBERSHIP_EVENTS:
+            derive_node(connection, context, Address(args["node"]), now)
+        elif event.name in SLASH_EVENTS:
+            derive_slash(connection, context, Digest(args["leaf"]), now)
+            derive_node(connection, context, Address(args["node"]), now)
+
+
+def derive_root(connection: Connection, root: Digest) -> None:
+    """`roots.chain_seq`, `epoch`, `posted_at`, `block` from the first RootPosted of this root.
+
+    One that a node posted for itself (Work.postLeaf: one leaf, no leaves object, the leaf is the
+    root) gets a row if its submission is ours and in no root yet; else it is passed over, so that
+    no submission is paid twice.
+    """
+    first = next(iter(chain.events(connection, "RootPosted", subject=root)), None)
+    args = first.arguments() if first else {}
+    if first is None:
+        _let_go_leaf(connection, root)
+    elif args["leaves_object"] == ZERO_DIGEST and args["count"] == 1:
+        _adopt_leaf(connection, root, first.block_time)
+    connection.execute(
+        sa.update(schema.roots)
+        .where(schema.roots.c.root == root)
+        .values(
+            chain_seq=args.get("seq"),
+            epoch=args.get("epoch"),
+            posted_at=first.block_time if first else None,
+            block=first.block if first else None,
+        )
+    )
+
+
+def _adopt_leaf(connection: Connection, leaf: Digest, posted_at: int) -> None:
+    """The row of a root that is one leaf, posted by its node."""
+    submission = submissions.get(connection, leaf)
+    if submission is None or submission.root_id is not None or submission.shadow:
+        return
+    key = connection.execute(
+        sa.insert(schema.roots).values(
+            root=leaf, leaves_object=ZERO_DIGEST, count=1, created_at=float(posted_at)
+        )
+    ).inserted_primary_key
+    assert key is not None
+    connection.execute(
+        sa.update(schema.submissions)
+        .where(schema.submissions.c.digest == leaf)
+        .values(root_id=key[0], leaf_index=0)
+    )
+
+
+def _let_go_leaf(connection: Connection, leaf: Digest) -> None:
+    """Undoes `_adopt_leaf`: its posting was retracted, and the manager may root it after all."""
+    table = schema.roots.c
+    adopted = sa.and_(table.root == leaf, table.leaves_object == ZERO_DIGEST)
+    connection.execute(
+        sa.update(schema.submissions)
+        .where(schema.submissions.c.root_id.in_(sa.select(table.id).where(adopted)))
+        .values(root_id=None, leaf_index=None)
+    )
+    connection.execute(sa.delete(schema.roots).where(adopted))
+
+
+def derive_reward_root(connection: Connection, epoch: int) -> None:
+    """The `reward_roots` row of an epoch from its newest RewardRootPosted.
+
+    A root that the arbiter has disabled loses its row, so that the next settlement builds on the
+    one before it; one whose posting was retracted waits for its transaction again.
+    """
+    table = schema.reward_roots
+    posted = chain.events(connection, "RewardRootPosted", subject=epoch)
+    if not posted:
+        connection.execute(sa.update(table).where(table.c.epoch == epoch).values(claimable_at=None))
+        return
+    newest = posted[-1]
+    args = newest.arguments()
+    disabled = any(
+        _epoch(event) <= epoch <= int(event.arguments().get("last", _epoch(event)))
+        and (event.block, event.log_index) > (newest.block, newest.log_index)
+        for event in chain.events(connection, "RewardRootDisabled")
+    )
+    if disabled:
+        connection.execute(
+            sa.delete(table).where(table.c.epoch == epoch, table.c.root == args["root"])
+        )
+        return
+    known = connection.execute(sa.select(table.c.created_at).where(table.c.epoch == epoch)).scalar()
+    upsert(
+        connection,
+        table,
+        {
+            "epoch": epoch,
+            "root": args["root"],
+            "cumulative_total": str(args["cumulative_total"]),
+            "object": args["object"],
+            "created_at": newest.block_time if known is None else known,
+            "claimable_at": args["claimable_at"],
+        },
+    )
+
+
+def _epoch(event: EventRow) -> int:
+    return int(event.arguments()["epoch"])
+
+
+def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now: float) -> None:
+    """The `slashes` row of submission `leaf` from the events of its proposal; then the credits.
+
+    A proposal by another validator gets a row if the submission is ours.
+    """
+    proposed = next(iter(chain.events(connection, "SlashProposed", subject=leaf)), None)
+    table = schema.slashes
+    row = connection.execute(sa.select(table).where(table.c.submission_digest == leaf)).first()
+    if proposed is None:
+        if row is not None and row.propose_tx is not None:  # its proposal was retracted
+            connection.execute(
+                sa.update(table)
+                .where(table.c.submission_digest == leaf)
+                .values(
+                    status="queued",
+                    executable_at=None,
+                    propose_tx=None,
+                    execute_tx=None,
+                )
+            )
+            refresh_credits(connection, Address(row.node))
+        return
+    args = proposed.arguments()
+    submission = submissions.get(connection, leaf)
+    if row is None:
+        if submission is None:
+            log.warning("a slash was proposed for %s, which this store does not know", leaf)
+            return
+        insert_new(
+            connection,
+            table,
+            {
+                "submission_digest": leaf,
+                "node": args["node"],
+                "validator": submission.validator or "",
+                "evidence": args["evidence"],
+                "reason": int(reason_of(args["reason"]) or Reason.NONE),
+                "amount": str(args["amount"]),
+                "status": "proposed",
+                "created_at": now,
+            },
+        )
+    ended = {
+        name: _event_of_proposal(connection, name, leaf)
+        for name in ("SlashExecuted", "SlashCancelled")
+    }
+    status = "proposed"
+    if ended["SlashExecuted"] is not None:
+        status = "executed"
+    elif ended["SlashCancelled"] is not None:
+        status = "cancelled"
+    executed = ended["SlashExecuted"]
+    connection.execute(
+        sa.update(table)
+        .where(table.c.submission_digest == leaf)
+        .values(
+            status=status,
+            evidence=args["evidence"],
+            reason=int(reason_of(args["reason"]) or Reason.NONE),
+            amount=str(executed.arguments()["amount"] if executed else args["amount"]),
+            executable_at=args["executable_at"],
+            propose_tx=proposed.tx_hash,
+            execute_tx=executed.tx_hash if executed else None,
+        )
+    )
+    refresh_credits(connection, Address(args["node"]))
+
+
+def _event_of_proposal(connection: Connection, name: str, leaf: Digest) -> EventRow | None:
+    return next(iter(chain.events(connection, name, subject=leaf)), None)

@@ -1,0 +1,475 @@
+"""The manager's verdicts: the opinions on a file become one, and all that follows from it.
+
+    accepted  submission, lease, credit, groups for batches, marks of its rows, job done
+    rejected  submission, lease, node quarantined, slash, job done
+    void      submission, lease, job done
+    (where opinions do not agree yet: one more is asked for, and the file is replayed whole)
+    (of a shadow lease, whatever the verdict: submission, lease, marks, job done, nothing else)
+    (of an accepted file that is looked at once more: reviews.py says what)
+
+How many must agree (`enough`):
+
+    rejected, or contradicted   two (a slash takes stake)
+    accepted                    two for a share of files, drawn before anyone judged; else one
+    void                        one: anyone can see it in the bytes
+
+Opinions count together only under one law. Where the lease names one validator alone, it decides
+alone. An acceptance that is to be doubled stands alone after validators.LONE_SECONDS without
+another validator; a rejection never does: it waits as long as the file is valid, then ends void,
+unpaid and unpunished, counted as `prime_rejections_lapsed`.
+
+Only the process that runs the manager's loops calls this. It checks every opinion again, since the
+API that took it may be another process. The verdict is an object; the rest is one transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+
+from prime_core.errors import (
+    ConflictError,
+    FatalError,
+    MalformedError,
+    NotFoundError,
+    UntrustedError,
+)
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.lifecycle import LeaseEventKind, LeaseState, step_lease
+from prime_core.opinions import check_stated
+from prime_core.rollout import MAX_ROWS
+from prime_core.run import RunDefinition
+from prime_core.settlement import judged_fact
+from prime_core.storage.base import ObjectStore, put_object
+from prime_core.task import LeaseStatus, SignedLease
+from prime_core.verdict import (
+    Evidence,
+    Opinion,
+    Outcome,
+    Reason,
+    SignedOpinion,
+    Verdict,
+    VerdictTable,
+)
+from prime_orchestrator.context import PoolContext, read_object
+from prime_orchestrator.manager import reviews, revisions, slashing
+from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.manager.intents import queue_intent
+from prime_orchestrator.manager.members import apply_node_event
+from prime_orchestrator.manager.settlement import refresh_credits
+from prime_orchestrator.store import (
+    chain,
+    drift,
+    groups,
+    jobs,
+    leases,
+    nodes,
+    opinions,
+    row_marks,
+    schema,
+    submissions,
+)
+from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.groups import GroupRow
+from prime_orchestrator.store.rows import insert_new
+from prime_orchestrator.store.submissions import SubmissionRow
+from prime_verify.proofs.thresholds import shipped
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 64
+"""Files that one tick decides on."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One opinion with the table that it names, checked for its form."""
+
+    signed: SignedOpinion
+    table: VerdictTable
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.signed.outcome
+
+    @property
+    def reason(self) -> Reason:
+        return self.signed.reason
+
+    @property
+    def validator(self) -> Address:
+        return Address(self.signed.validator)
+
+    @property
+    def evidence(self) -> Digest | None:
+        named = Digest(self.signed.opinion.evidence)
+        return None if named == ZERO_DIGEST else named
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row of an accepted file was replayed."""
+        return 0 < len(self.table.rows) == len(self.table.rows_drawn)
+
+    @property
+    def partly_seen(self) -> bool:
+        """Whether only some rows were replayed since no other file had any of them, then."""
+        return self.table.repeated_rows is not None and not self.whole
+
+    def shares(self) -> dict[str, float]:
+        """The file's statistics as shares of their limits."""
+        return {name: float(value) for name, value in self.table.shares.items()}
+
+    @property
+    def compute_share(self) -> float | None:
+        """What the replay computed, as a share of what making the file did."""
+        found = self.table.statistics.get("compute_share")
+        return None if found is None else float(found)
+
+
+def enough(outcome: Outcome, said: Sequence[Outcome], named: int, needed: int) -> bool:
+    """Whether `outcome` is the verdict, given all outcomes `said` on a file whose lease names
+    `named` validators and which needed `needed` opinions to begin with."""
+    agree = sum(one is outcome for one in said)
+    contradicted = agree < len(said)
+    if named < 2 and not contradicted:
+        wanted = 1
+    elif outcome is Outcome.REJECTED or contradicted:
+        wanted = 2
+    else:
+        wanted = min(2, needed) if outcome is Outcome.ACCEPTED else 1
+    return agree >= wanted
+
+
+def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement | None:
+    """The first opinion of the outcome that enough opinions under one law share; None if another
+    opinion is needed."""
+    for one in found:
+        law = one.signed.opinion.law
+        counted = [
+            other.outcome
+            for other in found
+            if other.outcome is not one.outcome or other.signed.opinion.law == law
+        ]
+        if enough(one.outcome, counted, named, needed):
+            return one
+    return None
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The manager's process as far as verdicts need it. `now` in Unix seconds."""
+
+    store: Store
+    objects: ObjectStore
+    context: PoolContext
+    board: DrawBoard
+    now: Callable[[], float]
+
+    def tick(self) -> list[Digest]:
+        """Decides on the files whose opinions are in; returns those that got a verdict."""
+        with self.store.read() as connection:
+            waiting = jobs.full(connection, AT_ONCE)
+        return [digest for digest in waiting if self.decide(digest)]
+
+    def decide(self, digest: Digest) -> bool:
+        """Decides on one file. False if it needs another opinion, or has a verdict."""
+        with self.store.read() as connection:
+            row = submissions.get(connection, digest)
+            lease = leases.get(connection, row.lease_digest) if row is not None else None
+            given = opinions.of(connection, digest)
+            runs = revisions.history(connection, self.context)
+        if row is None or lease is None:
+            raise FatalError(f"a job names submission {digest}, which the store does not hold")
+        promise = lease.signed()
+        run = runs.of_lease(promise.lease)
+        found: list[Judgement] = []
+        faults: dict[Address, str] = {}
+        for opinion in given:
+            try:
+                found.append(self._checked(opinion.signed(), row, promise, run))
+            except (MalformedError, UntrustedError, NotFoundError, ConflictError) as error:
+                faults[opinion.validator] = str(error)
+        named = len(self.board.listed(self.objects, promise).commitments)
+        with self.store.begin() as connection:
+            job, row = jobs.lock_row(connection, digest), submissions.get(connection, digest)
+            if job is None or row is None or job.status != "full":
+                return False
+            if opinions.of(connection, digest) != given:
+                return False  # one came in between: the next tick looks again
+            appointed = chain.appointed(connection, self.context.pool)
+            for one in found:
+                if one.validator not in appointed:
+                    faults[one.validator] = "its author is not appointed"
+            if faults:
+                _drop(connection, digest, faults, self.now())
+                return False
+            if row.status == "accepted":
+                again = self._reviewed(connection, row, found)
+                if again is None:
+                    jobs.change(connection, digest, status="done")
+                    return False
+                row = again
+            chosen = chosen_of(found, named, job.needed or 1)
+            if chosen is None:
+                log.info("submission %s: one more opinion is asked for", digest)
+                jobs.change(connection, digest, status="open", needed=len(found) + 1, whole=True)
+                return False
+            return self._record(connection, row, chosen, found)
+
+    def _reviewed(
+        self, connection: Connection, row: SubmissionRow, found: Sequence[Judgement]
+    ) -> SubmissionRow | None:
+        """What a second look at an accepted file brings: None if it stands; the file without its
+        verdict, to be judged like any other, if someone found a lie in it or no work."""
+        if all(one.outcome is Outcome.ACCEPTED for one in found):
+            reviews.uphold(connection, row, max(one.table.repeated_rows or 0 for one in found))
+            return None
+        if not reviews.withdraw(connection, self.context, row):
+            return None
+        return submissions.get(connection, row.digest)
+
+    def _checked(
+        self, signed: SignedOpinion, row: SubmissionRow, lease: SignedLease, run: RunDefinition
+    ) -> Judgement:
+        """An opinion with its table, after all that can be checked without a replay.
+
+        Raises MalformedError, UntrustedError, NotFoundError or ConflictError if it does not count.
+        """
+        signed.check(self.context.domain(Opinion))
+        check_law(signed, row, lease)
+        due = run.calibration if run.calibration != ZERO_DIGEST else shipped().digest()
+        if signed.law.verification_class != due:
+            raise ConflictError("the opinion rests on another calibration than the run's")
+        try:
+            raw = read_object(self.objects, Digest(signed.opinion.table))
+            table = VerdictTable.model_validate_json(raw)
+        except ValueError as error:
+            raise MalformedError("the opinion's table does not parse") from error
+        check_table(table, signed.outcome, row, run)
+        if signed.outcome is Outcome.REJECTED:
+            try:
+                raw = read_object(self.objects, Digest(signed.opinion.evidence))
+                evidence = Evidence.model_validate_json(raw)
+                check_stated(
+                    evidence, Digest(due), submission=row.signed(), lease=lease,
+                    validator=Address(signed.validator),
+                    chain_id=self.context.deployment.chain_id, run_digest=run.digest(),
+                )  # fmt: skip
+            except ValueError as error:
+                raise MalformedError("the opinion's evidence does not parse") from error
+            if evidence.reason != signed.reason:
+                raise UntrustedError("the evidence states another reason than the opinion")
+        return Judgement(signed, table)
+
+    def _record(
+        self,
+        connection: Connection,
+        row: SubmissionRow,
+        chosen: Judgement,
+        found: Sequence[Judgement],
+    ) -> bool:
+        """Writes the verdict and all that follows from it.
+
+        False if another file had rows of it meanwhile: it is judged once more, and whole. A file
+        with rows of one that was replayed whole goes back (reviews.py).
+        """
+        digest, outcome, now = row.digest, chosen.outcome, self.now()
+        if outcome is Outcome.ACCEPTED:
+            lock(connection, "row_marks")  # one acceptance sees the rows of the one before it
+            if chosen.partly_seen and row_marks.seen(connection, chosen.table.marks, but=digest):
+                log.info("submission %s: its rows came in another file; once more", digest)
+                opinions.forget(connection, digest)
+                jobs.change(connection, digest, status="open")
+                jobs.start_over(connection, digest)
+                return False
+        verdict = Verdict(outcome=int(outcome), opinions=tuple(one.signed for one in found))
+        name = put_object(self.objects, verdict.canonical())
+        fact = judged_fact(name, verdict, chosen.table.units)
+        repeated = [one.table.repeated_rows for one in found if one.table.repeated_rows is not None]
+        fresh = submissions.judge(
+            connection,
+            digest,
+            _STATUS[outcome],
+            reason=int(chosen.reason),
+            units=fact.units,
+            verdict=name,
+            verdict_table=fact.table if outcome is Outcome.ACCEPTED else None,
+            evidence=chosen.evidence,
+            validator=chosen.validator,
+            compute_share=chosen.compute_share,
+            repeated_rows=max(repeated, default=row.repeated_rows),
+            judged_at=float(fact.judged_at),
+        )
+        jobs.change(connection, digest, status="done")
+        if not fresh:
+            log.warning("submission %s has a verdict; this one is dropped", digest)
+            return False
+        whole = next((one for one in found if one.whole and one.outcome is outcome), None)
+        if whole is not None:
+            reviews.send_back(connection, self.context, digest, whole.table.marks)
+        nodes.lock_row(connection, row.node)  # two verdicts on one node follow one another
+        _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
+        if outcome is Outcome.ACCEPTED:
+            row_marks.remember(connection, digest, chosen.table.marks, now=now)
+        if row.shadow:
+            log.info("shadow submission: nothing follows from its verdict")
+        elif outcome is Outcome.ACCEPTED:
+            _credit(connection, self.context, row, chosen, now)
+        elif outcome is Outcome.REJECTED:
+            _punish(connection, self.context, row, chosen, now)
+        log.info(
+            "submission %s of %s: %s (%s), %d units by %d opinions",
+            *(digest, row.node, _STATUS[outcome], chosen.reason.name, fact.units, len(found)),
+        )
+        return True
+
+
+def check_law(signed: SignedOpinion, row: SubmissionRow, lease: SignedLease) -> None:
+    """Raises ConflictError unless an opinion is on this submission of this pool and under its
+    lease, run and draws."""
+    said, law = signed.opinion, signed.law
+    due = (row.digest, lease.lease.pool, row.lease_digest, lease.lease.run_digest)
+    stated = (said.submission, said.pool, law.lease, law.run)
+    if stated != due or lease.opening is None or law.draws != lease.opening.draws:
+        raise ConflictError("the opinion is on another file, pool, lease, run or draw")
+
+
+def check_table(
+    table: VerdictTable, outcome: Outcome, row: SubmissionRow, run: RunDefinition
+) -> None:
+    """Raises MalformedError unless a table is of this file and says what its outcome needs."""
+    named = (table.submission_digest, table.sha256, table.policy_version, table.step)
+    if named != (row.digest, row.sha256, row.policy_version, row.step):
+        raise MalformedError("the table is of another file")
+    drawn = table.rows_drawn
+    if len(set(drawn)) < len(drawn) or any(not 0 <= n < MAX_ROWS for n in drawn):
+        raise MalformedError("the table names rows twice, or rows that no file has")
+    if any(len(values) != len(drawn) for values in table.row_statistics.values()):
+        raise MalformedError("the table has not one value for each row that was replayed")
+    for number in (*table.shares.values(), *table.statistics.values()):
+        try:
+            float(number)
+        except ValueError as error:
+            raise MalformedError(f"{number[:20]!r} is no number") from error
+    if outcome is not Outcome.ACCEPTED:
+        if table.rows:
+            raise MalformedError("only an accepting opinion counts rows")
+        return
+    if len(table.rows) != run.rows_per_lease:
+        raise MalformedError(f"a file of this run has {run.rows_per_lease} rows")
+    if any(one.output_tokens > run.max_output_tokens for one in table.rows):
+        raise MalformedError("the table counts more tokens than a row may have")
+    if len(drawn) < run.least_drawn(len(table.rows)):
+        raise MalformedError("the opinion accepts with fewer rows replayed than the run asks for")
+
+
+def _drop(
+    connection: Connection, digest: Digest, faults: Mapping[Address, str], now: float
+) -> None:
+    """Takes out opinions that do not count; their authors do not get the file again."""
+    for validator, fault in sorted(faults.items()):
+        log.error("the opinion of %s on %s does not count: %s", validator, digest, fault)
+        opinions.drop(connection, digest, validator)
+        jobs.end_assignment(connection, digest, validator, "abstained", now=now)
+    jobs.change(connection, digest, status="open")
+
+
+_STATUS: dict[Outcome, LeaseStatus] = {
+    Outcome.ACCEPTED: "accepted",
+    Outcome.REJECTED: "rejected",
+    Outcome.VOID: "void",
+}
+_LEASE_EVENT: dict[Outcome, LeaseEventKind] = {
+    Outcome.ACCEPTED: "accepted",
+    Outcome.REJECTED: "rejected",
+    Outcome.VOID: "void",
+}
+
+
+def _end_lease(connection: Connection, digest: Digest, event: LeaseEventKind, now: float) -> None:
+    lease = leases.lock_row(connection, digest)
+    if lease is None:
+        raise FatalError(f"a submission names lease {digest}, which the store does not hold")
+    state, _ = step_lease(LeaseState(lease.status, lease.deadline), event, now)
+    leases.set_status(connection, digest, state.status)
+
+
+def _credit(
+    connection: Connection,
+    context: PoolContext,
+    row: SubmissionRow,
+    judgement: Judgement,
+    now: float,
+) -> None:
+    price = revisions.history(connection, context).at(row.step).price_per_unit
+    insert_new(
+        connection,
+        schema.credits,
+        {
+            "submission_digest": row.digest,
+            "node": row.node,
+            "units": judgement.table.units,
+            "amount": str(judgement.table.units * price),
+            "earned_at": row.receipt_answer().receipt.received_at,
+            "status": "earned",
+        },
+    )
+    refresh_credits(connection, Address(row.node))
+    drift.add(connection, Address(row.node), judgement.table.setup, judgement.shares())
+    groups.add(connection, group_rows(judgement.table, row, now))
+
+
+def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[GroupRow]:
+    """The groups of an accepted file, from its verdict table."""
+    rewards: dict[int, list[int]] = defaultdict(list)
+    for entry in table.rows:
+        rewards[entry.group].append(entry.reward_micro)
+    return [
+        GroupRow(
+            submission_digest=row.digest,
+            group_no=group,
+            policy_version=row.policy_version,
+            rows=len(values),
+            informative=len(set(values)) > 1,
+            reward_micro_sum=sum(values),
+            accepted_at=now,
+        )
+        for group, values in sorted(rewards.items())
+    ]
+
+
+def _punish(
+    connection: Connection,
+    context: PoolContext,
+    row: SubmissionRow,
+    judgement: Judgement,
+    now: float,
+) -> None:
+    node = Address(row.node)
+    apply_node_event(connection, context, node, "rejected", now)
+    order = slashing.decide(judgement.reason, context.run)
+    if order is not None:
+        slashing.queue_slash(
+            connection,
+            lane=context.manager,
+            submission=row.digest,
+            node=node,
+            validator=judgement.validator,
+            evidence=Digest(judgement.signed.opinion.evidence),
+            order=order,
+            now=now,
+        )
+    else:  # a run that slashes nothing still works with no liar
+        queue_intent(
+            connection,
+            lane=context.manager,
+            kind="eject",
+            key=f"{node}:{row.digest}",
+            payload={"node": node},
+            now=now,
+        )
+    refresh_credits(connection, node)

@@ -1,0 +1,92 @@
+"""The manager's background work, as ticks that `serve` calls: no thread, no clock, no sleep here.
+
+    chain_tick   every 0.5–1 s   chain → store (indexer), store → chain (outbox)
+    judge_tick   every 0.2 s     opinions of validators → verdicts
+    batch_tick   after verdicts and policies, and every 0.3–1 s   seal what is full
+    money_tick   every 1–5 s     work roots, reward roots, what fell due by the chain's clock
+
+Each is safe to stop between any two statements and to run again. An unreachable chain raises
+UnavailableError from `chain_tick` after the outbox had its turn; the other two never ask the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from prime_chain.contracts import Contracts
+from prime_chain.events import Event
+from prime_chain.sender import Sender
+from prime_chain.watcher import Watcher
+from prime_core.ids import Digest
+from prime_core.signing import Signer
+from prime_core.storage.base import ObjectStore
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager import targets
+from prime_orchestrator.manager.batches import seal_ready_batches
+from prime_orchestrator.manager.draws import DrawBoard, reveal_second
+from prime_orchestrator.manager.indexer import run_indexer_tick
+from prime_orchestrator.manager.judging import Judge
+from prime_orchestrator.manager.outbox import run_outbox_tick
+from prime_orchestrator.manager.planting import Planted, reveal
+from prime_orchestrator.manager.revisions import current, settle_revisions
+from prime_orchestrator.manager.roots import post_roots, void_unrooted
+from prime_orchestrator.manager.settlement import settle_epochs, void_unjudged
+from prime_orchestrator.manager.slashing import drop_expired, queue_executions
+from prime_orchestrator.store.engine import Store
+
+
+@dataclass(frozen=True)
+class ManagerLoops:
+    """Everything the ticks need. `sender` and `signer` hold the manager's key."""
+
+    store: Store
+    objects: ObjectStore
+    context: PoolContext
+    contracts: Contracts
+    watcher: Watcher
+    sender: Sender
+    signer: Signer
+    now: Callable[[], float]
+    board: DrawBoard
+    planted: Planted = field(default_factory=Planted)
+
+    def chain_tick(self) -> list[Event]:
+        """Sends what is queued, then takes in what the chain shows; returns new events."""
+        queue_executions(self.store, self.context.manager, self.now)
+        run_outbox_tick(self.store, self.context, self.contracts, self.sender, self.now)
+        events = run_indexer_tick(self.store, self.context, self.watcher, self.now)
+        settle_revisions(self.store, self.contracts)
+        return events
+
+    @cached_property
+    def judge(self) -> Judge:
+        """Turns opinions into verdicts."""
+        return Judge(self.store, self.objects, self.context, self.board, self.now)
+
+    def judge_tick(self) -> list[Digest]:
+        """Decides on files whose opinions are in, and shows draw secrets that are due."""
+        reveal_second(self.store, self.objects, self.context, self.now)
+        return self.judge.tick()
+
+    def batch_tick(self) -> list[int]:
+        """Seals every batch that is full and may be sealed; returns the steps. Warns of target
+        lengths that starve."""
+        sealed = seal_ready_batches(
+            self.store, self.objects, self.signer, self.context, self.now, self.planted.accounts
+        )
+        if sealed:
+            with self.store.read() as connection:
+                targets.warn(connection, current(connection, self.context), self.now())
+        return sealed
+
+    def money_tick(self) -> None:
+        """Work roots, reward roots, files voided that nobody judged or rooted in time, slashes that
+        came too late dropped, what planted files were."""
+        reveal(self.store, self.context, self.planted, self.now)
+        post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
+        settle_epochs(self.store, self.objects, self.context, self.now)
+        void_unjudged(self.store, self.context, self.now)
+        void_unrooted(self.store, self.context, self.now, self.planted.accounts)
+        drop_expired(self.store, self.context, self.now, self.planted.accounts)

@@ -1,0 +1,150 @@
+"""A node's standing in the pool: what the chain says of its seat, carried through its lifecycle.
+
+The chain owns membership; `lifecycle.step_node` decides, this file gathers and writes down. Like
+everything that the indexer derives, a node's row is made anew from the events that are stored.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address
+from prime_core.lifecycle import LeaseState, NodeEventKind, NodeState, step_lease, step_node
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.store import chain, leases, nodes, schema
+from prime_orchestrator.store.chain import EventRow
+
+log = logging.getLogger(__name__)
+
+MEMBERSHIP_EVENTS = ("NodeJoined", "NodeLeft", "NodeEjected")
+
+
+def derive_node(connection: Connection, context: PoolContext, node: Address, now: float) -> None:
+    """A node's status from its membership on chain and its open slashes.
+
+    What the chain says is carried through `lifecycle.step_node`; only a retraction goes backwards.
+    """
+    row = nodes.lock_row(connection, node)
+    if row is None:
+        return
+    standing, joined = membership(connection, node)
+    if joined is not None:
+        args = joined.arguments()
+        nodes.set_member(connection, node, provider=Address(args["provider"]))
+    open_slash = has_open_slash(connection, node)
+    if standing == "member" and row.status in ("ejected", "left"):  # came again, or retraction
+        status = "quarantined" if open_slash else "active"
+        nodes.set_status(connection, node, status, last_heartbeat=now)  # type: ignore[arg-type]
+        return
+    if standing == "none":
+        if row.status in ("active", "silent", "ejected", "left"):  # its join was retracted
+            nodes.set_status(connection, node, "admitted", last_heartbeat=row.last_heartbeat)
+        return
+    event: NodeEventKind | None = None
+    if standing == "ejected":
+        event = "slash_confirmed"
+    elif standing == "left" and row.status != "admitted":
+        event = "left"
+    elif standing == "member" and row.status == "admitted":
+        event = "joined"
+    elif standing == "member" and row.status == "quarantined" and not open_slash:
+        event = "slash_cancelled"
+    elif standing == "member" and row.status in ("active", "silent") and open_slash:
+        event = "rejected"
+    if event is not None:
+        apply_node_event(connection, context, node, event, now)
+
+
+def membership(connection: Connection, node: Address) -> tuple[str, EventRow | None]:
+    """What the stored events say of `node` in this pool: "none", "member", "left" or "ejected", and
+    the NodeJoined it rests on (None unless it is a member)."""
+    found = [
+        event
+        for name in MEMBERSHIP_EVENTS
+        for event in chain.events(connection, name, subject=node)
+    ]
+    if not found:
+        return "none", None
+    last = max(found, key=lambda e: (e.block, e.log_index))
+    if last.name == "NodeJoined":
+        return "member", last
+    return ("left" if last.name == "NodeLeft" else "ejected"), None
+
+
+def has_open_slash(connection: Connection, node: Address) -> bool:
+    """True while a slash of `node` is queued or proposed."""
+    table = schema.slashes
+    return (
+        connection.execute(
+            sa.select(table.c.submission_digest)
+            .where(table.c.node == node, table.c.status.in_(("queued", "proposed")))
+            .limit(1)
+        ).first()
+        is not None
+    )
+
+
+def provider_of(connection: Connection, node: Address) -> Address | None:
+    """The provider of the node in the registry, as of the last block read; None if it has none."""
+    provider = chain.state(connection, "provider", node)
+    return None if provider is None else Address(provider)
+
+
+def active_stake(connection: Connection, provider: Address) -> int:
+    """`StakeVault.active` of a provider in wei, as far as the chain was read: bonded, and not held
+    for a slash."""
+    bonded, held = (chain.state(connection, "stake", provider) or "0 0").split()
+    return max(0, int(bonded) - int(held))
+
+
+def slashed_sibling(connection: Connection, node: Address) -> Address | None:
+    """A node of the same provider, its own now or when it was seated, whose slash is open; None if
+    there is none: a provider that was caught cannot come again under another key."""
+    provider = provider_of(connection, node)
+    if provider is None:
+        return None
+    slashes, seated, bound = schema.slashes.c, schema.nodes.c, schema.chain_state.c
+    query = (
+        sa.select(slashes.node)
+        .outerjoin(schema.nodes, seated.address == slashes.node)
+        .outerjoin(
+            schema.chain_state,
+            sa.and_(bound.kind == "provider", bound.account == slashes.node),
+        )
+        .where(
+            slashes.status.in_(("queued", "proposed")),
+            sa.or_(seated.provider == provider, bound.value == provider),
+        )
+        .limit(1)
+    )
+    found = connection.execute(query).scalar()
+    return None if found is None else Address(found)
+
+
+def apply_node_event(
+    connection: Connection, context: PoolContext, node: Address, event: NodeEventKind, now: float
+) -> None:
+    """One step of the node's lifecycle, with its effects on leases. Unknown nodes are passed over.
+
+    `stop_node` needs nothing here: the answer to the next heartbeat says it.
+    """
+    row = nodes.lock_row(connection, node)
+    if row is None:
+        return
+    state, effects = step_node(
+        NodeState(row.status, row.last_heartbeat),
+        event,
+        now,
+        death_seconds=context.run.death_seconds,
+        orchestrator_up_since=0.0,
+    )
+    if state.status != row.status:
+        log.info("node %s: %s → %s (%s)", node, row.status, state.status, event)
+    nodes.set_status(connection, node, state.status, last_heartbeat=row.last_heartbeat)
+    if "release_leases" in effects:
+        for lease in leases.open_of(connection, node):
+            ended, _ = step_lease(LeaseState("open", lease.deadline), "tick", float("inf"))
+            leases.set_status(connection, lease.digest, ended.status)

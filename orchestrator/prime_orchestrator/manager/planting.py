@@ -1,0 +1,106 @@
+"""Planted files: kept from chain and batches while they wait, told to the books once judged.
+
+    before the verdict  nothing in the store marks one: this process alone knows the nodes, by its
+                        settings, and leaves their files out of roots and batches
+    after it            `reveal` writes what the file was, takes back what the verdict brought (pay,
+                        groups, a slash: none of it can have reached the chain, for want of a root),
+                        and from then on the file counts as a shadow file
+
+See prime_verify.canaries.planting for what such a file is. What stays visible to a validator that
+reads the shared store: whose files were revealed before. So planted nodes change keys from time to
+time (prime-node node move).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_core.run import RunDefinition
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.members import apply_node_event, has_open_slash
+from prime_orchestrator.store import leases, nodes, opinions, schema
+from prime_orchestrator.store.engine import Store
+from prime_verify.canaries import planting
+
+log = logging.getLogger(__name__)
+
+HOUR = 3600
+_submissions = schema.submissions.c
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The manager's planted nodes, the secret that they share with it, and how much they may do:
+    one lease in `one_in`."""
+
+    accounts: frozenset[Address] = frozenset()
+    secret: bytes = b""
+    one_in: int = 50
+
+    def may_lease(self, connection: Connection, account: Address, now: float) -> bool:
+        """Whether a node may get a lease now: always, unless it is planted and had its share."""
+        if account not in self.accounts:
+            return True
+        mine = leases.given_to(connection, self.accounts, now - HOUR)
+        return mine * self.one_in <= sum(leases.given_since(connection, now - HOUR))
+
+
+def reveal(
+    store: Store, context: PoolContext, planted: Planted, now: Callable[[], float]
+) -> list[Digest]:
+    """Settles planted files that have a verdict, or that nobody judged in time; returns them."""
+    if not planted.accounts:
+        return []
+    with store.read() as connection:
+        waiting = _ended(connection, context.run, planted, now())
+    for digest, node, lease, judged in waiting:
+        with store.begin() as connection:
+            nodes.lock_row(connection, node)
+            if judged:
+                kind = planting.kind(planted.secret, lease)
+                opinions.plant(connection, digest, kind, now=now())
+            _take_back(connection, digest, node)
+            row = nodes.get(connection, node)
+            held = row is not None and row.status == "quarantined"
+            if held and not has_open_slash(connection, node):
+                apply_node_event(connection, context, node, "slash_cancelled", now())
+        log.info("planted file %s is judged", digest)
+    return [digest for digest, *_ in waiting]
+
+
+def _ended(
+    connection: Connection, run: RunDefinition, planted: Planted, now: float
+) -> list[tuple[Digest, Address, Digest, bool]]:
+    too_old = _submissions.received_at < now - run.validity_seconds
+    judged = _submissions.status.in_(("accepted", "rejected", "void"))
+    rows = connection.execute(
+        sa.select(
+            _submissions.digest, _submissions.node, _submissions.lease_digest, _submissions.status
+        ).where(
+            _submissions.node.in_(planted.accounts),
+            _submissions.shadow.is_(False),
+            sa.or_(judged, too_old),
+        )
+    )
+    return [
+        (Digest(row.digest), Address(row.node), Digest(row.lease_digest), row.status != "submitted")
+        for row in rows
+    ]
+
+
+def _take_back(connection: Connection, digest: Digest, node: Address) -> None:
+    """Undoes what a verdict writes; the file is a shadow file from now on."""
+    for table in (schema.credits, schema.groups, schema.slashes):
+        connection.execute(sa.delete(table).where(table.c.submission_digest == digest))
+    connection.execute(sa.delete(schema.drift).where(schema.drift.c.node == node))
+    names = (f"propose:{digest}", f"eject:{node}:{digest}")
+    connection.execute(sa.delete(schema.intents).where(schema.intents.c.id.in_(names)))
+    connection.execute(
+        sa.update(schema.submissions).where(_submissions.digest == digest).values(shadow=True)
+    )

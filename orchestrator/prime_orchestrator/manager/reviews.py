@@ -1,0 +1,110 @@
+"""Accepted files that are looked at once more: of two files with a row in common, either may be the
+copy, and the copy may have been accepted first.
+
+    send_back   the later file was replayed whole and accepted: the job of the other opens again
+    judged      by any validator; the rows in common make it replay the file whole (repeats.py)
+    uphold      it found no lie: the verdict stands as it is, and the file is never sent back again
+    withdraw    it found one, or a row that is no work: verdict, pay and free groups are taken
+                back; from here on the file is judged like any other (judging.py says how many must
+                agree)
+
+Until `withdraw` nothing is taken from the node, and if no validator comes, nothing ever is. No file
+is sent back twice, so nobody can make us judge for ever: each costs one whole replay more at most.
+What stays: groups that a batch has taken are trained on. And once a file's root is past its
+validity, its pay is final and no slash can be proposed: it is neither sent back nor withdrawn. Nor
+is a shadow file, from whose verdict nothing follows. Of either the marks are forgotten instead, or
+one false claim in them would have every file with a foreseeable answer replayed whole, for a week.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock
+from prime_orchestrator.manager.slashing import expired
+from prime_orchestrator.store import (
+    groups,
+    jobs,
+    leases,
+    nodes,
+    opinions,
+    row_marks,
+    schema,
+    submissions,
+)
+from prime_orchestrator.store.engine import lock
+from prime_orchestrator.store.submissions import SubmissionRow
+
+log = logging.getLogger(__name__)
+_OF_A_VERDICT = (
+    *("verdict", "verdict_table", "evidence", "validator"),
+    *("judged_at", "compute_share"),
+)
+
+
+def send_back(
+    connection: Connection, context: PoolContext, submission: Digest, marks: Mapping[str, bool]
+) -> list[Digest]:
+    """Opens the jobs of accepted files that have rows in common with `submission`, which was
+    replayed whole without fault; returns them. The caller holds the lock "row_marks"."""
+    sent = []
+    for other in row_marks.holders(connection, marks, but=submission):
+        row = submissions.get(connection, other)
+        if row is None or row.status != "accepted" or row.repeated_rows:
+            continue  # with rows in common it was replayed whole already
+        if row.shadow or _final(connection, context, row):
+            row_marks.forget_file(connection, other)
+        elif jobs.reopen(connection, other):
+            opinions.forget(connection, other)  # its author may judge it once more
+            log.warning("submission %s has rows of %s: judged once more", other, submission)
+            sent.append(other)
+    return sent
+
+
+def uphold(connection: Connection, row: SubmissionRow, repeated_rows: int | None) -> None:
+    """Writes down that an accepted file was sent back, and stands."""
+    _write(connection, row, repeated_rows=max(1, repeated_rows or 0))
+    log.info("submission %s was judged once more and stands", row.digest)
+
+
+def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -> bool:
+    """Takes back what the acceptance of a file brought: it is as good as not judged yet. False, and
+    nothing done, if its pay is final."""
+    lock(connection, CHAIN_LOCK)  # no settlement reads its facts meanwhile
+    if _final(connection, context, row):
+        log.error("submission %s of %s is not what it was paid for: too late", row.digest, row.node)
+        return False
+    nodes.lock_row(connection, Address(row.node))
+    empty = dict.fromkeys(_OF_A_VERDICT)
+    _write(connection, row, status="submitted", units=0, repeated_rows=1, **empty)
+    leases.set_status(connection, row.lease_digest, "submitted")
+    credits = schema.credits
+    connection.execute(sa.delete(credits).where(credits.c.submission_digest == row.digest))
+    groups.drop_free(connection, row.digest)
+    row_marks.forget_file(connection, row.digest)
+    log.warning("submission %s of %s is accepted no longer", row.digest, row.node)
+    return True
+
+
+def _write(connection: Connection, row: SubmissionRow, **values: Any) -> None:
+    mine = schema.submissions.c.digest == row.digest
+    connection.execute(sa.update(schema.submissions).where(mine).values(**values))
+
+
+def _final(connection: Connection, context: PoolContext, row: SubmissionRow) -> bool:
+    """Whether the file's root is past its validity."""
+    clock = chain_clock(connection)
+    roots = schema.roots.c
+    posted_at = connection.execute(
+        sa.select(roots.posted_at).where(roots.id == row.root_id)
+    ).scalar()
+    if clock is None or posted_at is None:
+        return False
+    return expired(int(posted_at), context.run.validity_seconds, clock.time)

@@ -1,0 +1,175 @@
+"""Revisions of the run in a running pool: announced, final, in force.
+
+    POST /v1/revisions  the manager's file and first step ──► stored, its digest queued
+    chain tick          the digest lies in a final block  ──► final: leases of its steps name it
+
+A step whose revision is announced and not final yet gets no lease, so the run of a step follows
+from the chain alone, for nodes, validators, auditors and rewards alike. A revision that the chain
+refused is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection
+
+from prime_chain.contracts import Contracts
+from prime_core.errors import ConflictError, NotFoundError
+from prime_core.ids import Digest
+from prime_core.messages import RevisionRequest, RunList, RunRevision
+from prime_core.revisions import RunHistory, check_revision
+from prime_core.run import RunDefinition
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.depth import Buried, Depths
+from prime_orchestrator.manager.intents import queue_intent
+from prime_orchestrator.store import Store, batches, chain, intents, leases, lock, runs
+from prime_orchestrator.store.runs import RunRow
+
+if TYPE_CHECKING:
+    from prime_orchestrator.api.backend import Backend
+
+log = logging.getLogger(__name__)
+
+_parsed = lru_cache(maxsize=64)(RunDefinition.parse)
+
+
+def history(connection: Connection, context: PoolContext) -> RunHistory:
+    """The pool's run and its final revisions."""
+    final = [row for row in runs.every(connection) if row.final]
+    return RunHistory(context.run, tuple((row.from_step, _parsed(row.body)) for row in final))
+
+
+def current(connection: Connection, context: PoolContext) -> RunDefinition:
+    """The run of the step that is sealed next."""
+    return history(connection, context).at(batches.next_step(connection))
+
+
+def next_run(connection: Connection, context: PoolContext) -> RunDefinition:
+    """The newest definition, announced or final: what nodes prepare for."""
+    rows = runs.every(connection)
+    return _parsed(rows[-1].body) if rows else context.run
+
+
+def waits_for(connection: Connection, step: int) -> str:
+    """Why leases of a step cannot be given yet: a revision that may hold for it is not final, or
+    its file is missing. Empty if they can."""
+    rows = runs.every(connection)
+    for row in rows:
+        if row.from_step <= step and not row.final:
+            return f"run revision {row.digest} from step {row.from_step} is not final on chain yet"
+    known = {(row.from_step, row.digest) for row in rows}
+    for event in chain.events(connection, "RunRevised"):
+        args = event.arguments()
+        named = (int(args["from_step"]), Digest(args["run_digest"]))
+        if named[0] <= step and named not in known:
+            return (
+                f"the chain names run revision {named[1]} from step {named[0]}, whose file is not "
+                "here: the operator gives it by orchestrator run revise"
+            )
+    return ""
+
+
+def announce(backend: Backend, request: RevisionRequest) -> RunRevision:
+    """Takes a revision from the manager and queues its digest for the chain. The same one may come
+    twice.
+
+    Raises MalformedError if it is no run definition, PolicyError if it changes what cannot be
+    revised, ConflictError if its first step is leased already or not after the last revision's.
+    """
+    raw = request.run.encode()
+    run = RunDefinition.parse(raw, exact=True)
+    digest, now = run.digest(), backend.now()
+    with backend.store.begin() as connection:
+        lock(connection, "leases")  # no lease of the step is given meanwhile
+        rows = runs.every(connection)
+        known = next((row for row in rows if row.from_step == request.from_step), None)
+        if known is not None and known.digest == digest:
+            return revision_of(known)
+        check_revision(backend.context.run, run)
+        last = rows[-1].from_step if rows else 0
+        if request.from_step <= last:
+            raise ConflictError(f"a revision starts after step {last}, not at {request.from_step}")
+        leased = leases.highest_step(connection)
+        on_chain = any(
+            (int(args["from_step"]), args["run_digest"]) == (request.from_step, digest)
+            for args in (event.arguments() for event in chain.events(connection, "RunRevised"))
+        )
+        if leased is not None and request.from_step <= leased and not on_chain:
+            raise ConflictError(
+                f"step {request.from_step} is leased already: revise from step {leased + 1} on"
+            )
+        row = RunRow(request.from_step, digest, raw, final=False, announced_at=now)
+        runs.add(connection, row)
+        if not on_chain:
+            queue_intent(
+                connection,
+                lane=backend.manager.address,
+                kind="revise",
+                key=_key(row),
+                payload={"run_digest": digest, "from_step": request.from_step},
+                now=now,
+            )
+    log.info("run revision %s from step %d is announced", digest, request.from_step)
+    return revision_of(row)
+
+
+def settle_revisions(store: Store, contracts: Contracts) -> None:
+    """Marks revisions final whose event lies in a final block; forgets those that the chain
+    refused. Raises UnavailableError if no endpoint answers."""
+    with store.read() as connection:
+        waiting = [row for row in runs.every(connection) if not row.final]
+        if not waiting:
+            return
+        blocks = {
+            (int(args["from_step"]), args["run_digest"]): event.block
+            for event in chain.events(connection, "RunRevised")
+            for args in (event.arguments(),)
+        }
+        refused = [
+            row
+            for row in waiting
+            if (intent := intents.get(connection, f"revise:{_key(row)}")) is not None
+            and intent.status == "failed"
+        ]
+    depths = Depths(contracts)
+    for row in waiting:
+        block = blocks.get((row.from_step, row.digest))
+        if block is not None and depths.meets(Buried("payout", block)):
+            with store.begin() as connection:
+                runs.set_final(connection, row.from_step)
+            log.info("run revision %s holds from step %d", row.digest, row.from_step)
+        elif block is None and row in refused:
+            with store.begin() as connection:
+                runs.forget(connection, row.from_step)
+            log.error("the chain refused run revision %s: it is forgotten", row.digest)
+
+
+def _key(row: RunRow) -> str:
+    return f"{row.from_step}:{row.digest}"
+
+
+def revision_of(row: RunRow) -> RunRevision:
+    return RunRevision(run_digest=row.digest, from_step=row.from_step, final=row.final)
+
+
+def listing(backend: Backend) -> RunList:
+    """The pool's first definition and its revisions, by step."""
+    with backend.store.read() as connection:
+        rows = runs.every(connection)
+    return RunList(
+        first=backend.context.run.digest(), revisions=tuple(revision_of(row) for row in rows)
+    )
+
+
+def raw_of(backend: Backend, digest: Digest) -> bytes:
+    """The bytes of one definition. Raises NotFoundError if it is none of the pool's."""
+    if digest == backend.context.run.digest():
+        return backend.context.run.raw()
+    with backend.store.read() as connection:
+        for row in runs.every(connection):
+            if row.digest == digest:
+                return row.body
+    raise NotFoundError(f"no revision of the pool's run has digest {digest}")

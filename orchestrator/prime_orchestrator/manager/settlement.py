@@ -1,0 +1,383 @@
+"""Credits → cumulative reward roots, once an epoch's leaves can no longer be refused.
+
+`prime_core.settlement` decides who is owed what; this file gathers the facts from the store,
+publishes the settlement object, and queues the reward root. One reward root is under way at a time:
+the next waits until the chain has confirmed the last, and takes up whatever gathered meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
+from sqlalchemy.engine import Connection
+
+from prime_core.ids import Address, Digest, Signature
+from prime_core.messages import ReceiptAnswer
+from prime_core.rollout import SignedSubmission
+from prime_core.settlement import (
+    LeafFact,
+    SettledFile,
+    Settlement,
+    SlashFact,
+    SlashState,
+    answered_for,
+    judged_fact,
+    settle,
+    standing,
+)
+from prime_core.storage.base import ObjectStore, put_object
+from prime_core.verdict import Reason, Verdict
+from prime_orchestrator.context import PoolContext, read_object
+from prime_orchestrator.manager import revisions
+from prime_orchestrator.manager.intents import queue_intent, requeue_failed
+from prime_orchestrator.manager.voids import void
+from prime_orchestrator.store import meta as store_meta
+from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.schema import (
+    chain_events,
+    credits,
+    reward_roots,
+    roots,
+    slashes,
+    submissions,
+)
+
+log = logging.getLogger(__name__)
+
+CHAIN_LOCK = "chain"
+"""Held by the indexer while it writes."""
+CHAIN_BLOCK = "chain_block"
+"""Key in `meta`: number of the newest block that the indexer has taken in."""
+CHAIN_TIME = "chain_time"
+"""Key in `meta`: that block's time, Unix seconds."""
+_OPEN = ("queued", "proposed")
+_LOOKED = "settlement_looked_to"
+"""Key in `meta`: epochs that were looked at and gave nothing to post, as JSON of `_Looked`."""
+
+
+class _Looked(BaseModel):
+    """After root `after`, nothing was to post up to `epoch`; `waits` if a credit there is held."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    after: int = -1
+    epoch: int = -1
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class ChainClock:
+    """The newest block that the indexer has taken in: number and time (Unix seconds)."""
+
+    block: int
+    time: int
+
+
+def chain_clock(connection: Connection) -> ChainClock | None:
+    """Where the indexer stands, or None before its first block."""
+    block, time = store_meta.get(connection, CHAIN_BLOCK), store_meta.get(connection, CHAIN_TIME)
+    return None if block is None or time is None else ChainClock(int(block), int(time))
+
+
+def due_epoch(chain_time: int, *, epoch_seconds: int, validity_seconds: int) -> int:
+    """The newest epoch whose leaves are all past their validity at `chain_time`; −1 if none.
+
+    Rewards.postRewardRoot(epoch) reverts until (epoch + 1) · epoch_seconds + validity_seconds.
+    """
+    return (chain_time - validity_seconds) // epoch_seconds - 1
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What is to be settled next: `epoch`, with the leaves since `after`."""
+
+    epoch: int
+    after: int
+    previous: Digest | None
+    new_leaves: bool
+
+
+def settle_epochs(
+    store: Store,
+    objects: ObjectStore,
+    context: PoolContext,
+    now: Callable[[], float],
+) -> Settlement | None:
+    """Posts the next reward root if one is due; returns its settlement.
+
+    Due is the oldest unsettled epoch with work on chain, once its leaves are past their validity;
+    without new work, an epoch in which a held credit was decided. The settlement object is written
+    first, then one transaction writes the row and queues the intent. A reward root that failed
+    (say, for want of funds) is queued again.
+    """
+    with store.begin() as connection:
+        turn = _next_turn(connection, context, now())
+    if turn is None:
+        return None
+    previous = None if turn.previous is None else _load(objects, turn.previous)
+    held = [f for f in previous.files if f.state == "held"] if previous else []
+    settlement = None
+    if turn.new_leaves or held:
+        settlement = _settle(store, objects, context, turn, previous, held)
+    if settlement is None or not settlement.entries:
+        # Nobody is owed anything, or nothing was decided: these leaves come up with a later epoch.
+        waits = settlement is not None and any(f.state == "held" for f in settlement.files)
+        looked = _Looked(after=turn.after, epoch=turn.epoch, waits=waits)
+        with store.begin() as connection:
+            store_meta.put(connection, _LOOKED, looked.model_dump_json())
+        return None
+    _queue(store, objects, context, settlement, now())
+    return settlement
+
+
+def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Turn | None:
+    run, clock = context.run, chain_clock(connection)
+    last = connection.execute(
+        select(reward_roots).order_by(reward_roots.c.epoch.desc()).limit(1)
+    ).first()
+    if last is not None and last.claimable_at is None:
+        intent = f"reward_root:{last.epoch}:{last.object}"
+        requeue_failed(connection, intent, now, not_before=now - run.epoch_seconds)
+        return None
+    if clock is None:
+        return None
+    due = due_epoch(
+        clock.time, epoch_seconds=run.epoch_seconds, validity_seconds=run.validity_seconds
+    )
+    after = -1 if last is None else int(last.epoch)
+    looked = _Looked.model_validate_json(store_meta.get(connection, _LOOKED) or "{}")
+    if looked.after != after:  # a root came, or the last one was disabled: look anew
+        looked = _Looked(after=after, epoch=after)
+    if due <= looked.epoch:
+        return None
+    with_work = connection.execute(
+        select(func.min(roots.c.epoch)).where(
+            roots.c.chain_seq.is_not(None), roots.c.epoch > looked.epoch, roots.c.epoch <= due
+        )
+    ).scalar()
+    return _Turn(
+        epoch=due if with_work is None else int(with_work),
+        after=after,
+        previous=None if last is None else Digest(last.object),
+        new_leaves=with_work is not None or looked.waits,
+    )
+
+
+def _settle(
+    store: Store,
+    objects: ObjectStore,
+    context: PoolContext,
+    turn: _Turn,
+    previous: Settlement | None,
+    held: Sequence[SettledFile],
+) -> Settlement | None:
+    """The settlement of a turn; None if there is no new leaf and every held one is held still."""
+    names = [file.submission_digest for file in held]
+    condition = or_(
+        roots.c.epoch.between(turn.after + 1, turn.epoch), submissions.c.digest.in_(names)
+    )
+    with store.begin() as connection:
+        lock(connection, CHAIN_LOCK)  # facts and block number of one moment
+        clock = chain_clock(connection)
+        assert clock is not None
+        leaves = _leaves(connection, objects, condition, context)
+        slash_facts = _slash_facts(connection)
+    settlement = settle(
+        chain_id=context.deployment.chain_id,
+        pool=context.pool,
+        epoch=turn.epoch,
+        as_of_block=clock.block,
+        previous=previous,
+        leaves=leaves,
+        slashes=slash_facts,
+    )
+    still = [file.submission_digest for file in settlement.files if file.state == "held"]
+    return settlement if len(leaves) > len(names) or set(still) != set(names) else None
+
+
+def _queue(
+    store: Store, objects: ObjectStore, context: PoolContext, settlement: Settlement, now: float
+) -> None:
+    digest, root = put_object(objects, settlement.canonical()), settlement.root()
+    total = settlement.cumulative_total
+    with store.begin() as connection:
+        connection.execute(
+            insert(reward_roots).values(
+                epoch=settlement.epoch,
+                root=root,
+                cumulative_total=total,
+                object=digest,
+                created_at=now,
+            )
+        )
+        queue_intent(
+            connection,
+            lane=context.manager,
+            kind="reward_root",
+            key=f"{settlement.epoch}:{digest}",
+            payload={
+                "epoch": settlement.epoch,
+                "root": root,
+                "cumulative_total": total,
+                "object": digest,
+                "as_of_block": settlement.as_of_block,
+            },
+            now=now,
+        )
+        unpaid = [file.submission_digest for file in settlement.files if file.state == "void"]
+        connection.execute(delete(credits).where(credits.c.submission_digest.in_(unpaid)))
+    log.info("reward root of epoch %d over %s wei is queued", settlement.epoch, total)
+
+
+def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
+    """The newest reward root that the chain has confirmed, as its settlement object."""
+    found = connection.execute(
+        select(reward_roots.c.object)
+        .where(reward_roots.c.claimable_at.is_not(None))
+        .order_by(reward_roots.c.epoch.desc())
+        .limit(1)
+    ).scalar()
+    return None if found is None else _load(objects, Digest(found))
+
+
+def _load(objects: ObjectStore, digest: Digest) -> Settlement:
+    return Settlement.model_validate_json(read_object(objects, digest))
+
+
+def _leaves(
+    connection: Connection,
+    objects: ObjectStore,
+    condition: ColumnElement[bool],
+    context: PoolContext,
+) -> list[LeafFact]:
+    """Facts of the leaves of confirmed roots that meet `condition`; verdicts by their objects."""
+    refused = {
+        json.loads(args)["leaf"]
+        for args in connection.execute(
+            select(chain_events.c.args).where(chain_events.c.name == "LeafRejected")
+        ).scalars()
+    }
+    rows = connection.execute(
+        select(submissions, roots.c.chain_seq, roots.c.posted_at)
+        .join(roots, roots.c.id == submissions.c.root_id)
+        .where(and_(roots.c.chain_seq.is_not(None), condition))
+    )
+    facts, history = [], revisions.history(connection, context)
+    for row in rows:
+        receipt = ReceiptAnswer.model_validate_json(row.receipt)
+        signed = SignedSubmission.model_validate_json(row.body)
+        judged = None
+        if row.verdict is not None:
+            name = Digest(row.verdict)
+            verdict = Verdict.model_validate_json(read_object(objects, name))
+            judged = judged_fact(name, verdict, row.units)
+        facts.append(
+            LeafFact(
+                submission_digest=Digest(row.digest),
+                node=Address(row.node),
+                root_seq=row.chain_seq,
+                expires=row.posted_at + context.run.validity_seconds,
+                received_at=receipt.receipt.received_at,
+                receipt=Signature(receipt.signature),
+                judged=judged,
+                refused=row.digest in refused,
+                answered=answered_for(
+                    rooted_at=row.posted_at,
+                    valid_until=signed.submission.valid_until,
+                    accountable=context.deployment.periods.accountable,
+                ),
+                price=history.at(row.step).price_per_unit,
+                judge_price=history.at(row.step).price_per_judged_file,
+            )
+        )
+    return facts
+
+
+def _slash_facts(connection: Connection, node: Address | None = None) -> list[SlashFact]:
+    query = select(
+        slashes.c.submission_digest, slashes.c.node, slashes.c.status, submissions.c.receipt
+    ).join(submissions, submissions.c.digest == slashes.c.submission_digest)
+    if node is not None:
+        query = query.where(slashes.c.node == node)
+    facts = []
+    for row in connection.execute(query):
+        state: SlashState = "open" if row.status in _OPEN else row.status
+        receipt = ReceiptAnswer.model_validate_json(row.receipt)
+        facts.append(
+            SlashFact(
+                Digest(row.submission_digest),
+                Address(row.node),
+                receipt.receipt.received_at,
+                Signature(receipt.signature),
+                state,
+            )
+        )
+    return facts
+
+
+def refresh_credits(connection: Connection, node: Address) -> None:
+    """Sets each credit of `node` to earned, held or forfeited, from its slashes as they stand.
+
+    A pure function of `slashes` and `credits`, so it may run after any change of either.
+    """
+    facts = _slash_facts(connection, node)
+    rows = connection.execute(
+        select(credits.c.submission_digest, credits.c.earned_at, credits.c.status).where(
+            credits.c.node == node
+        )
+    ).all()
+    names = {"free": "earned", "held": "held", "forfeited": "forfeited"}
+    for row in rows:
+        state, _ = standing(facts, node, row.earned_at)
+        if names[state] != row.status:
+            connection.execute(
+                update(credits)
+                .where(credits.c.submission_digest == row.submission_digest)
+                .values(status=names[state])
+            )
+
+
+def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
+    """Voids submissions that nobody judged within their root's validity (shadow ones have no root:
+    since they came); returns how many.
+
+    Our fault: unpaid, unpunished, counted. Their jobs end.
+    """
+    with store.begin() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return 0
+        late = connection.execute(
+            select(submissions.c.digest)
+            .outerjoin(roots, roots.c.id == submissions.c.root_id)
+            .where(
+                submissions.c.status == "submitted",
+                or_(
+                    roots.c.posted_at < clock.time - context.run.validity_seconds,
+                    and_(
+                        submissions.c.shadow.is_(True),
+                        submissions.c.received_at < now() - context.run.validity_seconds,
+                    ),
+                ),
+            )
+        ).all()
+        for row in late:
+            void(connection, row.digest, Reason.UNAVAILABLE, now())
+        return len(late)
+
+
+def pending_units(connection: Connection, node: Address, settled: int) -> int:
+    """Units of `node`'s credits that no reward root up to epoch `settled` has decided."""
+    undecided = or_(roots.c.epoch.is_(None), roots.c.epoch > settled, credits.c.status == "held")
+    total = connection.execute(
+        select(func.sum(credits.c.units))
+        .join(submissions, submissions.c.digest == credits.c.submission_digest)
+        .outerjoin(roots, roots.c.id == submissions.c.root_id)
+        .where(credits.c.node == node, credits.c.status != "forfeited", undecided)
+    ).scalar()
+    return int(total or 0)

@@ -1,0 +1,183 @@
+"""From a rejected file to its slash: what to propose, and when to execute.
+
+`decide` and `expired` are pure; `queue_slash` writes inside the verdict's transaction; the tick
+queues what has come due. The chain alone says that a slash has happened (see indexer.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_core.run import RunDefinition
+from prime_core.verdict import Outcome, Reason
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.intents import queue_intent
+from prime_orchestrator.manager.roots import never_rooted
+from prime_orchestrator.manager.settlement import ChainClock, chain_clock, refresh_credits
+from prime_orchestrator.store import nodes, schema
+from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.rows import insert_new
+
+log = logging.getLogger(__name__)
+
+_slashes = schema.slashes.c
+
+
+@dataclass(frozen=True)
+class SlashOrder:
+    """What is to be proposed. `amount` in wei; the contract caps it by the stake that is there."""
+
+    reason: Reason
+    amount: int
+
+
+def decide(reason: Reason, run: RunDefinition) -> SlashOrder | None:
+    """The slash that a verdict calls for: only a rejection does, and only if the run slashes."""
+    if reason.outcome is not Outcome.REJECTED or run.slash_amount == 0:
+        return None
+    return SlashOrder(reason, run.slash_amount)
+
+
+def expired(posted_at: int, validity_seconds: int, chain_time: int) -> bool:
+    """True once a leaf of a root posted at `posted_at` can no longer be proposed."""
+    return chain_time > posted_at + validity_seconds
+
+
+def queue_slash(
+    connection: Connection,
+    *,
+    lane: Address,
+    submission: Digest,
+    node: Address,
+    validator: Address,
+    evidence: Digest,
+    order: SlashOrder,
+    now: float,
+) -> None:
+    """Writes the slash, whose evidence `validator` stated, and the manager's `propose` intent on
+    `lane`; once a submission.
+
+    The intent waits until the submission's root is confirmed and the pool's quorum agrees.
+    """
+    insert_new(
+        connection,
+        schema.slashes,
+        {
+            "submission_digest": submission,
+            "node": node,
+            "validator": validator,
+            "evidence": evidence,
+            "reason": int(order.reason),
+            "amount": str(order.amount),
+            "status": "queued",
+            "created_at": now,
+        },
+    )
+    queue_intent(
+        connection,
+        lane=lane,
+        kind="propose",
+        key=submission,
+        payload={"submission_digest": submission},
+        now=now,
+    )
+
+
+def queue_executions(store: Store, lane: Address, now: Callable[[], float]) -> list[Digest]:
+    """Queues `execute` on `lane` for every proposal whose window is over; returns the submissions.
+    Anyone may execute."""
+    with store.read() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return []
+        query = sa.select(_slashes.submission_digest).where(
+            _slashes.status == "proposed", _slashes.executable_at <= clock.time
+        )
+        due = [Digest(leaf) for leaf in connection.execute(query).scalars()]
+    if not due:
+        return []
+    with store.begin() as connection:
+        for leaf in due:
+            queue_intent(
+                connection,
+                lane=lane,
+                kind="execute",
+                key=leaf,
+                payload={"submission_digest": leaf},
+                now=now(),
+            )
+    return due
+
+
+def drop_expired(
+    store: Store,
+    context: PoolContext,
+    now: Callable[[], float],
+    without: Collection[Address] = (),
+) -> list[Digest]:
+    """Gives up slashes that were not proposed within their leaf's validity, or whose leaf is not on
+    chain and never will be (but for those of the nodes `without`); returns the files.
+
+    Held credits come back (nothing was proven on chain), and the manager ejects the node without
+    touching its stake: its file is rejected all the same.
+    """
+    with store.begin() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return []
+        late = _unproposed(connection, context, clock)
+        late += _unrooted(connection, context, clock, without)
+        for submission, node in late:
+            log.error("the slash for %s was not proposed in time; ejecting %s", submission, node)
+            connection.execute(
+                sa.update(schema.slashes)
+                .where(_slashes.submission_digest == submission)
+                .values(status="cancelled")
+            )
+            refresh_credits(connection, node)
+            row = nodes.get(connection, node)
+            if row is None or row.status in ("ejected", "left"):
+                continue
+            queue_intent(
+                connection,
+                lane=context.manager,
+                kind="eject",
+                key=f"{node}:{submission}",
+                payload={"node": node},
+                now=now(),
+            )
+        return [submission for submission, _ in late]
+
+
+def _unproposed(
+    connection: Connection, context: PoolContext, clock: ChainClock
+) -> list[tuple[Digest, Address]]:
+    found = connection.execute(
+        sa.select(_slashes.submission_digest, _slashes.node, schema.roots.c.posted_at)
+        .join(schema.submissions, schema.submissions.c.digest == schema.slashes.c.submission_digest)
+        .join(schema.roots, schema.roots.c.id == schema.submissions.c.root_id)
+        .where(_slashes.status == "queued", schema.roots.c.posted_at.is_not(None))
+    )
+    return [
+        (Digest(row.submission_digest), Address(row.node))
+        for row in found
+        if expired(row.posted_at, context.run.validity_seconds, clock.time)
+    ]
+
+
+def _unrooted(
+    connection: Connection, context: PoolContext, clock: ChainClock, without: Collection[Address]
+) -> list[tuple[Digest, Address]]:
+    names = {row.digest for row in never_rooted(connection, context, clock.time, without)}
+    queued = sa.select(_slashes.submission_digest, _slashes.node).where(_slashes.status == "queued")
+    return [
+        (Digest(row.submission_digest), Address(row.node))
+        for row in connection.execute(queued)
+        if row.submission_digest in names
+    ]

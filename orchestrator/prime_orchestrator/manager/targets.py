@@ -1,0 +1,94 @@
+"""How much of each target length the pool was asked for, accepted and trained of late.
+
+The scheduler picks targets by `counts_of`; status, page and warnings show `shares_of`. A target
+starves while its share of the accepted leases, or of the trained groups, is below half of its
+minimum (`budgets.min_share`) over the window.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.messages import TargetShare
+from prime_core.run import MICRO, RunDefinition
+from prime_orchestrator.api import scheduler
+from prime_orchestrator.api.scheduler import TargetCounts
+from prime_orchestrator.store import batches, leases, schema
+
+log = logging.getLogger(__name__)
+
+BATCHES = 8
+"""Latest sealed batches whose groups count as trained of late."""
+ENOUGH = 4
+"""Times that the smallest share must fit into what was counted before a target can starve."""
+
+
+def counts_of(
+    connection: Connection, run: RunDefinition, *, now: float, shadow: bool = False
+) -> dict[int, TargetCounts]:
+    """The latest leases by target length, as `scheduler.pick_target` takes them."""
+    found = leases.latest_by_target(
+        connection,
+        scheduler.window(run.budgets),
+        shadow=shadow,
+        now=now,
+        younger_than=now - run.lease_seconds / 2,
+    )
+    return {target: TargetCounts(*counts) for target, counts in found.items()}
+
+
+def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[TargetShare, ...]:
+    """Every target of the run, ascending: leases asked and accepted within the scheduler's window,
+    groups trained within the latest BATCHES batches."""
+    counts = counts_of(connection, run, now=now)
+    trained = _trained(connection)
+    least = run.budgets.min_share
+    accepted = sum(count.accepted for count in counts.values())
+    groups = sum(trained.values())
+
+    def below(part: int, whole: int) -> bool:
+        return whole * least >= ENOUGH * MICRO and 2 * part * MICRO < least * whole
+
+    return tuple(
+        TargetShare(
+            target=target,
+            asked=(count := counts.get(target, TargetCounts())).asked,
+            accepted=count.accepted,
+            trained=trained.get(target, 0),
+            starving=below(count.accepted, accepted) or below(trained.get(target, 0), groups),
+        )
+        for target in run.budgets.targets
+    )
+
+
+def warn(connection: Connection, run: RunDefinition, now: float) -> None:
+    """Logs each target that starves."""
+    for share in shares_of(connection, run, now):
+        if share.starving:
+            log.warning(
+                "target %d starves: %d of its latest leases accepted, %d of its groups in the "
+                "latest %d batches; its least share is %.3g",
+                share.target,
+                share.accepted,
+                share.trained,
+                BATCHES,
+                run.budgets.min_share / MICRO,
+            )
+
+
+def _trained(connection: Connection) -> dict[int, int]:
+    """Groups in the latest batches, by target length."""
+    groups, files, given = schema.groups.c, schema.submissions.c, schema.leases.c
+    first = batches.next_step(connection) - BATCHES
+    query = (
+        sa.select(given.target, sa.func.count())
+        .select_from(schema.groups)
+        .join(schema.submissions, files.digest == groups.submission_digest)
+        .join(schema.leases, given.digest == files.lease_digest)
+        .where(groups.batch_step >= first)
+        .group_by(given.target)
+    )
+    return {int(target): int(count) for target, count in connection.execute(query)}

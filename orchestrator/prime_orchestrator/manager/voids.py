@@ -1,0 +1,45 @@
+"""How a submission ends that nothing speaks against and that cannot be paid: the pool's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.engine import Connection
+
+from prime_core.ids import Digest
+from prime_core.lifecycle import LeaseState, step_lease
+from prime_core.task import LeaseStatus
+from prime_core.verdict import Reason
+from prime_orchestrator.store import groups
+from prime_orchestrator.store.schema import credits, jobs, leases, submissions
+
+
+def void(
+    connection: Connection,
+    submission: Digest,
+    reason: Reason,
+    now: float,
+    *,
+    of: Sequence[LeaseStatus] = ("submitted",),
+) -> None:
+    """Ends a submission whose status is one of `of`: its lease, its job and, if it was accepted,
+    its credit and its groups that no batch has taken end with it: the scheduler would wait for a
+    batch of them, which nobody seals."""
+    state, _ = step_lease(LeaseState("submitted", 0.0), "void", now)
+    this = submissions.c.digest == submission
+    job = jobs.c.submission_digest == submission
+    # The job first, as whoever records a verdict: in another order each could wait for the other.
+    connection.execute(select(jobs.c.status).where(job).with_for_update())
+    done = connection.execute(
+        update(submissions)
+        .where(this, submissions.c.status.in_(of))
+        .values(status=state.status, reason=int(reason), judged_at=now)
+    )
+    if done.rowcount == 0:
+        return
+    lease = select(submissions.c.lease_digest).where(this).scalar_subquery()
+    connection.execute(update(leases).where(leases.c.digest == lease).values(status=state.status))
+    connection.execute(update(jobs).where(job).values(status="done"))
+    connection.execute(delete(credits).where(credits.c.submission_digest == submission))
+    groups.drop_free(connection, submission)

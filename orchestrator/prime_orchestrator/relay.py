@@ -1,0 +1,359 @@
+"""`orchestrator relay`: serves the pool's policies to nodes.
+
+    once a second   ask the orchestrator which policies are published, and who serves them
+    each new one    is checked against the trainer's signature and fetched: from --upstream where
+                    that is given, else from the origin; every verified chunk can be asked for
+    on each change  (and every 30 s) announce the address and versions, signed, if there is a wallet
+
+Anyone may run one; to be named to nodes it needs a seat in the pool or the operator's leave. What
+it serves is checked by whoever fetches, so it needs no trust; it does need
+bandwidth. Behind a proxy or NAT, say how others reach it with --public-url: readers sign their
+requests for that URL (prime_broadcast/access.py), unless --access is `anyone`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from prime_broadcast.access import Passes, Rules, ephemeral_signer
+from prime_broadcast.files import DiskError, write_whole
+from prime_broadcast.manifest import Trust
+from prime_broadcast.relay import KEEP, Relay, RelayEvent
+from prime_broadcast.server import Limits
+from prime_broadcast.sources import SourceBook, normal_url
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Pools
+from prime_chain.keystore import load_keystore, read_password
+from prime_core import ids
+from prime_core.checkpoint import SignedManifest
+from prime_core.command_line import command
+from prime_core.deployment import Deployment
+from prime_core.errors import MalformedError, PrimeError, UnavailableError, UserError
+from prime_core.folders import make_folder
+from prime_core.ids import Address
+from prime_core.messages import PolicyList, RelayAnnouncement, RelayInfo
+from prime_core.stopping import until_stopped
+from prime_core.transport.client import Empty, OrchestratorClient
+from prime_core.waiting import (
+    FIRST_ANSWER_HELP,
+    FIRST_ANSWER_SECONDS,
+    StoppedError,
+    until_answered,
+)
+
+app = command()
+
+ANNOUNCE_SECONDS = 30.0
+MEMBERS_SECONDS = 10.0
+LOOK_FOR_SOURCES_SECONDS = 5.0
+_Answer = TypeVar("_Answer")
+_RELAYS = TypeAdapter(list[RelayInfo])
+
+
+class Access(StrEnum):
+    """Who may read from a relay."""
+
+    ANYONE = "anyone"
+    SIGNED = "signed"
+    MEMBERS = "members"
+
+
+@app.command()
+def relay(
+    orchestrator: Annotated[
+        str, typer.Option(envvar="PRIME_RELAY_ORCHESTRATOR", help="URL of the orchestrator.")
+    ],
+    data: Annotated[
+        Path, typer.Option(envvar="PRIME_RELAY_DATA", help="Folder for policies.")
+    ] = Path("var/relay"),
+    host: Annotated[
+        str, typer.Option(envvar="PRIME_RELAY_HOST", help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="PRIME_RELAY_PORT", help="Port; 0 takes a free one.")
+    ] = 8480,
+    public_url: Annotated[
+        str | None,
+        typer.Option(envvar="PRIME_RELAY_PUBLIC_URL", help="How nodes reach this relay."),
+    ] = None,
+    upstream: Annotated[
+        list[str] | None, typer.Option(help="Relay to feed from; repeat for more.")
+    ] = None,
+    wallet: Annotated[
+        Path | None,
+        typer.Option(envvar="PRIME_RELAY_WALLET", help="Keystore that announces this relay."),
+    ] = None,
+    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
+    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    rpc: Annotated[
+        list[str] | None,
+        typer.Option(help="RPC endpoint, to read the trainer's address from the chain."),
+    ] = None,
+    deployment: Annotated[Path | None, typer.Option(help="Deployment JSON, with --rpc.")] = None,
+    trainer: Annotated[
+        str | None, typer.Option(help="The trainer's address, if you know it from elsewhere.")
+    ] = None,
+    keep: Annotated[int, typer.Option(help="Versions to keep.", min=1)] = KEEP,
+    poll: Annotated[
+        float, typer.Option(help="Seconds between looks at the orchestrator.", min=0.2)
+    ] = 1.0,
+    access: Annotated[
+        Access,
+        typer.Option(help="Who may read: anyone, who signs, or the pool's nodes and --allow."),
+    ] = Access.SIGNED,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Account that may read besides the pool's nodes.")
+    ] = None,
+    connections: Annotated[int, typer.Option(help="At most so many at once.", min=1)] = 1024,
+    connections_each: Annotated[
+        int, typer.Option(help="Of one address at once; 0: unlimited.", min=0)
+    ] = 256,
+    max_rate: Annotated[
+        float, typer.Option(help="Bytes per second to send in all; 0: unlimited.", min=0)
+    ] = 0.0,
+    requests_per_second: Annotated[
+        float, typer.Option(help="Of one reader, on average; 0: unlimited.", min=0)
+    ] = 0.0,
+    allow_private: Annotated[
+        bool,
+        typer.Option(
+            "--allow-private",
+            help="Connect to private addresses that the orchestrator names (your own network).",
+        ),
+    ] = False,
+    first_answer_seconds: Annotated[
+        float, typer.Option(help=FIRST_ANSWER_HELP, min=0)
+    ] = FIRST_ANSWER_SECONDS,
+) -> None:
+    """Serve policies to nodes, from an origin or another relay, until SIGTERM."""
+    stop = until_stopped()
+    signer = None
+    if wallet is not None:
+        password = read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
+        signer = load_keystore(wallet, password)
+    upstreams = [_source(url) for url in upstream or ()]
+    limits = Limits(
+        connections=connections,
+        connections_per_address=connections_each,
+        bytes_per_second=max_rate,
+        requests_per_second=requests_per_second,
+    )
+    make_folder(data)
+    with OrchestratorClient(orchestrator, signer, "relay", allow_private=allow_private) as client:
+        known = data / "relay.json"
+        give_up = None if known.exists() else first_answer_seconds
+        try:
+            trust = _trust(client, stop, tuple(rpc or ()), deployment, trainer, give_up)
+        except StoppedError:
+            return
+        registry = client.domain("registry")
+        members = Members(client, [ids.address(one) for one in allow or ()])
+        rules = None if access is Access.ANYONE else Rules(registry)
+        if access is Access.MEMBERS:
+            rules = Rules(registry, members.known)
+            members.refresh()
+        server = Relay(
+            data,
+            trust,
+            host=host,
+            port=port,
+            public_url=public_url,
+            limits=limits,
+            rules=rules,
+            keep=keep,
+            book=SourceBook(
+                passes=Passes(signer or ephemeral_signer(), registry),
+                public_only=not client.allows_private,
+            ),
+            on_event=_tell,
+        )
+        with server:
+            state = json.dumps({"url": server.url, "trainer": trust.trainer}).encode()
+            try:
+                write_whole(known, state)
+            except DiskError as error:  # what is there can be served all the same
+                _log("trouble", detail=str(error))
+            _log("serving", url=server.url, pool=trust.pool, trainer=trust.trainer)
+            listing = members.refresh_now_and_then if access is Access.MEMBERS else lambda: None
+            loop = Loop(client, server, upstreams, listing, announces=signer is not None)
+            loop.run(stop, poll)
+
+
+class Members:
+    """The accounts of the pool's nodes, as the orchestrator lists them, and those allowed by hand.
+    `known` is asked from the server's thread and never waits."""
+
+    def __init__(
+        self,
+        client: OrchestratorClient,
+        allowed: Sequence[Address],
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._allowed = frozenset(allowed)
+        self._nodes: frozenset[Address] = frozenset()
+        self._now = now
+        self._at = float("-inf")
+
+    def known(self) -> frozenset[Address]:
+        """Who may read now."""
+        return self._nodes | self._allowed
+
+    def refresh(self) -> None:
+        """Asks the orchestrator. Nodes that left or were ejected may no longer read."""
+        self._nodes = frozenset(
+            known.node for known in self._client.nodes() if known.status not in ("left", "ejected")
+        )
+        self._at = self._now()
+
+    def refresh_now_and_then(self) -> None:
+        """`refresh`, if the list is older than MEMBERS_SECONDS."""
+        if self._now() - self._at >= MEMBERS_SECONDS:
+            self.refresh()
+
+
+class Loop:
+    """The relay's conversation with the orchestrator. One `turn` a poll; see the module's head."""
+
+    def __init__(
+        self,
+        client: OrchestratorClient,
+        server: Relay,
+        upstreams: Sequence[str],
+        before_turn: Callable[[], None] = lambda: None,
+        *,
+        announces: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._server = server
+        self._upstreams = list(upstreams)
+        self._announces = announces
+        self._now = now
+        self._published: tuple[SignedManifest, ...] = ()
+        self._tag: str | None = None
+        self._sources: list[str] = []
+        self._sources_at = float("-inf")
+        self._announced: tuple[int, ...] | None = None
+        self._announced_at = float("-inf")
+        self._trouble = ""
+        self._before_turn = before_turn
+
+    def run(self, stop: threading.Event, poll: float) -> None:
+        """Turns until `stop`; trouble is logged when it begins, changes and ends."""
+        while not stop.is_set():
+            try:
+                self._before_turn()
+                self.turn()
+                trouble = ""
+            except PrimeError as error:
+                trouble = str(error)
+            if trouble != self._trouble:
+                _log("trouble" if trouble else "recovered", detail=trouble or self._trouble)
+                self._trouble = trouble
+            stop.wait(poll)
+
+    def turn(self) -> None:
+        """Learns what is published and from whom, offers it to the relay, announces changes."""
+        changed = self._client.get_changed("/v1/policies", PolicyList, self._tag)
+        if changed is not None:
+            self._published, self._tag = changed[0].policies, changed[1]
+        if self._now() - self._sources_at >= LOOK_FOR_SOURCES_SECONDS:
+            self._sources = self._find_sources()
+            self._sources_at = self._now()
+        groups = [self._upstreams, self._sources] if self._upstreams else [self._sources]
+        self._server.offer(self._published, groups)
+        self._announce()
+
+    def _find_sources(self) -> list[str]:
+        raw = self._client.request("GET", "/v1/relays", b"", signed=False)
+        try:
+            return [info.url for info in _RELAYS.validate_json(raw)]
+        except ValidationError as error:
+            raise MalformedError("the orchestrator's list of relays does not parse") from error
+
+    def _announce(self) -> None:
+        if not self._announces:
+            return
+        versions = tuple(self._server.versions())
+        fresh = self._now() - self._announced_at < ANNOUNCE_SECONDS
+        if fresh and versions == self._announced:
+            return
+        info = RelayAnnouncement(url=self._server.url, versions=versions)
+        self._client.post("/v1/relays", info, Empty)
+        self._announced, self._announced_at = versions, self._now()
+
+
+def _trust(
+    client: OrchestratorClient,
+    stop: threading.Event,
+    rpc: tuple[str, ...],
+    deployment: Path | None,
+    trainer: str | None,
+    give_up: float | None,
+) -> Trust:
+    """Whose signature to take: read from the chain if there is an RPC, else as told, else as the
+    orchestrator says (said aloud). Waits for both; raises UnavailableError after `give_up` seconds
+    (None: never), StoppedError when told to stop."""
+    pool = _patiently(lambda: client.pool().pool, stop, give_up)
+    domain = client.domain("pools")
+    if rpc:
+        if deployment is None:
+            raise UserError("--rpc needs --deployment FILE", hint="or leave both out")
+        known = Deployment.load(deployment)
+        if known.domain("pools") != domain:
+            raise UserError(
+                f"the orchestrator at {client.base_url} works with other contracts than "
+                f"{deployment} names",
+                hint="check --orchestrator and --deployment",
+            )
+        chain = ChainClient(rpc, known.chain_id)
+        try:
+            address = _patiently(lambda: Pools(chain, known).pool_of(pool).trainer, stop, give_up)
+        finally:
+            chain.close()
+        if trainer is not None and ids.address(trainer) != address:
+            raise UserError(f"on chain the trainer is {address}, not {trainer}")
+        return Trust(address, domain, pool)
+    if trainer is not None:
+        return Trust(ids.address(trainer), domain, pool)
+    _log("trusting", detail="the trainer's address is the orchestrator's word; --rpc checks it")
+    return Trust(client.pool().trainer, domain, pool)
+
+
+def _patiently(ask: Callable[[], _Answer], stop: threading.Event, give_up: float | None) -> _Answer:
+    """What `ask` answers; that it does not yet is said once."""
+    told: list[str] = []
+
+    def tell(error: UnavailableError, wait: float) -> None:
+        if not told:
+            _log("waiting", detail=str(error))
+        told.append(str(error))
+
+    return until_answered(ask, stop, tell, give_up=give_up, longest=1.0)
+
+
+def _source(url: str) -> str:
+    try:
+        return normal_url(url)
+    except MalformedError as error:
+        raise UserError(str(error), hint="give --upstream http://HOST:PORT") from error
+
+
+def _tell(event: RelayEvent) -> None:
+    _log(event.kind, version=event.version, detail=event.detail)
+
+
+def _log(event: str, **facts: object) -> None:
+    """One JSON line on stdout an event."""
+    print(json.dumps({"time": round(time.time(), 3), "event": event, **facts}), flush=True)

@@ -1,0 +1,392 @@
+"""`orchestrator serve`: one process that answers HTTP and runs the manager's loops.
+
+    open       deployment, run definition, keystore, database, chain → refuse what does not fit
+    bind       the port, before anything names our address
+    serve      HTTP in the main thread; loops in one thread each, while this process holds their
+               lease: several orchestrators may serve one store, and one of them runs the loops
+    end        SIGTERM or SIGINT: HTTP first, then the loops; exit 0
+
+A loop that meets a passing trouble tries again, ever later; one that meets a defect is logged in
+full and ends the process with a non-zero code, for the supervisor (systemd) to start it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.errors import BadAnswerError
+from prime_chain.keystore import load_keystore, read_password
+from prime_chain.sender import Sender
+from prime_chain.watcher import Watcher
+from prime_core import ids
+from prime_core.deployment import Deployment
+from prime_core.errors import ConflictError, UnavailableError, UserError
+from prime_core.folders import make_folder
+from prime_core.ids import Address
+from prime_core.logs import log_to_stderr
+from prime_core.run import RunDefinition
+from prime_core.run_file import read_run
+from prime_core.storage.directory import DirectoryStore
+from prime_core.storage.signing import load_secret
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.connections import Proxies, behind
+from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.config import Settings
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager import uploads
+from prime_orchestrator.manager.loops import ManagerLoops
+from prime_orchestrator.store import Store, meta, open_store
+from prime_orchestrator.store.chain import STATE_EVENTS
+from prime_orchestrator.store.journal import StoreJournal
+from prime_orchestrator.store.leaders import BEAT_SECONDS, LoopLease
+
+log = logging.getLogger(__name__)
+
+BATCH_SECONDS = 0.5
+JUDGE_SECONDS = 0.2
+MONEY_SECONDS = 1.0
+LIFE_SECONDS = 1.0
+LONGEST_PAUSE = 10.0
+GRACE_SECONDS = 5
+"""How long running requests may still take when the process is told to end."""
+
+
+def run(settings: Settings) -> None:
+    """Serves until told to end. Exits non-zero if a loop met a defect."""
+    set_up_logging(settings.log_level)
+    with ExitStack() as stack:
+        deployment = Deployment.load(settings.need("deployment"))
+        definition = read_run(settings.need("run"), exact=True)
+        deployment.check_run(definition)
+        signer = load_keystore(
+            settings.need("wallet"), read_password(settings.password_file, settings.password_fd)
+        )
+        make_folder(settings.data)
+        stack.enter_context(only_one(settings.data / "serve.lock"))
+        serve_file = settings.data / "serve.json"
+        serve_file.unlink(missing_ok=True)  # left by a process that was killed
+        store = open_store(settings.database_url)
+        stack.callback(store.close)
+        store.migrate()
+        client = ChainClient(settings.need_rpc(), deployment.chain_id, quorum=settings.rpc_quorum)
+        stack.callback(client.close)
+        contracts = Contracts(client, deployment)
+        trainer = check_pool(
+            store, contracts, deployment, settings.need("pool"), definition, signer.address
+        )
+        listener = bind(settings.host, settings.port)
+        stack.callback(listener.close)
+        url = settings.public_url or address_of(listener)
+        secret = load_secret(settings.data / "store.secret")
+        context = PoolContext(
+            deployment=deployment,
+            pool=settings.need("pool"),
+            manager=signer.address,
+            run=definition,
+        )
+        backend = Backend(
+            context=context,
+            store=store,
+            objects=DirectoryStore(settings.objects_folder, url, secret),
+            manager=signer,
+            trainer=trainer,
+            audience=url,
+            also_known_as=frozenset(one.rstrip("/") for one in settings.also_known_as),
+            relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
+            planted=settings.planted_nodes(),
+        )
+        journal = StoreJournal(store, signer.address, deployment.chain_id)
+        sender = Sender(client, signer, journal)
+        stack.callback(sender.close)
+        manager = ManagerLoops(
+            store=store,
+            objects=backend.objects,
+            context=context,
+            contracts=contracts,
+            watcher=Watcher(client, deployment, pool=settings.need("pool"), of_all=STATE_EVENTS),
+            sender=sender,
+            signer=signer,
+            now=backend.now,
+            board=backend.draws,
+            planted=backend.planted,
+        )
+        lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)
+        asyncio.run(_serve(settings, backend, manager, lease, listener, serve_file, url))
+
+
+def set_up_logging(level: str) -> None:
+    """One line an event on stderr, for every long-running program here."""
+    log_to_stderr(level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    for name in ("alembic", "httpx", "uvicorn"):  # their everyday business is not ours
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+async def _serve(
+    settings: Settings,
+    backend: Backend,
+    manager: ManagerLoops,
+    lease: LoopLease,
+    listener: socket.socket,
+    serve_file: Path,
+    url: str,
+) -> None:
+    proxies = Proxies(settings.trusted_proxies)
+    app = create_app(backend, requests_per_second=settings.requests_per_second, proxies=proxies)
+    server = make_server(app, proxies)
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        server.should_exit = True
+        app.state.feed.end()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loops = Loops(on_crash=lambda: loop.call_soon_threadsafe(end))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.01)
+    try:
+        if server.started:
+            announce(serve_file, url, listener.getsockname()[1])
+            log.info("serving pool %d at %s", backend.context.pool, url)
+            loops.start("lease", lease.tick, BEAT_SECONDS)
+            ticks: tuple[tuple[str, Callable[[], object], float], ...] = (
+                ("chain", manager.chain_tick, settings.chain_poll_seconds),
+                ("verdicts", manager.judge_tick, JUDGE_SECONDS),
+                ("batches", manager.batch_tick, BATCH_SECONDS),
+                ("money", manager.money_tick, MONEY_SECONDS),
+                ("lives", LifeTicks(backend).tick, LIFE_SECONDS),
+                ("uploads", lambda: uploads.sweep(backend), uploads.SWEEP_SECONDS),
+            )
+            for name, tick, every in ticks:
+                loops.start(name, while_held(lease, tick), every)
+        await serving
+    finally:
+        await asyncio.to_thread(loops.stop)
+        with contextlib.suppress(UnavailableError):
+            await asyncio.to_thread(lease.release)
+        serve_file.unlink(missing_ok=True)
+    loops.raise_crash()
+    log.info("ended")
+
+
+def while_held(lease: LoopLease, tick: Callable[[], object]) -> Callable[[], object]:
+    """`tick`, passed over while another orchestrator on this store runs the loops."""
+    return lambda: tick() if lease.held() else None
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers (it would raise the signal again at its end)."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: ASGIApp, proxies: Proxies) -> Server:
+    """uvicorn, bounded as a server that strangers reach must be."""
+    return Server(
+        uvicorn.Config(
+            app,
+            http=behind(proxies),
+            proxy_headers=False,  # uvicorn's own believes this machine, and $FORWARDED_ALLOW_IPS
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=30,
+            limit_concurrency=1000,
+            h11_max_incomplete_event_size=64 << 10,
+            server_header=False,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Crash:
+    name: str
+    error: Exception
+
+
+class Loops:
+    """Background ticks, one thread each, that end together."""
+
+    def __init__(self, on_crash: Callable[[], object]) -> None:
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._crashes: list[_Crash] = []
+        self._on_crash = on_crash
+
+    def start(self, name: str, tick: Callable[[], object], every: float) -> None:
+        """Calls `tick` about every `every` seconds until `stop`."""
+        thread = threading.Thread(
+            target=self._run, args=(name, tick, every), name=f"loop-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, name: str, tick: Callable[[], object], every: float) -> None:
+        pause = every
+        while not self._stop.is_set():
+            try:
+                tick()
+                pause = every
+            except UnavailableError as error:
+                pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
+                log.warning("the %s loop tries again in %.0f s: %s", name, pause, error)
+            except Exception as error:  # a defect: said loudly, then the whole process ends
+                log.critical("the %s loop met a defect; the process ends", name, exc_info=error)
+                self._crashes.append(_Crash(name, error))
+                self._on_crash()
+                return
+            self._stop.wait(pause)
+
+    def stop(self, seconds: float = 20.0) -> None:
+        """Ends all loops after their present tick; waits for each at most `seconds`."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(seconds)
+            if thread.is_alive():
+                log.error("%s did not end in %.0f s and is left behind", thread.name, seconds)
+
+    def raise_crash(self) -> None:
+        """Raises the first defect, if a loop met one."""
+        for crash in self._crashes:
+            raise crash.error
+
+
+# -- refusing what does not fit ------------------------------------------------------------------
+
+
+def check_pool(
+    store: Store,
+    contracts: Contracts,
+    deployment: Deployment,
+    pool: int,
+    definition: RunDefinition,
+    manager: Address,
+) -> Address:
+    """The pool's trainer, after all that must fit together was found to.
+
+    The chain is asked once; afterwards the store remembers, so that a restart needs no RPC.
+    Raises UserError if key, run definition or database belong to another pool, UnavailableError if
+    the chain was never asked and does not answer.
+    """
+    place = f"{deployment.chain_id}/{deployment.contracts.pools}/{pool}"
+    with store.read() as connection:
+        known, facts = meta.get(connection, "serves"), meta.get(connection, "pool_facts")
+    if known is not None and known != place:
+        raise UserError(
+            f"the database belongs to pool {known}, not {place}",
+            hint="name another --data or --database",
+        )
+    if facts is None:
+        try:
+            found = contracts.pools.pool_of(pool)
+        except BadAnswerError as error:  # no code there, or another's
+            raise UserError(
+                f"the contracts that the deployment names are not on this chain: {error}",
+                hint="check --rpc and --deployment; a local chain that was made anew has none",
+            ) from error
+        except ConflictError as error:
+            raise UserError(
+                f"pool {pool} is not on chain {deployment.chain_id}: {error}",
+                hint="make one with: orchestrator pool create",
+            ) from error
+        facts = json.dumps([found.manager, found.trainer, found.run_digest])
+    its_manager, trainer, run_digest = json.loads(facts)
+    if its_manager != manager:
+        raise UserError(
+            f"the wallet holds {manager}, but pool {pool} is managed by {its_manager}",
+            hint="give that account's keystore by --wallet",
+        )
+    if run_digest != definition.digest():
+        raise UserError(
+            f"the run definition's digest is {definition.digest()}, the pool's is {run_digest}",
+            hint="give the file that the pool was made with by --run",
+        )
+    if known is None:
+        with store.begin() as connection:
+            meta.put(connection, "serves", place)
+            meta.put(connection, "pool_facts", facts)
+    return ids.address(trainer)
+
+
+def holder_of(data: Path) -> str:
+    """This data folder's name among the orchestrators on one store; made on first use.
+
+    With the machine's, so that a folder that was copied is another."""
+    path = data / "holder"
+    with contextlib.suppress(FileExistsError), path.open("x") as file:
+        file.write(secrets.token_hex(16))
+    return f"{path.read_text().strip()}@{socket.gethostname()}"
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Holds a lock that ends with the process. Raises UserError if another holds it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another orchestrator is serving from {path.parent}",
+                hint="end it first, or name another --data",
+            ) from error
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises UserError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it, answers wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="choose another --host or --port (0 takes a free port)",
+        ) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """http:// and where a program on this machine reaches the socket."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def announce(path: Path, url: str, port: int) -> None:
+    """Says where we are: one JSON line on stdout, and the file that other programs read."""
+    text = json.dumps({"url": url, "port": port, "pid": os.getpid()})
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(text + "\n")
+    draft.replace(path)
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)

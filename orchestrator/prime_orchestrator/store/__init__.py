@@ -1,0 +1,9 @@
+"""The store: tables, migrations, and named queries, one file a concern.
+
+Every query function takes the Connection of `Store.begin()` (or `Store.read()`) first, so that
+callers compose them into one transaction.
+"""
+
+from prime_orchestrator.store.engine import Store, lock, open_store, sqlite_url
+
+__all__ = ["Store", "lock", "open_store", "sqlite_url"]

@@ -1,0 +1,28 @@
+"""When each policy was first heard to run at each node."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_new
+
+_arrivals = schema.arrivals.c
+
+
+def note(connection: Connection, node: Address, version: int, *, now: float) -> None:
+    """The node runs that version; only the first time counts."""
+    insert_new(connection, schema.arrivals, {"version": version, "node": node, "at": now})
+
+
+def of(connection: Connection, version: int) -> list[float]:
+    """When it arrived, ascending (Unix seconds), one entry a node."""
+    query = sa.select(_arrivals.at).where(_arrivals.version == version).order_by(_arrivals.at)
+    return [float(at) for at in connection.execute(query).scalars()]
+
+
+def forget(connection: Connection, before: int) -> None:
+    """Drops what is known of versions below `before`."""
+    connection.execute(sa.delete(schema.arrivals).where(_arrivals.version < before))

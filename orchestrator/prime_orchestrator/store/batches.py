@@ -1,0 +1,55 @@
+"""Sealed batches. Written once, in the transaction that takes their groups; never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.batch import SignedBatch
+from prime_core.ids import Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import record, records
+
+_batches = schema.batches.c
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One row of `batches`; `body` is JSON of SignedBatch."""
+
+    step: int
+    digest: Digest
+    body: str
+    rows: int
+    mean_reward_micro: int
+    staleness_max: int
+    sealed_at: float
+
+    def signed(self) -> SignedBatch:
+        """The batch as the manager signed it."""
+        return SignedBatch.model_validate_json(self.body)
+
+
+def add(connection: Connection, batch: BatchRow) -> None:
+    """Writes a sealed batch. Raises IntegrityError if its step has one."""
+    connection.execute(sa.insert(schema.batches).values(**vars(batch)))
+
+
+def get(connection: Connection, step: int) -> BatchRow | None:
+    """The sealed batch of `step`, or None."""
+    query = sa.select(schema.batches).where(_batches.step == step)
+    return record(BatchRow, connection.execute(query).mappings().first())
+
+
+def next_step(connection: Connection) -> int:
+    """The first step whose batch is not sealed. Batches are sealed in order."""
+    highest = connection.execute(sa.select(sa.func.max(_batches.step))).scalar()
+    return 0 if highest is None else int(highest) + 1
+
+
+def latest(connection: Connection, limit: int) -> list[BatchRow]:
+    """The newest batches, oldest of them first."""
+    query = sa.select(schema.batches).order_by(_batches.step.desc()).limit(limit)
+    return records(BatchRow, connection.execute(query).mappings().all())[::-1]

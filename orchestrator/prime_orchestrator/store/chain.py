@@ -1,0 +1,336 @@
+"""The read copy of chain facts. Only the indexer writes it.
+
+chain_events   events of this pool, found by name and subject
+chain_state    of all accounts, what admission and sessions need, as it stands now: a node's
+               provider, a provider's stake, a revocation. One row an account and kind
+chain_undo     what rows of chain_state were before each of the last blocks: for reorganisations
+chain_steps    the last blocks up to which was read
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_all_new, insert_new, records, upsert, upsert_all
+
+_events = schema.chain_events.c
+_cursors = schema.cursors.c
+_state = schema.chain_state
+_undo = schema.chain_undo
+_steps = schema.chain_steps
+
+UNDO_BLOCKS = 4096
+"""Reorganisations of so many blocks are undone; a deeper one has the chain read from its start."""
+STEPS_KEPT = 256
+
+_SUBJECTS: dict[str, tuple[str, ...]] = {
+    "RootPosted": ("root", "seq"),
+    "LeafRejected": ("leaf",),
+    "RewardRootPosted": ("epoch",),
+    "NodeJoined": ("node",),
+    "NodeLeft": ("node",),
+    "NodeEjected": ("node",),
+    "PolicyPublished": ("version",),
+    "ValidatorSet": ("validator",),
+    "SlashProposed": ("leaf",),
+    "SlashDisputed": ("leaf",),
+    "SlashObjected": ("leaf",),
+    "SlashExecuted": ("leaf",),
+    "SlashCancelled": ("leaf",),
+}
+"""What an event is about, by which it is looked for: one argument or two."""
+
+STATE_EVENTS = frozenset(
+    {
+        "NodeAdded", "NodeRemoved", "RevokedBefore", "Deposited", "UnbondStarted", "Rebonded",
+        "SlashHeld", "SlashReleased", "Slashed",
+    }
+)  # fmt: skip
+"""Events of any account that are kept as `chain_state` alone."""
+
+_BIND = 500
+"""Values in one statement."""
+
+
+@dataclass(frozen=True)
+class EventRow:
+    """One confirmed event; `args` is JSON, `block_time` the block's Unix time."""
+
+    block_hash: Digest
+    log_index: int
+    block: int
+    block_time: int
+    tx_hash: Digest
+    name: str
+    args: str
+    subject: str | None = None
+    second: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The event's arguments, parsed."""
+        parsed: dict[str, Any] = json.loads(self.args)
+        return parsed
+
+
+def add_event(
+    connection: Connection,
+    *,
+    block_hash: Digest,
+    log_index: int,
+    block: int,
+    block_time: int,
+    tx_hash: Digest,
+    name: str,
+    args: Mapping[str, Any],
+) -> bool:
+    """Writes an event, or folds it into the state; False if it is known already."""
+    if name in STATE_EVENTS:
+        fold(connection, [(block, name, args)])
+        return True
+    row = event_row(
+        block_hash=block_hash,
+        log_index=log_index,
+        block=block,
+        block_time=block_time,
+        tx_hash=tx_hash,
+        name=name,
+        args=args,
+    )
+    return insert_new(connection, schema.chain_events, vars(row))
+
+
+def event_row(*, name: str, args: Mapping[str, Any], **head: Any) -> EventRow:
+    """The row of an event."""
+    places = [str(args[field]) for field in _SUBJECTS.get(name, ())]
+    subject, second = (*places, None, None)[:2]
+    return EventRow(
+        name=name, args=json.dumps(args, sort_keys=True), subject=subject, second=second, **head
+    )
+
+
+def events(
+    connection: Connection,
+    name: str,
+    *,
+    subject: object = None,
+    second: object = None,
+) -> list[EventRow]:
+    """Events of a name, oldest first; with `subject` or `second`, those about that."""
+    query = sa.select(schema.chain_events).where(_events.name == name)
+    if subject is not None:
+        query = query.where(_events.subject == str(subject))
+    if second is not None:
+        query = query.where(_events.second == str(second))
+    query = query.order_by(_events.block, _events.log_index)
+    return records(EventRow, connection.execute(query).mappings().all())
+
+
+def has_transaction(connection: Connection, tx_hash: str) -> bool:
+    """True if an event of the transaction is stored."""
+    query = sa.select(_events.log_index).where(_events.tx_hash == tx_hash).limit(1)
+    return connection.execute(query).first() is not None
+
+
+def newest_root(connection: Connection) -> tuple[int, int]:
+    """(number, block) of the newest work root; (0, 0) if there is none."""
+    query = (
+        sa.select(_events.second, _events.block)
+        .where(_events.name == "RootPosted")
+        .order_by(_events.block.desc(), _events.log_index.desc())
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    return (0, 0) if row is None else (int(row.second), int(row.block))
+
+
+# ── what stands now, of any account ──
+
+
+def fold(
+    connection: Connection, happened: Sequence[tuple[int, str, Mapping[str, Any]]], head: int = 0
+) -> None:
+    """Carries events (block, name, arguments) into the state, in chain order. What they replace is
+    kept for `retract` if it is of the last UNDO_BLOCKS before `head`."""
+    keys = {key for _, name, args in happened for key in _keys(name, args)}
+    before = _state_of(connection, keys)
+    now = dict(before)
+    undo: dict[tuple[int, str, str], str | None] = {}
+    for block, name, args in happened:
+        for key in _keys(name, args):
+            old = now.get(key)
+            if block > head - UNDO_BLOCKS:
+                undo.setdefault((block, *key), old)
+            now[key] = _after(name, args, old)
+    insert_all_new(
+        connection,
+        _undo,
+        [
+            {"block": block, "kind": kind, "account": account, "value": value}
+            for (block, kind, account), value in undo.items()
+        ],
+    )
+    _write(connection, {key: value for key, value in now.items() if value != before.get(key)})
+
+
+def _keys(name: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
+    match name:
+        case "NodeAdded" | "NodeRemoved":
+            return [("provider", args["node"])]
+        case "RevokedBefore":
+            return [("revoked", args["node"])]
+    return [("stake", args["provider"])]
+
+
+def _after(name: str, args: Mapping[str, Any], old: str | None) -> str | None:
+    """The state of an account after an event. A slash takes bonded stake first."""
+    match name:
+        case "NodeAdded":
+            return str(args["provider"])
+        case "NodeRemoved":
+            return None
+        case "RevokedBefore":
+            return str(max(int(args["at"]), int(old or 0)))
+    bonded, held = (int(one) for one in (old or "0 0").split())
+    amount = int(args["amount"])
+    match name:
+        case "Deposited" | "Rebonded":
+            bonded += amount
+        case "UnbondStarted":
+            bonded -= amount
+        case "SlashHeld":
+            held += amount
+        case "SlashReleased":
+            held -= amount
+        case "Slashed":
+            held -= amount
+            bonded -= min(amount, bonded)
+    return f"{bonded} {held}"
+
+
+def _state_of(
+    connection: Connection, keys: Iterable[tuple[str, str]]
+) -> dict[tuple[str, str], str | None]:
+    found: dict[tuple[str, str], str | None] = {}
+    by_kind: dict[str, list[str]] = {}
+    for kind, account in keys:
+        by_kind.setdefault(kind, []).append(account)
+    for kind, accounts in by_kind.items():
+        for at in range(0, len(accounts), _BIND):
+            query = sa.select(_state.c.account, _state.c.value).where(
+                _state.c.kind == kind, _state.c.account.in_(accounts[at : at + _BIND])
+            )
+            for row in connection.execute(query):
+                found[kind, row.account] = row.value
+    return found
+
+
+def _write(connection: Connection, values: Mapping[tuple[str, str], str | None]) -> None:
+    for (kind, account), value in values.items():
+        if value is None:
+            connection.execute(
+                sa.delete(_state).where(_state.c.kind == kind, _state.c.account == account)
+            )
+    upsert_all(
+        connection,
+        _state,
+        [
+            {"kind": kind, "account": account, "value": value}
+            for (kind, account), value in values.items()
+            if value is not None
+        ],
+    )
+
+
+def state(connection: Connection, kind: str, account: Address) -> str | None:
+    """What stands for an account now: of kind "provider" (of a node), "stake" ("bonded held" of a
+    provider, in wei) or "revoked" (a node's time). None if there is nothing."""
+    return connection.execute(
+        sa.select(_state.c.value).where(_state.c.kind == kind, _state.c.account == account)
+    ).scalar()
+
+
+def revoked_before(connection: Connection, account: Address) -> int:
+    """The newest `RevokedBefore` time that the chain shows for `account`; 0 if none."""
+    return int(state(connection, "revoked", account) or 0)
+
+
+def pool_ended(connection: Connection, pool: int) -> bool:
+    """True once the chain shows that `pool` has ended."""
+    return any(event.arguments()["pool"] == pool for event in events(connection, "PoolEnded"))
+
+
+# ── reorganisations, and how far was read ──
+
+
+def retract(connection: Connection, from_block: int) -> list[EventRow]:
+    """Removes and returns the events of `from_block` and later, and undoes what they did to the
+    state (a reorganisation)."""
+    query = (
+        sa.select(schema.chain_events)
+        .where(_events.block >= from_block)
+        .order_by(_events.block, _events.log_index)
+    )
+    gone = records(EventRow, connection.execute(query).mappings().all())
+    connection.execute(sa.delete(schema.chain_events).where(_events.block >= from_block))
+    before: dict[tuple[str, str], str | None] = {}
+    undone = sa.select(_undo).where(_undo.c.block >= from_block).order_by(_undo.c.block)
+    for row in connection.execute(undone):
+        before.setdefault((row.kind, row.account), row.value)
+    _write(connection, before)
+    connection.execute(sa.delete(_undo).where(_undo.c.block >= from_block))
+    connection.execute(sa.delete(_steps).where(_steps.c.block >= from_block))
+    return gone
+
+
+def forget_all(connection: Connection) -> list[EventRow]:
+    """Removes everything that was read; returns the events."""
+    gone = retract(connection, 0)
+    connection.execute(sa.delete(_state))
+    return gone
+
+
+def add_step(connection: Connection, block: int, block_hash: Digest) -> None:
+    """Remembers a block up to which was read, and forgets what is too old to be undone."""
+    insert_new(connection, _steps, {"block": block, "block_hash": block_hash})
+    oldest = connection.execute(
+        sa.select(_steps.c.block).order_by(_steps.c.block.desc()).offset(STEPS_KEPT).limit(1)
+    ).scalar()
+    if oldest is not None:
+        connection.execute(sa.delete(_steps).where(_steps.c.block <= oldest))
+    connection.execute(sa.delete(_undo).where(_undo.c.block <= block - UNDO_BLOCKS))
+
+
+def steps(connection: Connection) -> list[tuple[int, Digest]]:
+    """The last blocks up to which was read, ascending."""
+    query = sa.select(_steps.c.block, _steps.c.block_hash).order_by(_steps.c.block)
+    return [(int(row.block), Digest(row.block_hash)) for row in connection.execute(query)]
+
+
+def cursor(connection: Connection, name: str) -> tuple[int, Digest] | None:
+    """(block, its hash) up to which a reader has read, or None before its first block."""
+    query = sa.select(_cursors.block, _cursors.block_hash).where(_cursors.name == name)
+    row = connection.execute(query).first()
+    return None if row is None else (int(row.block), Digest(row.block_hash))
+
+
+def set_cursor(connection: Connection, name: str, block: int, block_hash: Digest) -> None:
+    """Moves a reader's cursor."""
+    upsert(connection, schema.cursors, {"name": name, "block": block, "block_hash": block_hash})
+
+
+def appointed(connection: Connection, pool: int) -> frozenset[Address]:
+    """The pool's validators as far as the chain's events are stored."""
+    state: dict[Address, bool] = {}
+    for event in events(connection, "ValidatorSet"):
+        args = event.arguments()
+        if args["pool"] == pool:
+            state[Address(args["validator"])] = bool(args["on"])
+    return frozenset(name for name, on in state.items() if on)

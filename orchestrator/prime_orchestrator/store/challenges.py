@@ -1,0 +1,92 @@
+"""Hardware challenges given out at admission."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import record
+
+_challenges = schema.challenges.c
+
+
+@dataclass(frozen=True)
+class ChallengeRow:
+    """`issued_at` and `deadline` in Unix seconds; `hardware` is JSON of Hardware."""
+
+    id: str
+    node: Address
+    seed: Digest
+    size: int
+    rounds: int
+    issued_at: float
+    deadline: int
+    hardware: str
+    runtime: str
+    used: bool = False
+    shadow: bool = False
+    rate: float | None = None
+
+
+def add(connection: Connection, challenge: ChallengeRow) -> None:
+    """Writes a challenge before it is sent."""
+    connection.execute(sa.insert(schema.challenges).values(**vars(challenge)))
+
+
+def open_for(connection: Connection, node: Address, now: float) -> int:
+    """Challenges of `node` that still wait for an answer."""
+    query = sa.select(sa.func.count()).where(
+        _challenges.node == node, _challenges.used.is_(False), _challenges.deadline >= now
+    )
+    return connection.execute(query).scalar_one()
+
+
+def get(connection: Connection, challenge_id: str) -> ChallengeRow | None:
+    """The challenge, or None."""
+    query = sa.select(schema.challenges).where(_challenges.id == challenge_id)
+    return record(ChallengeRow, connection.execute(query).mappings().first())
+
+
+def use(connection: Connection, challenge_id: str) -> bool:
+    """Marks a challenge answered. False if it already was: it counts once, right or wrong."""
+    done = connection.execute(
+        sa.update(schema.challenges)
+        .where(_challenges.id == challenge_id, _challenges.used.is_(False))
+        .values(used=True)
+    )
+    return done.rowcount == 1
+
+
+def set_rate(connection: Connection, challenge_id: str, rate: float) -> None:
+    """Notes a right answer: `rate` in million multiply-adds a second."""
+    connection.execute(
+        sa.update(schema.challenges).where(_challenges.id == challenge_id).values(rate=rate)
+    )
+
+
+def solved_since(connection: Connection, node: Address, since: float) -> int:
+    """How many challenges issued at `since` or later the node has answered right."""
+    query = sa.select(sa.func.count()).where(
+        _challenges.node == node, _challenges.rate.is_not(None), _challenges.issued_at >= since
+    )
+    return connection.execute(query).scalar_one()
+
+
+def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:
+    """Rates of the node's latest right answers."""
+    query = (
+        sa.select(_challenges.rate)
+        .where(_challenges.node == node, _challenges.rate.is_not(None))
+        .order_by(_challenges.issued_at.desc())
+        .limit(limit)
+    )
+    return [float(rate) for rate in connection.execute(query).scalars()]
+
+
+def forget(connection: Connection, now: float) -> None:
+    """Drops challenges whose deadline passed an hour ago; what they gave is in the node's row."""
+    connection.execute(sa.delete(schema.challenges).where(_challenges.deadline < now - 3600))

@@ -1,0 +1,58 @@
+"""What a node's accepted files add up to: drift that no single file shows.
+
+For each node, set-up and statistic: the number of files, and the sum of each file's *share of its
+limit* (0 … 1) and of its square. Written with the verdict, in its transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_new, records
+
+_drift = schema.drift.c
+
+
+@dataclass(frozen=True)
+class DriftRow:
+    """Sums over `files` accepted files of one node and set-up ("plain/1 bfloat16 cpu")."""
+
+    node: Address
+    setup: str
+    statistic: str
+    files: int
+    total: float
+    squares: float
+
+    @property
+    def mean(self) -> float:
+        """Mean share of the limit."""
+        return self.total / self.files
+
+
+def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, float]) -> None:
+    """Adds one accepted file. The node's row is locked by the caller."""
+    for statistic, share in shares.items():
+        key = {"node": node, "setup": setup, "statistic": statistic}
+        insert_new(connection, schema.drift, {**key, "files": 0, "total": 0.0, "squares": 0.0})
+        connection.execute(
+            sa.update(schema.drift)
+            .where(*(schema.drift.c[name] == value for name, value in key.items()))
+            .values(
+                files=_drift.files + 1,
+                total=_drift.total + share,
+                squares=_drift.squares + share * share,
+            )
+        )
+
+
+def every(connection: Connection) -> list[DriftRow]:
+    """All sums, by node, set-up and statistic."""
+    query = sa.select(schema.drift).order_by(_drift.node, _drift.setup, _drift.statistic)
+    return records(DriftRow, connection.execute(query).mappings().all())

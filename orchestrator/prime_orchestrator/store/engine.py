@@ -1,0 +1,154 @@
+"""Where the orchestrator's facts live: SQLite in a file (embedded default) or PostgreSQL by URL.
+
+`Store.begin()` is the only way to write: one transaction, committed at the end of the block, rolled
+back by any exception. Query functions (the other files of this folder) take its Connection, so a
+caller composes several of them into one transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
+
+from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_core.folders import make_folder
+
+BUSY_SECONDS = 30
+_READ_ONLY = "prime_read_only"
+_POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
+"""As many connections as the API has threads (40) and loops; ten are kept open."""
+
+
+class Store:
+    """An open database. Safe to share between threads; each process opens its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._writing = threading.RLock() if self.is_sqlite else nullcontext()
+        """Writers of this process queue here; those of others at SQLite's own lock, which polls."""
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.engine.dialect.name == "sqlite"
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """A read-write transaction. SQLite takes the write lock at once, so what was read inside
+        cannot change before the commit. Raises UnavailableError if the database cannot be used
+        now."""
+        with self._writing, _reachable(self.engine), self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A read-only view of one moment; never waits for writers."""
+        options: dict[str, Any] = {_READ_ONLY: True}
+        if not self.is_sqlite:
+            options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        with (
+            _reachable(self.engine),
+            self.engine.connect().execution_options(**options) as connection,
+            connection.begin(),
+        ):
+            yield connection
+
+    def migrate(self) -> None:
+        """Brings the schema up to date; safe when several processes start at once."""
+        from prime_orchestrator.store.migrate import upgrade
+
+        with self.begin() as connection:
+            lock(connection, "migrate")
+            upgrade(connection)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def sqlite_url(path: Path) -> str:
+    """Database URL of a SQLite file."""
+    return f"sqlite:///{path.absolute()}"
+
+
+def open_store(url: str) -> Store:
+    """Opens `sqlite:///…` or `postgresql://…` (by psycopg 3). Raises UserError on another URL."""
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError as error:
+        raise UserError(
+            "the database URL cannot be read", hint="use sqlite:///PATH or postgresql://…"
+        ) from error
+    match parsed.get_backend_name():
+        case "sqlite":
+            return Store(_sqlite(parsed))
+        case "postgresql":
+            return Store(
+                sa.create_engine(
+                    parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, **_POOL
+                )
+            )
+        case other:
+            raise UserError(
+                f"no store can be kept in {other!r}", hint="use sqlite:///PATH or postgresql://…"
+            )
+
+
+def _sqlite(url: sa.URL) -> Engine:
+    if not url.database or url.database == ":memory:":
+        raise UserError("a SQLite store needs a file", hint="use sqlite:///PATH")
+    make_folder(Path(url.database).parent)
+    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **_POOL)
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None  # we say BEGIN ourselves (SQLAlchemy: pysqlite dialect)
+        for pragma in (
+            "journal_mode=WAL",  # readers never wait for the writer
+            "synchronous=FULL",  # a receipt given out survives a loss of power
+            f"busy_timeout={BUSY_SECONDS * 1000}",
+            "foreign_keys=ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get(_READ_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+@contextmanager
+def _reachable(engine: Engine) -> Iterator[None]:
+    """An absent, locked or full database is UnavailableError, a broken one FatalError."""
+    try:
+        yield
+    except OperationalError as error:
+        cause = str(error.orig).strip().splitlines() or ["no answer"]
+        where = engine.url.render_as_string(hide_password=True)
+        raise UnavailableError(f"the database {where} cannot be used: {cause[0]}") from error
+    except DBAPIError as error:
+        if type(error) is DatabaseError:  # SQLite: "not a database", "malformed"
+            where = engine.url.render_as_string(hide_password=True)
+            raise FatalError(f"{where} is damaged ({error.orig}): restore a backup") from error
+        if error.connection_invalidated:
+            raise UnavailableError("the database closed the connection") from error
+        raise
+
+
+def lock(connection: Connection, name: str) -> None:
+    """Holds the named lock until the transaction ends: one decision of a kind at a time.
+
+    SQLite needs none, since its write transactions already follow one another.
+    """
+    if connection.dialect.name == "postgresql":
+        number = zlib.crc32(f"prime/{name}".encode())
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:n)"), {"n": number})

@@ -1,0 +1,85 @@
+"""Accepted groups: which are free to be trained on, which are in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_new
+
+_groups = schema.groups.c
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """`informative`: the group's rewards are not all equal. `batch_step` None: still free."""
+
+    submission_digest: Digest
+    group_no: int
+    policy_version: int
+    rows: int
+    informative: bool
+    reward_micro_sum: int
+    accepted_at: float
+    batch_step: int | None = None
+
+
+def add(connection: Connection, rows: Iterable[GroupRow]) -> None:
+    """Writes the groups of an accepted file; those already there stay as they are."""
+    for row in rows:
+        insert_new(connection, schema.groups, vars(row))
+
+
+def free_counts(connection: Connection, *, oldest_version: int) -> list[tuple[int, int]]:
+    """(policy version, number) of the informative groups in no batch, made by policy
+    `oldest_version` or later."""
+    query = (
+        sa.select(_groups.policy_version, sa.func.count())
+        .where(
+            _groups.batch_step.is_(None),
+            _groups.informative.is_(True),
+            _groups.policy_version >= oldest_version,
+        )
+        .group_by(_groups.policy_version)
+        .order_by(_groups.policy_version)
+    )
+    return [(int(version), int(n)) for version, n in connection.execute(query)]
+
+
+def take(connection: Connection, chosen: Sequence[tuple[Digest, int]], step: int) -> int:
+    """Puts free groups into batch `step`; returns how many were still free."""
+    taken = 0
+    for submission, group_no in chosen:
+        done = connection.execute(
+            sa.update(schema.groups)
+            .where(
+                _groups.submission_digest == submission,
+                _groups.group_no == group_no,
+                _groups.batch_step.is_(None),
+            )
+            .values(batch_step=step)
+        )
+        taken += done.rowcount
+    return taken
+
+
+def drop_free(connection: Connection, submission: Digest) -> None:
+    """Drops those groups of a file that no batch has taken."""
+    free = sa.and_(_groups.submission_digest == submission, _groups.batch_step.is_(None))
+    connection.execute(sa.delete(schema.groups).where(free))
+
+
+def informative_share(connection: Connection, recent: int) -> tuple[int, int]:
+    """(informative, all) among the last `recent` accepted groups."""
+    last = (
+        sa.select(_groups.informative)
+        .order_by(_groups.accepted_at.desc(), _groups.submission_digest, _groups.group_no)
+        .limit(recent)
+    )
+    found = [bool(value) for value in connection.execute(last).scalars()]
+    return sum(found), len(found)

@@ -1,0 +1,367 @@
+"""Judging jobs and who does them: each file is assigned to validators, never chosen by them.
+
+job         open ─► full (every opinion that it needs is handed in) ─► done, or open again
+assignment  assigned ─► claimed ─► sealed ─► given
+                      └► assigned (later) └► missed (silent for too long)
+                      └► abstained: the validator never gets this file again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_new, record, records, upsert
+
+_jobs = schema.jobs.c
+_work = schema.assignments.c
+_validators = schema.validators.c
+ACTIVE = ("assigned", "claimed", "sealed", "given")
+"""Statuses of assignments that lead to an opinion."""
+SEALED = ("sealed", "given")
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """Status: open, full (to be decided), done, quarantined (no validator is left for it).
+    `needed` opinions are sealed before any is handed in; None: not decided yet."""
+
+    submission_digest: Digest
+    status: str
+    needed: int | None
+    assigned: int
+    whole: bool
+    created_at: float
+    shadow: bool
+
+
+@dataclass(frozen=True)
+class AssignmentRow:
+    """One validator on one file; see the module's text. Times in Unix seconds."""
+
+    submission_digest: Digest
+    validator: Address
+    status: str
+    worker: str | None
+    until: float
+    not_before: float
+    attempts: int
+    delays: int
+    seal: Digest | None
+    at: float
+
+
+# ── jobs ──
+
+
+def add(connection: Connection, submission: Digest, *, now: float, shadow: bool = False) -> bool:
+    """Queues the judging of a submission; False if it is queued already. A shadow one is taken
+    only when no other waits."""
+    values = {
+        "submission_digest": submission,
+        "status": "open",
+        "needed": None,
+        "assigned": 0,
+        "whole": False,
+        "created_at": now,
+        "shadow": shadow,
+    }
+    return insert_new(connection, schema.jobs, values)
+
+
+def get(connection: Connection, submission: Digest) -> JobRow | None:
+    """The job of a submission, or None."""
+    query = sa.select(schema.jobs).where(_jobs.submission_digest == submission)
+    return record(JobRow, connection.execute(query).mappings().first())
+
+
+def lock_row(connection: Connection, submission: Digest) -> JobRow | None:
+    """The job; no one else changes it until the transaction ends."""
+    query = sa.select(schema.jobs).where(_jobs.submission_digest == submission).with_for_update()
+    return record(JobRow, connection.execute(query).mappings().first())
+
+
+def change(connection: Connection, submission: Digest, **values: object) -> None:
+    """Sets columns of a job."""
+    connection.execute(
+        sa.update(schema.jobs).where(_jobs.submission_digest == submission).values(**values)
+    )
+
+
+def full(connection: Connection, limit: int) -> list[Digest]:
+    """Submissions whose opinions are to be decided on, oldest first."""
+    query = (
+        sa.select(_jobs.submission_digest)
+        .where(_jobs.status == "full")
+        .order_by(_jobs.created_at, _jobs.submission_digest)
+        .limit(limit)
+    )
+    return [Digest(name) for name in connection.execute(query).scalars()]
+
+
+def short(connection: Connection, limit: int) -> list[JobRow]:
+    """Open jobs that lack a validator, oldest first, shadow ones last."""
+    query = (
+        sa.select(schema.jobs)
+        .where(
+            _jobs.status == "open",
+            sa.or_(_jobs.needed.is_(None), _jobs.assigned < _jobs.needed),
+        )
+        .order_by(_jobs.shadow, _jobs.created_at, _jobs.submission_digest)
+        .limit(limit)
+    )
+    return records(JobRow, connection.execute(query).mappings().all())
+
+
+def reopen(connection: Connection, submission: Digest) -> bool:
+    """Makes a done job open again, as if no one had judged it. False if it is not done."""
+    done = connection.execute(
+        sa.update(schema.jobs)
+        .where(_jobs.submission_digest == submission, _jobs.status == "done")
+        .values(status="open")
+    )
+    if done.rowcount:
+        start_over(connection, submission)
+    return done.rowcount == 1
+
+
+def start_over(connection: Connection, submission: Digest) -> None:
+    """Lets any validator judge an open file once more, and whole."""
+    connection.execute(sa.delete(schema.assignments).where(_work.submission_digest == submission))
+    change(connection, submission, needed=1, assigned=0, whole=True)
+
+
+def counts(connection: Connection) -> dict[str, int]:
+    """Number of jobs by status."""
+    query = sa.select(_jobs.status, sa.func.count()).group_by(_jobs.status)
+    return {status: int(n) for status, n in connection.execute(query)}
+
+
+# ── validators that ask for work ──
+
+
+def note_validator(connection: Connection, validator: Address, now: float) -> None:
+    """Notes that a validator asked for work."""
+    upsert(connection, schema.validators, {"address": validator, "seen_at": now})
+
+
+def seen_at(connection: Connection, validator: Address) -> float:
+    """When a validator asked last; 0 if never."""
+    query = sa.select(_validators.seen_at).where(_validators.address == validator)
+    return float(connection.execute(query).scalar() or 0.0)
+
+
+def live(connection: Connection, since: float) -> set[Address]:
+    """Validators that asked for work since then."""
+    query = sa.select(_validators.address).where(_validators.seen_at >= since)
+    return {Address(name) for name in connection.execute(query).scalars()}
+
+
+# ── assignments ──
+
+
+def assign(connection: Connection, submission: Digest, validator: Address, *, now: float) -> None:
+    """Gives a file to a validator that has not abstained from it."""
+    upsert(
+        connection,
+        schema.assignments,
+        {
+            "submission_digest": submission,
+            "validator": validator,
+            "status": "assigned",
+            "worker": None,
+            "until": now,
+            "not_before": 0.0,
+            "attempts": 0,
+            "delays": 0,
+            "seal": None,
+            "at": now,
+        },
+    )
+    connection.execute(
+        sa.update(schema.jobs)
+        .where(_jobs.submission_digest == submission)
+        .values(assigned=_jobs.assigned + 1)
+    )
+
+
+def assignment(
+    connection: Connection, submission: Digest, validator: Address
+) -> AssignmentRow | None:
+    """What a validator has to do with a file, or None."""
+    query = sa.select(schema.assignments).where(
+        _work.submission_digest == submission, _work.validator == validator
+    )
+    return record(AssignmentRow, connection.execute(query).mappings().first())
+
+
+def assignments(connection: Connection, submission: Digest) -> list[AssignmentRow]:
+    """Every validator's part in a file, by address."""
+    query = (
+        sa.select(schema.assignments)
+        .where(_work.submission_digest == submission)
+        .order_by(_work.validator)
+    )
+    return records(AssignmentRow, connection.execute(query).mappings().all())
+
+
+def load_of(connection: Connection) -> dict[Address, int]:
+    """How many files each validator still has to judge."""
+    query = (
+        sa.select(_work.validator, sa.func.count())
+        .where(_work.status.in_(("assigned", "claimed")))
+        .group_by(_work.validator)
+    )
+    return {Address(name): int(number) for name, number in connection.execute(query)}
+
+
+def set_assignment(
+    connection: Connection, submission: Digest, validator: Address, **values: object
+) -> None:
+    """Sets columns of an assignment."""
+    connection.execute(
+        sa.update(schema.assignments)
+        .where(_work.submission_digest == submission, _work.validator == validator)
+        .values(**values)
+    )
+
+
+def end_assignment(
+    connection: Connection, submission: Digest, validator: Address, status: str, *, now: float
+) -> None:
+    """Ends an active assignment without an opinion: "abstained" or "missed"."""
+    done = connection.execute(
+        sa.update(schema.assignments)
+        .where(
+            _work.submission_digest == submission,
+            _work.validator == validator,
+            _work.status.in_(ACTIVE),
+        )
+        .values(status=status, worker=None, seal=None, at=now)
+    )
+    if done.rowcount:
+        connection.execute(
+            sa.update(schema.jobs)
+            .where(_jobs.submission_digest == submission)
+            .values(assigned=_jobs.assigned - 1)
+        )
+
+
+def overdue(connection: Connection, now: float) -> list[AssignmentRow]:
+    """Assignments of open jobs whose time is over."""
+    query = (
+        sa.select(schema.assignments)
+        .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
+        .where(
+            _work.status.in_(("assigned", "claimed", "sealed")),
+            _work.until < now,
+            _jobs.status == "open",
+        )
+    )
+    return records(AssignmentRow, connection.execute(query).mappings().all())
+
+
+def take(
+    connection: Connection, validator: Address, worker: str, *, most: int, now: float, until: float
+) -> list[Digest]:
+    """Claims the validator's oldest file, and up to `most` − 1 more of the same policy; returns
+    them. A file whose last claim ended in silence is judged alone."""
+    taken: list[Digest] = []
+    policy: int | None = None
+    submissions = schema.submissions.c
+    waiting = (
+        sa.select(_work.submission_digest, _work.attempts, _work.status, submissions.policy_version)
+        .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
+        .join(schema.submissions, submissions.digest == _work.submission_digest)
+        .where(_mine_to_do(validator, now))
+        .order_by(_jobs.shadow, _jobs.created_at, _work.submission_digest)
+        .limit(4 * most)
+    )
+    for row in connection.execute(waiting).all():
+        attempts = row.attempts + (row.status == "claimed")
+        if taken and (row.policy_version != policy or attempts):
+            continue
+        name = Digest(row.submission_digest)
+        set_assignment(
+            connection, name, validator, status="claimed", worker=worker, until=until,
+            attempts=attempts, at=now,
+        )  # fmt: skip
+        taken.append(name)
+        policy = row.policy_version
+        if attempts or len(taken) == most:
+            break
+    return taken
+
+
+def waits_for(connection: Connection, validator: Address, now: float) -> bool:
+    """Whether `take` would find a file for the validator."""
+    query = (
+        sa.select(_work.submission_digest)
+        .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
+        .where(_mine_to_do(validator, now))
+        .limit(1)
+    )
+    return connection.execute(query).first() is not None
+
+
+def to_reveal(connection: Connection, validator: Address, limit: int) -> list[Digest]:
+    """Files that the validator sealed and whose other opinions that are needed are sealed too."""
+    other = schema.assignments.alias().c
+    sealed = (
+        sa.select(sa.func.count())
+        .where(
+            other.submission_digest == _work.submission_digest,
+            other.status.in_(SEALED),
+        )
+        .scalar_subquery()
+    )
+    query = (
+        sa.select(_work.submission_digest)
+        .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
+        .where(
+            _work.validator == validator,
+            _work.status == "sealed",
+            _jobs.status == "open",
+            sealed >= _jobs.needed,
+        )
+        .order_by(_work.at, _work.submission_digest)
+        .limit(limit)
+    )
+    return [Digest(name) for name in connection.execute(query).scalars()]
+
+
+def keep(
+    connection: Connection,
+    validator: Address,
+    worker: str,
+    submissions: Collection[Digest],
+    *,
+    until: float,
+) -> None:
+    """Extends those of the worker's claims that it still has."""
+    connection.execute(
+        sa.update(schema.assignments)
+        .where(
+            _work.validator == validator,
+            _work.worker == worker,
+            _work.status == "claimed",
+            _work.submission_digest.in_(list(submissions)),
+        )
+        .values(until=until)
+    )
+
+
+def _mine_to_do(validator: Address, now: float) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        _work.validator == validator,
+        _jobs.status == "open",
+        sa.or_(
+            sa.and_(_work.status == "assigned", _work.not_before <= now),
+            sa.and_(_work.status == "claimed", _work.until < now),
+        ),
+    )

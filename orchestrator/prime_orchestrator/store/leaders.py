@@ -1,0 +1,104 @@
+"""Which of several orchestrators on one store runs the manager's loops: a lease in the store.
+
+    the holder counts `beat` up every few seconds
+    the others watch it: one that has stood still for `LEASE_SECONDS` by their own clock is taken
+
+No clock is compared with another machine's. A holder stops believing in its lease well before
+anybody may take it. A process that was killed and starts again from its own data folder has the
+same name, so it need not wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.rows import insert_new
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 15.0
+BEAT_SECONDS = 2.0
+"""How often `tick` should be called."""
+_TRUSTED = 0.6
+"""Part of the lease for which its holder relies on its last beat."""
+
+_table = schema.loop_leases
+
+
+class LoopLease:
+    """One process's view of the lease. `now` gives seconds of a clock that never goes back
+    (time.monotonic); `holder` names the process's data folder. Safe to share between threads once
+    one of them ticks."""
+
+    def __init__(
+        self,
+        store: Store,
+        holder: str,
+        *,
+        now: Callable[[], float],
+        name: str = "manager",
+        seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self._store = store
+        self._holder = holder
+        self._now = now
+        self._name = name
+        self._seconds = seconds
+        self._until = float("-inf")
+        self._seen: tuple[str, int] | None = None
+        self._seen_at = float("-inf")
+
+    def held(self) -> bool:
+        """Whether the loops may run here now."""
+        return self._now() < self._until
+
+    def tick(self) -> bool:
+        """Renews, takes or watches the lease; whether it is held.
+
+        Raises UnavailableError while the database is away (what is held then runs out).
+        """
+        started, was = self._now(), self.held()
+        with self._store.begin() as connection:
+            first = {"name": self._name, "holder": self._holder, "beat": 0}
+            insert_new(connection, _table, first)
+            row = connection.execute(
+                sa.select(_table.c.holder, _table.c.beat)
+                .where(_table.c.name == self._name)
+                .with_for_update()
+            ).one()
+            mine = row.holder == self._holder or self._stands_still((row.holder, int(row.beat)))
+            if mine:
+                connection.execute(
+                    sa.update(_table)
+                    .where(_table.c.name == self._name)
+                    .values(holder=self._holder, beat=_table.c.beat + 1)
+                )
+        if mine:
+            self._until = started + _TRUSTED * self._seconds
+        if mine and not was:
+            log.info("this process runs the manager's loops")
+        elif was and not mine:
+            log.warning("another process runs the manager's loops now")
+        return mine
+
+    def _stands_still(self, seen: tuple[str, int]) -> bool:
+        """Whether the holder has not counted up for a whole lease, as seen from here."""
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._now()
+            return False
+        return self._now() - self._seen_at >= self._seconds
+
+    def release(self) -> None:
+        """Lets it go, so that another need not wait. Call it when the loops have ended."""
+        self._until = float("-inf")
+        with self._store.begin() as connection:
+            connection.execute(
+                sa.delete(_table).where(
+                    _table.c.name == self._name, _table.c.holder == self._holder
+                )
+            )

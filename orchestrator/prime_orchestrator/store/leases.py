@@ -1,0 +1,222 @@
+"""Leases: given out, returned, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_core.task import LeaseStatus, SignedLease
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import record, records
+
+_leases = schema.leases.c
+
+
+@dataclass(frozen=True)
+class LeaseRow:
+    """One row of `leases`; `body` is JSON of SignedLease, `deadline` in Unix seconds."""
+
+    digest: Digest
+    node: Address
+    step: int
+    lease_index: int
+    policy_version: int
+    status: LeaseStatus
+    deadline: int
+    created_at: float
+    upload_sha256: Digest | None
+    upload_size: int | None
+    uploads: int
+    body: str
+    shadow: bool
+    target: int
+
+    def signed(self) -> SignedLease:
+        """The lease as it was given out."""
+        return SignedLease.model_validate_json(self.body)
+
+
+def add(connection: Connection, digest: Digest, signed: SignedLease, *, now: float) -> None:
+    """Writes a new open lease before it is handed out."""
+    lease = signed.lease
+    connection.execute(
+        sa.insert(schema.leases).values(
+            digest=digest,
+            node=lease.node,
+            step=lease.step,
+            lease_index=lease.index,
+            policy_version=signed.policy_version,
+            status="open",
+            deadline=lease.deadline,
+            created_at=now,
+            body=signed.model_dump_json(),
+            shadow=lease.shadow,
+            target=lease.target,
+        )
+    )
+
+
+def get(connection: Connection, digest: Digest) -> LeaseRow | None:
+    """The lease, or None."""
+    query = sa.select(schema.leases).where(_leases.digest == digest)
+    return record(LeaseRow, connection.execute(query).mappings().first())
+
+
+def lock_row(connection: Connection, digest: Digest) -> LeaseRow | None:
+    """Like `get`; the row cannot change until the transaction ends."""
+    query = sa.select(schema.leases).where(_leases.digest == digest).with_for_update()
+    return record(LeaseRow, connection.execute(query).mappings().first())
+
+
+def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
+    """Open leases of `node`, oldest first."""
+    query = (
+        sa.select(schema.leases)
+        .where(_leases.node == node, _leases.status == "open")
+        .order_by(_leases.created_at, _leases.lease_index)
+    )
+    return records(LeaseRow, connection.execute(query).mappings().all())
+
+
+def newest_of(connection: Connection, node: Address, limit: int) -> list[LeaseRow]:
+    """The newest `limit` leases of `node` in any state, newest last."""
+    query = (
+        sa.select(schema.leases)
+        .where(_leases.node == node)
+        .order_by(_leases.created_at.desc(), _leases.lease_index.desc())
+        .limit(limit)
+    )
+    return records(LeaseRow, connection.execute(query).mappings().all())[::-1]
+
+
+def overdue(connection: Connection, now: float) -> list[LeaseRow]:
+    """Open leases whose deadline has passed."""
+    query = sa.select(schema.leases).where(_leases.status == "open", _leases.deadline < now)
+    return records(LeaseRow, connection.execute(query).mappings().all())
+
+
+def set_status(connection: Connection, digest: Digest, status: LeaseStatus) -> None:
+    """Writes the outcome of `lifecycle.step_lease`."""
+    connection.execute(
+        sa.update(schema.leases).where(_leases.digest == digest).values(status=status)
+    )
+
+
+def announce_upload(connection: Connection, digest: Digest, *, sha256: Digest, size: int) -> None:
+    """Notes which file the node is about to upload, and counts it."""
+    connection.execute(
+        sa.update(schema.leases)
+        .where(_leases.digest == digest)
+        .values(upload_sha256=sha256, upload_size=size, uploads=_leases.uploads + 1)
+    )
+
+
+def next_index(connection: Connection, step: int) -> int:
+    """The first index of `step` never given out."""
+    query = sa.select(sa.func.max(_leases.lease_index)).where(_leases.step == step)
+    highest = connection.execute(query).scalar()
+    return 0 if highest is None else int(highest) + 1
+
+
+def highest_step(connection: Connection) -> int | None:
+    """The last step that a paid lease was given for; None if none was."""
+    found = connection.execute(
+        sa.select(sa.func.max(_leases.step)).where(_leases.shadow.is_(False))
+    ).scalar()
+    return None if found is None else int(found)
+
+
+def under_way(connection: Connection, *, now: float, younger_than: float) -> list[tuple[int, int]]:
+    """(policy version, number of leases) that may still bring groups.
+
+    Counted are open leases before their deadline, given to active nodes after `younger_than`, and
+    submitted ones that a validator may yet judge; no shadow leases, whose files bring none.
+    """
+    nodes, jobs, submissions = schema.nodes.c, schema.jobs.c, schema.submissions.c
+    held = (
+        sa.select(_leases.policy_version, sa.func.count())
+        .join(schema.nodes, nodes.address == _leases.node)
+        .where(
+            _leases.status == "open",
+            _leases.deadline >= now,
+            _leases.created_at >= younger_than,
+            nodes.status == "active",
+            _leases.shadow.is_(False),
+        )
+        .group_by(_leases.policy_version)
+    )
+    judged_soon = (
+        sa.select(submissions.policy_version, sa.func.count())
+        .join(schema.jobs, jobs.submission_digest == submissions.digest)
+        .where(
+            submissions.status == "submitted",
+            submissions.shadow.is_(False),
+            jobs.status.in_(("open", "full")),
+        )
+        .group_by(submissions.policy_version)
+    )
+    found = [*connection.execute(held), *connection.execute(judged_soon)]
+    return sorted((int(version), int(n)) for version, n in found)
+
+
+def latest_by_target(
+    connection: Connection, limit: int, *, shadow: bool, now: float, younger_than: float
+) -> dict[int, tuple[int, int, int]]:
+    """(all, under way, accepted) of the latest `limit` leases, by target length.
+
+    Under way: open ones before their deadline that were given after `younger_than`, and submitted
+    ones."""
+    latest = (
+        sa.select(_leases.target, _leases.status, _leases.deadline, _leases.created_at)
+        .where(_leases.shadow.is_(shadow))
+        .order_by(_leases.created_at.desc(), _leases.digest)
+        .limit(limit)
+        .subquery()
+    )
+    held = sa.and_(
+        latest.c.status == "open", latest.c.deadline >= now, latest.c.created_at >= younger_than
+    )
+    under_way = sa.or_(held, latest.c.status == "submitted")
+    query = sa.select(
+        latest.c.target,
+        sa.func.count(),
+        sa.func.sum(sa.case((under_way, 1), else_=0)),
+        sa.func.sum(sa.case((latest.c.status == "accepted", 1), else_=0)),
+    ).group_by(latest.c.target)
+    return {
+        int(target): (int(asked), int(waiting), int(accepted))
+        for target, asked, waiting, accepted in connection.execute(query)
+    }
+
+
+def shadow_under_way(connection: Connection, *, now: float) -> int:
+    """Shadow leases that are open, or whose files wait for a verdict, in the whole pool."""
+    submissions = schema.submissions.c
+    held = sa.select(sa.func.count()).where(
+        _leases.shadow.is_(True), _leases.status == "open", _leases.deadline >= now
+    )
+    waiting = sa.select(sa.func.count()).where(
+        submissions.shadow.is_(True), submissions.status == "submitted"
+    )
+    return int(connection.execute(held).scalar_one() + connection.execute(waiting).scalar_one())
+
+
+def given_since(connection: Connection, since: float) -> tuple[int, int]:
+    """How many leases were given at `since` or later: (shadow ones, others)."""
+    query = (
+        sa.select(_leases.shadow, sa.func.count())
+        .where(_leases.created_at >= since)
+        .group_by(_leases.shadow)
+    )
+    found = {bool(shadow): int(n) for shadow, n in connection.execute(query)}
+    return found.get(True, 0), found.get(False, 0)
+
+
+def given_to(connection: Connection, nodes: Collection[Address], since: float) -> int:
+    """How many leases `nodes` together were given at `since` or later."""
+    query = sa.select(sa.func.count()).where(_leases.node.in_(nodes), _leases.created_at >= since)
+    return int(connection.execute(query).scalar_one())

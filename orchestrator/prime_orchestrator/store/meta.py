@@ -1,0 +1,37 @@
+"""Small facts under names: when the chain was last seen, who revoked sessions, when we last ran."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import upsert
+
+CHAIN_SEEN_AT = "chain_seen_at"
+"""Unix seconds (decimal text) of the indexer's last good look at the chain."""
+CHAIN_GAPS = "chain_gaps"
+"""How often events were found missing in what RPC endpoints answered."""
+
+
+def get(connection: Connection, key: str) -> str | None:
+    """The value under `key`, or None."""
+    table = schema.meta.c
+    return connection.execute(sa.select(table.value).where(table.key == key)).scalar()
+
+
+def put(connection: Connection, key: str, value: str) -> None:
+    """Sets the value under `key`."""
+    upsert(connection, schema.meta, {"key": key, "value": value})
+
+
+def under(connection: Connection, prefix: str) -> list[tuple[str, str]]:
+    """Every key that begins with `prefix`, with its value."""
+    table = schema.meta.c
+    query = sa.select(table.key, table.value).where(table.key.startswith(prefix, autoescape=True))
+    return [(row.key, row.value) for row in connection.execute(query)]
+
+
+def drop(connection: Connection, key: str) -> None:
+    """Removes what is under `key`."""
+    connection.execute(sa.delete(schema.meta).where(schema.meta.c.key == key))

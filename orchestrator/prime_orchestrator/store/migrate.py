@@ -1,0 +1,52 @@
+"""Schema migrations (Alembic), packaged with the orchestrator.
+
+`serve` runs them at start; `orchestrator store migrate` on demand. A test holds the migrated schema
+equal to `schema.metadata` on both databases.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
+
+from prime_core.errors import FatalError
+
+FOLDER = Path(__file__).parent / "migrations"
+
+
+def _config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def head() -> str:
+    """The newest revision that this program knows."""
+    return ScriptDirectory.from_config(_config()).get_current_head() or ""
+
+
+def current(connection: Connection) -> str | None:
+    """The revision of the database, or None before the first migration."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def upgrade(connection: Connection) -> None:
+    """Migrates inside the caller's transaction: all of it or none.
+
+    Raises FatalError if the database was written by a newer program.
+    """
+    found = current(connection)
+    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    if found is not None and found not in known:
+        raise FatalError(
+            f"the database is of revision {found}, which this program does not know; "
+            "it was made by a newer version: install that one, or restore a backup"
+        )
+    if found != head():
+        command.upgrade(_config(connection), "head")

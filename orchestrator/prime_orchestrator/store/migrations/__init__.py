@@ -1,0 +1,1 @@
+"""Alembic's folder; see prime_orchestrator/store/migrate.py."""

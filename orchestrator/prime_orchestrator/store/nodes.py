@@ -1,0 +1,193 @@
+"""Nodes: who was admitted, in which state, last heard when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address
+from prime_core.node import Hardware, NodeStatus
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import record, records, upsert
+
+_nodes = schema.nodes.c
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One row of `nodes`; `last_heartbeat` and `created_at` in Unix seconds."""
+
+    address: Address
+    provider: Address | None
+    status: NodeStatus
+    speed_class: int
+    token_rate: float | None
+    challenge_rate: float | None
+    hardware: str
+    runtime: str
+    last_heartbeat: float
+    policy_version: int | None
+    tokens_per_second: int
+    created_at: float
+
+
+def get(connection: Connection, address: Address) -> NodeRow | None:
+    """The node, or None if it was never admitted."""
+    query = sa.select(schema.nodes).where(_nodes.address == address)
+    return record(NodeRow, connection.execute(query).mappings().first())
+
+
+def lock_row(connection: Connection, address: Address) -> NodeRow | None:
+    """Like `get`; the row cannot change until the transaction ends."""
+    query = sa.select(schema.nodes).where(_nodes.address == address).with_for_update()
+    return record(NodeRow, connection.execute(query).mappings().first())
+
+
+def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) -> list[NodeRow]:
+    """All nodes (of the given states), oldest first."""
+    query = sa.select(schema.nodes).order_by(_nodes.created_at, _nodes.address)
+    if statuses is not None:
+        query = query.where(_nodes.status.in_(tuple(statuses)))
+    return records(NodeRow, connection.execute(query).mappings().all())
+
+
+def page(
+    connection: Connection, after: str, limit: int, provider: Address | None = None
+) -> list[NodeRow]:
+    """At most `limit` nodes (of one provider) by address, from the first beyond `after`."""
+    query = sa.select(schema.nodes).where(_nodes.address > after)
+    if provider is not None:
+        query = query.where(_nodes.provider == provider)
+    rows = connection.execute(query.order_by(_nodes.address).limit(limit)).mappings().all()
+    return records(NodeRow, rows)
+
+
+def latest(connection: Connection, limit: int) -> list[NodeRow]:
+    """The `limit` nodes with the newest heartbeats, oldest admission first."""
+    query = sa.select(schema.nodes).order_by(_nodes.last_heartbeat.desc(), _nodes.address)
+    rows = records(NodeRow, connection.execute(query.limit(limit)).mappings().all())
+    return sorted(rows, key=lambda row: (row.created_at, row.address))
+
+
+def forget_shadows(connection: Connection, before: float) -> None:
+    """Removes shadow nodes whose last heartbeat is older than `before`."""
+    connection.execute(
+        sa.delete(schema.nodes).where(_nodes.status == "shadow", _nodes.last_heartbeat < before)
+    )
+
+
+def count_of(connection: Connection, status: NodeStatus) -> int:
+    """How many nodes are in this state."""
+    query = sa.select(sa.func.count()).where(_nodes.status == status)
+    return int(connection.execute(query).scalar_one())
+
+
+def seated(connection: Connection, account: Address) -> bool:
+    """Whether the account is a node with a seat in the pool, or such a node's provider."""
+    query = (
+        sa.select(_nodes.address)
+        .where(
+            sa.or_(_nodes.address == account, _nodes.provider == account),
+            _nodes.status.in_(("active", "silent")),
+        )
+        .limit(1)
+    )
+    return connection.execute(query).first() is not None
+
+
+def admit(
+    connection: Connection,
+    address: Address,
+    *,
+    speed_class: int = 1,
+    hardware: Hardware,
+    runtime: str,
+    now: float,
+    status: NodeStatus = "admitted",
+) -> None:
+    """Writes a newly admitted (or shadow) node, or admits one again that had left."""
+    upsert(
+        connection,
+        schema.nodes,
+        {
+            "address": address,
+            "provider": None,
+            "status": status,
+            "speed_class": speed_class,
+            "token_rate": None,
+            "challenge_rate": None,
+            "hardware": hardware.model_dump_json(),
+            "runtime": runtime,
+            "last_heartbeat": now,
+            "policy_version": None,
+            "tokens_per_second": 0,
+            "created_at": now,
+        },
+    )
+
+
+def set_status(
+    connection: Connection, address: Address, status: NodeStatus, *, last_heartbeat: float
+) -> None:
+    """Writes the outcome of `lifecycle.step_node`."""
+    connection.execute(
+        sa.update(schema.nodes)
+        .where(_nodes.address == address)
+        .values(status=status, last_heartbeat=last_heartbeat)
+    )
+
+
+def set_member(connection: Connection, address: Address, *, provider: Address) -> None:
+    """Copies what the chain says of a member: its provider (indexer)."""
+    connection.execute(
+        sa.update(schema.nodes).where(_nodes.address == address).values(provider=provider)
+    )
+
+
+def set_rates(
+    connection: Connection,
+    address: Address,
+    *,
+    token_rate: float | None,
+    challenge_rate: float | None,
+) -> None:
+    """Writes how fast the node is (prime_orchestrator/manager/speed.py)."""
+    connection.execute(
+        sa.update(schema.nodes)
+        .where(_nodes.address == address)
+        .values(token_rate=token_rate, challenge_rate=challenge_rate)
+    )
+
+
+def set_class(connection: Connection, address: Address, speed_class: int) -> None:
+    """Writes the node's speed class."""
+    connection.execute(
+        sa.update(schema.nodes).where(_nodes.address == address).values(speed_class=speed_class)
+    )
+
+
+def live_rates(connection: Connection) -> list[tuple[float | None, float | None]]:
+    """(token rate, challenge rate) of every node that works or is about to."""
+    query = sa.select(_nodes.token_rate, _nodes.challenge_rate).where(
+        _nodes.status.in_(("admitted", "active"))
+    )
+    return [(tokens, challenge) for tokens, challenge in connection.execute(query)]
+
+
+def heard(
+    connection: Connection,
+    address: Address,
+    *,
+    policy_version: int | None,
+    tokens_per_second: int,
+    runtime: str,
+) -> None:
+    """Writes what a heartbeat said of the machine."""
+    connection.execute(
+        sa.update(schema.nodes)
+        .where(_nodes.address == address)
+        .values(policy_version=policy_version, tokens_per_second=tokens_per_second, runtime=runtime)
+    )

@@ -1,0 +1,121 @@
+"""Published policies and the relays that carry them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.checkpoint import SignedManifest
+from prime_core.ids import Address, Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_new, record, records
+
+_policies = schema.policies.c
+_relays = schema.relays.c
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One row of `policies`; `body` is JSON of SignedManifest."""
+
+    version: int
+    digest: Digest
+    step: int
+    body: str
+    published_at: float
+
+    def signed(self) -> SignedManifest:
+        """The manifest as the trainer signed it."""
+        return SignedManifest.model_validate_json(self.body)
+
+
+@dataclass(frozen=True)
+class RelayRow:
+    """A relay and the versions it says it has."""
+
+    url: str
+    account: Address
+    versions: tuple[int, ...]
+    last_seen: float
+
+
+def add(connection: Connection, signed: SignedManifest, *, now: float) -> None:
+    """Writes a new policy. Raises IntegrityError if its version has one."""
+    manifest = signed.manifest
+    connection.execute(
+        sa.insert(schema.policies).values(
+            version=manifest.version,
+            digest=manifest.digest(),
+            step=manifest.step,
+            body=signed.model_dump_json(),
+            published_at=now,
+        )
+    )
+
+
+def get(connection: Connection, version: int) -> PolicyRow | None:
+    """The policy of a version, or None."""
+    query = sa.select(schema.policies).where(_policies.version == version)
+    return record(PolicyRow, connection.execute(query).mappings().first())
+
+
+def by_digest(connection: Connection, digest: Digest) -> PolicyRow | None:
+    """The policy of a manifest digest, or None."""
+    query = sa.select(schema.policies).where(_policies.digest == digest)
+    return record(PolicyRow, connection.execute(query).mappings().first())
+
+
+def latest_version(connection: Connection) -> int | None:
+    """The newest version, or None before the first."""
+    highest = connection.execute(sa.select(sa.func.max(_policies.version))).scalar()
+    return None if highest is None else int(highest)
+
+
+def newest(connection: Connection, limit: int) -> list[PolicyRow]:
+    """The newest policies, newest first."""
+    query = sa.select(schema.policies).order_by(_policies.version.desc()).limit(limit)
+    return records(PolicyRow, connection.execute(query).mappings().all())
+
+
+def see_relay(
+    connection: Connection, url: str, account: Address, versions: tuple[int, ...], *, now: float
+) -> None:
+    """Notes that a relay is there and what it has."""
+    known = {"versions": json.dumps(list(versions)), "last_seen": now}
+    values = {"url": url, "account": account, "first_seen": now, **known}
+    if not insert_new(connection, schema.relays, values):
+        connection.execute(sa.update(schema.relays).where(_relays.url == url).values(known))
+
+
+def relays(connection: Connection, *, since: float, limit: int = 64) -> list[RelayRow]:
+    """Relays heard of since then, those known longest first: newcomers cannot crowd them out."""
+    query = (
+        sa.select(schema.relays)
+        .where(_relays.last_seen >= since)
+        .order_by(_relays.first_seen, _relays.url)
+        .limit(limit)
+    )
+    return [
+        RelayRow(row.url, Address(row.account), tuple(json.loads(row.versions)), row.last_seen)
+        for row in connection.execute(query)
+    ]
+
+
+def relay_owner(connection: Connection, url: str) -> Address | None:
+    """The account that announced the relay at `url`, or None."""
+    owner = connection.execute(sa.select(_relays.account).where(_relays.url == url)).scalar()
+    return None if owner is None else Address(owner)
+
+
+def relay_count(connection: Connection, account: Address) -> int:
+    """Number of relays that an account announced."""
+    query = sa.select(sa.func.count()).where(_relays.account == account)
+    return connection.execute(query).scalar_one()
+
+
+def forget_relays(connection: Connection, before: float) -> None:
+    """Drops relays not heard of since `before`."""
+    connection.execute(sa.delete(schema.relays).where(_relays.last_seen < before))

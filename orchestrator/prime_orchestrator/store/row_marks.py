@@ -1,0 +1,75 @@
+"""Marks of accepted files' rows (prime_verify.repeats), to see which come again.
+
+A mark is given with whether its file claims an answer that nobody draws twice; two files have a row
+in common if they share a mark of which either claims so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_all_new
+
+KEPT_SECONDS = 7 * 86400.0
+"""How long a row is remembered."""
+_AT_ONCE = 500
+_marks = schema.row_marks.c
+
+
+def remember(
+    connection: Connection, submission: Digest, marks: Mapping[str, bool], *, now: float
+) -> None:
+    """Writes an accepted file's marks."""
+    rows = [
+        {"mark": mark, "improbable": improbable, "submission_digest": submission, "at": now}
+        for mark, improbable in sorted(marks.items())
+    ]
+    insert_all_new(connection, schema.row_marks, rows)
+
+
+def seen(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> frozenset[str]:
+    """Those of `marks` that another submission than `but` has in common with it."""
+    return frozenset(row.mark for row in _common(connection, marks, but, _marks.mark))
+
+
+def holders(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> list[Digest]:
+    """The other submissions that have any of `marks` in common with `but`, sorted."""
+    found = _common(connection, marks, but, _marks.submission_digest)
+    return sorted({Digest(row.submission_digest) for row in found})
+
+
+def forget_file(connection: Connection, submission: Digest) -> None:
+    """Drops the marks of a file that stands accepted no longer."""
+    connection.execute(sa.delete(schema.row_marks).where(_marks.submission_digest == submission))
+
+
+def forget(connection: Connection, now: float) -> None:
+    """Drops what is older than KEPT_SECONDS."""
+    connection.execute(sa.delete(schema.row_marks).where(_marks.at < now - KEPT_SECONDS))
+
+
+def _common(
+    connection: Connection, marks: Mapping[str, bool], but: Digest, column: sa.ColumnElement[str]
+) -> Iterator[sa.Row[str]]:
+    """`column` of what `marks` and other submissions have in common. A foreseeable answer has very
+    many holders: of these, only who claims otherwise is looked up, and a file that calls it
+    improbable has each name told once, not once for each of them."""
+    for claim in (True, False):
+        names = [mark for mark, improbable in marks.items() if improbable is claim]
+        for start in range(0, len(names), _AT_ONCE):
+            query = (
+                sa.select(column)
+                .distinct()
+                .where(
+                    _marks.mark.in_(names[start : start + _AT_ONCE]),
+                    _marks.submission_digest != but,
+                )
+            )
+            if not claim:
+                query = query.where(_marks.improbable == sa.true())
+            yield from connection.execute(query)

@@ -1,0 +1,61 @@
+"""Helpers shared by the query files: typed rows, inserts that may find their row already there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, RowMapping, Table
+from sqlalchemy.dialects import postgresql, sqlite
+
+T = TypeVar("T")
+
+
+def record(kind: type[T], row: RowMapping | None) -> T | None:
+    """`row` as a frozen dataclass with the table's column names, or None."""
+    return None if row is None else kind(**row)
+
+
+def records(kind: type[T], rows: Sequence[RowMapping]) -> list[T]:
+    """All `rows` as frozen dataclasses."""
+    return [kind(**row) for row in rows]
+
+
+def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+    """Inserts a row unless one with its key is there. True if it was inserted."""
+    statement = _insert(connection, table).values(**values).on_conflict_do_nothing()
+    done = connection.execute(statement, execution_options={"preserve_rowcount": True})
+    return done.rowcount == 1
+
+
+def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Inserts those of `rows` whose keys are not there, by one statement prepared once."""
+    if rows:
+        statement = _insert(connection, table).on_conflict_do_nothing()
+        connection.execute(statement, [dict(row) for row in rows])
+
+
+def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
+    """Inserts a row, or overwrites the given columns of the one with the same primary key."""
+    keys = [column.name for column in table.primary_key.columns]
+    statement = _insert(connection, table).values(**values)
+    changed = {name: statement.excluded[name] for name in values if name not in keys}
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changed))
+
+
+def upsert_all(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`upsert` of many rows with the same columns, by one statement prepared once."""
+    if not rows:
+        return
+    keys = [column.name for column in table.primary_key.columns]
+    statement = _insert(connection, table)
+    changed = {name: statement.excluded[name] for name in rows[0] if name not in keys}
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=keys, set_=changed),
+        [dict(row) for row in rows],
+    )
+
+
+def _insert(connection: Connection, table: Table) -> Any:
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    return dialect.insert(table)

@@ -1,0 +1,446 @@
+"""Tables of the orchestrator's store (SQLite and PostgreSQL alike).
+
+The store owns leases, verdicts, credits and batches, and keeps a read copy of chain facts that only
+the indexer writes. Digests and addresses are text as in prime_core.ids; amounts of wei are
+decimal text; times are Unix seconds by the orchestrator's clock.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+from prime_orchestrator.store.sender_tables import sender_tables
+
+metadata = MetaData()
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("address", Text, primary_key=True),
+    Column("provider", Text),
+    Column("status", Text, nullable=False),  # NodeStatus
+    Column("speed_class", Integer, nullable=False),  # see prime_orchestrator/manager/speed.py
+    Column("token_rate", Float),  # accepted tokens a second, lease to submission; None: too few
+    Column("challenge_rate", Float),  # million multiply-adds a second, best of the latest
+    Column("hardware", Text, nullable=False),  # JSON of Hardware
+    Column("runtime", Text, nullable=False),
+    Column("last_heartbeat", Float, nullable=False),
+    Column("policy_version", BigInteger),
+    Column("tokens_per_second", Integer, nullable=False, default=0),
+    Column("created_at", Float, nullable=False),
+)
+
+runs = Table(  # revisions of the pool's run; its first definition comes with the process
+    "runs",
+    metadata,
+    Column("from_step", BigInteger, primary_key=True, autoincrement=False),
+    Column("digest", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),  # the file's exact bytes
+    Column("final", Boolean, nullable=False),  # its digest lies in a final block
+    Column("announced_at", Float, nullable=False),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("key_id", Text, primary_key=True),  # Ed25519 public key, as a Digest
+    Column("account", Text, nullable=False),
+    Column("scope", Text, nullable=False),
+    Column("issued_at", BigInteger, nullable=False),
+    Column("expiry", BigInteger, nullable=False),
+    Column("revoked", Boolean, nullable=False, default=False),
+    Index("sessions_account", "account"),
+)
+
+nonces = Table(
+    "nonces",
+    metadata,
+    Column("key_id", Text, nullable=False),
+    Column("nonce", Text, nullable=False),
+    Column("expires", BigInteger, nullable=False),
+    PrimaryKeyConstraint("key_id", "nonce"),
+    Index("nonces_expires", "expires"),
+)
+
+challenges = Table(
+    "challenges",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("seed", Text, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("rounds", Integer, nullable=False),
+    Column("issued_at", Float, nullable=False),
+    Column("deadline", BigInteger, nullable=False),
+    Column("hardware", Text, nullable=False),
+    Column("runtime", Text, nullable=False),
+    Column("used", Boolean, nullable=False, default=False),
+    Column("shadow", Boolean, nullable=False, default=False),  # asked for no seat
+    Column("rate", Float),  # of a right answer, in million multiply-adds a second
+    Index("challenges_node", "node", "issued_at"),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("digest", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("lease_index", BigInteger, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("status", Text, nullable=False),  # LeaseStatus
+    Column("deadline", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("upload_sha256", Text),
+    Column("upload_size", BigInteger),
+    Column("uploads", Integer, nullable=False, default=0),  # distinct files announced so far
+    Column("body", Text, nullable=False),  # JSON of SignedLease
+    Column("shadow", Boolean, nullable=False, default=False),  # see Lease.shadow
+    Column("target", BigInteger, nullable=False),  # length in tokens that its groups ask for
+    UniqueConstraint("step", "lease_index"),
+    Index("leases_node_status", "node", "status"),
+    Index("leases_created", "shadow", "created_at"),
+    Index("leases_status_deadline", "status", "deadline"),
+)
+
+submissions = Table(
+    "submissions",
+    metadata,
+    Column("digest", Text, primary_key=True),
+    Column("lease_digest", Text, nullable=False, unique=True),
+    Column("node", Text, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("sha256", Text, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedSubmission
+    Column("receipt", Text, nullable=False),  # JSON of ReceiptAnswer
+    Column("received_at", Float, nullable=False),
+    Column("status", Text, nullable=False),  # LeaseStatus: submitted, accepted, rejected, void
+    Column("reason", Integer, nullable=False, default=0),
+    Column("units", BigInteger, nullable=False, default=0),
+    Column("verdict", Text),  # SHA-256 of the Verdict object
+    Column("verdict_table", Text),
+    Column("evidence", Text),
+    Column("validator", Text),
+    Column("judged_at", Float),
+    Column("root_id", Integer),  # roots.id once taken into a root
+    Column("leaf_index", Integer),
+    Column("shadow", Boolean, nullable=False, default=False),  # of a shadow lease: only judged
+    Column("compute_share", Float),  # what the replay computed, as a share of making the file
+    Column("repeated_rows", Integer),  # that other files had before; None: not looked at
+    Index("submissions_status", "status"),
+    Index("submissions_root", "root_id"),
+    Index("submissions_unrooted", "root_id", "shadow", "received_at"),
+    Index("submissions_node", "node", "received_at"),
+    Index("submissions_judged", "node", "judged_at"),
+)
+
+jobs = Table(  # one a submission: how many opinions it needs
+    "jobs",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("status", Text, nullable=False),  # open, full, done, quarantined
+    Column("needed", Integer),  # opinions before any is handed in; None: not decided yet
+    Column("assigned", Integer, nullable=False, default=0),  # assignments that are not over
+    Column("whole", Boolean, nullable=False, default=False),  # every row is to be replayed
+    Column("created_at", Float, nullable=False),
+    Column("shadow", Boolean, nullable=False, default=False),  # comes after every other
+    Index("jobs_open", "status", "shadow", "created_at"),
+)
+
+assignments = Table(  # which validator judges which file
+    "assignments",
+    metadata,
+    Column("submission_digest", Text, nullable=False),
+    Column("validator", Text, nullable=False),
+    Column("status", Text, nullable=False),  # assigned, claimed, sealed, given, abstained, missed
+    Column("worker", Text),
+    Column("until", Float, nullable=False),  # end of the claim, or of the patience with it
+    Column("not_before", Float, nullable=False, default=0),
+    Column("attempts", Integer, nullable=False, default=0),  # claims that ended in silence
+    Column("delays", Integer, nullable=False, default=0),  # claims given back for later
+    Column("seal", Text),
+    Column("at", Float, nullable=False),  # of the last change of status
+    PrimaryKeyConstraint("submission_digest", "validator"),
+    Index("assignments_validator", "validator", "status"),
+    Index("assignments_status", "status", "until"),
+)
+
+validators = Table(  # those that ask for work
+    "validators",
+    metadata,
+    Column("address", Text, primary_key=True),
+    Column("seen_at", Float, nullable=False),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("submission_digest", Text, nullable=False),
+    Column("group_no", Integer, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("rows", Integer, nullable=False),
+    Column("informative", Boolean, nullable=False),  # rewards not all equal
+    Column("reward_micro_sum", BigInteger, nullable=False),
+    Column("accepted_at", Float, nullable=False),
+    Column("batch_step", BigInteger),
+    PrimaryKeyConstraint("submission_digest", "group_no"),
+    Index("groups_free", "batch_step", "informative", "policy_version"),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("step", BigInteger, primary_key=True, autoincrement=False),
+    Column("digest", Text, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedBatch
+    Column("rows", Integer, nullable=False),
+    Column("mean_reward_micro", BigInteger, nullable=False),
+    Column("staleness_max", Integer, nullable=False),
+    Column("sealed_at", Float, nullable=False),
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("version", BigInteger, primary_key=True, autoincrement=False),
+    Column("digest", Text, nullable=False, unique=True),
+    Column("step", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedManifest
+    Column("published_at", Float, nullable=False),
+)
+
+relays = Table(
+    "relays",
+    metadata,
+    Column("url", Text, primary_key=True),
+    Column("account", Text, nullable=False),
+    Column("versions", Text, nullable=False),
+    Column("first_seen", Float, nullable=False),
+    Column("last_seen", Float, nullable=False),
+)
+
+arrivals = Table(
+    "arrivals",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("node", Text, primary_key=True),
+    Column("at", Float, nullable=False),  # of the first heartbeat that named the version
+)
+
+roots = Table(
+    "roots",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("root", Text, nullable=False, unique=True),
+    Column("leaves_object", Text, nullable=False),  # SHA-256 of the published leaves object
+    Column("count", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("chain_seq", BigInteger),  # Work's number of the root, once confirmed
+    Column("epoch", BigInteger),  # by the block's time
+    Column("posted_at", BigInteger),  # block time
+    Column("block", BigInteger),
+)
+
+credits = Table(
+    "credits",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("units", BigInteger, nullable=False),
+    Column("amount", Text, nullable=False),
+    Column("earned_at", BigInteger, nullable=False),  # the submission's received_at
+    Column("status", Text, nullable=False),  # earned, held, forfeited
+    Index("credits_node", "node"),
+)
+
+reward_roots = Table(
+    "reward_roots",
+    metadata,
+    Column("epoch", BigInteger, primary_key=True, autoincrement=False),
+    Column("root", Text, nullable=False),
+    Column("cumulative_total", Text, nullable=False),
+    Column("object", Text, nullable=False),  # SHA-256 of the published settlement object
+    Column("created_at", Float, nullable=False),
+    Column("claimable_at", BigInteger),  # set by the indexer from the confirmed event
+)
+
+slashes = Table(
+    "slashes",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("validator", Text, nullable=False),
+    Column("evidence", Text, nullable=False),
+    Column("reason", Integer, nullable=False),
+    Column("amount", Text, nullable=False),
+    Column("status", Text, nullable=False),  # queued, proposed, executed, cancelled
+    Column("executable_at", BigInteger),
+    Column("created_at", Float, nullable=False),
+    Column("propose_tx", Text),
+    Column("execute_tx", Text),
+)
+
+intents = Table(
+    "intents",
+    metadata,
+    Column("id", Text, primary_key=True),  # the same fact gives the same id: done twice harmlessly
+    Column("lane", Text, nullable=False),  # the account that sends
+    Column("kind", Text, nullable=False),  # join, root, reject, policy, reward_root, propose, …
+    Column("payload", Text, nullable=False),  # JSON arguments
+    Column("status", Text, nullable=False),  # queued, sent, confirmed, failed
+    Column("error", Text),
+    Column("tx_hash", Text),
+    Column("block", BigInteger),
+    Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),
+    Index("intents_block", "block"),
+    Index("intents_lane_status", "lane", "status", "created_at"),
+)
+
+chain_events = Table(
+    "chain_events",
+    metadata,
+    Column("block_hash", Text, nullable=False),
+    Column("log_index", Integer, nullable=False),
+    Column("block", BigInteger, nullable=False),
+    Column("block_time", BigInteger, nullable=False),
+    Column("tx_hash", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("args", Text, nullable=False),  # JSON
+    Column("subject", Text),
+    Column("second", Text),
+    PrimaryKeyConstraint("block_hash", "log_index"),
+    Index("chain_events_block", "block"),
+    Index("chain_events_subject", "name", "subject"),
+    Index("chain_events_second", "name", "second"),
+    Index("chain_events_tx", "tx_hash"),
+)
+
+chain_state = Table(  # of all accounts, as it stands now
+    "chain_state",
+    metadata,
+    Column("kind", Text, nullable=False),  # provider, stake, revoked
+    Column("account", Text, nullable=False),
+    Column("value", Text, nullable=False),
+    PrimaryKeyConstraint("kind", "account"),
+)
+
+chain_undo = Table(  # rows of chain_state before a block; None: there was no row
+    "chain_undo",
+    metadata,
+    Column("block", BigInteger, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("account", Text, nullable=False),
+    Column("value", Text),
+    PrimaryKeyConstraint("block", "kind", "account"),
+)
+
+chain_steps = Table(
+    "chain_steps",
+    metadata,
+    Column("block", BigInteger, primary_key=True, autoincrement=False),
+    Column("block_hash", Text, nullable=False),
+)
+
+cursors = Table(
+    "cursors",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("block", BigInteger, nullable=False),
+    Column("block_hash", Text, nullable=False),
+)
+
+loop_leases = Table(  # who runs the manager's loops: one of the orchestrators on this store
+    "loop_leases",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("beat", BigInteger, nullable=False),  # counts up while its holder lives
+)
+
+sender_meta, sender_intents, sender_attempts = sender_tables(metadata)
+
+drift = Table(
+    "drift",
+    metadata,
+    Column("node", Text, nullable=False),
+    Column("setup", Text, nullable=False),
+    Column("statistic", Text, nullable=False),
+    Column("files", BigInteger, nullable=False),
+    Column("total", Float, nullable=False),  # sum of the files' shares of their limits
+    Column("squares", Float, nullable=False),
+    PrimaryKeyConstraint("node", "setup", "statistic"),
+)
+
+opinions = Table(  # what each validator said of a file
+    "opinions",
+    metadata,
+    Column("submission_digest", Text, nullable=False),
+    Column("validator", Text, nullable=False),
+    Column("reason", Integer, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedOpinion
+    Column("at", Float, nullable=False),
+    PrimaryKeyConstraint("submission_digest", "validator"),
+)
+
+row_marks = Table(  # of accepted files' rows: see prime_verify/repeats.py
+    "row_marks",
+    metadata,
+    Column("mark", Text, nullable=False),
+    Column("improbable", Boolean, nullable=False),  # the file claims that nobody draws it twice
+    Column("submission_digest", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    PrimaryKeyConstraint("mark", "improbable", "submission_digest"),
+    Index("row_marks_submission", "submission_digest"),
+    Index("row_marks_at", "at"),
+)
+
+planted = Table(  # files of the manager's own, whose truth is known; a row once they are judged
+    "planted",
+    metadata,
+    Column("submission_digest", Text, primary_key=True),
+    Column("kind", Text, nullable=False),  # honest, or the name of the lie
+    Column("at", Float, nullable=False),
+)
+
+draw_commitments = Table(  # of validators
+    "draw_commitments",
+    metadata,
+    Column("validator", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),  # JSON of SignedDrawCommitment
+    Column("revealed", Boolean, nullable=False, default=False),
+    PrimaryKeyConstraint("validator", "epoch"),
+    Index("draw_commitments_epoch", "epoch"),
+)
+
+second_secrets = Table(  # the manager's own part of the draws
+    "second_secrets",
+    metadata,
+    Column("epoch", BigInteger, primary_key=True, autoincrement=False),
+    Column("commitment", Text, nullable=False, unique=True),
+    Column("secret", Text, nullable=False),
+    Column("revealed", Boolean, nullable=False, default=False),
+)
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)

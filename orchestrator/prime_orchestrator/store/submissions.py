@@ -1,0 +1,268 @@
+"""Submissions: what nodes handed in, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest
+from prime_core.messages import ReceiptAnswer
+from prime_core.rollout import SignedSubmission
+from prime_core.task import LeaseStatus
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import record, records
+
+_submissions = schema.submissions.c
+
+
+@dataclass(frozen=True)
+class SubmissionRow:
+    """One row of `submissions`; `body` is JSON of SignedSubmission, `receipt` of ReceiptAnswer."""
+
+    digest: Digest
+    lease_digest: Digest
+    node: Address
+    step: int
+    policy_version: int
+    sha256: Digest
+    size: int
+    body: str
+    receipt: str
+    received_at: float
+    status: LeaseStatus
+    reason: int
+    units: int
+    verdict: Digest | None
+    verdict_table: Digest | None
+    evidence: Digest | None
+    validator: Address | None
+    judged_at: float | None
+    root_id: int | None
+    leaf_index: int | None
+    shadow: bool
+    compute_share: float | None
+    repeated_rows: int | None
+
+    def signed(self) -> SignedSubmission:
+        """The submission as the node signed it."""
+        return SignedSubmission.model_validate_json(self.body)
+
+    def receipt_answer(self) -> ReceiptAnswer:
+        """The receipt as it was given."""
+        return ReceiptAnswer.model_validate_json(self.receipt)
+
+
+def add(
+    connection: Connection,
+    digest: Digest,
+    signed: SignedSubmission,
+    *,
+    policy_version: int,
+    receipt: ReceiptAnswer,
+    received_at: float,
+    shadow: bool = False,
+) -> None:
+    """Writes an arrived submission."""
+    body = signed.submission
+    connection.execute(
+        sa.insert(schema.submissions).values(
+            digest=digest,
+            lease_digest=body.lease_digest,
+            node=signed.node,
+            step=body.step,
+            policy_version=policy_version,
+            sha256=body.sha256,
+            size=body.size,
+            body=signed.model_dump_json(),
+            receipt=receipt.model_dump_json(),
+            received_at=received_at,
+            status="submitted",
+            shadow=shadow,
+        )
+    )
+
+
+def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
+    """The submission, or None."""
+    query = sa.select(schema.submissions).where(_submissions.digest == digest)
+    return record(SubmissionRow, connection.execute(query).mappings().first())
+
+
+def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | None:
+    """The one submission of a lease, or None."""
+    query = sa.select(schema.submissions).where(_submissions.lease_digest == lease_digest)
+    return record(SubmissionRow, connection.execute(query).mappings().first())
+
+
+def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:
+    """Tokens a second, from lease to submission, of the node's latest accepted files."""
+    leases = schema.leases.c
+    query = (
+        sa.select(_submissions.units, _submissions.received_at - leases.created_at)
+        .join(schema.leases, leases.digest == _submissions.lease_digest)
+        .where(_submissions.node == node, _submissions.status == "accepted", _submissions.units > 0)
+        .order_by(_submissions.received_at.desc())
+        .limit(limit)
+    )
+    return [units / max(seconds, 1e-3) for units, seconds in connection.execute(query)]
+
+
+def names_upload(connection: Connection, deadline: int, sha256: Digest) -> bool:
+    """Whether a file of this SHA-256 was handed in for a lease of this deadline (Unix seconds)."""
+    leases = schema.leases.c
+    query = (
+        sa.select(_submissions.digest)
+        .join(schema.leases, leases.digest == _submissions.lease_digest)
+        .where(
+            leases.status.in_(("submitted", "accepted", "rejected", "void")),  # by its index
+            leases.deadline == deadline,
+            _submissions.sha256 == sha256,
+        )
+        .limit(1)
+    )
+    return connection.execute(query).first() is not None
+
+
+def judge(
+    connection: Connection,
+    digest: Digest,
+    status: LeaseStatus,
+    *,
+    reason: int,
+    units: int = 0,
+    verdict: Digest | None = None,
+    verdict_table: Digest | None = None,
+    evidence: Digest | None = None,
+    validator: Address | None = None,
+    compute_share: float | None = None,
+    repeated_rows: int | None = None,
+    judged_at: float,
+) -> bool:
+    """Writes a verdict on a submission that has none. False if it was already judged."""
+    done = connection.execute(
+        sa.update(schema.submissions)
+        .where(_submissions.digest == digest, _submissions.status == "submitted")
+        .values(
+            status=status,
+            reason=reason,
+            units=units,
+            verdict=verdict,
+            verdict_table=verdict_table,
+            evidence=evidence,
+            validator=validator,
+            compute_share=compute_share,
+            repeated_rows=repeated_rows,
+            judged_at=judged_at,
+        )
+    )
+    return done.rowcount == 1
+
+
+def ended_badly(
+    connection: Connection, node: Address, *, since: float, limit: int
+) -> list[SubmissionRow]:
+    """Submissions of `node` that were judged rejected or void at `since` or later, newest first."""
+    query = (
+        sa.select(schema.submissions)
+        .where(
+            _submissions.node == node,
+            _submissions.judged_at >= since,
+            _submissions.status.in_(("rejected", "void")),
+        )
+        .order_by(_submissions.judged_at.desc(), _submissions.digest)
+        .limit(limit)
+    )
+    return records(SubmissionRow, connection.execute(query).mappings().all())
+
+
+def newest_endings(
+    connection: Connection, node: Address, limit: int
+) -> list[tuple[str, int, float]]:
+    """(status, reason, judged at) of the node's judged submissions, shadow ones left out, newest
+    first."""
+    query = (
+        sa.select(_submissions.status, _submissions.reason, _submissions.judged_at)
+        .where(
+            _submissions.node == node,
+            _submissions.judged_at.is_not(None),
+            _submissions.shadow.is_(False),
+        )
+        .order_by(_submissions.judged_at.desc(), _submissions.digest)
+        .limit(limit)
+    )
+    return [(row.status, row.reason, row.judged_at) for row in connection.execute(query)]
+
+
+def waits(connection: Connection, node: Address) -> bool:
+    """Whether a submission of `node` is still to be judged, shadow ones left out."""
+    query = sa.select(_submissions.digest).where(
+        _submissions.node == node,
+        _submissions.status == "submitted",
+        _submissions.shadow.is_(False),
+    )
+    return connection.execute(query.limit(1)).first() is not None
+
+
+def accepted_of(connection: Connection, node: Address) -> int:
+    """Number of accepted submissions of `node`, shadow ones left out (but not planted ones: these
+    are treated like any other)."""
+    was_planted = _submissions.digest.in_(sa.select(schema.planted.c.submission_digest))
+    query = sa.select(sa.func.count()).where(
+        _submissions.node == node,
+        _submissions.status == "accepted",
+        sa.or_(_submissions.shadow.is_(False), was_planted),
+    )
+    return int(connection.execute(query).scalar_one())
+
+
+def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
+    """Number of submissions by status: of those that count, or of the shadow ones."""
+    query = (
+        sa.select(_submissions.status, sa.func.count())
+        .where(_submissions.shadow.is_(shadow))
+        .group_by(_submissions.status)
+    )
+    return {status: int(n) for status, n in connection.execute(query)}
+
+
+def counts_by_node(
+    connection: Connection, among: Sequence[Address], *, shadow: bool = False
+) -> dict[Address, dict[str, int]]:
+    """For each node `among` these: number of submissions by status, and under "units" the units
+    accepted. Of those that count, or of the shadow ones."""
+    query = (
+        sa.select(
+            _submissions.node,
+            _submissions.status,
+            sa.func.count(),
+            sa.func.coalesce(sa.func.sum(_submissions.units), 0),
+        )
+        .where(_submissions.shadow.is_(shadow), _submissions.node.in_(among))
+        .group_by(_submissions.node, _submissions.status)
+    )
+    found: dict[Address, dict[str, int]] = {}
+    for node, status, n, units in connection.execute(query):
+        entry = found.setdefault(Address(node), {"units": 0})
+        entry[status] = int(n)
+        if status == "accepted":
+            entry["units"] += int(units)
+    return found
+
+
+def repeating(connection: Connection) -> dict[str, int]:
+    """Number of files by status that held rows which other files had before."""
+    query = (
+        sa.select(_submissions.status, sa.func.count())
+        .where(_submissions.repeated_rows > 0)
+        .group_by(_submissions.status)
+    )
+    return {status: int(n) for status, n in connection.execute(query)}
+
+
+def mean_compute_share(connection: Connection) -> float | None:
+    """Mean of the judged files' `compute_share`; None before the first."""
+    found = connection.execute(sa.select(sa.func.avg(_submissions.compute_share))).scalar()
+    return None if found is None else float(found)

@@ -1,1 +1,0 @@
-"""Thin routes: bounded body → service → answer. Their table is in protocol/core/messages.py."""

@@ -1,1 +1,0 @@
-"""Alembic's folder; see orchestrator/store/migrate.py."""

@@ -1,0 +1,465 @@
+"""The engine under every fetch: named chunks from several sources into sized files, in place.
+
+A worker takes the next chunk and the best free source, hashes and writes the chunk as it comes,
+once, where it belongs (landing.py), and tells of it only if it is right. Failures:
+
+- bytes that do not hash: the sender is banned and named, the chunk is fetched elsewhere;
+- a dead, slow or refusing source rests, each time longer, and the others go on;
+- when the queue is empty, the slowest chunks still under way are asked of a second source too;
+- a source that never delivered gets one chunk of its own to prove itself, which the others fetch
+  too: it holds nothing up;
+- while every worker waits for an answer, further workers ask further sources;
+- a server that knows no ranges is read from the beginning, and gives what passes by.
+
+The folder holds verified chunks, beginnings of chunks, and holes, so a killed fetch resumes by
+looking: there is no journal to disagree with the data. What had arrived is not fetched again, but
+for the last few pages of each chunk under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from blake3 import blake3
+
+from prime_broadcast.files import create_sized
+from prime_broadcast.landing import PIECE, Landing, beginning, verified_chunks
+from prime_broadcast.layout import Item
+from prime_broadcast.sources import Fault, Source, SourceBook
+from prime_broadcast.tasks import HEDGE_AFTER, TOO_SLOW, ChunkStats, Task, sorry
+from prime_broadcast.transfer import Link, SupersededError, TransferError, WholeOnlyError
+from prime_core.errors import UnavailableError
+from prime_core.ids import to_bytes
+
+PATIENCE = 60.0
+"""Seconds without one verified chunk after which a fetch gives up."""
+STALLED = 0.5
+"""Seconds without a verified chunk after which further workers ask further sources."""
+MOST_WORKERS = 16
+JOIN_SECONDS = 1.0
+"""How long a finished fetch waits for its threads to notice, in all."""
+PER_SOURCE = 2
+"""Connections to one source: while one chunk is hashed and written, the next is on its way."""
+
+
+class ChunkFetcher:
+    """Fetches every chunk of `items` from `urls` into files `folder/<item name>`. Once `run` has
+    returned, each file is what its manifest says: its digest is made of its chunks'.
+
+    `on_chunk(item, index)` is called (from worker threads) once a chunk is verified and on disk,
+    for those already there too; `progress(done, total)` after each, in bytes. Sources of the role
+    `last_resort` are asked only when no other is left; `stop()` turning true ends the run.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        folder: Path,
+        urls: Sequence[str],
+        book: SourceBook,
+        *,
+        parallel: int = 4,
+        per_source: int = PER_SOURCE,
+        patience: float = PATIENCE,
+        last_resort: str | None = "origin",
+        stop: Callable[[], bool] = lambda: False,
+        on_chunk: Callable[[Item, int], None] = lambda item, index: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._items = items
+        self._folder = folder
+        self._book = book
+        self._urls = book.urls(urls)
+        self._workers = max(1, min(parallel, len(self._urls) * per_source))
+        self._per_source = per_source
+        self._patience = patience
+        self._last_resort = last_resort
+        self._stop = stop
+        self._on_chunk = on_chunk
+        self._progress = progress
+        self._clock = clock
+        self._change = threading.Condition()
+        self._over = threading.Event()
+        self._queue: deque[Task] = deque()
+        self._open: set[Task] = set()
+        self._missing: dict[tuple[str, int], Task] = {}
+        self._error: BaseException | None = None
+        self._links: list[Link] = []
+        self._total = sum(item.size for item in items)
+        self._done, self._usual = 0, 0.0
+        self._begun = self._last_success = clock()
+        self.stats = ChunkStats()
+
+    def run(self) -> ChunkStats:
+        """Returns when every chunk is on disk. Raises UnavailableError, naming each source's last
+        failure, when none delivers for `patience` seconds or all are banned; or for the disk."""
+        self._look_around()
+        if not self._open:
+            return self.stats
+        if not self._urls:
+            raise UnavailableError("no relay or origin is known to fetch the policy from")
+        threads = [threading.Thread(target=self._try_newcomers, name="fetch-trial", daemon=True)]
+        threads += [self._worker(number) for number in range(self._workers)]
+        for thread in threads:
+            thread.start()
+        most = max(self._workers, min(MOST_WORKERS, len(self._urls) * self._per_source))
+        try:
+            while not self._over.wait(0.25):  # no chunk wakes this thread but the last one
+                if self._stop():
+                    raise UnavailableError("the fetch was stopped; it can be resumed")
+                if self.idle_seconds > STALLED:
+                    for number in range(len(threads) - 1, most):
+                        threads.append(self._worker(number))
+                        threads[-1].start()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            for link in list(self._links):
+                link.abort()
+            until = time.monotonic() + JOIN_SECONDS
+            for thread in threads:
+                thread.join(max(0.0, until - time.monotonic()))
+            with self._change:
+                for task in self._open:  # whoever still waits for an answer writes nothing any more
+                    task.claim.take()
+        if self._error is not None:
+            raise self._error
+        return self.stats
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last verified chunk (or the start)."""
+        return self._clock() - self._last_success
+
+    def _look_around(self) -> None:
+        """Makes the files, keeps the chunks that verify, queues the rest in order."""
+        for item in self._items:
+            path = self._folder / item.name
+            fresh = not path.exists()
+            os.close(create_sized(path, item.size))
+            have = set(() if fresh else verified_chunks(path, item))
+            for index in range(len(item.chunks)):
+                if index in have:
+                    self.stats.kept += 1
+                    self._done += item.span(index)[1]
+                    self._on_chunk(item, index)
+                else:
+                    left = 0 if fresh else beginning(path, *item.span(index))
+                    task = Task(item, index, left)
+                    self._missing[item.name, index] = task
+                    self._queue.append(task)
+                    self._open.add(task)
+        self._progress(self._done, self._total)
+
+    # The workers
+
+    def _worker(self, number: int) -> threading.Thread:
+        return threading.Thread(target=self._work, name=f"fetch-{number}", daemon=True)
+
+    def _link(self, source: Source) -> Link:
+        signed = partial(self._book.authorization, source.url)
+        return Link(source.url, signed, public_only=self._book.public_only)
+
+    def _try_newcomers(self) -> None:
+        """Asks each source that never delivered for one chunk, apart from the fetch: what comes is
+        checked and dropped, so whatever it does, the fetch does not wait for it."""
+        tried: set[str] = set()
+        while not self._over.wait(0.1):
+            left = [url for url in self._urls if url not in tried]
+            with self._change:
+                task = next(iter(self._open), None)
+            source = self._book.newcomer(left, self._last_resort) if task else None
+            if task is None or source is None:
+                continue
+            tried.add(source.url)
+            link = self._link(source)
+            with self._change:
+                self._links.append(link)
+            offset, length = task.item.span(task.index)
+            buffer, begun = memoryview(bytearray(length)), self._clock()
+            try:
+                source.role = link.role()
+                if source.role == self._last_resort:
+                    self._book.release(source)
+                    continue
+                link.read_range(
+                    task.item.address,
+                    offset,
+                    task.item.size,
+                    buffer,
+                    cancelled=self._over.is_set,
+                )
+            except (SupersededError, WholeOnlyError) as error:
+                source.whole_only |= isinstance(error, WholeOnlyError)
+                self._book.release(source)
+            except TransferError as error:
+                if self._over.is_set():
+                    self._book.release(source)
+                else:
+                    self._book.bad(source, str(error), pause=error.pause)
+            else:
+                if blake3(buffer).digest() == to_bytes(task.item.chunks[task.index]):
+                    self._book.good(source, length, self._clock() - begun)
+                else:
+                    reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
+                    self._book.lied(source, reason)
+                    with self._change:
+                        self.stats.faults.append(Fault(source.url, "lie", reason))
+            finally:
+                link.close()
+
+    def _work(self) -> None:
+        links: dict[str, Link] = {}
+        largest = max(min(item.chunk_size, item.size) for item in self._items)
+        buffer = memoryview(bytearray(min(PIECE, largest)))
+        choice: tuple[Task, Source] | None = None
+        try:
+            while True:
+                choice = self._next()
+                if choice is None:
+                    return
+                task, source = choice
+                link = links.get(source.url)
+                if link is None:
+                    link = links[source.url] = self._link(source)
+                    with self._change:
+                        self._links.append(link)
+                self._attempt(task, source, link, buffer)
+        except BaseException as error:  # handed to run(), which raises it
+            if choice is not None and choice[1].url in choice[0].running:
+                self._book.release(choice[1])  # this machine's trouble, not the source's
+            self._fail(error)
+        finally:
+            for link in links.values():
+                link.close()
+
+    def _next(self) -> tuple[Task, Source] | None:
+        """The next chunk and whom to ask for it; None when nothing is left to do."""
+        with self._change:
+            while True:
+                if not self._open or self._error is not None:
+                    return None
+                choice = self._choose()
+                if choice is not None:
+                    task, source = choice
+                    task.running[source.url] = self._clock()
+                    return choice
+                if self._hopeless():
+                    self._error = sorry(self._open, self._urls, self._book)
+                    self._over.set()
+                    self._change.notify_all()
+                    return None
+                self._change.wait(0.05 if self._queue else 0.25)
+
+    def _choose(self) -> tuple[Task, Source] | None:
+        for position, task in enumerate(self._queue):
+            source = self._pick(task, task.excluded)
+            if source is not None:
+                del self._queue[position]
+                return task, source
+            if not task.excluded:
+                return None
+        if self._queue:
+            return None
+        return self._hedge()
+
+    def _pick(self, task: Task, excluded: set[str]) -> Source | None:
+        return self._book.pick(
+            self._urls,
+            excluded,
+            self._per_source,
+            length=task.item.span(task.index)[1],
+            last_resort=self._last_resort,
+        )
+
+    def _hedge(self) -> tuple[Task, Source] | None:
+        now, limit = self._clock(), max(HEDGE_AFTER, 3 * self._usual)
+        for task in self._open:
+            if len(task.running) == 1 and now - min(task.running.values()) > limit:
+                source = self._pick(task, task.excluded | set(task.running))
+                if source is not None:
+                    return task, source
+        return None
+
+    def _hopeless(self) -> bool:
+        """Nothing is under way, and nobody can be asked in time."""
+        if any(task.running for task in self._open):
+            return False
+        if self._clock() - self._last_success > self._patience:
+            return True
+        chances = [self._book.next_chance(self._urls, t.excluded) for t in self._open]
+        return all(chance is None for chance in chances)
+
+    # One chunk
+
+    def _attempt(self, task: Task, source: Source, link: Link, buffer: memoryview) -> None:
+        offset, length = task.item.span(task.index)
+        begun = self._clock()
+        alone = len(task.running) == 1  # else the one before is writing, until it is verified
+        have = task.beginning if alone else 0
+        try:
+            if source.role == "unknown":
+                source.role = link.role()
+                if source.role == self._last_resort:
+                    self._put_back(task, source)
+                    self._book.release(source)
+                    return
+            if source.whole_only:
+                raise WholeOnlyError
+            with task.landing(self._folder, buffer, have, early=alone) as landing:
+                link.read_span(
+                    task.item.address,
+                    (offset + have, offset + length),
+                    task.item.size,
+                    landing,
+                    cancelled=lambda: self._unneeded(task, source, begun),
+                )
+                if landing.digest() == to_bytes(task.item.chunks[task.index]):
+                    self._book.good(source, length - have, self._clock() - begun)
+                    self._store(task, source, landing, length - have, self._clock() - begun)
+                else:
+                    self._note_lie(task, source, have)
+        except (WholeOnlyError, SupersededError) as error:
+            source.whole_only |= isinstance(error, WholeOnlyError)
+            if isinstance(error, WholeOnlyError) and source.in_use == 1:
+                self._stream(task, source, link)
+            else:  # a server without ranges sends the whole over one connection
+                self._put_back(task, source)
+                self._book.release(source)
+        except TransferError as error:
+            self._note_failure(task, source, error)
+
+    def _stream(self, asked: Task, source: Source, link: Link) -> None:
+        """Reads the whole file that `asked` is of, and keeps every chunk that is still missing."""
+        item, begun, index = asked.item, self._clock(), 0
+        buffer = memoryview(bytearray(min(item.chunk_size, item.size)))
+        try:
+            with link.reading(item.address, item.size) as fill:
+                for index, digest in enumerate(item.chunks):
+                    length = item.span(index)[1]
+                    view = buffer[:length]
+                    since = self._clock()
+                    fill(view, lambda: self._error is not None)
+                    if blake3(view).digest() != to_bytes(digest):
+                        self._note_lie(self._missing.get((item.name, index), asked), source)
+                        self._put_back(asked, source)
+                        return
+                    task = self._missing.get((item.name, index))
+                    if task is not None and not task.claimed:
+                        with self._change, contextlib.suppress(ValueError):
+                            self._queue.remove(task)
+                        with task.landing(self._folder, view, 0, early=False) as landing:
+                            self._store(task, source, landing, length, self._clock() - since)
+                    if not any(task.item is item for task in self._open):
+                        break
+        except TransferError as error:
+            self._note_failure(asked, source, error)
+            return
+        except BaseException:
+            asked.running.setdefault(source.url, begun)  # still held: `_work` gives it back
+            raise
+        self._put_back(asked, source)
+        self._book.good(
+            source, min(item.size, (index + 1) * item.chunk_size), self._clock() - begun
+        )
+
+    def _unneeded(self, task: Task, source: Source, begun: float) -> bool:
+        """True once another source was faster. Raises TransferError for one that crawls while
+        others deliver."""
+        spent, usual = self._clock() - begun, self._usual
+        if usual and spent > max(TOO_SLOW, 10 * usual) and len(self._urls) > 1:
+            raise TransferError(f"it is slow: {spent:.1f} s where {usual:.1f} s are usual", 10.0)
+        return task.done or self._error is not None
+
+    def _store(
+        self, task: Task, source: Source, landing: Landing, received: int, seconds: float
+    ) -> None:
+        """A chunk is verified: the rest of it is written, if nobody was first."""
+        with self._change:
+            task.running.pop(source.url, None)
+            self.stats.bytes_received += received
+            got = self.stats.by_source.get(source.url, 0)
+            self.stats.by_source[source.url] = got + received
+            self._usual = seconds if not self._usual else 0.7 * self._usual + 0.3 * seconds
+            if self._error is not None or not task.claim.take():
+                self.stats.refetched += 1
+                return
+        landing.finish()
+        self._on_chunk(task.item, task.index)
+        with self._change:
+            now = self._clock()
+            task.done = True
+            self._open.discard(task)
+            self._done += task.item.span(task.index)[1]
+            self._last_success = now
+            self.stats.bytes_written += received
+            self.stats.chunks += 1
+            if self.stats.first_chunk_seconds is None:
+                self.stats.first_chunk_seconds = now - self._begun
+            if not self._open:
+                self._over.set()
+            self._change.notify_all()
+            done = self._done
+        self._progress(done, self._total)
+
+    def _note_failure(self, task: Task, source: Source, error: TransferError) -> None:
+        if task.done or self._error is not None:
+            self._put_back(task, source)
+            self._book.release(source)
+            return
+        if error.gone or (error.missing and source.role == "mirror"):  # nobody feeds a mirror now
+            self._exclude(task.item, source)
+            self._put_back(task, source)
+            self._book.release(source)
+            return
+        if error.waiting and error.pause is not None:
+            self._book.wait(source, error.pause)
+        else:
+            self._book.bad(source, str(error), pause=error.pause)
+            self.stats.faults.append(Fault(source.url, "failed", str(error)))
+        self._put_back(task, source)
+
+    def _exclude(self, item: Item, source: Source) -> None:
+        """The source will not have this item, which is no fault."""
+        with self._change:
+            for task in self._open:
+                if task.item is item:
+                    task.excluded.add(source.url)
+                    task.gone = True
+
+    def _note_lie(self, task: Task, source: Source, had: int = 0) -> None:
+        reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
+        with self._change:
+            self.stats.refetched += 1
+            task.beginning = 0
+            if not had:
+                self.stats.faults.append(Fault(source.url, "lie", reason))
+                task.excluded.add(source.url)
+        if had:  # what an earlier fetch left was not the chunk's beginning: nobody is to blame
+            self._book.release(source)
+        else:
+            self._book.lied(source, reason)
+        self._put_back(task, source)
+
+    def _put_back(self, task: Task, source: Source) -> None:
+        with self._change:
+            task.running.pop(source.url, None)
+            if not task.claimed and not task.running and task not in self._queue:
+                self._queue.appendleft(task)
+            self._change.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._change:
+            if self._error is None:
+                self._error = error
+            self._over.set()
+            self._change.notify_all()

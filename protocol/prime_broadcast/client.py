@@ -1,0 +1,265 @@
+"""A policy arrives: the cheapest way, verified, whole or not at all.
+
+fetch()   1  plan (prime_broadcast/plans.py): the cheapest of one whole download and of any
+             chain of deltas from what is here
+          2  get the chunks (prime_broadcast/chunks.py), resuming what an earlier try left
+          3  apply the deltas, if that was the way; a damaged base falls back to the whole, and
+             where nobody has the whole any more, to an anchor and the deltas from it
+          4  put the manifest beside the files, every chunk of which was verified as it was written
+          5  the folder appears under its name by one rename (prime_broadcast/durable.py)
+
+The signature on the manifest is the caller's to check (`Trust`), before anything is fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_broadcast import delta as deltas
+from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher
+from prime_broadcast.durable import appear
+from prime_broadcast.files import (
+    DiskError,
+    make_folder,
+    remove_folder,
+    replace_file,
+    require_space,
+)
+from prime_broadcast.layout import Item, delta_items, file_items
+from prime_broadcast.manifest import (
+    MANIFEST_NAME,
+    check_manifest,
+    read_signed,
+    signed_bytes,
+    total_size,
+)
+from prime_broadcast.plans import Base, Plan, plan_from_anchor, plan_route
+from prime_broadcast.sources import Fault, SourceBook
+from prime_broadcast.tasks import ChunkStats, GoneError
+from prime_core.checkpoint import Manifest, SignedManifest
+from prime_core.errors import MalformedError, UnavailableError, UntrustedError
+
+__all__ = ["Base", "FetchStats", "Plan", "Progress", "fetch", "plan_route"]
+
+DELTA_PATIENCE = 10.0
+"""Seconds without a chunk of a delta after which the whole is fetched instead."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+@dataclass
+class FetchStats:
+    """How a policy came: for logs, metrics and tests. `refetched` counts chunks, times are in
+    seconds; `route` is "present" if it was already there."""
+
+    version: int
+    route: Literal["whole", "delta", "present"] = "whole"
+    hops: tuple[int, ...] = ()
+    policy_bytes: int = 0
+    bytes_received: int = 0
+    bytes_written: int = 0
+    chunks: int = 0
+    kept: int = 0
+    refetched: int = 0
+    seconds: float = 0.0
+    first_chunk_seconds: float | None = None
+    by_source: dict[str, int] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def add(self, part: ChunkStats) -> None:
+        """Adds one run of the chunk engine."""
+        self.bytes_received += part.bytes_received
+        self.bytes_written += part.bytes_written
+        self.chunks += part.chunks
+        self.kept += part.kept
+        self.refetched += part.refetched
+        if self.first_chunk_seconds is None:
+            self.first_chunk_seconds = part.first_chunk_seconds
+        for url, count in part.by_source.items():
+            self.by_source[url] = self.by_source.get(url, 0) + count
+        self.faults.extend(part.faults)
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return asdict(self)
+
+
+def fetch(
+    manifest: Manifest | SignedManifest,
+    sources: Sequence[str],
+    dest: Path,
+    *,
+    bases: Sequence[Base] = (),
+    chain: Mapping[int, Manifest] | None = None,
+    book: SourceBook | None = None,
+    parallel: int = 4,
+    per_source: int = PER_SOURCE,
+    patience: float = PATIENCE,
+    progress: Progress = lambda done, total: None,
+    on_fault: Callable[[Fault], None] = lambda fault: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> FetchStats:
+    """Brings the policy of an already trusted `manifest` into the folder `dest`, from any of the
+    base URLs `sources`. If `manifest` is signed, it is written beside the files. `on_fault` hears
+    of every fault once, at the end, though nothing arrived.
+
+    Safe against a second process doing the same. Raises UnavailableError (sources or disk; what
+    was verified is kept and the next call goes on), UntrustedError (the manifest contradicts
+    itself, or `dest` holds another policy), MalformedError.
+    """
+    signed = manifest if isinstance(manifest, SignedManifest) else None
+    policy = check_manifest(signed.manifest if signed else manifest)  # type: ignore[arg-type]
+    stats = FetchStats(policy.version, policy_bytes=total_size(policy))
+    begun = clock()
+    make_folder(dest.parent)
+    with _locked(dest):
+        if dest.exists():
+            _require_same(dest, policy)
+            stats.route = "present"
+            return stats
+        partial = dest.parent / f".partial-{dest.name}-{policy.digest()[2:18]}"
+        files = partial / "files"
+        make_folder(files)
+        book = book or SourceBook()
+        options = {"parallel": parallel, "per_source": per_source, "progress": progress}
+        plan = plan_route(policy, bases, chain, book.speed(sources, parallel))
+        try:
+            _Arriving(policy, sources, partial, files, stats, book, options, patience).run(
+                plan, chain or {}
+            )
+        finally:
+            for fault in stats.faults:
+                on_fault(fault)
+        if signed is not None:
+            replace_file(files / MANIFEST_NAME, signed_bytes(signed), durable=False)
+        appear(files, dest)
+        remove_folder(partial)
+    stats.seconds = clock() - begun
+    return stats
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    policy: Manifest
+    sources: Sequence[str]
+    partial: Path
+    files: Path
+    stats: FetchStats
+    book: SourceBook
+    options: dict[str, Any]
+    patience: float
+
+    def run(self, plan: Plan, chain: Mapping[int, Manifest]) -> None:
+        """The plan, or what is left if it fails: the whole, or else an anchor and deltas."""
+        if plan.hops and plan.start is not None and self._fits(plan):
+            try:
+                self._by_deltas(plan.start, plan, min(self.patience, DELTA_PATIENCE))
+                return
+            except DiskError:  # says nothing of the delta, and the whole takes no less room
+                raise
+            except (UntrustedError, MalformedError, UnavailableError) as error:
+                base = plan.start.folder.name
+                self.stats.faults.append(Fault(f"delta from {base}", "delta", str(error)))
+        try:
+            self.stats.route, self.stats.hops = "whole", ()
+            self._whole(self.policy, self.files)
+        except GoneError:
+            self._from_anchor(chain)
+
+    def _from_anchor(self, chain: Mapping[int, Manifest]) -> None:
+        """The files are nowhere any more: an older policy whole, and deltas from it. Raises the
+        GoneError of the last try if no chain leads here."""
+        tried: list[int] = []
+        while True:
+            plan = plan_from_anchor(self.policy, chain, tried)
+            if plan is None or plan.anchor is None:
+                raise UnavailableError(
+                    f"nobody has policy {self.policy.version} whole any more, and no chain of "
+                    f"deltas leads to it from one that is (tried: {tried})"
+                )
+            tried.append(plan.anchor.version)
+            folder = self.partial / f"version-{plan.anchor.version}"
+            make_folder(folder)
+            try:
+                self._whole(plan.anchor, folder)
+            except GoneError:
+                continue
+            self._by_deltas(Base(folder, plan.anchor), plan, self.patience)
+            return
+
+    def _whole(self, policy: Manifest, folder: Path) -> None:
+        have = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+        require_space(folder, total_size(policy) - have)
+        self._get(file_items(policy), folder, self.patience)
+
+    def _needs(self, plan: Plan) -> int:
+        return plan.cost + min(2, len(plan.hops)) * total_size(self.policy)
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether there is room for what its deltas take, which is more than the whole does."""
+        return shutil.disk_usage(self.files).free >= self._needs(plan)
+
+    def _by_deltas(self, start: Base, plan: Plan, patience: float) -> None:
+        self.stats.route = "delta"
+        self.stats.hops = tuple(hop.target.version for hop in plan.hops)
+        require_space(self.files, self._needs(plan))
+        folder, manifest = start.folder, start.manifest
+        for number, hop in enumerate(plan.hops):
+            name = f"delta-{hop.entry.base}"
+            item = next(item for item in delta_items(hop.target) if item.name == name)
+            into = self.partial / f"deltas-{hop.target.version}"
+            make_folder(into)
+            self._get([item], into, patience)
+            last = number == len(plan.hops) - 1
+            target = self.files if last else self.partial / f"version-{hop.target.version}"
+            make_folder(target)
+            begun = time.monotonic()
+            written = deltas.apply(folder, manifest, into / name, hop.target, target)
+            self.book.applied(written, time.monotonic() - begun)
+            self.stats.bytes_written += written
+            shutil.rmtree(into)
+            if folder.parent == self.partial:
+                shutil.rmtree(folder)
+            folder, manifest = target, hop.target
+
+    def _get(self, items: Sequence[Item], folder: Path, patience: float) -> None:
+        fetcher = ChunkFetcher(
+            items, folder, self.sources, self.book, patience=patience, **self.options
+        )
+        try:
+            fetcher.run()
+        finally:
+            self.stats.add(fetcher.stats)
+
+
+def _require_same(dest: Path, policy: Manifest) -> None:
+    """Raises UntrustedError if the manifest beside the files in `dest` is another one."""
+    path = dest / MANIFEST_NAME
+    if path.is_file():
+        present = read_signed(path).manifest.digest()
+        if present != policy.digest():
+            raise UntrustedError(
+                f"{dest} holds policy {present}, and now {policy.digest()} is offered under the "
+                "same name: one version has one manifest"
+            )
+
+
+@contextmanager
+def _locked(dest: Path) -> Iterator[None]:
+    """One fetch of a folder at a time on this machine; the second waits and finds it done."""
+    path = dest.parent / f".lock-{dest.name}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

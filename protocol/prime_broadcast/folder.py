@@ -1,0 +1,173 @@
+"""A folder of policies, a node's or a validator's: `<root>/<version>/`, verified, there at once.
+
+A version's folder holds the checkpoint's files and `manifest.json` (the trainer's signed manifest).
+It appears by one rename after every byte was verified and is never changed, so any number of
+readers (containers mount the root read-only) need no lock: a folder that is there is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_broadcast.chunks import PATIENCE
+from prime_broadcast.client import Base, FetchStats, Progress, fetch
+from prime_broadcast.durable import settle
+from prime_broadcast.files import remove_folder
+from prime_broadcast.manifest import MANIFEST_NAME, History, Trust, read_signed, verify_folder
+from prime_broadcast.sources import BAN, Fault, SourceBook
+from prime_core.checkpoint import Manifest, SignedManifest
+from prime_core.errors import MalformedError, PrimeError, UntrustedError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A policy that is on disk and verified, and how it came."""
+
+    path: Path
+    stats: FetchStats
+
+
+class PolicyFolder:
+    """Policies under `root`, taken only if `trust`'s trainer signed them. The source book lives as
+    long as the folder's object, so sources that lied or crawled are remembered. Lies are logged;
+    `on_lie` hears of each, too."""
+
+    def __init__(self, root: Path, trust: Trust, *, book: SourceBook | None = None) -> None:
+        self.root = root
+        self._trust = trust
+        self._book = book or SourceBook()
+        self._history = History()
+        """What was verified here, pruned versions too."""
+        self._judging = threading.Lock()
+        self.on_lie: Callable[[Fault], None] = lambda fault: None
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)
+        settle(root)
+
+    def versions(self) -> list[int]:
+        """Versions on disk, ascending."""
+        return sorted(
+            int(path.name)
+            for path in self.root.iterdir()
+            if path.name.isascii() and path.name.isdigit() and (path / MANIFEST_NAME).is_file()
+        )
+
+    def latest(self) -> int | None:
+        """The newest version on disk."""
+        return max(self.versions(), default=None)
+
+    def path(self, version: int) -> Path:
+        """Where a version lies, or will."""
+        return self.root / str(version)
+
+    def manifest(self, version: int) -> SignedManifest:
+        """The signed manifest of a version on disk. Raises UnavailableError if it is not there."""
+        return read_signed(self.path(version) / MANIFEST_NAME)
+
+    def ensure(
+        self,
+        version: int,
+        manifest: SignedManifest,
+        sources: Sequence[str],
+        *,
+        others: Iterable[SignedManifest] = (),
+        progress: Progress = lambda done, total: None,
+        patience: float = PATIENCE,
+    ) -> Arrived:
+        """Brings `version` here, unless it is, by the cheapest of a whole download and deltas from
+        the versions on disk. `others` are further signed manifests (of the versions between) that
+        a chain of deltas may pass; those that do not hold are left out.
+
+        Safe to call from several threads and processes, and again after a kill. Raises
+        UntrustedError (wrong signature, another manifest for a version that was verified here, or
+        a step that runs backwards between it and one of those), UnavailableError (no source
+        delivers, or the disk is full; what was verified is kept).
+        """
+        policy = self._trust.check(manifest)
+        if policy.version != version:
+            raise UntrustedError(f"the manifest is of policy {policy.version}, not {version}")
+        self._judge(policy)
+        stats = fetch(
+            manifest,
+            sources,
+            self.path(version),
+            bases=self._bases(),
+            chain=self._chain(others),
+            book=self._book,
+            patience=patience,
+            progress=progress,
+            on_fault=self._heard,
+        )
+        with self._judging:
+            self._history.admit(policy)
+        return Arrived(self.path(version), stats)
+
+    def verify(self, version: int) -> None:
+        """Reads every byte of a version again. Raises UntrustedError naming what differs; the
+        folder should then be removed with `discard` and fetched anew."""
+        verify_folder(self.path(version), self._trust.check(self.manifest(version)))
+
+    def discard(self, version: int) -> None:
+        """Removes a version at once; files that are open stay readable."""
+        remove_folder(self.path(version))
+
+    def prune(self, keep: int, pinned: Collection[int] = ()) -> list[int]:
+        """Removes all but the newest `keep` versions and the `pinned` ones, and what killed
+        fetches of removed versions left; returns the versions that went."""
+        present = self.versions()
+        gone = [v for v in present[: max(0, len(present) - keep)] if v not in set(pinned)]
+        for version in gone:
+            remove_folder(self.path(version))
+        oldest = min(self.versions(), default=0)
+        for path in self.root.glob(".partial-*-*"):
+            number = path.name.split("-")[1]
+            if number.isdigit() and int(number) < oldest and int(number) not in set(pinned):
+                shutil.rmtree(path, ignore_errors=True)
+        return gone
+
+    def _heard(self, fault: Fault) -> None:
+        if fault.lie:
+            log.warning(
+                "%s lied: %s; it is fetched elsewhere, and that source is not asked for %.0f s",
+                fault.url,
+                fault.reason,
+                BAN,
+            )
+            self.on_lie(fault)
+
+    def _judge(self, policy: Manifest) -> None:
+        """Raises UntrustedError if `policy` contradicts what was verified here: by this object, or
+        by whoever else brought versions to this folder."""
+        with self._judging:
+            for version in self.versions():
+                if self._history.knows(version):
+                    continue
+                try:
+                    self._history.admit(self._trust.check(self.manifest(version)))
+                except PrimeError:  # pruned, damaged or a stranger's: it speaks against nobody
+                    continue
+            self._history.judge(policy)
+
+    def _bases(self) -> list[Base]:
+        found = []
+        for version in self.versions():
+            try:
+                found.append(Base(self.path(version), self.manifest(version).manifest))
+            except PrimeError:  # pruned meanwhile, or damaged: then it is no base
+                continue
+        return found
+
+    def _chain(self, others: Iterable[SignedManifest]) -> dict[int, Manifest]:
+        chain: dict[int, Manifest] = {}
+        for signed in others:
+            try:
+                chain[signed.manifest.version] = self._trust.check(signed)
+            except (UntrustedError, MalformedError):
+                continue
+        return chain

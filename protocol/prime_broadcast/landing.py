@@ -1,0 +1,171 @@
+"""One chunk's bytes on their way to their place: hashed and written as they come.
+
+The first to fetch a chunk writes it piece by piece before it is verified: every PIECE, every
+EARLY_SECONDS of a slow one, and once more if it comes to grief. Whoever starts again after a kill
+finds its beginning there and asks only for the rest. Until it is verified nobody reads it (a relay
+passes on only what is marked), and nothing that came later may be overwritten: whoever verified the
+chunk first claims it, and the other stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from prime_broadcast.files import open_regular, read_at, read_into, write_at
+from prime_broadcast.layout import Item
+from prime_core.errors import PrimeError
+from prime_core.ids import to_bytes
+
+PIECE = 1 << 20
+"""A connection's buffer. What is received stays in the cache until it is hashed and written. Larger
+writes also take the kernel's largest folios, which the host of a virtual machine that reports its
+free pages has taken back: by 4 MiB a GiB's first write cost 2.7 processor seconds there, by this
+0.26."""
+EARLY_SECONDS = 0.25
+"""What has arrived is written after this time at the latest: that much a kill may cost."""
+MARGIN = 64 << 10
+"""The last bytes before a hole are fetched again: their block may have been half written."""
+
+
+class Claim:
+    """Who may write a chunk: the first fetch of it as it arrives, whoever verified it the rest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.taken = False
+
+    def write(self, fd: int, data: memoryview, offset: int) -> bool:
+        """Writes bytes that are not verified yet; False, and nothing written, if the chunk is
+        taken."""
+        with self._lock:
+            if not self.taken:
+                write_at(fd, data, offset)
+            return not self.taken
+
+    def take(self) -> bool:
+        """True for the one that verified the chunk first."""
+        with self._lock:
+            first = not self.taken
+            self.taken = True
+            return first
+
+
+class Landing:
+    """Where one chunk of `length` bytes, at `offset` of the file `path`, comes down: what is
+    received into `room()` is hashed and written in pieces of the size of `buffer`, while it is in
+    the processor's cache. The chunk's first `begun` bytes lie there already and are hashed first.
+
+    `early` False: another fetch is writing; the chunk is held in memory (in `buffer` if it fits),
+    and nothing of it written before it is verified. `clock` in seconds, monotonic."""
+
+    def __init__(
+        self,
+        path: Path,
+        offset: int,
+        length: int,
+        claim: Claim,
+        begun: int,
+        buffer: memoryview,
+        *,
+        early: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._offset = offset
+        self._length = length
+        self._claim = claim
+        self._early = early
+        if not early and len(buffer) < length:
+            buffer = memoryview(bytearray(length))
+        self._buffer = buffer if early else buffer[:length]
+        self._clock = clock
+        self._written_at = clock()
+        self._hasher = blake3()
+        self._landed = 0
+        """Bytes of the chunk that are hashed and written (by this fetch or an earlier one)."""
+        self._held = 0
+        """Bytes that follow them, in the buffer."""
+        while self._landed < begun:
+            part = self._buffer[: begun - self._landed]
+            read_into(self._fd, part, offset + self._landed)
+            self._hasher.update(part)
+            self._landed += len(part)
+
+    def __enter__(self) -> Landing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None and self._early:
+                self._put_down()
+        finally:
+            os.close(self._fd)
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; empty once the chunk is full."""
+        return self._buffer[self._held : self._length - self._landed]
+
+    def arrived(self, count: int) -> None:
+        """So many bytes were put into `room()`."""
+        self._held += count
+        if self._early and (
+            self._held == len(self._buffer) or self._clock() - self._written_at >= EARLY_SECONDS
+        ):
+            self._put_down()
+
+    def digest(self) -> bytes:
+        """BLAKE3 of the chunk, once it is full."""
+        if self._early:
+            self._put_down()
+        else:
+            self._hasher.update(self._buffer)
+        return self._hasher.digest()
+
+    def finish(self) -> None:
+        """The chunk is verified, and this fetch took it: what is not written yet is."""
+        if not self._early:
+            write_at(self._fd, self._buffer, self._offset)
+
+    def _put_down(self) -> None:
+        if not self._held:
+            return
+        piece = self._buffer[: self._held]
+        self._hasher.update(piece)
+        # Once another fetch has verified the chunk, nothing more is written.
+        self._claim.write(self._fd, piece, self._offset + self._landed)
+        self._landed += self._held
+        self._held = 0
+        self._written_at = self._clock()
+
+
+def verified_chunks(path: Path, item: Item) -> Iterator[int]:
+    """Indices of the chunks of a partial file that are there and right; holes cost nothing."""
+    with open_regular(path) as fd:
+        for index, digest in enumerate(item.chunks):
+            offset, length = item.span(index)
+            with contextlib.suppress(OSError):  # ENXIO: no data behind; or no such seek here
+                if os.lseek(fd, offset, os.SEEK_DATA) >= offset + length:
+                    continue
+            try:
+                data = read_at(fd, offset, length)
+            except PrimeError:
+                return
+            if blake3(data).digest() == to_bytes(digest):
+                yield index
+
+
+def beginning(path: Path, offset: int, length: int) -> int:
+    """How many bytes of a chunk that does not verify an earlier fetch left at its beginning; they
+    are as good as who sent them."""
+    with path.open("rb") as file, contextlib.suppress(OSError):  # ENXIO: nothing; or no such seek
+        if os.lseek(file.fileno(), offset, os.SEEK_DATA) == offset:
+            hole = os.lseek(file.fileno(), offset, os.SEEK_HOLE)
+            return max(0, min(hole - offset, length) - MARGIN)
+    return 0

@@ -1,0 +1,399 @@
+"""A relay: takes what the trainer signed, passes each chunk on the moment it is verified.
+
+    offer()      judges signed manifests (signature, no contradiction, nothing replayed) and wakes
+                 the fetching thread
+    the thread   brings the newest missing version: its deltas first, which most nodes want, then
+                 the files: from a delta if their base is here, else fetched; either way a chunk is
+                 passed on once it is verified
+    the server   answers for a version from the moment its manifest is known
+
+    the scrubber reads what is there again (prime_broadcast/scrub.py); a version that rotted on
+                 disk is no longer served, and its wrong chunks are fetched anew
+
+A relay keeps the last few versions, restores them from disk after a restart, and resumes what a
+kill cut off. It can be wrong about nothing but availability: whoever fetches from it checks all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from prime_broadcast import layout, shelf
+from prime_broadcast.access import Rules
+from prime_broadcast.chunks import ChunkFetcher
+from prime_broadcast.content import LiveContent, LiveVersion, live_version
+from prime_broadcast.durable import appear
+from prime_broadcast.events import GivesWayError, RelayEvent, SourcesChangedError
+from prime_broadcast.files import DiskError, FullError, disk_errors, replace_file
+from prime_broadcast.layout import Item, delta_items, file_items
+from prime_broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes
+from prime_broadcast.metrics import Received, held
+from prime_broadcast.scrub import RATE, Scrubber
+from prime_broadcast.server import Counters, Limits, Server
+from prime_broadcast.sources import SourceBook, normal_url
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import (
+    MalformedError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+)
+
+__all__ = ["KEEP", "Relay", "RelayEvent"]
+
+KEEP = 5
+RETRY_SECONDS = 1.0
+DISK_RETRY_SECONDS = 5.0
+PATIENCE = 20.0
+"""Seconds without a chunk after which the next group of sources is tried."""
+STANDSTILL = 2.0
+"""Seconds without a chunk after which a fetch is begun anew if other sources became known."""
+
+
+class Relay:
+    """Serves the newest `keep` policies of one trainer from `root`. Start, offer, stop."""
+
+    def __init__(
+        self,
+        root: Path,
+        trust: Trust,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str | None = None,
+        limits: Limits | None = None,
+        rules: Rules | None = None,
+        keep: int = KEEP,
+        book: SourceBook | None = None,
+        scrub_rate: float = RATE,
+        on_event: Callable[[RelayEvent], None] = lambda event: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._root = root
+        self._trust = trust
+        self._keep = keep
+        self._book = book or SourceBook(clock)
+        self._tell = on_event
+        self._clock = clock
+        self._content = LiveContent()
+        self._server = Server(
+            self._content,
+            host,
+            port,
+            limits=limits,
+            public_url=public_url,
+            rules=rules,
+            more_metrics=self._metrics,
+            clock=clock,
+        )
+        self._received = Received()
+        self._scrubber = Scrubber(self._shelf, self._rotted, rate=scrub_rate)
+        self._history = History()
+        self._complete: set[int] = set()
+        self._wanted: dict[int, SignedManifest] = {}
+        self._failures: dict[int, int] = {}
+        self._refused: set[str] = set()
+        self._told: dict[int, str] = {}
+        self._gave_way = False
+        self._floor = 0
+        self._sources: list[list[str]] = []
+        self._change = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="relay-fetch", daemon=True)
+        self._crash: BaseException | None = None
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def counters(self) -> Counters:
+        """What the server has done."""
+        return self._server.counters
+
+    def versions(self) -> list[int]:
+        """Versions that can be asked for, arriving ones included."""
+        return self._content.versions()
+
+    def complete(self) -> list[int]:
+        """Versions that are wholly here."""
+        with self._change:
+            return sorted(self._complete)
+
+    def start(self) -> None:
+        """Restores what is on disk, then listens. Raises UserError if the port is taken, or the
+        folder holds another run's policies."""
+        self._restore()
+        self._server.start()
+        self._thread.start()
+        self._scrubber.start()
+
+    def stop(self) -> None:
+        """Ends fetching (resumable) and serving."""
+        with self._change:
+            self._stopping = True
+            self._change.notify_all()
+        self._scrubber.stop()
+        self._server.stop()
+        if self._thread.is_alive():
+            self._thread.join(30.0)
+
+    def __enter__(self) -> Relay:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def offer(self, manifests: Iterable[SignedManifest], sources: Sequence[Sequence[str]]) -> None:
+        """What is published, and where: groups of base URLs, the next group only if one fails.
+
+        Manifests that do not hold are refused (told once as an event), never served. Raises what
+        the fetching thread died of, if it did.
+        """
+        if self._crash is not None:
+            raise self._crash
+        newest = layout.newest_first(manifests)[: self._keep]
+        own = normal_url(self.url)
+        groups = [[u for u in self._book.urls(group) if u != own] for group in sources]
+        with self._change:
+            self._sources = [group for group in groups if group]
+        for signed in reversed(newest):
+            self._learn(signed)
+        with self._change:
+            self._change.notify_all()
+
+    def _learn(self, signed: SignedManifest) -> None:
+        version = signed.manifest.version
+        key = f"{version}/{signed.signature}"
+        with self._change:
+            known = version in self._complete or version in self._wanted
+            if key in self._refused or (known and self._same(signed)) or self._too_old(version):
+                return
+        try:
+            self._history.admit(self._trust.check(signed))
+        except (UntrustedError, MalformedError) as error:
+            if len(self._refused) < 1024:
+                self._refused.add(key)
+            self._tell(RelayEvent("refused", version, str(error)))
+            return
+        self._content.put(live_version(signed, shelf.partial_folder(self._root, signed)))
+        with self._change:
+            self._wanted[version] = signed
+        self._tell(RelayEvent("learned", version, signed.manifest.digest()))
+
+    def _same(self, signed: SignedManifest) -> bool:
+        live = self._content.get(signed.manifest.version)
+        return live is not None and live.signed == signed
+
+    def _too_old(self, version: int) -> bool:
+        """True for what would be dropped again at once."""
+        present = {*self._complete, *self._wanted, version}
+        return version in shelf.outlived(present, self._keep, self._floor)
+
+    def _metrics(self) -> str:
+        return self._received.render() + held(self.complete())
+
+    # Disk
+
+    def _restore(self) -> None:
+        for live in shelf.restored(self._root, self._trust, self._history, self._keep):
+            self._complete.add(live.signed.manifest.version)
+            self._content.put(live)
+        self._drop_old()
+
+    def _shelf(self) -> list[tuple[int, Path, list[Item]]]:
+        return shelf.to_read(self._content, self.complete())
+
+    def _rotted(self, version: int, why: str) -> None:
+        """Takes a version off the shelf; the next offer has its wrong chunks fetched again."""
+        live = self._content.get(version)
+        if live is None:
+            return
+        try:
+            if not shelf.take_aside(live.signed, self._root):
+                return
+        except DiskError as error:  # it stays where it is, unserved, until it can be moved
+            self._refusal(version, error)
+        self._content.drop(version)
+        with self._change:
+            self._complete.discard(version)
+        self._tell(RelayEvent("rot", version, why))
+
+    def _refusal(self, version: int, error: DiskError) -> None:
+        """The disk does not take a version, or let one go: counted, and told when it changes."""
+        self._received.refused()
+        if self._told.get(version) != str(error):
+            self._told[version] = str(error)
+            self._tell(RelayEvent("fault", version, str(error)))
+
+    # The fetching thread
+
+    def _work(self) -> None:
+        try:
+            while True:
+                signed = self._next()
+                if signed is None:
+                    return
+                version = signed.manifest.version
+                try:
+                    with disk_errors():
+                        self._bring(signed)
+                except DiskError as error:
+                    self._refusal(version, error)
+                    room = isinstance(error, FullError) and self._drop_for(version)
+                    with self._change:
+                        if not room:
+                            self._failures[version] = self._failures.get(version, 0) + 1
+                        self._change.wait_for(lambda: self._stopping, DISK_RETRY_SECONDS)
+                    continue
+                except GivesWayError:
+                    self._gave_way = True
+                    continue
+                except PrimeError as error:
+                    self._tell(RelayEvent("failed", version, str(error)))
+                    with self._change:
+                        self._failures[version] = self._failures.get(version, 0) + 1
+                        if not self._stopping and not isinstance(error, SourcesChangedError):
+                            self._change.wait(RETRY_SECONDS)
+                    continue
+                with self._change:
+                    self._wanted.pop(version, None)
+                    self._complete.add(version)
+                    self._told.pop(version, None)
+                    self._gave_way = False
+                self._tell(RelayEvent("complete", version, signed.manifest.digest()))
+                self._drop_old()
+        except BaseException as error:
+            self._crash = error  # a defect: the next offer() raises it
+            raise
+
+    def _next(self) -> SignedManifest | None:
+        """The newest version that is wanted, those that failed later; None to stop."""
+        with self._change:
+            while not self._stopping:
+                if self._wanted and self._sources:
+                    version = min(self._wanted, key=self._rank)
+                    return self._wanted[version]
+                self._change.wait()
+        return None
+
+    def _bring(self, signed: SignedManifest) -> None:
+        manifest = signed.manifest
+        live = self._content.get(manifest.version)
+        assert live is not None
+        shelf.make_folder(live, self._root)
+        self._get(shelf.make_room(live, delta_items(manifest)), live)  # room or not for the files
+        missing = shelf.make_room(live, file_items(manifest))
+        if not self._from_delta(live):
+            self._get(missing, live)
+        replace_file(live.folder / MANIFEST_NAME, signed_bytes(signed), durable=False)
+        final = layout.version_folder(self._root, manifest.version)
+        appear(live.folder, final)
+        self._content.put(LiveVersion(signed, final, live.items, live.arrivals))
+
+    def _get(self, items: Sequence[Item], live: LiveVersion) -> None:
+        """Fetches items chunk by chunk from the first group of sources that delivers."""
+        with self._change:
+            groups = self._sources
+        if items and not groups:
+            raise UnavailableError("no source is known")
+        for number, urls in enumerate(groups):
+            try:
+                self._get_from(items, live, urls, groups)
+                return
+            except (SourcesChangedError, GivesWayError, DiskError):
+                raise
+            except UnavailableError:
+                if self._stopping or number == len(groups) - 1:
+                    raise
+
+    def _get_from(
+        self, items: Sequence[Item], live: LiveVersion, urls: list[str], groups: list[list[str]]
+    ) -> None:
+        """One run of the chunk engine over one of the `groups` of sources."""
+        fetcher = ChunkFetcher(
+            items,
+            live.folder,
+            urls,
+            self._book,
+            # A relay feeds from the origin: other relays may be waiting for this one.
+            last_resort="relay" if len(groups) == 1 else None,
+            patience=PATIENCE,
+            stop=lambda: (
+                self._stopping or self._better_elsewhere(fetcher, groups) or self._gives_way(live)
+            ),
+            on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
+        )
+        begun = self._clock()
+        try:
+            fetcher.run()
+        except UnavailableError as error:
+            if self._gives_way(live) and not isinstance(error, DiskError):
+                raise GivesWayError("a newer version goes first") from error
+            if self._better_elsewhere(fetcher, groups):
+                raise SourcesChangedError("other sources are known now") from error
+            raise
+        finally:
+            self._received.add(fetcher.stats, self._clock() - begun)
+            for fault in fetcher.stats.faults:
+                version = live.signed.manifest.version
+                self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))
+
+    def _better_elsewhere(self, fetcher: ChunkFetcher, groups: list[list[str]]) -> bool:
+        """True for a fetch that stands still while other sources were offered meanwhile."""
+        return self._sources != groups and fetcher.idle_seconds > STANDSTILL
+
+    def _gives_way(self, live: LiveVersion) -> bool:
+        """True for a fetch while a newer version is wanted whose deltas do not start from it. Only
+        one gives way until some version is complete: else, where the trainer is quicker than the
+        link, none ever would be."""
+        if self._gave_way:
+            return False
+        manifest = live.signed.manifest
+        with self._change:
+            version = min(self._wanted, key=self._rank, default=manifest.version)
+            if version <= manifest.version:
+                return False
+            newer = self._wanted[version].manifest
+        return all(entry.base != manifest.version for entry in newer.deltas)
+
+    def _rank(self, version: int) -> tuple[int, int]:
+        """What is fetched first: what failed least, then the newest."""
+        return (self._failures.get(version, 0), -version)
+
+    def _from_delta(self, live: LiveVersion) -> bool:
+        """Makes the files from a base that is here, if there is one; False if not."""
+        bases = {v: base for v in self.complete() if (base := self._content.get(v)) is not None}
+        version = live.signed.manifest.version
+        return shelf.make_from_delta(
+            live, bases, lambda e: self._tell(RelayEvent("fault", version, e))
+        )
+
+    def _drop_for(self, version: int) -> bool:
+        """Drops the oldest complete version for a newer one that does not fit, never the newest;
+        False if there is none to drop."""
+        complete = self.complete()
+        if len(complete) < 2 or complete[0] > version:
+            return False
+        self._floor = complete[0] + 1  # else the next offer would bring it again
+        self._drop_old()
+        return True
+
+    def _drop_old(self) -> None:
+        with self._change:
+            present = self._complete | set(self._wanted)
+            gone = shelf.outlived(present, self._keep, self._floor)
+            for version in gone:
+                self._complete.discard(version)
+                self._wanted.pop(version, None)
+        for version in gone:
+            self._content.drop(version)
+            try:
+                shelf.remove_version(self._root, version)
+            except DiskError as error:
+                self._refusal(version, error)
+            self._tell(RelayEvent("dropped", version))

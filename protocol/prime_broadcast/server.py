@@ -1,0 +1,351 @@
+"""A small HTTP/1.1 server for files: ranges, sendfile, and bounds on everything.
+
+One event loop serves all connections; the kernel moves the bytes. Only GET and HEAD without a body
+are understood. A connection that is silent, slow to ask or slow to read costs a few kilobytes and
+is closed at its deadline; when all places are taken, an idle, slow or greedy one goes (peers.py).
+
+    GET /healthz                → {"role": …, "versions": […], "complete": […]}
+    GET /metrics                → Prometheus text
+    GET /policies/…             → the layout (prime_broadcast/layout.py)
+
+A range of a file that is still arriving is answered as soon as its first chunk is verified; if
+that takes longer than `wait_seconds`, with 503 and Retry-After. With `rules`, the layout is only
+for requests that carry a pass (prime_broadcast/access.py); others get 401.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+
+from prime_broadcast import metrics
+from prime_broadcast.access import Gate, Rules, token_of
+from prime_broadcast.content import Content, DirectoryContent
+from prime_broadcast.http1 import (
+    MAX_HEAD,
+    Bucket,
+    Limits,
+    Request,
+    RequestError,
+    asked_range,
+    byte_range,
+    not_modified,
+    parse_head,
+    resource_headers,
+)
+from prime_broadcast.peers import Peer, place_of, who_goes
+from prime_broadcast.sending import Counters, Sender
+from prime_core.errors import (
+    MalformedError,
+    PrimeError,
+    ProtocolError,
+    UntrustedError,
+    UserError,
+)
+from prime_core.version import HEADER, agree
+
+__all__ = ["Counters", "Limits", "Origin", "Server"]
+
+FINISH_LOOK_SECONDS = 0.05
+
+
+class Server:
+    """Serves `content` on `host`:`port` (0: any free one) from a thread of its own."""
+
+    def __init__(
+        self,
+        content: Content,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: Limits | None = None,
+        public_url: str | None = None,
+        rules: Rules | None = None,
+        more_metrics: Callable[[], str] = lambda: "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._content = content
+        self._rules = rules
+        self._more_metrics = more_metrics
+        self._gate: Gate | None = None
+        self._host = host
+        self._port = port
+        self._limits = limits or Limits()
+        self._public_url = public_url
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping: asyncio.Event | None = None
+        self._grace = 0.0
+        self._failure: OSError | None = None
+        self._peers: set[Peer] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._buckets: dict[str, Bucket] = {}
+        self.counters = Counters()
+        self._sender = Sender(content, self._limits, self.counters, clock)
+
+    @property
+    def url(self) -> str:
+        """Where clients find it, without a trailing slash."""
+        if self._public_url:
+            return self._public_url.rstrip("/")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def connected(self) -> int:
+        """Connections that are open now."""
+        return len(self._peers)
+
+    def start(self) -> None:
+        """Binds and begins to serve. Raises UserError if the address cannot be had."""
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(ready)), name="broadcast-server", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise UserError(
+                f"cannot listen on {self._host}:{self._port}: {self._failure.strerror}",
+                hint="choose another --port, or 0 for any free one",
+            )
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Closes the port and every connection; for `grace` seconds at most, answers under way are
+        finished first, until the readers' side has confirmed their bytes. May be called twice."""
+        loop, stopping, thread = self._loop, self._stopping, self._thread
+        if loop is None or stopping is None or thread is None or not thread.is_alive():
+            return
+        self._grace = grace
+        loop.call_soon_threadsafe(stopping.set)
+        thread.join()
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def _run(self, ready: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        try:
+            server = await asyncio.start_server(
+                self._accept, self._host, self._port, limit=MAX_HEAD, backlog=256
+            )
+        except OSError as error:
+            self._failure = error
+            ready.set()
+            return
+        self._port = server.sockets[0].getsockname()[1]
+        if self._rules is not None:
+            self._gate = Gate(self._rules, self.url)
+        ready.set()
+        async with server:
+            await self._stopping.wait()
+            server.close()
+            until = self._loop.time() + self._grace
+            while any(peer.busy() for peer in self._peers) and self._loop.time() < until:
+                await asyncio.sleep(FINISH_LOOK_SECONDS)
+            for peer in list(self._peers):
+                if self._grace and not peer.busy():
+                    peer.close()
+                else:
+                    peer.abort()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        name = writer.get_extra_info("peername")
+        peer = Peer(writer, place_of(str(name[0])) if name else "", self._clock())
+        writer.transport.set_write_buffer_limits(high=0)  # drained means: the kernel has it all
+        self.counters.connections += 1
+        if self._crowded(peer.address) or (
+            len(self._peers) >= self._limits.connections and not self._make_room(peer.address)
+        ):
+            self.counters.refused += 1
+            peer.abort()
+            return
+        self._peers.add(peer)
+        self._tasks.add(task)
+        try:
+            await self._converse(reader, peer)
+        except (ConnectionError, TimeoutError, PrimeError):
+            pass  # the peer went away, stalled, or the file vanished under it: only it is affected
+        except asyncio.CancelledError:
+            # Only stop() cancels; asyncio's streams would log a cancelled handler as an error.
+            if not self._ends():
+                raise
+        finally:
+            self._peers.discard(peer)
+            self._tasks.discard(task)
+            peer.close()
+
+    def _ends(self) -> bool:
+        return self._stopping is not None and self._stopping.is_set()
+
+    def _crowded(self, address: str) -> bool:
+        """Whether one address has as many connections as it may."""
+        most = self._limits.connections_per_address
+        return bool(most) and sum(peer.address == address for peer in self._peers) >= most
+
+    def _make_room(self, newcomer: str) -> bool:
+        peer = who_goes(self._peers, newcomer, self._clock())
+        if peer is None:
+            return False
+        self._peers.discard(peer)
+        self.counters.evicted += 1
+        peer.abort()
+        return True
+
+    async def _converse(self, reader: asyncio.StreamReader, peer: Peer) -> None:
+        while True:
+            peer.idle_since = self._clock()
+            try:
+                request = await self._read_request(reader, peer)
+                if request is None or self._ends():
+                    return
+                peer.idle_since = None
+                self.counters.requests += 1
+                self._admit(request, peer.address)
+                await self._answer(request, peer)
+                if not request.keep_alive:
+                    return
+            except RequestError as refused:
+                await self._sender.send_head(peer, refused.status, 0, refused.headers, close=True)
+                return
+
+    async def _read_request(self, reader: asyncio.StreamReader, peer: Peer) -> Request | None:
+        """The next request; None if the peer is silent for too long, or gone."""
+        head = peer.pending
+        until = self._clock() + self._limits.request_timeout
+        while (end := head.find(b"\r\n\r\n")) < 0 and len(head) < MAX_HEAD:
+            left = until - self._clock() if head else self._limits.idle_timeout
+            try:
+                async with asyncio.timeout(left):
+                    more = await reader.read(MAX_HEAD)
+            except TimeoutError:
+                if not head:
+                    return None
+                raise RequestError(HTTPStatus.REQUEST_TIMEOUT) from None
+            if not more:
+                return None
+            if not head:
+                until = self._clock() + self._limits.request_timeout
+            head += more
+        if not 0 <= end <= MAX_HEAD - 4:
+            raise RequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        peer.pending = head[end + 4 :]
+        return parse_head(head[: end + 4])
+
+    def _admit(self, request: Request, address: str) -> None:
+        """Raises RequestError for a reader of another version of the protocol (one that names none
+        is answered: any HTTP client may read), without a pass that holds, or one that asks too
+        often (counted by account among members; strangers make accounts at
+        will, so they are counted by address)."""
+        reader = address
+        if (asked := request.headers.get(HEADER.lower())) is not None:
+            try:
+                agree(asked)
+            except ProtocolError as error:
+                raise RequestError(HTTPStatus.BAD_REQUEST, {"Prime-Reason": str(error)}) from error
+        if self._gate is not None and request.path != "/healthz":
+            try:
+                token = token_of(request.headers.get("authorization"), request.token)
+                account = self._gate.admit(token)
+                reader = account if self._gate.exclusive else address
+            except (UntrustedError, MalformedError) as error:
+                why = str(error).encode("ascii", "replace").decode()[:300]
+                headers = {"WWW-Authenticate": "Pass", "Prime-Reason": why}
+                raise RequestError(HTTPStatus.UNAUTHORIZED, headers) from error
+        rate = self._limits.requests_per_second
+        if not rate:
+            return
+        bucket = self._buckets.get(reader)
+        if bucket is None:
+            if len(self._buckets) > 4 * self._limits.connections:
+                self._buckets = {r: b for r, b in self._buckets.items() if not b.full()}
+            bucket = self._buckets[reader] = Bucket(rate, self._clock, least=1.0)
+        wait = bucket.take(1)
+        if wait > 0:
+            after = {"Retry-After": str(max(1, round(wait)))}
+            raise RequestError(HTTPStatus.TOO_MANY_REQUESTS, after)
+
+    async def _answer(self, request: Request, peer: Peer) -> None:
+        close = not request.keep_alive
+        if request.path in ("/healthz", "/metrics"):
+            body, kind = self._about(request.path)
+            headers = {"Content-Type": kind, "Cache-Control": "no-store"}
+            await self._sender.send_head(peer, HTTPStatus.OK, len(body), headers, close=close)
+            if request.method == "GET":
+                await self._sender.send_bytes(peer, body)
+            return
+        resource = self._content.find(request.path)
+        if resource is None:
+            status = HTTPStatus.GONE if self._content.gone(request.path) else HTTPStatus.NOT_FOUND
+            await self._sender.send_head(peer, status, 0, {}, close=close)
+            return
+        headers = resource_headers(resource)
+        if not_modified(request.headers.get("if-none-match"), resource.etag):
+            await self._sender.send_head(peer, HTTPStatus.NOT_MODIFIED, 0, headers, close=close)
+            return
+        status, start, end = byte_range(asked_range(request.headers, resource.etag), resource.size)
+        if status is HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            headers = {"Content-Range": f"bytes */{resource.size}"}
+            await self._sender.send_head(peer, status, 0, headers, close=close)
+            return
+        if status is HTTPStatus.PARTIAL_CONTENT:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{resource.size}"
+        if request.method == "HEAD":
+            await self._sender.send_head(peer, status, end - start, headers, close=close)
+        elif resource.data is not None:
+            await self._sender.send_head(peer, status, end - start, headers, close=close)
+            await self._sender.send_bytes(peer, resource.data[start:end])
+        else:
+            span = (status, start, end)
+            await self._sender.send_file(peer, request.path, resource, span, headers, close)
+
+    def _about(self, path: str) -> tuple[bytes, str]:
+        """Body and type of the server's words about itself."""
+        if path == "/healthz":
+            content = self._content
+            health = {
+                "role": content.role,
+                "versions": content.versions(),
+                "complete": content.complete(),
+            }
+            return json.dumps(health).encode(), "application/json"
+        text = metrics.of_server(self.counters, self.connected) + self._more_metrics()
+        return text.encode(), metrics.CONTENT_TYPE
+
+
+class Origin(Server):
+    """Serves a finished layout (`publish`, `finalize`) from a thread: the trainer's process."""
+
+    def __init__(
+        self,
+        root: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: Limits | None = None,
+        public_url: str | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        content = DirectoryContent(root)
+        super().__init__(content, host, port, limits=limits, public_url=public_url, rules=rules)

@@ -1,0 +1,71 @@
+"""What a fetch has yet to bring, and what it has counted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prime_broadcast.landing import Claim, Landing
+from prime_broadcast.layout import Item
+from prime_broadcast.sources import Fault, SourceBook
+from prime_core.errors import UnavailableError
+
+TOO_SLOW = 3.0
+"""A chunk that takes more seconds than this, and ten times the usual, is fetched elsewhere."""
+HEDGE_AFTER = 1.0
+"""A chunk is asked of a second source after this many seconds, or three usual chunk times."""
+
+
+class GoneError(UnavailableError):
+    """A source said that it will never have this again, and no other has it."""
+
+
+@dataclass
+class ChunkStats:
+    """Bytes and counts of one run. `kept` chunks were there already; `refetched` came twice."""
+
+    bytes_received: int = 0
+    bytes_written: int = 0
+    chunks: int = 0
+    kept: int = 0
+    refetched: int = 0
+    first_chunk_seconds: float | None = None
+    by_source: dict[str, int] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Task:
+    """One chunk that is still missing. `beginning`: bytes of it that an earlier fetch left, not yet
+    verified; `running`: URL → when it was asked; `claimed` once it is verified, `done` once it is
+    written."""
+
+    item: Item
+    index: int
+    beginning: int = 0
+    excluded: set[str] = field(default_factory=set)
+    running: dict[str, float] = field(default_factory=dict)
+    gone: bool = False
+    claim: Claim = field(default_factory=Claim)
+    done: bool = False
+
+    @property
+    def claimed(self) -> bool:
+        return self.claim.taken
+
+    def landing(self, folder: Path, buffer: memoryview, begun: int, *, early: bool) -> Landing:
+        """Its way into its file under `folder`."""
+        offset, length = self.item.span(self.index)
+        path = folder / self.item.name
+        return Landing(path, offset, length, self.claim, begun, buffer, early=early)
+
+
+def sorry(missing: Collection[Task], urls: Sequence[str], book: SourceBook) -> UnavailableError:
+    """The sentence for a fetch that nobody can go on with: what, and each source's last word."""
+    told = [f"{url}: {book.get(url).last_error or 'no answer yet'}" for url in urls[:8]]
+    kind = GoneError if any(task.gone for task in missing) else UnavailableError
+    return kind(
+        f"no source delivers {next(iter(missing)).item.address} "
+        f"({len(missing)} chunks are missing): " + "; ".join(told)
+    )

@@ -1,0 +1,92 @@
+"""Rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from prime_chain.amounts import prime
+from prime_chain.client import BlockId, Call
+from prime_chain.contracts.base import Contract
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+
+
+@dataclass(frozen=True)
+class PoolFunds:
+    """Money a pool holds for rewards: free, and reserved by posted roots."""
+
+    free: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class RewardRoot:
+    """A posted reward root. Claims open at `claimable_at` unless it is disabled."""
+
+    root: Digest
+    claimable_at: int
+    disabled: bool
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One node's claim on a reward root; `cumulative` in wei."""
+
+    pool: int
+    epoch: int
+    node: Address
+    cumulative: int
+    proof: tuple[Digest, ...]
+
+
+class Rewards(Contract):
+    """The pools' money and the cumulative reward roots it is claimed by."""
+
+    NAME = "rewards"
+
+    def funds(self, pool: int, block: BlockId = "latest") -> PoolFunds:
+        return PoolFunds(*self.read("funds", pool, block=block))
+
+    def claimed(self, pool: int, node: Address, block: BlockId = "latest") -> int:
+        """What has been paid for a node so far."""
+        return cast(int, self._one("claimed", pool, node, block=block))
+
+    def reward_root(self, pool: int, epoch: int, block: BlockId = "latest") -> RewardRoot | None:
+        found = RewardRoot(*self.read("rewardRoot", pool, epoch, block=block))
+        return None if found.root == ZERO_DIGEST else found
+
+    def fund(self, pool: int, amount: int) -> Call:
+        """Needs an allowance for this contract."""
+        return self.write("fund", pool, amount, what=f"fund pool {pool} with {prime(amount)}")
+
+    def refundable_at(self, pool: int, block: BlockId = "latest") -> int | None:
+        """From when on its manager may refund an ended pool (Unix seconds); None while it runs."""
+        return cast(int, self._one("refundableAt", pool, block=block)) or None
+
+    def refund(self, pool: int) -> Call:
+        """From `refundable_at` on: until then the pool's last work can be promised its pay."""
+        return self.write("refund", pool, what=f"take back what ended pool {pool} does not owe")
+
+    def post_reward_root(
+        self, pool: int, epoch: int, root: Digest, cumulative_total: int, published: Digest
+    ) -> Call:
+        what = f"post the reward root of epoch {epoch} in pool {pool}"
+        return self.write(
+            "postRewardRoot", pool, epoch, root, cumulative_total, published, what=what
+        )
+
+    def disable(self, pool: int, epoch: int) -> Call:
+        what = f"disable the reward root of epoch {epoch} in pool {pool}"
+        return self.write("disable", pool, epoch, what=what)
+
+    def claim(
+        self, pool: int, epoch: int, node: Address, cumulative: int, proof: Sequence[Digest]
+    ) -> Call:
+        what = f"claim the rewards of node {node} in pool {pool}"
+        return self.write("claim", pool, epoch, node, cumulative, tuple(proof), what=what)
+
+    def claim_many(self, claims: Sequence[Claim]) -> Call:
+        """Several claims at once; what is paid already is passed over."""
+        rows = [(c.pool, c.epoch, c.node, c.cumulative, c.proof) for c in claims]
+        return self.write("claimMany", rows, what=f"claim the rewards of {len(claims)} nodes")

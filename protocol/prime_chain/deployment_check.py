@@ -1,0 +1,206 @@
+"""Reading a deployment back: is what the file says what the chain holds, and who has which power.
+
+    code        each contract's code is the committed one, byte for byte; what its constructor
+                filled in (immutables) is what the same constructor gives for the same arguments
+    wiring      each contract knows the others that the file names
+    parameters  periods, dispute deposit, validators' bond
+    roles       arbiter, governor; none of them the deployer's own key
+
+Pure reading: nothing is sent, and the endpoint is asked, not believed twice (give several --rpc).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from eth_hash.auto import keccak
+
+from prime_chain import codec
+from prime_chain.client import Call, ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.errors import ChainRevertedError
+from prime_core import ids
+from prime_core.deployment import SOLIDITY_NAMES, Deployment
+from prime_core.errors import FatalError
+from prime_core.ids import ZERO_ADDRESS, Address, Digest
+from prime_core.signing import CONTRACT_NAMES, DOMAIN_NAME, DOMAIN_VERSION, ContractName
+
+_DOMAIN_TYPE = keccak(
+    b"EIP712Domain(string name,string version,uint256 chainId,address verifyingContract)"
+)
+_WORD = 32
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. `fault`: it is wrong (a note otherwise, where not `ok`)."""
+
+    name: str
+    ok: bool
+    found: str
+    fault: bool = True
+
+
+def verify(client: ChainClient, deployment: Deployment) -> None:
+    """Raises FatalError with the first thing that is not as the deployment says."""
+    for check in check_deployment(client, deployment):
+        if not check.ok and check.fault:
+            raise FatalError(f"{check.name}: {check.found}")
+
+
+def check_deployment(client: ChainClient, deployment: Deployment) -> Iterator[Check]:
+    """Every check, in the order of the module's docstring. Raises UnavailableError."""
+    missing = False
+    for name in CONTRACT_NAMES:
+        for check in _code(client, deployment, name):
+            missing = missing or not check.ok
+            yield check
+    if missing:
+        return  # what another code answers means nothing
+    contracts = Contracts(client, deployment)
+    yield from _wiring(contracts)
+    yield from _parameters(contracts)
+    yield from _roles(contracts)
+
+
+def _code(client: ChainClient, deployment: Deployment, name: ContractName) -> Iterator[Check]:
+    solidity, account = SOLIDITY_NAMES[name], deployment.address(name)
+    title = f"code of {solidity}"
+    found = client.code(account)
+    if not found:
+        yield Check(title, False, f"there is no {solidity} at {account}")
+        return
+    artifact = codec.artifact(solidity)
+    if masked(found, artifact) != masked(artifact.runtime, artifact):
+        yield Check(title, False, f"at {account} lies other code than this program's {solidity}")
+        return
+    recorded = deployment.code.get(name)
+    here = code_hash(found)
+    if recorded is not None and recorded != here:
+        yield Check(title, False, f"its hash is {here}, the file says {recorded}")
+        return
+    strange = _unexplained(client, deployment, name, found)
+    if strange is None:
+        yield Check(title, True, f"{here}; immutables not checked: the file keeps no arguments")
+    elif strange:
+        yield Check(
+            title, False, f"its constructor was given other arguments (at byte {strange[0]})"
+        )
+    else:
+        yield Check(title, True, here)
+    given = deployment.abi.get(name)
+    if given is not None and given != artifact.digest:
+        yield Check(
+            f"ABI of {solidity}", False, "the file was made with another committed ABI", fault=False
+        )
+
+
+def code_hash(code: bytes) -> Digest:
+    """keccak256 of code, as EXTCODEHASH gives it (EIP-1052)."""
+    return ids.digest(keccak(code))
+
+
+def masked(code: bytes, artifact: codec.Artifact) -> bytes:
+    """`code` with the immutables of `artifact` zeroed."""
+    plain = bytearray(code)
+    for start, end in artifact.immutables:
+        plain[start:end] = bytes(len(plain[start:end]))
+    return bytes(plain)
+
+
+def domain_separator(chain_id: int, contract: Address) -> bytes:
+    """EIP-712 domain separator of one of our contracts."""
+    parts = (
+        _DOMAIN_TYPE, keccak(DOMAIN_NAME.encode()), keccak(DOMAIN_VERSION.encode()),
+        chain_id.to_bytes(_WORD, "big"), bytes(12) + bytes.fromhex(contract[2:]),
+    )  # fmt: skip
+    return keccak(b"".join(parts))
+
+
+def _unexplained(
+    client: ChainClient, deployment: Deployment, name: ContractName, code: bytes
+) -> list[int] | None:
+    """Positions of immutables that the same constructor with the same arguments, run again by
+    eth_call, gives otherwise; None if the file keeps no arguments.
+
+    What holds the contract's own address (EIP-712's cache) differs at another address and is
+    computed instead.
+    """
+    encoded = deployment.encoded_arguments.get(name)
+    if encoded is None or not deployment.deployer:
+        return None
+    artifact = codec.artifact(SOLIDITY_NAMES[name])
+    account = deployment.address(name)
+    create = Call(None, artifact.bytecode + bytes.fromhex(encoded.removeprefix("0x")), 0, "again")
+    try:
+        again = client.call(create, sender=ids.address(deployment.deployer))
+    except ChainRevertedError as error:
+        raise FatalError(
+            f"the constructor of {artifact.name} refuses the arguments of the file: {error.reason}"
+        ) from error
+    own = bytes(12) + bytes.fromhex(account[2:])
+    separator = domain_separator(deployment.chain_id, account)
+    return [
+        start
+        for start, end in artifact.immutables
+        if code[start:end] not in (again[start:end], own, separator)
+    ]
+
+
+def _wiring(contracts: Contracts) -> Iterator[Check]:
+    c, places = contracts, contracts.deployment.contracts
+    told = (
+        (c.registry, "vault"), (c.registry, "pools"), (c.vault, "token"), (c.vault, "registry"),
+        (c.vault, "pools"), (c.vault, "slasher"), (c.pools, "registry"), (c.pools, "vault"),
+        (c.pools, "slasher"), (c.work, "pools"), (c.rewards, "token"), (c.rewards, "registry"),
+        (c.rewards, "pools"), (c.rewards, "slasher"), (c.slasher, "token"), (c.slasher, "vault"),
+        (c.slasher, "pools"), (c.slasher, "work"),
+    )  # fmt: skip
+    for contract, name in told:
+        (found,) = contract.read(name)
+        yield Check(f"{contract.NAME} knows {name}", found == getattr(places, name), found)
+
+
+def _parameters(contracts: Contracts) -> Iterator[Check]:
+    deployment = contracts.deployment
+    periods = contracts.work.periods()
+    same = periods == deployment.periods
+    said = "as the file says" if same else f"on chain {periods.as_tuple()}"
+    yield Check("periods", same, said)
+    problem = periods.problem()
+    yield Check("stake outlasts its liability", not problem, problem or f"{periods.unbonding} s")
+    trap, whole = periods.trap(), periods.self_help == periods.validity
+    helped = f"for {periods.self_help} s of a validity of {periods.validity} s"
+    yield Check("a node can root forgotten work", whole, trap or helped, fault=False)
+    if (testnet := contracts.token.is_testnet()) and not contracts.client.network.testnet:
+        yield Check("no faucet where value is real", not testnet, "the token has a faucet")
+    deposit, bond = contracts.slasher.dispute_deposit(), contracts.slasher.validator_bond()
+    yield Check("dispute deposit", deposit > 0, f"{deposit} wei", fault=False)
+    yield Check("validators' bond", bond > 0, f"{bond} wei", fault=False)
+
+
+def _roles(contracts: Contracts) -> Iterator[Check]:
+    deployment, client = contracts.deployment, contracts.client
+    arbiter = contracts.slasher.arbiter()
+    if (said := deployment.roles) is not None:
+        (treasury,) = contracts.vault.read("treasury")
+        yield Check("treasury as the file says", treasury == said.treasury, treasury)
+        # the role is handed on behind a delay: that is no fault of the deployment
+        yield Check("arbiter as at deployment", arbiter == said.arbiter, arbiter, fault=False)
+        governor = contracts.slasher.governor() or ZERO_ADDRESS
+        # the role may be handed on, by its holder alone: that is no fault of the deployment
+        yield Check("governor as at deployment", governor == said.governor, governor, fault=False)
+    held = {
+        "arbiter": arbiter,
+        "governor": contracts.slasher.governor() or ZERO_ADDRESS,
+        "offered governor": contracts.slasher.pending_governor() or ZERO_ADDRESS,
+    }
+    for role, account in held.items():
+        name = f"deployer is not {role}"
+        mine = account == deployment.deployer
+        # on a test network one key may be all: said, not refused
+        yield Check(name, not mine, account, fault=mine and not client.network.testnet)
+        if account != ZERO_ADDRESS and not client.network.testnet:
+            kind = "a contract" if client.code(account) else "a single key"
+            yield Check(f"{role} is a multisig", bool(client.code(account)), kind, fault=False)

@@ -1,0 +1,163 @@
+"""Why a node got what it got: its files in the settlements behind the reward roots, one by one.
+
+    roots on chain ─► settlements (each named by its root's event, its digest checked)
+                   ─► this node's files: paid, held, forfeited, rejected, void, unjudged, and why
+                   ─► their sum, held against the amount under the root
+
+What the settlements say is taken as published here; `orchestrator rewards rebuild` makes them again
+from signatures and verdict tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prime_chain.amounts import prime
+from prime_chain.rewards import Rebuilder
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.settlement import SettledFile
+from prime_core.verdict import Outcome
+
+
+@dataclass(frozen=True)
+class ExplainedFile:
+    """One file of the node. `epoch` of the settlement that says so last; `received_at` in Unix
+    seconds; `amount` in wei, what it earned."""
+
+    epoch: int
+    submission_digest: Digest
+    received_at: int
+    state: str
+    units: int
+    price_per_unit: int
+    amount: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Amounts in wei. `problems`: what does not add up, empty if all does."""
+
+    node: Address
+    epoch: int
+    cumulative: int
+    claimed: int
+    claimable_at: int
+    root: Digest
+    files: tuple[ExplainedFile, ...]
+    problems: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        texts = {name: str(getattr(self, name)) for name in ("cumulative", "claimed")}
+        files = [
+            asdict(file) | {"amount": str(file.amount), "price_per_unit": str(file.price_per_unit)}
+            for file in self.files
+        ]
+        return asdict(self) | texts | {"files": files, "problems": list(self.problems)}
+
+    def _prices(self) -> str:
+        """What a token was paid, each price once."""
+        prices = sorted({file.price_per_unit for file in self.files if file.state == "paid"})
+        return f" at {', '.join(prime(price) for price in prices)} each" if prices else ""
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        counts = Counter(file.state for file in self.files)
+        states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+        units = sum(file.units for file in self.files if file.state == "paid")
+        said = [
+            f"node {self.node}, up to epoch {self.epoch}: {prime(self.cumulative)} earned, "
+            f"{prime(self.claimed)} of it claimed",
+            f"{len(self.files)} files: {states or 'none'}; {units} paid tokens{self._prices()}",
+        ]
+        for file in self.files:
+            amount = f"  {prime(file.amount)}" if file.amount else ""
+            said.append(f"  {file.submission_digest}  {file.state}{amount}: {file.why}")
+        if not self.problems:
+            said.append(f"adds up to root {self.root} of epoch {self.epoch}: match")
+        return [*said, *(f"  ✗ {problem}" for problem in self.problems)]
+
+
+ROOTED_LATE = "rooted so late that nobody answers for it on chain: unpaid and unpunished"
+
+
+def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Explanation:
+    """Why a node (or validator) is owed what the reward root of `epoch` (None: newest) gives it.
+
+    Raises NotFoundError if no root stands, UntrustedError if what is published does not hold
+    together, UnavailableError if an object cannot be had now.
+    """
+    history = rebuilder.published(epoch)
+    files: dict[Digest, tuple[int, SettledFile]] = {}
+    for event, settlement in history:
+        files |= {f.submission_digest: (event.epoch, f) for f in settlement.files if f.node == node}
+    found = tuple(
+        ExplainedFile(
+            epoch=at,
+            submission_digest=file.submission_digest,
+            received_at=file.received_at,
+            state=file.state,
+            units=file.units,
+            price_per_unit=int(file.price_per_unit),
+            amount=file.units * int(file.price_per_unit) if file.state == "paid" else 0,
+            why=_why(rebuilder, file, int(file.price_per_unit)),
+        )
+        for at, file in sorted(files.values(), key=lambda one: (one[1].received_at, one[0]))
+    )
+    found += tuple(
+        ExplainedFile(
+            epoch=root.epoch,
+            submission_digest=file.submission_digest,
+            received_at=file.received_at,
+            state="judged",
+            units=0,
+            price_per_unit=0,
+            amount=int(file.price_per_judged_file),
+            why="judged as a validator: paid whatever the verdict",
+        )
+        for root, settlement in history
+        for file in settlement.files
+        if node in file.judges
+    )
+    event, newest = history[-1]
+    cumulative = newest.amounts().get(node, 0)
+    problems = []
+    if (total := sum(file.amount for file in found)) != cumulative:
+        problems.append(
+            f"its files add up to {prime(total)}, the reward root gives it {prime(cumulative)}"
+        )
+    if not newest.entries or newest.root() != event.root:
+        problems.append("the settlement is not the one under the root on chain")
+    return Explanation(
+        node=node,
+        epoch=event.epoch,
+        cumulative=cumulative,
+        claimed=sum(claim.amount for claim in rebuilder.claims(node)),
+        claimable_at=event.claimable_at,
+        root=event.root,
+        files=found,
+        problems=tuple(problems),
+    )
+
+
+def _why(rebuilder: Rebuilder, file: SettledFile, price: int) -> str:
+    match file.state:
+        case "paid":
+            return f"{file.units} tokens counted, {prime(price)} each"
+        case "held":
+            return f"{file.units} tokens wait: a slash for {file.because} is open"
+        case "forfeited":
+            return f"{file.units} tokens lost: the node was slashed for {file.because} within a day"
+        case "unjudged":
+            return "no verdict within its validity: the pool's fault, unpaid and unpunished"
+        case "rejected" if file.verdict == ZERO_DIGEST:
+            return "it was rejected on chain"
+        case "void" if file.verdict == ZERO_DIGEST:
+            return ROOTED_LATE
+        case _:
+            verdict = rebuilder.verdict(file.verdict)
+            if file.state == "void" and verdict.outcome is not Outcome.VOID:
+                return ROOTED_LATE
+            return f"{verdict.reason.name}: {verdict.reason.sentence}"

@@ -1,0 +1,130 @@
+"""What people do with the contracts, as lists of unsent calls, and what they look at.
+
+Each flow reads what is there already and lists only what is missing, in the order to be sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prime_chain.client import BlockId, Call, TxReceipt
+from prime_chain.contracts import Binding, Contracts, Unbonding
+from prime_chain.contracts.base import Contract
+from prime_chain.events import PoolCreated, of_receipt
+from prime_core.errors import FatalError
+from prime_core.ids import Address, Signature
+from prime_core.node import Invite, NodeConsent
+
+
+def stake(contracts: Contracts, provider: Address, amount: int) -> list[Call]:
+    """Deposits `amount` wei of stake from `provider`'s tokens."""
+    vault = contracts.vault
+    return [*_allow(contracts, provider, vault, amount), vault.deposit(amount)]
+
+
+def register_and_stake(
+    contracts: Contracts, provider: Address, payout: Address, amount: int
+) -> list[Call]:
+    """Makes `provider` a provider whose active stake is at least `amount` wei."""
+    calls = []
+    if not contracts.registry.is_provider(provider):
+        calls.append(contracts.registry.register_provider(payout))
+    missing = amount - contracts.vault.active(provider)
+    return [*calls, *stake(contracts, provider, missing)] if missing > 0 else calls
+
+
+def add_node(contracts: Contracts, consent: NodeConsent, node_signature: Signature) -> list[Call]:
+    """Binds the node to the provider that its consent names, if it is not bound to it."""
+    if contracts.registry.provider_of(consent.node) == consent.provider:
+        return []
+    return [contracts.registry.add_node(consent, node_signature)]
+
+
+def allow(contracts: Contracts, provider: Address, pool: int, speed_class: int) -> list[Call]:
+    """Lets the pool seat `provider`'s nodes up to a class, if it may not yet. Without it nobody but
+    the provider itself can carry an invite."""
+    if contracts.pools.allowed_class(provider, pool) >= speed_class:
+        return []
+    return [contracts.pools.allow(pool, speed_class)]
+
+
+def join(contracts: Contracts, invite: Invite, manager_signature: Signature) -> list[Call]:
+    """Seats the invited node, if it has no seat in that pool."""
+    if contracts.pools.class_of(invite.pool, invite.node):
+        return []
+    return [contracts.pools.join(invite, manager_signature)]
+
+
+def enroll(
+    contracts: Contracts,
+    payout: Address,
+    amount: int,
+    consent: NodeConsent,
+    node_signature: Signature,
+    invite: Invite,
+    manager_signature: Signature,
+) -> list[Call]:
+    """A newcomer's provider, stake, node and seat in one transaction, after its allowance."""
+    seat = contracts.registry.enroll(
+        payout, amount, consent, node_signature, invite, manager_signature
+    )
+    return [*_allow(contracts, consent.provider, contracts.vault, amount), seat]
+
+
+def fund_pool(contracts: Contracts, funder: Address, pool: int, amount: int) -> list[Call]:
+    """Moves `amount` wei of `funder`'s tokens into the pool's reward funds."""
+    rewards = contracts.rewards
+    return [*_allow(contracts, funder, rewards, amount), rewards.fund(pool, amount)]
+
+
+def created_pool(contracts: Contracts, receipt: TxReceipt) -> int:
+    """Number of the pool that a mined `create` made. Raises FatalError if it made none."""
+    for event in of_receipt(receipt, 0, contracts.deployment):
+        if isinstance(event, PoolCreated):
+            return event.pool
+    raise FatalError(f"the transaction {receipt.tx_hash} created no pool")
+
+
+@dataclass(frozen=True)
+class StakeView:
+    """A provider's money at one block, in wei. `committed`: needed by its seats in pools;
+    `pending`: held by open slashes; `withdrawable`: matured, held by nothing; `bound`: the one
+    manager to whom it answers."""
+
+    provider: Address
+    payout: Address | None
+    active: int
+    committed: int
+    unbondable: int
+    unbonding: tuple[Unbonding, ...]
+    pending: int
+    withdrawable: int
+    wallet: int
+    bound: Binding
+
+
+def stake_view(
+    contracts: Contracts, provider: Address, now: int, block: BlockId = "latest"
+) -> StakeView:
+    """What `provider` has staked, as of `block`; `now` in Unix seconds decides what has matured."""
+    vault = contracts.vault
+    queue = vault.unbondings(provider, block)
+    matured = sum(one.amount for one in queue if one.mature_at <= now)
+    return StakeView(
+        provider=provider,
+        payout=contracts.registry.payout_of(provider, block),
+        active=vault.active(provider, block),
+        committed=vault.committed(provider, block),
+        unbondable=vault.unbondable(provider, block),
+        unbonding=queue,
+        pending=vault.pending_slash(provider, block),
+        withdrawable=min(matured, vault.unbonding(provider, block)),
+        wallet=contracts.token.balance_of(provider, block),
+        bound=vault.bound_to(provider, block),
+    )
+
+
+def _allow(contracts: Contracts, owner: Address, spender: Contract, amount: int) -> list[Call]:
+    if contracts.token.allowance(owner, spender.address) >= amount:
+        return []
+    return [contracts.token.approve(spender.address, amount)]

@@ -1,0 +1,175 @@
+"""What happened on chain, read from its events: for audits, lists and reports.
+
+    read_events (bounded eth_getLogs) ──> slashes (pure fold over events)
+
+One reading from a deployment's first block; who follows the chain uses the watcher instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from prime_chain.client import ChainClient
+from prime_chain.errors import RpcError
+from prime_chain.events import (
+    Event,
+    SlashCancelled,
+    SlashDisputed,
+    SlashExecuted,
+    SlashObjected,
+    SlashProposed,
+    ValidatorSet,
+    decode,
+    of_receipt,
+)
+from prime_chain.watcher import next_span
+from prime_core.deployment import Deployment
+from prime_core.errors import UnavailableError, UserError
+from prime_core.ids import Address, Digest
+from prime_core.signing import ContractName
+from prime_core.verdict import Reason, reason_of
+
+SlashStatus = Literal["proposed", "disputed", "executed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Slash:
+    """One proposal from its events, named by `leaf`, the submission's digest. `amount` in wei:
+    held, and taken once executed. `reason` is Reason.NONE if it is none that is known.
+
+    `ended_tx` is the transaction that executed or cancelled it, None while it is open.
+    """
+
+    leaf: Digest
+    pool: int
+    node: Address
+    provider: Address
+    evidence: Digest
+    reason: Reason
+    amount: int
+    executable_at: int
+    status: SlashStatus
+    proposed_at: int
+    proposed_tx: Digest
+    ended_tx: Digest | None = None
+
+
+def read_events(
+    client: ChainClient,
+    deployment: Deployment,
+    *,
+    contracts: Sequence[ContractName] = (
+        "registry", "vault", "pools", "work", "rewards", "slasher",
+    ),
+    first: int | None = None,
+    last: int | None = None,
+    span: int = 5000,
+) -> list[Event]:  # fmt: skip
+    """Events of `contracts` in blocks first … last (deployment … newest by default), in order.
+
+    `span` blocks are asked for at a time, fewer where the endpoint refuses. Raises UnavailableError
+    if no endpoint answers.
+    """
+    number = deployment.block if first is None else first
+    end = client.block_number() if last is None else last
+    addresses = [deployment.address(name) for name in contracts]
+    largest, times = span, dict[int, int]()
+    found: list[Event] = []
+    while number <= end:
+        until = min(end, number + span - 1)
+        try:
+            logs = client.agreed_logs(number, until, addresses)
+        except RpcError:
+            if until == number:
+                raise
+            span = next_span(until - number + 1, False, largest)
+            continue
+        span, number = next_span(span, True, largest), until + 1
+        for log in logs:
+            if log.block not in times:
+                times[log.block] = client.block(log.block).time
+            event = decode(log, times[log.block], deployment)
+            if event is not None:
+                found.append(event)
+    return found
+
+
+def slashes(events: Iterable[Event]) -> list[Slash]:
+    """Every proposal among `events`, oldest first, with what became of it."""
+    found: dict[Digest, Slash] = {}
+    for event in events:
+        match event:
+            case SlashProposed():
+                found[event.leaf] = Slash(
+                    leaf=event.leaf,
+                    pool=event.pool,
+                    node=event.node,
+                    provider=event.provider,
+                    evidence=event.evidence,
+                    reason=reason_of(event.reason) or Reason.NONE,
+                    amount=event.amount,
+                    executable_at=event.executable_at,
+                    status="proposed",
+                    proposed_at=event.block_time,
+                    proposed_tx=event.tx_hash,
+                )
+            case SlashDisputed() | SlashObjected() if event.leaf in found:
+                found[event.leaf] = replace(found[event.leaf], status="disputed")
+            case SlashExecuted() if event.leaf in found:
+                found[event.leaf] = replace(
+                    found[event.leaf],
+                    status="executed",
+                    amount=event.amount,
+                    ended_tx=event.tx_hash,
+                )
+            case SlashCancelled() if event.leaf in found:
+                found[event.leaf] = replace(
+                    found[event.leaf], status="cancelled", ended_tx=event.tx_hash
+                )
+    return list(found.values())
+
+
+def read_slashes(client: ChainClient, deployment: Deployment) -> list[Slash]:
+    """Every slash proposal of the deployment, oldest first."""
+    return slashes(read_events(client, deployment, contracts=("slasher",)))
+
+
+def validators(client: ChainClient, deployment: Deployment, pool: int) -> list[Address]:
+    """Accounts whose verdicts count in the pool now, in the order of their appointment."""
+    found: dict[Address, bool] = {}
+    for event in read_events(client, deployment, contracts=("pools",)):
+        if isinstance(event, ValidatorSet) and event.pool == pool:
+            found[event.validator] = event.on
+    return [account for account, on in found.items() if on]
+
+
+def transaction_events(client: ChainClient, deployment: Deployment, tx_hash: Digest) -> list[Event]:
+    """Our events that a transaction emitted. Raises UserError if it is not mined or failed."""
+    receipt = client.receipt(tx_hash)
+    if receipt is None:
+        raise UserError(
+            f"the chain has no mined transaction {tx_hash}",
+            hint="check the hash and that --rpc serves the chain of the deployment",
+        )
+    if not receipt.success:
+        raise UserError(f"the transaction {tx_hash} failed: it changed nothing")
+    return of_receipt(receipt, client.block(receipt.block).time, deployment)
+
+
+def slash_of(client: ChainClient, deployment: Deployment, tx_hash: Digest) -> Slash:
+    """The slash that a transaction proposed, executed or cancelled, as it stands now.
+
+    Raises UserError if the transaction is about none.
+    """
+    for event in transaction_events(client, deployment, tx_hash):
+        if isinstance(event, SlashProposed | SlashExecuted | SlashCancelled):
+            for slash in read_slashes(client, deployment):
+                if slash.leaf == event.leaf:
+                    return slash
+            raise UnavailableError("the endpoint does not show the slash's events yet: try again")
+    raise UserError(
+        f"the transaction {tx_hash} is about no slash",
+        hint="list them with: prime-node audit list",
+    )

@@ -1,0 +1,63 @@
+"""The chains we run on, and how much certainty each asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prime_core.errors import UserError
+
+BlockTag = Literal["latest", "safe", "finalized"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """One chain.
+
+    `block_time` in seconds. `confirmations`: blocks that must lie on top of a block before its
+    events and receipts count. `min_agreeing`: RPC endpoints that must give the same answer where
+    stake is at risk. The tags name how deep a fact must lie: to admit a node, to count stake or
+    queue a slash, to release a payout. `max_fee_wei`: default cap on the fee per gas.
+    """
+
+    name: str
+    chain_id: int
+    block_time: float
+    confirmations: int
+    min_agreeing: int
+    testnet: bool
+    max_fee_wei: int
+    admit_tag: BlockTag = "latest"
+    stake_tag: BlockTag = "safe"
+    payout_tag: BlockTag = "finalized"
+
+
+GWEI = 10**9
+
+LOCAL = Network("local", 31337, 1.0, 0, 1, True, 500 * GWEI)
+BASE_SEPOLIA = Network("base-sepolia", 84532, 2.0, 2, 1, True, 50 * GWEI)
+BASE = Network("base", 8453, 2.0, 5, 2, False, 20 * GWEI)
+
+NETWORKS: tuple[Network, ...] = (LOCAL, BASE_SEPOLIA, BASE)
+
+
+def by_chain_id(chain_id: int) -> Network:
+    """The network with this id. Raises UserError if we know none."""
+    for network in NETWORKS:
+        if network.chain_id == chain_id:
+            return network
+    raise UserError(
+        f"chain id {chain_id} is none of the networks this program knows",
+        hint="known: " + ", ".join(f"{n.name} ({n.chain_id})" for n in NETWORKS),
+    )
+
+
+def by_name(name: str) -> Network:
+    """The network called `name`. Raises UserError if we know none."""
+    for network in NETWORKS:
+        if network.name == name:
+            return network
+    raise UserError(
+        f"there is no network called {name!r}",
+        hint="known: " + ", ".join(n.name for n in NETWORKS),
+    )

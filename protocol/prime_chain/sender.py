@@ -1,0 +1,183 @@
+"""One journalled transaction sender per key.
+
+    submit(id, call) ──> queued ──sign, journal, send──> sent ──receipt──> confirmed | failed
+                            ^                              |
+                            └── nonce taken by a stranger ─┘
+
+`tick` looks at the chain once and does what is due: settles what was mined, sends again what was
+lost, replaces what is stuck (lowest nonce first, fees up by an eighth and more, to a cap), and
+sends what is queued, in order. Whatever is sent was journalled before, so a process killed at any
+instant goes on where it was; an intent id succeeds at most once. Trouble that passes (no RPC, no
+funds, fees above the cap) leaves the intent where it is, with a note that says what it waits for.
+Left out: cancelling a sent transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prime_chain.client import Call, ChainClient
+from prime_chain.dispatch import Dispatch
+from prime_chain.fees import FeePolicy, default_policy
+from prime_chain.journal import Intent, Journal
+from prime_core.errors import MalformedError, UnavailableError
+from prime_core.ids import Address
+from prime_core.signing import LocalSigner
+
+log = logging.getLogger(__name__)
+
+_YOUNG_BLOCKS = 32
+"""For so many blocks' time after the last receipt, its block is looked at again."""
+
+
+class Sender:
+    """Sends transactions from one local key; see the module's docstring.
+
+    Several threads and processes may share a journal: ticks exclude one another. `agree` is for
+    senders that put stake at risk: a call's dry run must then end alike on as many endpoints as the
+    network asks. `now` gives Unix seconds; `sleep` is used only by `wait`.
+    """
+
+    def __init__(
+        self,
+        client: ChainClient,
+        signer: LocalSigner,
+        journal: Path | Journal,
+        *,
+        policy: FeePolicy | None = None,
+        agree: bool = False,
+        now: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.client = client
+        self.address: Address = signer.address
+        self._now = now
+        self._sleep = sleep
+        if isinstance(journal, Path):
+            journal = Journal(journal, signer.address, client.chain_id)
+        self._journal = journal
+        self._thread_lock = threading.Lock()
+        self._dispatch = Dispatch(
+            client, signer, self._journal, policy or default_policy(client), agree=agree, now=now
+        )
+
+    @property
+    def trouble(self) -> str:
+        """Why the last tick could not finish; empty if it could."""
+        return self._dispatch.trouble
+
+    def submit(self, intent_id: str, call: Call) -> Intent:
+        """Writes `call` down under `intent_id`; the same id and call again change nothing.
+
+        Raises ConflictError if the id stands for another call. Needs no RPC.
+        """
+        self._journal.submit(intent_id, call, self._now())
+        found = self._journal.get(intent_id)
+        assert found is not None
+        return found
+
+    def retry(self, intent_id: str) -> None:
+        """Queues a failed intent again (its cause has been mended)."""
+        found = self._journal.get(intent_id)
+        if found is not None and found.status == "failed":
+            self._journal.retry(intent_id, self._now())
+
+    def remember(self, key: str, value: str) -> str:
+        """Keeps a fact beside the intents: the value of the first call, for ever."""
+        return self._journal.remember(f"fact/{key}", value)
+
+    def status(self, intent_id: str) -> Intent | None:
+        """The intent as journalled, or None if it was never submitted."""
+        return self._journal.get(intent_id)
+
+    def open_intents(self) -> list[Intent]:
+        """What is not finished, in order."""
+        return self._journal.with_status("queued", "sent")
+
+    def wait(self, intent_id: str, timeout: float) -> Intent:
+        """Ticks until the intent is confirmed or failed, and returns it.
+
+        Raises UnavailableError, with what it waits for, after `timeout` seconds of the `now` clock;
+        the intent stays journalled.
+        """
+        deadline = self._now() + timeout
+        pause = 0.02  # a chain may mine at once; if not, ask less and less often
+        while True:
+            self.tick()
+            found = self._journal.get(intent_id)
+            if found is None:
+                raise UnavailableError(f"no intent {intent_id!r} was submitted")
+            if found.done:
+                return found
+            if self._now() >= deadline:
+                reason = found.note or self.trouble or f"it is {found.status}"
+                raise UnavailableError(
+                    f"not confirmed within {timeout:g} s: {found.call.description or intent_id} "
+                    f"({reason}); it stays in the journal and is taken up again"
+                )
+            self._sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def send_and_wait(self, intent_id: str, call: Call, timeout: float = 120.0) -> Intent:
+        """For command lines: submits and waits. Raises ChainRevertedError if it fails; an earlier
+        failure under the same id is tried again."""
+        if self.submit(intent_id, call).status == "failed":
+            self.retry(intent_id)
+        found = self.wait(intent_id, timeout)
+        if found.error is not None:
+            raise found.error
+        return found
+
+    def run(self, stop: threading.Event, poll_seconds: float | None = None) -> None:
+        """Ticks until `stop` is set. Once everything is mined and old, ticks ask no RPC."""
+        pause = poll_seconds or max(0.3, self.client.network.block_time / 2)
+        while not stop.is_set():
+            self.tick()
+            stop.wait(pause)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    # ── one look at the chain ────────────────────────────────────────────────────────────────
+
+    def tick(self) -> int:
+        """Does what is due now. Returns the number of open intents. Never raises for an RPC that
+        is down: `trouble` says so, and the next tick tries again."""
+        with self._exclusive() as mine:
+            if mine and self._has_work():
+                before, self._dispatch.trouble = self.trouble, ""
+                try:
+                    self._dispatch.act()
+                except (UnavailableError, MalformedError) as error:
+                    self._dispatch.trouble = str(error)
+                if self.trouble and self.trouble != before:
+                    log.warning("%s cannot send for now: %s", self.address, self.trouble)
+                elif before and not self.trouble:
+                    log.info("%s sends again", self.address)
+        return self._journal.open_count()
+
+    def _has_work(self) -> bool:
+        """Something is open, or was mined so lately that a reorg may still take it away."""
+        if self._journal.open_count():
+            return True
+        newest = self._journal.newest_confirmed()
+        return newest is not None and (
+            self._now() - newest.updated_at < _YOUNG_BLOCKS * self.client.network.block_time
+        )
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[bool]:
+        """True if no other thread or process is ticking this journal."""
+        if not self._thread_lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            with self._journal.exclusive() as mine:
+                yield mine
+        finally:
+            self._thread_lock.release()

@@ -1,0 +1,94 @@
+"""Published policies: manifest, chunks, the trainer's signed statement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from prime_core import encoding
+from prime_core.ids import Digest, to_bytes
+from prime_core.signing import (
+    U64,
+    U256,
+    ContractName,
+    DigestField,
+    SignatureField,
+    Statement,
+    Strict,
+)
+
+FILE_TAG = b"prime/file/v1"
+
+
+def file_digest(size: int, chunk_size: int, chunks: Sequence[Digest]) -> Digest:
+    """What names a file of `size` bytes: BLAKE3 over FILE_TAG ‖ size ‖ chunk size (8 bytes each,
+    big endian) ‖ the BLAKE3 of each chunk. Whoever has verified every chunk has verified the file
+    and need not read it again (docs/adr/0005)."""
+    head = FILE_TAG + size.to_bytes(8, "big") + chunk_size.to_bytes(8, "big")
+    return encoding.blake3_digest(head + b"".join(map(to_bytes, chunks)))
+
+
+class FileEntry(Strict):
+    """One file of a policy folder: a plain relative name, its size in bytes, BLAKE3 of each chunk
+    of `Manifest.chunk_size` bytes (the last one shorter), and `file_digest` of these."""
+
+    name: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    size: int = Field(ge=0, le=1 << 44)
+    digest: DigestField
+    chunks: tuple[DigestField, ...]
+
+
+class DeltaEntry(Strict):
+    """A delta object that turns base version `base` into this version; named and chunked as a
+    file is."""
+
+    base: int = Field(ge=0)
+    base_digest: DigestField
+    size: int = Field(ge=0, le=1 << 44)
+    digest: DigestField
+    chunks: tuple[DigestField, ...]
+
+
+class Manifest(Strict):
+    """What a policy is, bit for bit. The policy digest is BLAKE3 of the canonical JSON of this."""
+
+    schema_version: Literal[1] = 1
+    pool: int = Field(ge=0)
+    version: int = Field(ge=0)
+    step: int = Field(ge=0)
+    chunk_size: int = Field(ge=1 << 12, le=1 << 26)
+    files: tuple[FileEntry, ...] = Field(min_length=1, max_length=4096)
+    result_digest: DigestField
+    """BLAKE3 over the sorted (name ‖ 0 ‖ file digest) of all files: the same for a copy fetched
+    whole and one made from deltas. It names the chunk size too, through the files' digests."""
+    deltas: tuple[DeltaEntry, ...] = Field(default=(), max_length=16)
+
+    def canonical(self) -> bytes:
+        """The exact bytes that are digested and published."""
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> Digest:
+        """The policy digest that goes on chain."""
+        return encoding.blake3_digest(self.canonical())
+
+
+class PolicyStatement(Statement):
+    """Signed by the trainer; checked by Pools.publishPolicy. `manifest_digest` = policy digest."""
+
+    CONTRACT: ClassVar[ContractName] = "pools"
+    pool: U256
+    version: U64
+    manifest_digest: DigestField
+
+
+class SignedManifest(Strict):
+    """What travels: the manifest and the trainer's signature over its PolicyStatement."""
+
+    manifest: Manifest
+    signature: SignatureField
+
+    def statement(self) -> PolicyStatement:
+        m = self.manifest
+        return PolicyStatement(pool=m.pool, version=m.version, manifest_digest=m.digest())

@@ -1,0 +1,141 @@
+"""What all our command lines share: -h, --version, completion, sub-commands that are imported when
+they are named, and how a program ends.
+
+Help is plain text: rich's panels cost a quarter of a second of CPU at each `--help` and each TAB.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from prime_core.errors import PrimeError, UnavailableError
+from prime_core.printing import last_words
+
+_EXTRAS = {
+    "torch": "torch", "transformers": "torch", "safetensors": "torch",
+    "numpy": "rollout-base", "pyarrow": "rollout-base", "zstandard": "rollout-base",
+    "math_verify": "rollout-base", "reasoning_gym": "families",
+    "docker": "node", "psutil": "node", "pynvml": "node",
+    "fastapi": "orchestrator", "starlette": "orchestrator", "uvicorn": "orchestrator",
+    "sqlalchemy": "orchestrator", "alembic": "orchestrator", "psycopg": "orchestrator",
+    "accelerate": "trainer", "peft": "trainer", "vllm": "rollout",
+}  # fmt: skip
+"""Package that an extra of pyproject.toml brings → that extra."""
+_OWN = {
+    "trainer": {"rollout-base", "torch", "trainer"},
+    "validator": {"rollout-base", "torch"},
+    "orchestrator": {"rollout-base", "orchestrator"},
+}
+"""Program with an extra of its own → the extras that this one brings: one installation for all that
+it needs, rather than a missing package at a time."""
+
+
+def group(help: str, **settings: Any) -> typer.Typer:
+    """A group of commands."""
+    return typer.Typer(
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        **settings,
+    )
+
+
+def command() -> typer.Typer:
+    """A program or sub-command of a single command."""
+    return typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {}) -> typer.Typer:
+    """A program: a group with -h, --version and --install-completion.
+
+    `elsewhere`: name of a sub-command → (module with its Typer `app`, help line). The module is
+    imported when the sub-command is called or completed.
+    """
+
+    class Lazy(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+            found, resolved, rest = super().resolve_command(ctx, args)
+            if found is not None and found in elsewhere:
+                resolved = typer.main.get_command(importlib.import_module(elsewhere[found][0]).app)
+                resolved.name = found
+            return found, resolved, rest
+
+    app = typer.Typer(
+        name=name,
+        cls=Lazy,
+        help=help,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def _program(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version",
+                help="Show the version and exit.",
+                is_eager=True,
+                callback=_show_version,
+            ),
+        ] = False,
+    ) -> None: ...
+
+    for one, (_, line) in elsewhere.items():
+        app.command(one, help=line)(_imported_when_called)
+    return app
+
+
+def _show_version(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"{context.find_root().info_name} {version('prime-open')}")
+        raise typer.Exit
+
+
+def _imported_when_called() -> None:
+    raise AssertionError("resolved by the group")
+
+
+def run(app: typer.Typer, name: str, args: list[str] | None = None) -> None:
+    """Entry point of a program: expected errors, and an extra that is not installed, become one
+    sentence on stderr, what to type next, and an exit code."""
+    try:
+        app(args=args, prog_name=name)
+    except PrimeError as error:
+        _end(name, error)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        extra = name if _EXTRAS[package] in _OWN.get(name, ()) else _EXTRAS[package]
+        _end(
+            name,
+            UnavailableError(
+                f"this command needs the package {package}, which is not installed: "
+                f"pip install 'prime-open[{extra}]'"
+            ),
+        )
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _end(name: str, error: PrimeError) -> None:
+    print(last_words(name, error), file=sys.stderr)
+    sys.exit(error.exit_code)

@@ -1,0 +1,186 @@
+"""Where the contracts live on one chain, and their periods: the deployment file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, ValidationError
+
+from prime_core.errors import UserError
+from prime_core.ids import Address
+from prime_core.messages import ContractAddresses
+from prime_core.run import RunDefinition
+from prime_core.signing import (
+    CONTRACT_NAMES,
+    AddressField,
+    ContractName,
+    DigestField,
+    Domain,
+    Statement,
+    Strict,
+)
+
+_MAX_BYTES = 1 << 20
+
+SOLIDITY_NAMES: dict[ContractName, str] = {
+    "token": "PrimeToken",
+    "registry": "Registry",
+    "vault": "StakeVault",
+    "pools": "Pools",
+    "work": "Work",
+    "rewards": "Rewards",
+    "slasher": "Slasher",
+}
+"""The Solidity contract behind each name; also the name of its file in `abi/`."""
+
+
+class Periods(Strict):
+    """Seconds, fixed at deployment. Unbonding exceeds validity + slash + dispute window."""
+
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "epoch_length", "validity", "slash_window", "dispute_window", "reward_delay", "unbonding",
+    )  # fmt: skip
+
+    epoch_length: int = Field(default=3600, ge=1)
+    validity: int = Field(default=86_400, ge=1)
+    slash_window: int = Field(default=3 * 86_400, ge=1)
+    dispute_window: int = Field(default=7 * 86_400, ge=1)
+    reward_delay: int = Field(default=86_400, ge=1)
+    unbonding: int = Field(default=14 * 86_400, ge=1)
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """In the order of the contracts' `Periods` struct."""
+        return tuple(getattr(self, name) for name in self.FIELDS)
+
+    @property
+    def accountable(self) -> int:
+        """How long after a submission's `validUntil` it can be rooted and still be answered for."""
+        return self.slash_window + self.dispute_window
+
+    def problem(self) -> str:
+        """Why the contracts would refuse these periods; empty if they would not."""
+        liability = self.validity + self.slash_window + self.dispute_window
+        if self.unbonding <= liability:
+            return (
+                f"unbonding of {self.unbonding} s must exceed validity + slash window + dispute "
+                f"window = {liability} s"
+            )
+        return ""
+
+    def trap(self) -> str:
+        """Why nobody should work under these periods, although the contracts take them; empty if
+        there is no reason."""
+        if self.accountable <= self.epoch_length:
+            return (
+                f"slash window + dispute window = {self.accountable} s must exceed the epoch of "
+                f"{self.epoch_length} s: a node may root its own work an epoch after the receipt "
+                "(Work.postLeaf), and nobody would answer for that work any more"
+            )
+        return ""
+
+    @property
+    def self_help(self) -> int:
+        """For how long at least a node may root work that its manager forgot, in seconds."""
+        return max(0, min(self.validity, self.accountable - self.epoch_length))
+
+
+DEMO_PERIODS = Periods(
+    epoch_length=20, validity=60, slash_window=15, dispute_window=15, reward_delay=10, unbonding=150
+)
+"""What the local demo runs with."""
+
+
+class Roles(Strict):
+    """Who may do what, apart from the pools' own keys. `governor` zero: the slasher's terms never
+    move. `holder` received the token's initial supply; `treasury` receives what slashes take (zero:
+    it is burned)."""
+
+    arbiter: AddressField
+    governor: AddressField
+    holder: AddressField
+    treasury: AddressField
+
+
+class Deployment(Strict):
+    """One deployment. `block` is the first that can hold one of its events; by contract: `blocks`
+    where each was made, `abi` the SHA-256 of the committed artifact it was deployed from, `code`
+    the keccak256 of its code on chain (EXTCODEHASH), `arguments` of its constructor as text and
+    `encoded_arguments` as an explorer's verification wants them. `commit` names the sources,
+    `source_input` (SHA-256) the standard-JSON compiler input that lies beside this file."""
+
+    chain_id: int
+    contracts: ContractAddresses
+    block: int = Field(ge=0)
+    periods: Periods
+    deployer: str = ""
+    roles: Roles | None = None
+    commit: str = ""
+    source_input: str = ""
+    blocks: dict[str, int] = Field(default_factory=dict)
+    arguments: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    encoded_arguments: dict[str, str] = Field(default_factory=dict)
+    transactions: dict[str, str] = Field(default_factory=dict)
+    abi: dict[str, DigestField] = Field(default_factory=dict)
+    code: dict[str, DigestField] = Field(default_factory=dict)
+
+    def address(self, name: ContractName) -> Address:
+        """The contract's address."""
+        found: Address = getattr(self.contracts, name)
+        return found
+
+    def addresses(self) -> dict[Address, ContractName]:
+        """Every contract's name by its address."""
+        return {self.address(name): name for name in CONTRACT_NAMES}
+
+    def domain(self, name: ContractName) -> Domain:
+        """The EIP-712 domain of statements that contract `name` checks."""
+        return Domain(chain_id=self.chain_id, contract=self.address(name))
+
+    def domain_of(self, statement: Statement | type[Statement]) -> Domain:
+        """The domain that a statement is signed under."""
+        return self.domain(statement.CONTRACT)
+
+    def check_run(self, run: RunDefinition) -> None:
+        """Raises UserError if a run definition has other periods than these contracts."""
+        for name, its, ours in (
+            ("epoch_seconds", run.epoch_seconds, self.periods.epoch_length),
+            ("validity_seconds", run.validity_seconds, self.periods.validity),
+        ):
+            if its != ours:
+                raise UserError(
+                    f"the run definition's {name} is {its}, the contracts' is {ours}",
+                    hint="make a run definition for this deployment: it is fixed for good once "
+                    "the pool exists",
+                )
+
+    @classmethod
+    def load(cls, path: Path) -> Deployment:
+        """Reads a deployment file. Raises UserError if it is missing or malformed."""
+        try:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_BYTES + 1)
+        except OSError as error:
+            raise UserError(
+                f"the deployment file {path} cannot be read: {error.strerror}",
+                hint="give --deployment FILE; the operator publishes it, or "
+                "make one with: orchestrator deployment deploy",
+            ) from error
+        if len(raw) > _MAX_BYTES:
+            raise UserError(f"the deployment file {path} exceeds {_MAX_BYTES} bytes")
+        try:
+            return cls.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise UserError(
+                f"{path} is no deployment file: {where or 'it'}: {first['msg']}",
+                hint="fetch it again from where you got it",
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Writes the file whole or not at all, replacing an older one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.write_text(self.model_dump_json(indent=2) + "\n")
+        temporary.replace(path)

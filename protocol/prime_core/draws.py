@@ -1,0 +1,154 @@
+"""Which rows a validator replays: two secrets, committed to before a lease, revealed afterwards.
+
+    secret of an epoch ─► DrawReveal ─SHA-256─► commitment, signed ─► DrawList of an epoch ─┐
+    the manager's second secret ─► DrawReveal ─SHA-256─► DrawList.second ───────────────────┤
+                                                       Lease.salt = keccak(random ‖ list) ◄─┘
+    node's signature on its submission ─► lease digest ─► salt ─► list ─► both commitments
+
+For each epoch a validator draws a secret and signs the SHA-256 of its *reveal* ahead; the manager
+does the same with a second secret. Every lease names both commitments, by its salt; since the node
+signs the lease's digest with its file, a commitment that the salt opens to is older than the file.
+The rows of a file are drawn from both secrets: a validator cannot know before it has the file which
+rows it will replay, and the manager never knows. Whether an acceptance is judged again, and by
+whom, is drawn from the second secret alone, and is not shown before the first opinion is in. Each
+file has secrets of its own, derived from the epoch's, so that evidence gives away no other file's
+draw. The epoch's secrets appear under their commitments' names when no lease that names them can be
+fulfilled any more: earlier, a node could compute its rows.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from prime_core import encoding
+from prime_core.ids import Address, Digest, to_bytes
+from prime_core.signing import (
+    U64,
+    U256,
+    AddressField,
+    ContractName,
+    DigestField,
+    SignatureField,
+    Statement,
+    Strict,
+)
+
+MAX_VALIDATORS = 64
+"""Commitments that one lease may name."""
+REVEAL_MARGIN_SECONDS = 30
+"""How far the clocks of validator and orchestrator may lie apart before a secret shows early."""
+
+
+class DrawReveal(Strict):
+    """The epoch secret of one party; its SHA-256 is the commitment."""
+
+    version: Literal[1] = 1
+    pool: int = Field(ge=0)
+    validator: AddressField
+    """The author: a validator, or the manager for the second secret."""
+    epoch: int = Field(ge=0)
+    secret: DigestField
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> Digest:
+        """The commitment."""
+        return encoding.sha256(self.canonical())
+
+
+class DrawCommitment(Statement):
+    """Signed by the validator before `epoch`; `commitment` = digest of its DrawReveal."""
+
+    CONTRACT: ClassVar[ContractName] = "slasher"
+    pool: U256
+    epoch: U64
+    commitment: DigestField
+
+
+class SignedDrawCommitment(Strict):
+    """What is published ahead of the epoch."""
+
+    commitment: DrawCommitment
+    validator: AddressField
+    signature: SignatureField
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+
+class DrawList(Strict):
+    """Object named by its SHA-256: whose commitments a lease names. One each, by address; `second`
+    is the manager's commitment (the SHA-256 of its DrawReveal)."""
+
+    version: Literal[1] = 1
+    pool: int = Field(ge=0)
+    second: DigestField
+    commitments: tuple[SignedDrawCommitment, ...] = Field(min_length=1, max_length=MAX_VALIDATORS)
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        """With two commitments of one validator it could choose afterwards."""
+        names = [signed.validator for signed in self.commitments]
+        if any(a >= b for a, b in pairwise(names)):
+            raise ValueError("commitments are sorted by validator, one each")
+        return self
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> Digest:
+        """Its name."""
+        return encoding.sha256(self.canonical())
+
+    def of(self, validator: Address) -> SignedDrawCommitment | None:
+        """The validator's commitment, or None."""
+        return next((c for c in self.commitments if c.validator == validator), None)
+
+
+class SaltOpening(Strict):
+    """What a lease's salt was made of: fresh randomness, and the digest of its DrawList."""
+
+    random: DigestField
+    draws: DigestField
+
+    def salt(self) -> Digest:
+        """keccak256("prime/salt/v1" ‖ random ‖ draws)."""
+        return encoding.keccak256(b"prime/salt/v1" + to_bytes(self.random) + to_bytes(self.draws))
+
+
+def reveal_at(epoch: int, *, epoch_seconds: int, lease_seconds: int) -> int:
+    """Unix time from which the secret of `epoch` may be shown: every lease given in that epoch,
+    and so named its commitment, is past its deadline."""
+    return (epoch + 1) * epoch_seconds + lease_seconds + REVEAL_MARGIN_SECONDS
+
+
+def file_secret(epoch_secret: Digest, submission_digest: Digest) -> Digest:
+    """keccak256("prime/draw/file/v1" ‖ epoch secret ‖ submission digest): one party's secret of one
+    file. The manager's is given to the validator with the file."""
+    return encoding.keccak256(
+        b"prime/draw/file/v1" + to_bytes(epoch_secret) + to_bytes(submission_digest)
+    )
+
+
+def rows_secret(validators: Digest, managers: Digest) -> Digest:
+    """keccak256("prime/draw/rows/v1" ‖ the validator's file secret ‖ the manager's): the draw
+    secret of evidence and tables, which picks the rows to replay."""
+    return encoding.keccak256(b"prime/draw/rows/v1" + to_bytes(validators) + to_bytes(managers))
+
+
+def lot(label: str, second_secret: Digest, submission_digest: Digest, more: bytes = b"") -> int:
+    """A number below 2^256 drawn for one file from the manager's epoch secret. `label` says what
+    it decides; it does not follow from the file secret that a validator is given."""
+    return int(
+        encoding.keccak256(
+            f"prime/draw/lot/{label}/v1".encode()
+            + to_bytes(second_secret)
+            + to_bytes(submission_digest)
+            + more
+        ),
+        16,
+    )

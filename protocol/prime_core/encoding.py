@@ -1,0 +1,121 @@
+"""Canonical bytes, digests, Merkle trees.
+
+Canonical JSON is RFC 8785's subset without floats: sorted keys, no spaces, UTF-8, integers only.
+What is signed or digested is always these bytes, never a re-encoding of parsed ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from blake3 import blake3
+from eth_hash.auto import keccak
+
+from prime_core.errors import MalformedError
+from prime_core.ids import Digest, digest, to_bytes
+
+MAX_JSON_BYTES = 4 << 20
+
+
+def canonical_json(value: Any) -> bytes:
+    """Canonical bytes of a JSON value without floats. Raises MalformedError on any other value."""
+    _refuse_floats(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def parse_canonical_json(data: bytes, limit: int = MAX_JSON_BYTES) -> Any:
+    """Parses bytes that must be canonical. Raises MalformedError if they are not, or too long."""
+    if len(data) > limit:
+        raise MalformedError(f"JSON of {len(data)} bytes exceeds the limit of {limit}")
+    try:
+        value = json.loads(data)
+        if canonical_json(value) != data:
+            raise MalformedError("JSON is not in canonical form")
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"not JSON: {error}") from error
+    return value
+
+
+def _refuse_floats(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise MalformedError("canonical JSON has text keys only")
+            _refuse_floats(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _refuse_floats(item)
+    elif value is not None and not isinstance(value, str | bool | int):
+        raise MalformedError(f"canonical JSON holds no {type(value).__name__}")
+
+
+def sha256(data: bytes) -> Digest:
+    """SHA-256 (FIPS 180-4): rollout files, evidence, everything small or checked on chain."""
+    return digest(hashlib.sha256(data).digest())
+
+
+def blake3_digest(data: bytes) -> Digest:
+    """BLAKE3: policies and their chunks."""
+    return digest(blake3(data).digest())
+
+
+def keccak256(data: bytes) -> Digest:
+    """Keccak-256, the EVM's."""
+    return digest(keccak(data))
+
+
+def _pair(a: bytes, b: bytes) -> bytes:
+    return keccak(a + b if a < b else b + a)
+
+
+def merkle_root(leaves: Sequence[Digest]) -> Digest:
+    """Root over 32-byte leaves with sorted keccak pairs, as OpenZeppelin's MerkleProof checks it.
+
+    An odd node is carried up unchanged. Leaves are EIP-712 digests (preimage of 66 bytes) or
+    double-hashed, so no inner node (preimage of 64 bytes) can pass for one.
+    Raises MalformedError on an empty list.
+    """
+    if not leaves:
+        raise MalformedError("a Merkle tree needs at least one leaf")
+    level = [to_bytes(leaf) for leaf in leaves]
+    while len(level) > 1:
+        level = [
+            _pair(level[i], level[i + 1]) if i + 1 < len(level) else level[i]
+            for i in range(0, len(level), 2)
+        ]
+    return digest(level[0])
+
+
+def merkle_proof(leaves: Sequence[Digest], index: int) -> list[Digest]:
+    """Sibling path from leaf `index` to the root. Raises MalformedError if out of range."""
+    if not 0 <= index < len(leaves):
+        raise MalformedError(f"leaf {index} is not among {len(leaves)}")
+    level = [to_bytes(leaf) for leaf in leaves]
+    proof: list[Digest] = []
+    while len(level) > 1:
+        sibling = index ^ 1
+        if sibling < len(level):
+            proof.append(digest(level[sibling]))
+        level = [
+            _pair(level[i], level[i + 1]) if i + 1 < len(level) else level[i]
+            for i in range(0, len(level), 2)
+        ]
+        index //= 2
+    return proof
+
+
+def merkle_verify(root: Digest, leaf: Digest, proof: Sequence[Digest]) -> bool:
+    """True if `proof` leads from `leaf` to `root`."""
+    node = to_bytes(leaf)
+    for sibling in proof:
+        node = _pair(node, to_bytes(sibling))
+    return digest(node) == root
+
+
+def reward_leaf(node: str, cumulative: int) -> Digest:
+    """keccak256(keccak256(abi.encode(node, cumulative))): leaf of a reward root (Rewards.sol)."""
+    encoded = bytes(12) + bytes.fromhex(node[2:]) + cumulative.to_bytes(32, "big")
+    return digest(keccak(keccak(encoded)))

@@ -1,0 +1,49 @@
+"""Folders that a person names, made at the edge of every program."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prime_core.errors import UserError
+
+
+def make_folder(path: Path) -> Path:
+    """`path`, made with its parents if it is not there. Raises UserError if it cannot be made or
+    takes no files."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):  # permission bits do not tell of read-only mounts
+            pass
+    except OSError as error:
+        taken = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "a file is in the way" if taken else error.strerror or str(error)
+        raise UserError(
+            f"the folder {path} cannot be used: {why}", hint="name one that you may write to"
+        ) from error
+    return path
+
+
+@contextmanager
+def held_alone(folder: Path, who: str) -> Iterator[None]:
+    """Within it, `folder` is this process's; the hold ends with the process, however that ends.
+    Raises UserError, naming the holder, if another `who` has it."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
+            raise UserError(
+                f"another {who} (process {holder}) works in {folder}",
+                hint="end it first, or name another --data for this one",
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,83 @@
+"""Identifiers and units: one name, one representation for each.
+
+A 32-byte value is always the text "0x" + 64 lowercase hex digits; an account is always its EIP-55
+checksummed text. Bytes appear only where they are hashed or sent.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NewType
+
+from eth_hash.auto import keccak
+
+from prime_core.errors import MalformedError
+
+Address = NewType("Address", str)
+"""An Ethereum account, EIP-55 checksummed."""
+Digest = NewType("Digest", str)
+"""32 bytes as "0x" + 64 lowercase hex digits (SHA-256, BLAKE3, keccak-256, EIP-712 digest)."""
+Signature = NewType("Signature", str)
+"""65 bytes r‖s‖v (ECDSA), or an ERC-1271 blob, as "0x" + lowercase hex."""
+PoolId = NewType("PoolId", int)
+Version = NewType("Version", int)
+"""Number of a published policy; version v is the base model after v optimizer steps published."""
+Step = NewType("Step", int)
+"""Number of a training batch; batch s is trained on policy version s and gives version s + 1."""
+Epoch = NewType("Epoch", int)
+"""floor(unix time / epoch length), by the chain's clock."""
+Timestamp = NewType("Timestamp", int)
+"""Unix time in whole seconds."""
+Wei = NewType("Wei", int)
+"""Token amount in its smallest unit (10^-18)."""
+Units = NewType("Units", int)
+"""Generated tokens of accepted rows, as a validator counted them."""
+SpeedClass = NewType("SpeedClass", int)
+"""1 (slowest) and up, measured at admission; 0 means none and is refused."""
+
+ZERO_DIGEST = Digest("0x" + "00" * 32)
+ZERO_ADDRESS = Address("0x" + "00" * 20)
+
+_DIGEST = re.compile(r"0x[0-9a-f]{64}\Z")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{40}\Z")
+_HEX = re.compile(r"0x(?:[0-9a-f]{2})*\Z")
+
+
+def digest(value: str | bytes) -> Digest:
+    """Returns `value` as a Digest. Raises MalformedError unless it is exactly 32 bytes."""
+    text = "0x" + value.hex() if isinstance(value, bytes) else value
+    if not _DIGEST.match(text):
+        raise MalformedError(f"not a 32-byte lowercase hex digest: {text[:80]!r}")
+    return Digest(text)
+
+
+def address(value: str | bytes) -> Address:
+    """Returns `value` checksummed (EIP-55). Raises MalformedError unless it is an Ethereum address
+    in one case, or in mixed case with the right checksum."""
+    text = "0x" + value.hex() if isinstance(value, bytes) else value
+    if isinstance(text, str) and _ADDRESS.match(text):
+        checked = _checksummed(text.lower())
+        if text == checked or text[2:] in (text[2:].lower(), text[2:].upper()):
+            return checked
+    raise MalformedError(f"not an Ethereum address: {str(text)[:80]!r}")
+
+
+@lru_cache(maxsize=65536)
+def _checksummed(lower: str) -> Address:
+    marks = keccak(lower[2:].encode()).hex()
+    pairs = zip(lower[2:], marks, strict=False)
+    return Address("0x" + "".join(c.upper() if mark > "7" else c for c, mark in pairs))
+
+
+def signature(value: str | bytes) -> Signature:
+    """Returns `value` as hex text. Raises MalformedError unless it is hex of 65 to 4096 bytes."""
+    text = "0x" + value.hex() if isinstance(value, bytes) else value
+    if not _HEX.match(text) or not 65 <= (len(text) - 2) // 2 <= 4096:
+        raise MalformedError("not a signature: expected 0x and 65 to 4096 bytes of lowercase hex")
+    return Signature(text)
+
+
+def to_bytes(value: Digest | Signature | Address) -> bytes:
+    """The raw bytes of a digest, signature or address."""
+    return bytes.fromhex(value[2:])

@@ -1,0 +1,94 @@
+"""Lifecycles as pure steps: `step(state, event, now) -> (state, effects)`.
+
+Nodes:   admitted → active ⇄ silent;  any → quarantined → ejected | active;  any → left
+         shadow, which has no seat: heartbeats only, until it is admitted
+Leases:  open → submitted → accepted | rejected | void;  open → expired
+An event that does not fit the state leaves it unchanged and has no effect: events may come twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from prime_core.node import NodeStatus
+from prime_core.task import LeaseStatus
+
+NodeEventKind = Literal[
+    "joined", "heartbeat", "tick", "rejected", "slash_confirmed", "slash_cancelled", "left"
+]
+LeaseEventKind = Literal["submitted", "accepted", "rejected", "void", "abandoned", "tick"]
+NodeEffect = Literal["release_leases", "stop_node"]
+LeaseEffect = Literal["offer_again", "credit", "void_credit"]
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """`last_heartbeat` by the orchestrator's clock, in seconds."""
+
+    status: NodeStatus
+    last_heartbeat: float
+
+
+def step_node(
+    state: NodeState,
+    event: NodeEventKind,
+    now: float,
+    *,
+    death_seconds: float,
+    orchestrator_up_since: float,
+) -> tuple[NodeState, tuple[NodeEffect, ...]]:
+    """One event in a node's life. Silence is counted only while the orchestrator itself was up."""
+    if state.status in ("ejected", "left"):
+        return state, ()
+    match event:
+        case "joined":
+            if state.status == "admitted":
+                return NodeState("active", now), ()
+        case "heartbeat":
+            status: NodeStatus = "active" if state.status == "silent" else state.status
+            return NodeState(status, now), ()
+        case "tick":
+            heard = max(state.last_heartbeat, orchestrator_up_since)
+            if state.status == "active" and now - heard > death_seconds:
+                return replace(state, status="silent"), ("release_leases",)
+        case "rejected":
+            if state.status != "quarantined":
+                return replace(state, status="quarantined"), ("release_leases",)
+        case "slash_confirmed":
+            return replace(state, status="ejected"), ("release_leases", "stop_node")
+        case "slash_cancelled":
+            if state.status == "quarantined":
+                return replace(state, status="active"), ()
+        case "left":
+            return replace(state, status="left"), ("release_leases",)
+    return state, ()
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """`deadline` in Unix seconds."""
+
+    status: LeaseStatus
+    deadline: float
+
+
+def step_lease(
+    state: LeaseState, event: LeaseEventKind, now: float
+) -> tuple[LeaseState, tuple[LeaseEffect, ...]]:
+    """One event in a lease's life. An abandoned lease stays open: it comes back, unchanged."""
+    if state.status == "open":
+        if event == "submitted" and now <= state.deadline:
+            return replace(state, status="submitted"), ()
+        if event == "abandoned":
+            return state, ("offer_again",)
+        if event == "tick" and now > state.deadline:
+            return replace(state, status="expired"), ()
+    elif state.status == "submitted":
+        if event == "accepted":
+            return replace(state, status="accepted"), ("credit",)
+        if event == "rejected":
+            return replace(state, status="rejected"), ("void_credit",)
+        if event == "void":
+            return replace(state, status="void"), ()
+    return state, ()

@@ -1,0 +1,415 @@
+"""HTTP bodies, shared by client and server. JSON in, JSON out; errors are RFC 9457 problems.
+
+| method and path | who | body → answer |
+|---|---|---|
+| GET  /v1/pool | anyone | → PoolInfo |
+| GET  /v1/run | anyone | → the bytes of the pool's first run definition |
+| GET  /v1/runs | anyone | → RunList |
+| GET  /v1/runs/{digest} | anyone | → the bytes of one definition |
+| POST /v1/revisions | manager* | RevisionRequest → RunRevision (queues Pools.revise) |
+| POST /v1/sessions | grant's account | SessionRequest → SessionAnswer |
+| POST /v1/sessions/revoke | the account | RevokeRequest → {} |
+| POST /v1/admission/challenge | node* | AdmissionRequest → ChallengeAnswer |
+| POST /v1/admission/solution/{id} | node* | raw int64 little-endian products → AdmissionAnswer |
+| POST /v1/heartbeat | node* | Heartbeat → HeartbeatAnswer |
+| POST /v1/leases | node* | LeaseRequest → LeaseAnswer |
+| GET  /v1/leases/{digest} | anyone | → SignedLease, once a file was handed in for it |
+| POST /v1/leases/{digest}/abandon | node* | {} → {} |
+| POST /v1/leases/{digest}/upload | node* | UploadRequest → UploadAnswer |
+| PUT/GET /v1/store/{key} | holder of a signed URL | bytes |
+| POST /v1/submissions | anyone carrying it | SignedSubmission → ReceiptAnswer |
+| GET  /v1/submissions/{digest} | anyone | → SubmissionInfo |
+| GET  /v1/draws | anyone | → list[DrawInfo], latest epoch first, at most 256 |
+| GET  /v1/objects/{digest} | anyone | → 307 to a signed URL (verdicts, evidence, tables, roots) |
+| GET  /v1/policies | anyone | → PolicyList |
+| GET  /v1/policies/{version} | anyone | → SignedManifest, however old |
+| POST /v1/policies | trainer* | SignedManifest → {} (queues publishPolicy) |
+| GET  /v1/relays | anyone | → list[RelayInfo] |
+| POST /v1/relays | relay* | RelayAnnouncement → {} |
+| GET  /v1/batches/{step} | trainer* | → BatchAnswer, or 404 problem until it is sealed |
+| GET  /v1/batches/{step}/manifest | anyone | → SignedBatch |
+| GET  /v1/nodes?after=&provider= | anyone | → list[NodeInfo] by address, NODES_PAGE at most |
+| GET  /v1/nodes/{node} | anyone | → NodeInfo |
+| GET  /v1/nodes/{node}/leases | anyone | → list[LeaseInfo], newest last, at most 1,000 |
+| GET  /v1/rewards/{node} | anyone | → RewardInfo |
+| GET  /v1/status | anyone | → Status (what the dashboard and the live table draw) |
+| GET  /v1/events | anyone | → server-sent events, each a Status |
+| GET  /healthz /metrics /docs / | anyone | health, Prometheus, OpenAPI, dashboard |
+
+* signed by a session (RFC 9421 + RFC 9530): see prime_core/transport.
+
+Requests and answers carry `Prime-Protocol` (prime_core/version.py). Answers (`Answer`) ignore
+unknown fields, requests (`Strict`) reject them, signed statements are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from prime_core.batch import SignedBatch
+from prime_core.checkpoint import SignedManifest
+from prime_core.draws import SignedDrawCommitment
+from prime_core.node import Hardware, Invite, NodeStatus, SessionGrant, SessionRevocation
+from prime_core.rollout import Receipt
+from prime_core.signing import AddressField, Answer, DigestField, SignatureField, Strict
+from prime_core.task import LeaseStatus, SignedLease
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""A number that fits every database and every reader of JSON."""
+
+
+class ContractAddresses(Answer):
+    """Where the deployment lives."""
+
+    token: AddressField
+    registry: AddressField
+    vault: AddressField
+    pools: AddressField
+    work: AddressField
+    rewards: AddressField
+    slasher: AddressField
+
+
+class PoolInfo(Answer):
+    chain_id: int
+    contracts: ContractAddresses
+    pool: int
+    manager: AddressField
+    trainer: AddressField
+    run_digest: DigestField
+    name: str
+    orchestrator: str
+    """The audience that session grants must name."""
+    latest_version: int | None
+    stake_per_class: str
+    """Wei as decimal text."""
+
+
+class RunRevision(Answer):
+    """A revision of the pool's run: leases of steps from `from_step` on are given under it, once it
+    is `final` on chain."""
+
+    run_digest: DigestField
+    from_step: Count
+    final: bool
+
+
+class RunList(Answer):
+    """The pool's first definition, and its revisions by step."""
+
+    first: DigestField
+    revisions: tuple[RunRevision, ...]
+
+
+class RevisionRequest(Strict):
+    """`run`: the text of the revision's file, whose bytes (UTF-8) its digest is over."""
+
+    run: str = Field(max_length=1 << 20)
+    from_step: Count
+
+
+class SessionRequest(Strict):
+    grant: SessionGrant
+    signature: SignatureField
+
+
+class SessionAnswer(Answer):
+    key_id: str
+    """The session key's digest text; goes into the signatures' `keyid`."""
+    expiry: int
+    server_time: int
+
+
+class RevokeRequest(Strict):
+    revocation: SessionRevocation
+    signature: SignatureField
+
+
+class AdmissionRequest(Strict):
+    """`shadow`: work for verdicts alone, without a seat; see protocol.md."""
+
+    hardware: Hardware
+    task_runtime: Literal["docker", "process"]
+    shadow: bool = False
+
+
+class Challenge(Answer):
+    """Multiply `rounds` pairs of size×size int matrices drawn from `seed` (prime_verify/proofs/
+    hardware.py). Time runs from the answer's sending to the solution's arrival."""
+
+    id: str = Field(max_length=64)
+    seed: DigestField
+    size: int
+    rounds: int
+    deadline: int
+
+
+class ChallengeAnswer(Answer):
+    """Either a challenge or how many milliseconds to wait for one's turn."""
+
+    challenge: Challenge | None
+    retry_after_ms: int = 0
+    reason: str = ""
+
+
+class AdmissionAnswer(Answer):
+    """`invite` with the manager's signature; neither for a shadow node, which gets no seat, nor for
+    a node that has its invite."""
+
+    mmacs_per_second: int
+    invite: Invite | None = None
+    signature: SignatureField | None = None
+
+
+class Heartbeat(Strict):
+    """`policy_version` the newest verified on disk; `leases` the open ones being worked on;
+    `heard_at` the `server_time` of the last answer that was taken in (0: none); `lied` the relays
+    that sent it bytes which do not hash, since the last heartbeat that got through."""
+
+    policy_version: Count | None
+    leases: tuple[DigestField, ...] = Field(default=(), max_length=64)
+    tokens_per_second: Count = 0
+    runtime: Literal["docker", "process"] = "process"
+    version: str = Field(default="", max_length=64)
+    heard_at: Count = 0
+    lied: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=16)
+
+
+class FileEnding(Answer):
+    """A file that was not accepted. `detail` says in a sentence why, and what to do."""
+
+    submission_digest: DigestField
+    lease_digest: DigestField
+    status: Literal["rejected", "void"]
+    reason: int
+    detail: str = Field(max_length=512)
+    judged_at: int
+
+
+Directive = Literal["join", "work", "wait", "stop"]
+
+
+class HeartbeatAnswer(Answer):
+    """What to do next. join: membership not yet seen · work: ask for leases · wait: quarantined or
+    paused · stop: ejected or the pool has ended; the agent exits and says why (`reason`)."""
+
+    directive: Directive
+    reason: str
+    status: NodeStatus
+    latest_version: Count | None
+    relays: tuple[str, ...]
+    server_time: Count
+    endings: tuple[FileEnding, ...] = Field(default=(), max_length=16)
+    """The node's files that ended rejected or void since `heard_at`, the newest; may repeat."""
+    measure: bool = False
+    """Solve one more hardware challenge, beside the work: too little is known of the speed."""
+    run_digest: DigestField | None = None
+    """The newest definition of the run, announced or in force: what the node prepares for."""
+
+
+class LeaseRequest(Strict):
+    """`policy_version` is the newest the worker can load; `runs` the digests of the runs whose work
+    the node takes now (empty: any). A node that declines a revision leaves it out."""
+
+    policy_version: Count
+    runs: tuple[DigestField, ...] = Field(default=(), max_length=64)
+
+
+class LeaseAnswer(Answer):
+    """Either a lease or how many milliseconds to wait. `run_digest`: the run of the lease that the
+    node would have got, where the node does not take that run."""
+
+    lease: SignedLease | None
+    retry_after_ms: int = 0
+    reason: str = ""
+    run_digest: DigestField | None = None
+
+
+class UploadRequest(Strict):
+    sha256: DigestField
+    size: int = Field(ge=1)
+
+
+class UploadAnswer(Answer):
+    """PUT the bytes to `url` with exactly these headers before `expiry`. `exists`: already here."""
+
+    url: str
+    headers: dict[str, str]
+    expiry: int
+    exists: bool = False
+
+
+class ReceiptAnswer(Answer):
+    receipt: Receipt
+    signature: SignatureField
+
+
+class SubmissionInfo(Answer):
+    """`detail` says in a sentence what `reason` means and what to do; empty until it is judged."""
+
+    submission_digest: DigestField
+    node: AddressField
+    lease_digest: DigestField
+    step: int
+    sha256: DigestField
+    status: LeaseStatus
+    reason: int
+    units: int
+    root: DigestField | None
+    """The confirmed work root that holds this leaf."""
+    verdict: DigestField | None
+    evidence: DigestField | None
+    detail: str = ""
+    compute_share: float | None = None
+    """What verifying it computed, as a share of what making it did; None: nothing was replayed."""
+
+
+class DrawInfo(Answer):
+    """A validator's commitment to an epoch's draw. `revealed`: the object it names is there."""
+
+    signed: SignedDrawCommitment
+    revealed: bool
+
+
+MAX_LISTED = 64
+"""Manifests that a list may name: each costs its reader a signature check, about a millisecond."""
+
+
+class PolicyList(Answer):
+    """Newest first, the newest alone; the origin keeps all that are still liable."""
+
+    policies: tuple[SignedManifest, ...] = Field(max_length=MAX_LISTED)
+
+
+class RelayAnnouncement(Strict):
+    """What a relay says of itself: its base URL and the policy versions that it serves whole."""
+
+    url: str = Field(max_length=512)
+    versions: tuple[int, ...] = ()
+
+
+class RelayInfo(Answer):
+    """A relay that announced itself lately."""
+
+    url: str = Field(max_length=512)
+    versions: tuple[int, ...] = ()
+
+
+class BatchAnswer(Answer):
+    """A sealed batch and a signed URL for each file and verdict table, by SHA-256."""
+
+    batch: SignedBatch
+    urls: dict[str, str]
+
+
+NODES_PAGE = 1000
+"""Nodes in one answer of /v1/nodes. A full page is followed by `?after=` its last address."""
+
+
+class NodeInfo(Answer):
+    """Counts are of the node's files; a shadow node's of its shadow files, which earn no units."""
+
+    node: AddressField
+    provider: AddressField | None
+    status: NodeStatus
+    speed_class: int
+    last_heartbeat: int
+    policy_version: int | None
+    accepted: int
+    rejected: int
+    void: int
+    units: int
+
+
+class LeaseInfo(Answer):
+    """One lease as anyone may see it; times in Unix seconds."""
+
+    digest: DigestField
+    step: int
+    index: int
+    policy_version: int
+    status: LeaseStatus
+    created_at: int
+    deadline: int
+    target: int
+
+
+class RewardInfo(Answer):
+    """The newest posted reward root's entry of one node. Amounts in wei as decimal text."""
+
+    node: AddressField
+    epoch: int | None
+    cumulative: str
+    proof: tuple[DigestField, ...]
+    claimable_at: int | None
+    pending_units: int
+    forfeited: str
+
+
+class ValidatorInfo(Answer):
+    """How often a validator was right, as far as that is known: of planted files, whose truth the
+    manager knows, `accused` honest ones rejected and `missed` lies accepted; `overruled` opinions
+    that two others contradicted."""
+
+    validator: AddressField
+    opinions: int
+    overruled: int
+    honest: int
+    accused: int
+    lying: int
+    missed: int
+
+
+class PolicyReach(Answer):
+    """How a policy spread: of `nodes` that work now, when each was first heard to have it."""
+
+    version: int
+    published_at: int
+    nodes: int
+    after_ms: tuple[int, ...]
+    """Milliseconds from publication to the heartbeat that named it, ascending, one a node."""
+
+
+class TargetShare(Answer):
+    """One target length of late (prime_orchestrator/manager/targets.py says over which window)."""
+
+    target: int
+    asked: int
+    """Leases given."""
+    accepted: int
+    """Of those, leases whose files were accepted."""
+    trained: int
+    """Groups in the latest sealed batches."""
+    starving: bool
+    """Its share of what was accepted or trained is below half of the least that the run states."""
+
+
+class Status(Answer):
+    """One picture of the pool, for tables and pages."""
+
+    pool: int
+    name: str
+    time: int
+    step: int
+    latest_version: int | None
+    published: tuple[int, ...]
+    nodes: tuple[NodeInfo, ...]
+    files: dict[str, int]
+    """Count of submissions by status, all time."""
+    shadow_files: dict[str, int] = Field(default_factory=dict)
+    """The same of shadow nodes' files, which are judged and nothing else."""
+    batches: tuple[dict[str, int | str], ...]
+    """Newest last, at most 200: step, rows, mean_reward_micro, staleness_max, sealed_at."""
+    transactions: tuple[dict[str, int | str], ...]
+    """Newest last, at most 20: kind, hash, status, at."""
+    slashes: tuple[dict[str, int | str], ...]
+    reach: tuple[PolicyReach, ...] = ()
+    """The newest policies, oldest first, at most 8."""
+    chain_reachable: bool
+    validators: tuple[ValidatorInfo, ...] = ()
+    compute_share: float | None = None
+    """What verifying files cost, as a share of making them: the mean over judged files."""
+    targets: tuple[TargetShare, ...] = ()
+    """Every target length of the run, ascending."""

@@ -1,0 +1,129 @@
+"""A node: its consent to an owner, its sessions, its hardware, its invite into a pool."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from prime_core.errors import PolicyError
+from prime_core.signing import (
+    U8,
+    U64,
+    U256,
+    AddressField,
+    ContractName,
+    DigestField,
+    Statement,
+    Strict,
+    Text,
+)
+
+
+class NodeConsent(Statement):
+    """The node agrees to belong to `provider`. Checked by Registry.addNode; `salt` is used once."""
+
+    CONTRACT: ClassVar[ContractName] = "registry"
+    provider: AddressField
+    node: AddressField
+    salt: DigestField
+    deadline: U64
+
+
+class SessionGrant(Statement):
+    """An account lets an Ed25519 key sign HTTP requests to one orchestrator until `expiry`.
+
+    `scope` is "node", "trainer", "relay", "manager" or "validator"; `session_key` the raw Ed25519
+    public key;
+    expiry − issued_at ≤ 24 h.
+    """
+
+    CONTRACT: ClassVar[ContractName] = "registry"
+    account: AddressField
+    session_key: DigestField
+    orchestrator: Text
+    scope: Text
+    issued_at: U64
+    expiry: U64
+
+
+class SessionRevocation(Statement):
+    """Ends every session of `account` issued before `revoked_before`, at once."""
+
+    CONTRACT: ClassVar[ContractName] = "registry"
+    account: AddressField
+    orchestrator: Text
+    revoked_before: U64
+
+
+class Invite(Statement):
+    """The manager admits `node` to `pool` in a speed class. Checked by Pools.join."""
+
+    CONTRACT: ClassVar[ContractName] = "pools"
+    pool: U256
+    node: AddressField
+    speed_class: U8
+    deadline: U64
+
+
+class Gpu(Strict):
+    """One accelerator as NVML reads it (a hint, never a proof). `memory_mb` in MiB."""
+
+    model: str = Field(max_length=128)
+    memory_mb: int = Field(ge=0, le=1 << 24)
+
+
+class Hardware(Strict):
+    """What a node says of its machine. Memory and disk in MiB."""
+
+    cpu_model: str = Field(max_length=128)
+    cpu_count: int = Field(ge=1, le=4096)
+    memory_mb: int = Field(ge=0, le=1 << 28)
+    disk_mb: int = Field(ge=0, le=1 << 32)
+    gpus: tuple[Gpu, ...] = Field(max_length=64)
+
+
+class Requirements(Strict):
+    """What a pool asks of a machine. `gpu_model` is a case-insensitive substring; "" means any."""
+
+    gpu_count: int = Field(default=0, ge=0)
+    gpu_model: str = ""
+    gpu_memory_mb: int = Field(default=0, ge=0)
+    cpu_count: int = Field(default=1, ge=1)
+    memory_mb: int = Field(default=0, ge=0)
+    disk_mb: int = Field(default=0, ge=0)
+
+    def shortfalls(self, found: Hardware) -> list[str]:
+        """What a machine misses, in plain words, one entry a requirement; empty if it fits."""
+        fitting = [
+            gpu
+            for gpu in found.gpus
+            if self.gpu_model.lower() in gpu.model.lower() and gpu.memory_mb >= self.gpu_memory_mb
+        ]
+        missing = []
+        if len(fitting) < self.gpu_count:
+            kind = f" {self.gpu_model}" if self.gpu_model else ""
+            memory = f" with {self.gpu_memory_mb} MiB" if self.gpu_memory_mb else ""
+            missing.append(f"{self.gpu_count}{kind} GPU(s){memory}, found {len(fitting)}")
+        for name, wanted, have in (
+            ("CPUs", self.cpu_count, found.cpu_count),
+            ("MiB of memory", self.memory_mb, found.memory_mb),
+            ("MiB of disk", self.disk_mb, found.disk_mb),
+        ):
+            if have < wanted:
+                missing.append(f"{wanted} {name}, found {have}")
+        return missing
+
+    def require(self, found: Hardware) -> None:
+        """Raises PolicyError that names everything the machine lacks."""
+        if missing := self.shortfalls(found):
+            raise PolicyError(
+                "this machine does not fit the pool, which asks for " + "; ".join(missing)
+            )
+
+
+NodeStatus = Literal["admitted", "active", "silent", "quarantined", "ejected", "left", "shadow"]
+"""admitted: invited, not yet a member on chain · active: member with fresh heartbeats · silent: no
+heartbeat for the death period (gets no lease, loses nothing) · quarantined: a rejected file waits
+for its slash · ejected: the slash or an ejection is confirmed · left: by its own act · shadow:
+works without a seat, for verdicts alone."""

@@ -1,0 +1,12 @@
+"""The form of a row's proofs. Standard library only, so that kernels and engines need no more."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+PROOF_WINDOW = 32
+"""Generated tokens covered by one activation proof and one sketch; the last may be shorter."""
+PROOF_TOPK = 128
+SKETCH_DIMENSIONS = 64
+
+FinishReason = Literal["end", "length"]

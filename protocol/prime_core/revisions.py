@@ -1,0 +1,86 @@
+"""A pool's run and its revisions: which definition a lease is given, judged and paid under.
+
+The pool's first definition is fixed at its creation. A revision, announced on chain with the first
+step that it holds for, may change what REVISABLE names. The run of a step follows from the chain
+alone: a lease of step `s` names the last revision whose first step is not after `s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from prime_core.errors import NotFoundError, PolicyError, UntrustedError
+from prime_core.ids import Digest
+from prime_core.run import RunDefinition
+from prime_core.task import Lease
+
+REVISABLE = frozenset(
+    {"budgets", "environment", "price_per_judged_file", "price_per_unit", "requirements", "task"}
+)
+"""Everything else (the model, what the trainer and the contracts rest on) stays for the pool's
+life."""
+
+
+def check_revision(before: RunDefinition, after: RunDefinition) -> None:
+    """Raises PolicyError that names every field that a revision may not change."""
+    old, new = before.model_dump(), after.model_dump()
+    fixed = sorted(name for name in old if old[name] != new[name] and name not in REVISABLE)
+    if fixed:
+        raise PolicyError(
+            f"a revision cannot change {', '.join(fixed)}: it may change "
+            f"{', '.join(sorted(REVISABLE))}; anything else needs a new pool"
+        )
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The pool's first definition and its revisions, each with its first step, by step."""
+
+    first: RunDefinition
+    revisions: tuple[tuple[int, RunDefinition], ...] = ()
+
+    def at(self, step: int) -> RunDefinition:
+        """The run of a step's leases."""
+        found = self.first
+        for from_step, run in self.revisions:
+            if from_step <= step:
+                found = run
+        return found
+
+    def of(self, digest: Digest) -> RunDefinition:
+        """The definition of this digest. Raises NotFoundError if it is none of the pool's."""
+        for run in (self.first, *(run for _, run in self.revisions)):
+            if run.digest() == digest:
+                return run
+        raise NotFoundError(f"no revision of the pool's run has digest {digest}")
+
+    def of_lease(self, lease: Lease) -> RunDefinition:
+        """The run that a lease is judged and paid under. Raises UntrustedError unless the lease
+        names the run of its step."""
+        run = self.at(lease.step)
+        if lease.run_digest != run.digest():
+            raise UntrustedError(
+                f"the lease names run {lease.run_digest}, not that of step {lease.step}"
+            )
+        return run
+
+
+def read_history(
+    first: Digest, revisions: Iterable[tuple[int, Digest]], fetch: Callable[[Digest], bytes]
+) -> RunHistory:
+    """The history that the chain names, its definitions fetched by digest.
+
+    Args: `first`, the digest that the pool was created with; `revisions`, first step and digest of
+    each, in their order; `fetch`, the bytes of a digest.
+    Raises UntrustedError if fetched bytes do not hash to their digest, MalformedError if they are
+    no run definition, what `fetch` raises.
+    """
+
+    def read(digest: Digest) -> RunDefinition:
+        run = RunDefinition.parse(fetch(digest))
+        if run.digest() != digest:
+            raise UntrustedError(f"the run definition that came is not {digest}")
+        return run
+
+    return RunHistory(read(first), tuple((step, read(digest)) for step, digest in revisions))

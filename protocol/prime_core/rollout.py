@@ -1,0 +1,130 @@
+"""Rollout files: the untrusted submission and the verified rows.
+
+The Parquet schema and every limit on a file live here, in one place.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from prime_core import encoding
+from prime_core.errors import MalformedError
+from prime_core.proof_form import FinishReason
+from prime_core.signing import (
+    U32,
+    U64,
+    U256,
+    AddressField,
+    ContractName,
+    DigestField,
+    SignatureField,
+    Statement,
+    Strict,
+)
+
+SCHEMA_VERSION = "1"
+MAX_FILE_BYTES = 64 << 20
+MAX_ROWS = 4096
+MAX_PROMPT_TOKENS = 32_768
+MAX_OUTPUT_TOKENS = 65_536
+
+COLUMNS: dict[str, str] = {
+    "problem_id": "string",
+    "group": "int32",  # 0 … groups of the lease − 1
+    "sample": "int32",  # 0 … samples a group − 1
+    "prompt_tokens": "list<int32>",
+    "output_tokens": "list<int32>",  # the end token included where the row ends by it
+    "logprobs": "list<float32>",  # log softmax(logits / T) of each output token, before the noise
+    "target_length": "int32",
+    "finish_reason": "string",
+    "policy_version": "int64",
+    "reward": "float64",  # advisory: the node's own grading
+    "proofs": "binary",  # TOPLOC proofs of the row's windows, each u16 length ‖ bytes, in order
+    "sketch": "binary",  # bf16 little-endian [windows, SKETCH_DIMENSIONS]
+}
+"""Parquet columns in order, with their Arrow types. Rows are sorted by (group, sample)."""
+
+METADATA_KEYS = ("schema_version", "lease", "engine", "dtype", "device")
+"""Parquet key-value metadata; `lease` is the lease digest, `engine` e.g. "plain/1"."""
+
+
+class Submission(Statement):
+    """The signed claim of `node` that file `sha256` fulfils a lease. Its digest is the Merkle leaf.
+
+    Untrusted: `rows` and `size` are checked against the file itself. Bytes; Unix seconds.
+    """
+
+    CONTRACT: ClassVar[ContractName] = "work"
+    pool: U256
+    lease_digest: DigestField
+    node: AddressField
+    step: U64
+    policy_digest: DigestField
+    sha256: DigestField
+    size: U64
+    rows: U32
+    valid_until: U64
+
+
+class Receipt(Statement):
+    """The manager's countersignature: the submission arrived at `received_at` (Unix seconds)."""
+
+    CONTRACT: ClassVar[ContractName] = "work"
+    submission_digest: DigestField
+    received_at: U64
+
+
+class SignedSubmission(Strict):
+    """One leaf as it is published in a root's leaves object."""
+
+    submission: Submission
+    node: AddressField
+    signature: SignatureField
+
+
+def encode_leaves(leaves: Sequence[SignedSubmission]) -> bytes:
+    """The object that a work root names: canonical JSON of its submissions, in leaf order."""
+    return encoding.canonical_json([leaf.model_dump(mode="json") for leaf in leaves])
+
+
+def decode_leaves(data: bytes) -> list[SignedSubmission]:
+    """Reads a leaves object. Raises MalformedError if it is not one, or not canonical."""
+    value = encoding.parse_canonical_json(data)
+    if not isinstance(value, list):
+        raise MalformedError("a leaves object is a list")
+    try:
+        return [
+            SignedSubmission.model_validate_json(encoding.canonical_json(item)) for item in value
+        ]
+    except ValueError as error:
+        raise MalformedError("a leaf of the leaves object does not parse") from error
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One verified row, ready to train on. Only prime_verify makes these from files.
+
+    tokens int, logprobs in nats at temperature T, reward recomputed by the validator. Tokens and
+    log-probabilities are held as the file holds them, 4 bytes each (int32, float32), whatever they
+    came as: a batch may be tens of millions of tokens.
+    """
+
+    problem_id: str
+    group: int
+    sample: int
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    logprobs: Sequence[float]
+    target_length: int
+    finish_reason: FinishReason
+    policy_version: int
+    reward: float
+
+    def __post_init__(self) -> None:
+        for name, kind in (("prompt_tokens", "i"), ("output_tokens", "i"), ("logprobs", "f")):
+            given = getattr(self, name)
+            if not isinstance(given, array) or given.typecode != kind:
+                object.__setattr__(self, name, array(kind, given))

@@ -1,0 +1,233 @@
+"""The run definition: the file that says what a pool's nodes do, how work is judged and paid.
+
+The run digest is the SHA-256 of the file's bytes, whatever fields this program knows: a later
+release may add optional fields without changing the digest of any run. What only the trainer uses
+is in the trainer's configuration (prime_trainer/config.py). Fractions are whole millionths
+(`_micro`); times are whole seconds unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from prime_core import encoding
+from prime_core.errors import MalformedError
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.node import Requirements
+from prime_core.signing import DigestField, Strict
+from prime_core.task import Task
+from prime_core.version import UPGRADE
+
+MICRO = 1_000_000
+MAX_RUN_BYTES = 1 << 20
+MAX_SOLUTION_BYTES = 64 << 20
+"""Largest solution of a hardware challenge."""
+
+
+class EnvironmentRef(Strict):
+    """A registered environment with its arguments; `digest` pins its code version and dataset."""
+
+    name: str = Field(max_length=64)
+    arguments: dict[str, int | str] = Field(default_factory=dict)
+    digest: DigestField
+    train_size: int = Field(ge=1)
+    """Number of training problems; prompt indices are drawn below this."""
+    heldout_size: int = Field(ge=0)
+    """Held-out problems follow the training ones: train_size … train_size + heldout_size − 1."""
+
+
+LEAST_SHARE = 10_000
+"""Smallest `min_share_micro` but 0: a smaller share cannot be kept over a few hundred leases."""
+LengthForm = Literal["exact", "max", "clip"]
+
+
+class LengthBudgets(Strict):
+    """The target lengths of a run, and the reward's penalty per token off the target.
+
+    `form`: how length enters the reward (prime_envs/lengths.py)."""
+
+    targets: tuple[int, ...] = Field(min_length=1, max_length=32)
+    """Every length that the run asks for, in generated tokens, ascending. A lease names one."""
+    min_share_micro: int | None = Field(default=None, ge=0, le=MICRO)
+    """Least share of the groups for each target: 0, or LEAST_SHARE at least. None: half of an
+    equal share."""
+    by_class: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    """Which targets nodes of a speed class are asked for first: class number as text ("1", "2", …)
+    to some of `targets`. A preference, never an exclusion: `min_share` comes before it."""
+    penalty_micro: int = Field(ge=0)
+    form: LengthForm = "exact"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LengthBudgets:
+        if list(self.targets) != sorted(set(self.targets)) or not 0 <= self.targets[0] < 1 << 32:
+            raise ValueError("targets must be different lengths in ascending order")
+        for name, preferred in self.by_class.items():
+            if not name.isdecimal() or not preferred or not set(preferred) <= set(self.targets):
+                raise ValueError("by_class gives class numbers some of the targets each")
+        if 0 < self.min_share < LEAST_SHARE:
+            raise ValueError(f"a least share is 0, or at least {LEAST_SHARE} millionths")
+        if self.min_share * len(self.targets) > MICRO:
+            raise ValueError("the least shares of all targets add up to more than the whole")
+        return self
+
+    @property
+    def min_share(self) -> int:
+        """Least share of the groups for each target, in millionths."""
+        if self.min_share_micro is not None:
+            return self.min_share_micro
+        return MICRO // (2 * len(self.targets))
+
+    def preferred(self, speed_class: int) -> tuple[int, ...]:
+        """Targets of the highest listed class not above `speed_class`; all if none is listed."""
+        known = [int(name) for name in self.by_class if int(name) <= speed_class]
+        return self.by_class[str(max(known))] if known else self.targets
+
+
+class SpeedClasses(Strict):
+    """How nodes are sorted by speed relative to one another (prime_orchestrator/manager/speed.py).
+
+    Class = 1 + number of ratios reached by the node's rate divided by the median of the pool."""
+
+    ratios_micro: tuple[int, ...] = ()
+    """Ascending, in millionths. Empty: every node is of class 1."""
+    challenge_size: int = Field(default=512, ge=16, le=8192)
+    challenge_rounds: int = Field(default=2, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _solution_fits(self) -> SpeedClasses:
+        if self.challenge_size**2 * self.challenge_rounds * 8 > MAX_SOLUTION_BYTES:
+            raise ValueError(
+                "challenge_size² · challenge_rounds · 8 bytes must be at most "
+                f"{MAX_SOLUTION_BYTES >> 20} MiB: the server takes a solution in whole"
+            )
+        return self
+
+
+class RunDefinition(Strict):
+    """See the module's docstring. `price_per_unit` in wei of the pool's token.
+
+    Read a file with `parse`: it keeps the file's bytes. A run made of values has the bytes of its
+    canonical JSON.
+    """
+
+    schema_version: Literal[1] = 1
+    name: str = Field(max_length=64)
+    base_model: DigestField
+    """`result_digest` of the version-0 policy folder (prime_core.checkpoint)."""
+    environment: EnvironmentRef
+    temperature_micro: int = Field(default=MICRO, ge=1)
+    noise: Literal["murmur3-gumbel-1"] = "murmur3-gumbel-1"
+    """The function that draws tokens from a row's seed (prime_verify/proofs/sampling.py). Sampling
+    is by temperature alone: there is no field for top-k, top-p, penalties or other processors."""
+    max_output_tokens: int = Field(ge=1, le=65_536)
+    samples_per_group: int = Field(ge=2, le=1024)
+    groups_per_lease: int = Field(ge=1, le=1024)
+    groups_per_batch: int = Field(ge=1, le=65_536)
+    max_staleness: int = Field(default=2, ge=0, le=4)
+    oversample_micro: int = Field(default=0, ge=0, le=8 * MICRO)
+    """Groups with some difference in their rewards that must lie ready before a batch is sealed,
+    beyond those it takes, as a share of `groups_per_batch`; the surplus waits for a later batch
+    while it is fresh, and is paid like the rest."""
+    selection: Literal["arrival", "difficulty"] = "arrival"
+    """Which groups a batch takes of those: the oldest policy's first, or those whose mean reward is
+    nearest to one half. Groups without any difference are never taken."""
+    budgets: LengthBudgets
+    speed: SpeedClasses = SpeedClasses()
+    requirements: Requirements = Requirements()
+    task: Task
+    replay_rows_micro: int = Field(default=250_000, ge=0, le=MICRO)
+    """Share of a file's rows drawn for replay (at least one)."""
+    calibration: DigestField = ZERO_DIGEST
+    """SHA-256 of a calibration object; zero means the numbers shipped in proofs/thresholds.py."""
+    price_per_unit: int = Field(ge=0)
+    price_per_judged_file: int = Field(default=0, ge=0)
+    """What a validator is paid for each file on which it gave an opinion, whatever the verdict, in
+    wei of the pool's token."""
+    stake_per_class: int = Field(ge=0)
+    slash_amount: int = Field(ge=0)
+    epoch_seconds: int = Field(default=3600, ge=5)
+    validity_seconds: int = Field(default=86_400, ge=5)
+    lease_seconds: int = Field(default=1800, ge=5)
+    heartbeat_seconds: int = Field(default=10, ge=1)
+    death_seconds: int = Field(default=55, ge=2)
+    """Silence after which a node is dead. The default leaves room for the tick that notices it: its
+    leases are another's within a minute of its last heartbeat."""
+    root_seconds: int = Field(default=10, ge=1)
+    root_submissions: int = Field(default=64, ge=1, le=4096)
+
+    _raw: bytes = PrivateAttr(default=b"")
+
+    def model_post_init(self, context: Any) -> None:
+        raw = context["raw"] if isinstance(context, dict) else None
+        self._raw = encoding.canonical_json(self.model_dump(mode="json")) if raw is None else raw
+
+    def model_copy(
+        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> RunDefinition:
+        """A copy; one with changed fields has bytes of its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update:
+            copied.model_post_init(None)
+        return copied
+
+    @classmethod
+    def parse(cls, raw: bytes, *, exact: bool = False) -> RunDefinition:
+        """The run in a file's bytes.
+
+        Args: `exact` rejects fields that this program does not know; without it they are ignored,
+        as a peer of an earlier release does.
+        Raises MalformedError if the bytes hold no run of a schema that this program knows.
+        """
+        if len(raw) > MAX_RUN_BYTES:
+            raise MalformedError(f"more than {MAX_RUN_BYTES} bytes are no run definition")
+        extra: Literal["forbid", "ignore"] = "forbid" if exact else "ignore"
+        try:
+            return cls.model_validate_json(raw, extra=extra, context={"raw": raw})
+        except ValidationError as error:
+            first = error.errors()[0]
+            if first["loc"] == ("schema_version",):
+                raise MalformedError(
+                    "the run definition is of a later schema than this program knows; upgrade "
+                    f"it: {UPGRADE}"
+                ) from error
+            where = ".".join(str(part) for part in first["loc"])
+            said = f"{where}: {first['msg']}" if where else first["msg"]
+            raise MalformedError(f"it is no run definition: {said}") from error
+
+    @model_validator(mode="after")
+    def _rows_fit(self) -> RunDefinition:
+        if self.death_seconds <= self.heartbeat_seconds:
+            raise ValueError("death_seconds must exceed heartbeat_seconds")
+        return self
+
+    @property
+    def temperature(self) -> float:
+        return self.temperature_micro / MICRO
+
+    def fresh(self, step: int, policy_version: int) -> bool:
+        """Whether the policy is not too old for batch `step`."""
+        return step <= policy_version + self.max_staleness
+
+    @property
+    def surplus_groups(self) -> int:
+        """Groups that must lie ready beyond those that a batch takes."""
+        return self.groups_per_batch * self.oversample_micro // MICRO
+
+    @property
+    def rows_per_lease(self) -> int:
+        return self.groups_per_lease * self.samples_per_group
+
+    def least_drawn(self, rows: int) -> int:
+        """How many of a file's rows are replayed at least."""
+        return max(1, -(-self.replay_rows_micro * rows // MICRO))
+
+    def raw(self) -> bytes:
+        """The exact bytes of the run's file."""
+        return self._raw
+
+    def digest(self) -> Digest:
+        """The run digest: SHA-256 of `raw`."""
+        return encoding.sha256(self._raw)

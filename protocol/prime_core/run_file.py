@@ -1,0 +1,26 @@
+"""Reading the file of a run definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prime_core.errors import MalformedError, UserError
+from prime_core.run import MAX_RUN_BYTES, RunDefinition
+
+_HINT = "give the file that the pool was made with by --run; make one with: orchestrator run new"
+
+
+def read_run(path: Path, *, exact: bool = False) -> RunDefinition:
+    """The run definition in a file; `exact` as in `RunDefinition.parse`. Raises UserError if it
+    cannot be read or is none."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_RUN_BYTES + 1)
+    except OSError as error:
+        raise UserError(
+            f"the run definition {path} cannot be read: {error.strerror}", hint=_HINT
+        ) from error
+    try:
+        return RunDefinition.parse(raw, exact=exact)
+    except MalformedError as error:
+        raise UserError(f"{path}: {error}", hint=_HINT) from error

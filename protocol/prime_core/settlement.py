@@ -1,0 +1,317 @@
+"""Who is owed what, as a pure function of confirmed roots, verdicts and slashes.
+
+A settlement covers every leaf of the roots of its epochs, so that none can be left out unseen:
+
+    paid       accepted, judged within its root's validity, and no slash stands over it
+    held       as paid, but a slash of its node is open; decided by a later settlement
+    forfeited  as paid, but its node was slashed for a file handed in up to 24 h later
+    rejected   the verdict, or the contract, refused it
+    void       the verdict found no fault and no work (late, malformed, unreachable), or nobody
+               answers for the file on chain: it was rooted too late (`answered_for`)
+    unjudged   no verdict within the validity: our fault, unpaid, unpunished, counted
+
+Amounts are cumulative per node and never shrink: what a settlement has paid stays paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from prime_core import encoding
+from prime_core.errors import MalformedError
+from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
+from prime_core.signing import AddressField, DigestField, SignatureField, Strict
+from prime_core.verdict import Outcome, Verdict
+
+FORFEIT_SECONDS = 86_400
+"""A final rejection forfeits credits handed in this long before the bad file, and with it."""
+
+FileState = Literal["paid", "held", "forfeited", "rejected", "void", "unjudged"]
+SlashState = Literal["open", "executed", "cancelled"]
+
+
+class SettledFile(Strict):
+    """One leaf: where it stands on chain, what was found, what came of it.
+
+    `receipt` is the manager's signature over Receipt(submission_digest, received_at). `verdict` and
+    `table` are SHA-256s of objects, zero where there is none; `because` is the bad submission for
+    held and forfeited, else zero; `price_per_unit` what the run of its lease pays, in wei.
+    """
+
+    submission_digest: DigestField
+    node: AddressField
+    root_seq: int = Field(ge=0)
+    received_at: int = Field(ge=0)
+    receipt: SignatureField
+    verdict: DigestField
+    table: DigestField
+    units: int = Field(ge=0)
+    price_per_unit: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+    state: FileState
+    because: DigestField
+    judges: tuple[AddressField, ...] = ()
+    """Validators that this settlement pays for having judged the file, by address …"""
+    price_per_judged_file: str = Field(default="0", pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+    """… and what each of them gets, in wei."""
+
+
+class SettledSlash(Strict):
+    """A slash that stood over nodes of this settlement: `receipt` says when its bad file came.
+
+    `open` may be one that a verdict calls for and that is not proposed on chain yet.
+    """
+
+    submission_digest: DigestField
+    node: AddressField
+    received_at: int = Field(ge=0)
+    receipt: SignatureField
+    state: Literal["open", "executed"]
+
+
+class RewardEntry(Strict):
+    """One leaf of the reward tree; `cumulative` in wei as decimal text."""
+
+    node: AddressField
+    cumulative: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+
+
+class Settlement(Strict):
+    """The object behind a reward root. `previous` is the digest of the settlement before (zero for
+    the first); `files` are the leaves of the epochs since then and those it held; `slashes` all
+    that were not cancelled, of the nodes among them; chain facts are those up to `as_of_block`."""
+
+    schema_version: Literal[1] = 1
+    chain_id: int
+    pool: int
+    epoch: int = Field(ge=0)
+    previous: DigestField
+    as_of_block: int = Field(ge=0)
+    files: tuple[SettledFile, ...]
+    slashes: tuple[SettledSlash, ...]
+    entries: tuple[RewardEntry, ...]
+    cumulative_total: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> Digest:
+        """SHA-256 of the canonical bytes: the `object` of RewardRootPosted."""
+        return encoding.sha256(self.canonical())
+
+    def amounts(self) -> dict[Address, int]:
+        """Cumulative wei of each node."""
+        return {entry.node: int(entry.cumulative) for entry in self.entries}
+
+    def leaves(self) -> list[Digest]:
+        """Merkle leaves in the order of `entries`."""
+        return [encoding.reward_leaf(e.node, int(e.cumulative)) for e in self.entries]
+
+    def root(self) -> Digest:
+        """The reward root. Raises MalformedError if nobody is owed anything."""
+        return encoding.merkle_root(self.leaves())
+
+    def proof(self, node: Address) -> tuple[int, list[Digest]]:
+        """Cumulative wei and Merkle proof of `node`. Raises MalformedError if it has no entry."""
+        for index, entry in enumerate(self.entries):
+            if entry.node == node:
+                return int(entry.cumulative), encoding.merkle_proof(self.leaves(), index)
+        raise MalformedError(f"{node} has no entry in the settlement of epoch {self.epoch}")
+
+
+@dataclass(frozen=True)
+class JudgedFact:
+    """A verdict on a leaf. `judged_at` in Unix seconds; `verdict`, `table` name objects."""
+
+    verdict: Digest
+    table: Digest
+    outcome: Outcome
+    units: int
+    judged_at: int
+    judges: tuple[Address, ...] = ()
+    """Everyone who gave an opinion, by address."""
+
+
+def judged_fact(name: Digest, verdict: Verdict, units: int) -> JudgedFact:
+    """The fact that the verdict object `name` states; `units` are its table's, 0 unless accepted.
+    The last opinion of the decided outcome made it, so its time is the verdict's."""
+    deciding = verdict.deciding
+    return JudgedFact(
+        verdict=name,
+        table=deciding.opinion.table,
+        outcome=deciding.outcome,
+        units=units,
+        judged_at=max(
+            signed.opinion.judged_at
+            for signed in verdict.opinions
+            if signed.opinion.outcome == verdict.outcome
+        ),
+        judges=tuple(sorted(Address(signed.validator) for signed in verdict.opinions)),
+    )
+
+
+@dataclass(frozen=True)
+class LeafFact:
+    """A leaf of a confirmed root. `expires` is the end of its validity (root's block time +
+    validity); `refused` whether the contract marks it rejected; `answered` whether somebody answers
+    for it (`answered_for`); `price` what its run pays for a unit,
+    `judge_price` to each validator that judged it, in wei."""
+
+    submission_digest: Digest
+    node: Address
+    root_seq: int
+    expires: int
+    received_at: int
+    receipt: Signature
+    judged: JudgedFact | None
+    refused: bool = False
+    answered: bool = True
+    price: int = 0
+    judge_price: int = 0
+
+
+@dataclass(frozen=True)
+class SlashFact:
+    """A slash over `node` for the file `bad`, handed in at `received_at` as `receipt` says."""
+
+    bad: Digest
+    node: Address
+    received_at: int
+    receipt: Signature
+    state: SlashState
+
+
+def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
+    """Whether a lie in a submission rooted at `rooted_at` can be slashed: Work refuses a proposal
+    with `RootedLate` if not. `accountable` is slash + dispute window; all in (Unix) seconds."""
+    return rooted_at <= valid_until + accountable
+
+
+def covers(slash: SlashFact, node: Address, received_at: int) -> bool:
+    """Whether a credit of `node` handed in at `received_at` stands or falls with `slash`."""
+    return slash.node == node and 0 <= slash.received_at - received_at <= FORFEIT_SECONDS
+
+
+def standing(
+    slashes: Iterable[SlashFact], node: Address, received_at: int
+) -> tuple[Literal["free", "held", "forfeited"], Digest]:
+    """What slashes do to a credit, and the bad submission that does it (zero if free).
+
+    An executed slash outweighs an open one; of equals the smallest digest is named, so that the
+    order of `slashes` plays no part.
+    """
+    over = [s for s in slashes if s.state != "cancelled" and covers(s, node, received_at)]
+    executed = [s.bad for s in over if s.state == "executed"]
+    if executed:
+        return "forfeited", min(executed)
+    if over:
+        return "held", min(s.bad for s in over)
+    return "free", ZERO_DIGEST
+
+
+def judge_leaf(leaf: LeafFact, slashes: Sequence[SlashFact]) -> tuple[FileState, Digest]:
+    """The state of one leaf and the bad submission that explains held or forfeited."""
+    judged = leaf.judged
+    if leaf.refused or (judged is not None and judged.outcome is Outcome.REJECTED):
+        return "rejected", ZERO_DIGEST
+    if not leaf.answered:  # work without liability is not bought, however good it looks
+        return "void", ZERO_DIGEST
+    if judged is None or judged.judged_at > leaf.expires or judged.outcome is Outcome.ABSTAINED:
+        return "unjudged", ZERO_DIGEST
+    if judged.outcome is Outcome.VOID:
+        return "void", ZERO_DIGEST
+    state, because = standing(slashes, leaf.node, leaf.received_at)
+    return ("paid" if state == "free" else state), because
+
+
+def settle(
+    *,
+    chain_id: int,
+    pool: int,
+    epoch: int,
+    as_of_block: int,
+    previous: Settlement | None,
+    leaves: Iterable[LeafFact],
+    slashes: Sequence[SlashFact],
+) -> Settlement:
+    """The settlement of `epoch`: `leaves` are those of the roots since the previous settlement and
+    those that it held. A file's validators are paid when it is first settled, if they judged it
+    within its validity, whatever came of it.
+
+    Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice,
+    or was finally settled by `previous` already.
+    """
+    final = (
+        {f.submission_digest for f in previous.files if f.state != "held"} if previous else set()
+    )
+    held = {f.submission_digest for f in previous.files if f.state == "held"} if previous else set()
+    amounts = previous.amounts() if previous else {}
+    files: dict[Digest, SettledFile] = {}
+    for leaf in leaves:
+        if leaf.submission_digest in files or leaf.submission_digest in final:
+            raise MalformedError(f"submission {leaf.submission_digest} would be settled twice")
+        state, because = judge_leaf(leaf, slashes)
+        judged = leaf.judged
+        judges: tuple[Address, ...] = ()
+        if judged is not None and judged.judged_at <= leaf.expires:
+            paid_before = leaf.submission_digest in held or not leaf.judge_price
+            judges = () if paid_before else judged.judges
+        files[leaf.submission_digest] = SettledFile(
+            submission_digest=leaf.submission_digest,
+            node=leaf.node,
+            root_seq=leaf.root_seq,
+            received_at=leaf.received_at,
+            receipt=leaf.receipt,
+            verdict=judged.verdict if judged else ZERO_DIGEST,
+            table=judged.table if judged else ZERO_DIGEST,
+            units=judged.units if judged else 0,
+            price_per_unit=str(leaf.price if judged else 0),
+            state=state,
+            because=because,
+            judges=judges,
+            price_per_judged_file=str(leaf.judge_price if judges else 0),
+        )
+        for judge in judges:
+            amounts[judge] = amounts.get(judge, 0) + leaf.judge_price
+        if state == "paid" and judged is not None:
+            amounts[leaf.node] = amounts.get(leaf.node, 0) + judged.units * leaf.price
+    return Settlement(
+        chain_id=chain_id,
+        pool=pool,
+        epoch=epoch,
+        previous=previous.digest() if previous else ZERO_DIGEST,
+        as_of_block=as_of_block,
+        files=tuple(files[name] for name in sorted(files)),
+        slashes=_standing_slashes(slashes, {file.node for file in files.values()}),
+        entries=entries_of(amounts),
+        cumulative_total=str(sum(amounts.values())),
+    )
+
+
+def _standing_slashes(
+    slashes: Iterable[SlashFact], nodes: Collection[Address]
+) -> tuple[SettledSlash, ...]:
+    found = [
+        SettledSlash(
+            submission_digest=s.bad,
+            node=s.node,
+            received_at=s.received_at,
+            receipt=s.receipt,
+            state=s.state,
+        )
+        for s in slashes
+        if s.state != "cancelled" and s.node in nodes
+    ]
+    return tuple(sorted(found, key=lambda slash: slash.submission_digest))
+
+
+def entries_of(amounts: Mapping[Address, int]) -> tuple[RewardEntry, ...]:
+    """Reward entries of all nodes that are owed anything, sorted by address."""
+    return tuple(
+        RewardEntry(node=node, cumulative=str(amount))
+        for node, amount in sorted(amounts.items(), key=lambda item: item[0].lower())
+        if amount > 0
+    )

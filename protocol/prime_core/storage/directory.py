@@ -1,0 +1,218 @@
+"""Objects in a directory: the embedded store.
+
+An object appears by rename of a fully written, synced temporary file, so a reader or a crash sees
+it whole or not at all. Temporary names begin with a dot, which no key can.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from prime_core import ids
+from prime_core.encoding import sha256 as sha256_digest
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError
+from prime_core.ids import Digest
+from prime_core.storage.base import CHUNK_BYTES, SignedUrl, check_key, named_digest
+from prime_core.storage.signing import UrlGrant, sign_url, verify_url
+
+_TEMPORARY = ".tmp-"
+
+
+class DirectoryStore:
+    """ObjectStore over `root`. `base_url` is where this store's HTTP server is reached."""
+
+    def __init__(self, root: Path, base_url: str = "", secret: bytes = b"") -> None:
+        self.root = root
+        self.base_url = base_url.rstrip("/")
+        self._secret = secret
+        with _medium("create the object store"):
+            root.mkdir(parents=True, exist_ok=True)
+
+    def __repr__(self) -> str:
+        return f"DirectoryStore({self.root})"
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes) -> None:
+        with self.receive(key, size=len(data)) as sink:
+            sink.write(data)
+
+    def put_file(self, key: str, path: Path) -> None:
+        with path.open("rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            with self.receive(key, size=size) as sink:
+                while block := source.read(CHUNK_BYTES):
+                    sink.write(block)
+
+    @contextmanager
+    def receive(self, key: str, *, size: int, sha256: Digest | None = None) -> Iterator[_Sink]:
+        target = self._path(key)
+        promised = {name for name in (sha256, named_digest(key)) if name is not None}
+        if len(promised) > 1:
+            raise MalformedError("the key names another digest than the one announced")
+        temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+        try:
+            with _medium(f"write {key}"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file = temporary.open("xb")
+        except (FileExistsError, NotADirectoryError) as error:
+            raise MalformedError(f"part of the key {key} already names an object") from error
+        try:
+            with file:
+                sink = _Sink(file, size)
+                yield sink
+                sink.finish(promised.pop() if promised else None)
+            with _medium(f"write {key}"):
+                temporary.replace(target)
+                _sync_directory(target.parent)
+        except IsADirectoryError as error:
+            raise MalformedError(f"the key {key} is part of other keys") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _medium(f"delete {key}"):
+            path.unlink(missing_ok=True)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get(self, key: str, limit: int) -> bytes:
+        with self._open(key) as file, _medium(f"read {key}"):
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise MalformedError(f"object {key} is larger than {limit} bytes")
+        name = named_digest(key)
+        if name is not None and sha256_digest(data) != name:
+            raise UnavailableError(f"object {key} is damaged: its bytes have another digest")
+        return data
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        return _blocks(self._open(key))
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def size(self, key: str) -> int:
+        with self._open(key) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def digest(self, key: str) -> Digest:
+        running = hashlib.sha256()
+        for block in self.chunks(key):
+            running.update(block)
+        return ids.digest(running.digest())
+
+    def keys(self, prefix: str = "") -> Iterator[str]:
+        start = self.root / prefix.rpartition("/")[0]
+        if prefix and ".." in prefix.split("/"):
+            raise MalformedError(f"not a key prefix: {prefix[:80]!r}")
+        found = (
+            path.relative_to(self.root).as_posix()
+            for path in start.rglob("*")
+            if not path.name.startswith(".") and path.is_file()
+        )
+        return iter(sorted(key for key in found if key.startswith(prefix)))
+
+    # -- signed URLs ---------------------------------------------------------------------------
+
+    def signed_put(self, key: str, size: int, sha256: Digest, expires_at: int) -> SignedUrl:
+        grant = UrlGrant("PUT", check_key(key), expires_at, size, sha256)
+        url = sign_url(self.base_url, self._signing_secret(), grant)
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        return SignedUrl(url=url, expires_at=expires_at, headers=headers)
+
+    def signed_get(self, key: str, expires_at: int) -> str:
+        grant = UrlGrant("GET", check_key(key), expires_at)
+        return sign_url(self.base_url, self._signing_secret(), grant)
+
+    def check_url(
+        self, method: str, key: str, query: Iterable[tuple[str, str]], *, now: float
+    ) -> UrlGrant:
+        """The grant of a requested URL; see `prime_core.storage.signing.verify_url`."""
+        return verify_url(self._signing_secret(), method, key, query, now=now)
+
+    # -- below ---------------------------------------------------------------------------------
+
+    def _signing_secret(self) -> bytes:
+        if not self._secret:
+            raise UnavailableError("this object store was opened without a secret to sign URLs")
+        return self._secret
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    def _open(self, key: str) -> BinaryIO:
+        path = self._path(key)
+        try:
+            with _medium(f"read {key}"):
+                return path.open("rb")
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise NotFoundError(f"there is no object {key}") from error
+
+
+class _Sink:
+    """Counts, hashes and bounds what is written to a temporary file."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self._left = size
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        """Appends. Raises MalformedError at the first byte too many."""
+        if len(data) > self._left:
+            raise MalformedError("more bytes came than were announced")
+        self._left -= len(data)
+        self._hash.update(data)
+        with _medium("write the object"):
+            self._file.write(data)
+
+    def finish(self, promised: Digest | None) -> None:
+        """Checks length and digest, then forces the bytes to the medium."""
+        if self._left:
+            raise MalformedError(f"the object ended {self._left} bytes too early")
+        if promised is not None and ids.digest(self._hash.digest()) != promised:
+            raise MalformedError("the bytes do not have the digest that was announced")
+        with _medium("write the object"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+@contextmanager
+def _medium(what: str) -> Iterator[None]:
+    """Turns failures of the disk itself into UnavailableError; a missing file passes through."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError):
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = "the disk is full; free some space" if full else (error.strerror or str(error))
+        raise UnavailableError(f"cannot {what}: {why}") from error
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while block := _block(file):
+            yield block
+
+
+def _block(file: BinaryIO) -> bytes:
+    with _medium("read the object"):
+        return file.read(CHUNK_BYTES)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,116 @@
+"""Signed URLs of our own server: HMAC-SHA256 over method, key, expiry, size and digest.
+
+The path is `/v1/store/<key>`; the query carries what was signed, each name exactly once. The secret
+is made on first use and lies beside the objects' server, readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlencode
+
+from prime_core import ids
+from prime_core.errors import FatalError, MalformedError, UntrustedError
+from prime_core.ids import Digest
+from prime_core.storage.base import check_key
+
+PATH = "/v1/store/"
+SECRET_BYTES = 32
+
+_NUMBER = re.compile(r"(?:0|[1-9]\d{0,14})\Z", re.ASCII)
+_MAC = re.compile(r"[0-9a-f]{64}\Z")
+
+
+@dataclass(frozen=True)
+class UrlGrant:
+    """What a valid URL allows. For PUT, `size` bytes whose SHA-256 is `sha256`."""
+
+    method: str
+    key: str
+    expires_at: int
+    size: int | None = None
+    sha256: Digest | None = None
+
+
+def _mac(secret: bytes, grant: UrlGrant) -> str:
+    size = "" if grant.size is None else str(grant.size)
+    fields = (grant.method, grant.key, str(grant.expires_at), size, grant.sha256 or "")
+    message = "\n".join(("prime/store/v1", *fields)).encode()
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()
+
+
+def sign_url(base_url: str, secret: bytes, grant: UrlGrant) -> str:
+    """The URL that carries `grant`."""
+    query: dict[str, str] = {"expires": str(grant.expires_at)}
+    if grant.size is not None and grant.sha256 is not None:
+        query |= {"size": str(grant.size), "sha256": grant.sha256}
+    query["signature"] = _mac(secret, grant)
+    return f"{base_url}{PATH}{grant.key}?{urlencode(query)}"
+
+
+def verify_url(
+    secret: bytes, method: str, key: str, query: Iterable[tuple[str, str]], *, now: float
+) -> UrlGrant:
+    """The grant that a requested URL carries.
+
+    Raises MalformedError if key or query do not parse strictly, UntrustedError if the signature is
+    not ours or has expired.
+    """
+    check_key(key)
+    given: dict[str, str] = {}
+    for name, value in query:
+        if name in given:
+            raise MalformedError(f"the signed URL names {name[:20]!r} twice")
+        given[name] = value
+    wanted = {"expires", "signature"} | ({"size", "sha256"} if method == "PUT" else set())
+    if set(given) != wanted:
+        raise MalformedError("the URL does not carry the fields of a signed URL")
+    numbers = [given[name] for name in ("expires", "size") if name in given]
+    if not all(_NUMBER.match(number) for number in numbers) or not _MAC.match(given["signature"]):
+        raise MalformedError("a field of the signed URL is not of its form")
+    is_put = method == "PUT"
+    grant = UrlGrant(
+        method=method,
+        key=key,
+        expires_at=int(given["expires"]),
+        size=int(given["size"]) if is_put else None,
+        sha256=ids.digest(given["sha256"]) if is_put else None,
+    )
+    if not hmac.compare_digest(_mac(secret, grant), given["signature"]):
+        raise UntrustedError("the URL's signature does not hold")
+    if now > grant.expires_at:
+        raise UntrustedError("the signed URL has expired; ask for a new one")
+    return grant
+
+
+def load_secret(path: Path) -> bytes:
+    """The secret at `path`, made there on first use (mode 0600).
+
+    Two processes that start at once agree: the first link wins. Raises FatalError if the file does
+    not hold a secret.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(SECRET_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):  # another process may have been first
+                os.link(draft, path)
+        finally:
+            draft.unlink()
+    text = path.read_text().strip()
+    if not re.fullmatch(r"[0-9a-f]{64}", text):
+        raise FatalError(f"{path} does not hold a secret of {SECRET_BYTES} bytes in hex")
+    return bytes.fromhex(text)

@@ -1,0 +1,83 @@
+"""Which network addresses a program connects to on the word of somebody else.
+
+A node, relay or auditor is given URLs by an orchestrator. None of them may lead into its owner's
+private network, so the address is checked where the connection is made: a name that resolved to a
+public address before may resolve to another one now.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class PrivateAddressError(OSError):
+    """The host is, or resolves to, an address that is not of the open internet."""
+
+
+def is_public(text: str) -> bool:
+    """Whether an IP address is of the open internet (RFC 6890), seen through IPv6's mappings."""
+    address = ipaddress.ip_address(text.split("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return inner.is_global and not inner.is_multicast
+    return address.is_global and not address.is_multicast
+
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def addresses_of(host: str) -> list[str]:
+    """The IP addresses that a host name stands for now. Raises OSError if it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{host[:100]!r} is no host name") from error
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def public_address(host: str) -> str:
+    """An address of `host` to connect to. Raises PrivateAddressError if any of its addresses is not
+    public, OSError if it has none."""
+    found = addresses_of(host)
+    for address in found:
+        if not is_public(address):
+            raise PrivateAddressError(
+                f"{host} is the private address {address}, and was named by somebody else; "
+                "--allow-private permits it on a network of your own"
+            )
+    return found[0]
+
+
+def connect_public(
+    address: tuple[str, int],
+    timeout: float | None = None,
+    source_address: tuple[str, int] | None = None,
+) -> socket.socket:
+    """`socket.create_connection` to public addresses only."""
+    host, port = address
+    return socket.create_connection((public_address(host), port), timeout, source_address)
+
+
+def authority(url: str) -> str:
+    """Host and port of an http(s) URL as a request's Host names them: in lower case, without the
+    scheme's own port."""
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
+    port = parts.port
+    return host if port in (None, DEFAULT_PORTS.get(parts.scheme)) else f"{host}:{port}"
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the URL names this machine itself."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

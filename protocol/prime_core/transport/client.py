@@ -1,0 +1,391 @@
+"""The orchestrator as its clients see it: node agent, trainer, relay, auditor, devnet.
+
+One instance belongs to one thread. A session is opened on the first signed request and renewed
+before it ends; the account's key signs the grant and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+from pydantic import TypeAdapter, ValidationError
+
+from prime_core import ids, version
+from prime_core.errors import (
+    MalformedError,
+    ProtocolError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
+from prime_core.ids import Address, Digest
+from prime_core.messages import (
+    NODES_PAGE,
+    NodeInfo,
+    PoolInfo,
+    SessionAnswer,
+    SessionRequest,
+    UploadAnswer,
+)
+from prime_core.node import SessionGrant
+from prime_core.signing import Answer, ContractName, Domain, Signer, Strict
+from prime_core.transport.addresses import (
+    PrivateAddressError,
+    authority,
+    is_loopback,
+    public_address,
+)
+from prime_core.transport.problems import from_problem
+from prime_core.transport.signatures import SessionKey, sign_headers
+
+# httpx imports its own command line (click, rich, pygments: 0.2 s of CPU) wherever it finds them.
+sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
+import httpx  # noqa: E402
+
+Model = TypeVar("Model", bound=Strict)
+_NODES = TypeAdapter(tuple[NodeInfo, ...])
+UPLOAD_TYPE = "application/octet-stream"
+MAX_ANSWER_BYTES = 8 << 20
+SESSION_SECONDS = 12 * 3600
+POLITE_TRIES = 8
+LONGEST_PAUSE = 5.0
+
+
+class _Reply(NamedTuple):
+    status_code: int
+    headers: httpx.Headers
+    content: bytes
+
+
+class OrchestratorClient:
+    """Signed and unsigned requests to one orchestrator.
+
+    `signer` may be None for readers; `spoken` are the protocol's versions that this program speaks.
+    Raises UserError if `base_url` is no http(s) URL. Every method raises UnavailableError when the
+    orchestrator does not answer, ProtocolError when it speaks none of those versions, and the
+    error that its problem document names when it refuses.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        signer: Signer | None = None,
+        scope: str = "node",
+        *,
+        timeout: float = 30.0,
+        allow_private: bool = False,
+        now: Callable[[], float] = time.time,
+        new_nonce: Callable[[], str] = lambda: secrets.token_urlsafe(18),
+        sleep: Callable[[float], None] = time.sleep,
+        spoken: range = version.SPOKEN,
+    ) -> None:
+        self.base_url = _checked_url(base_url)
+        self.signer = signer
+        self.scope = scope
+        self._now = now
+        self._new_nonce = new_nonce
+        self._sleep = sleep
+        self.allows_private = allow_private or is_loopback(self.base_url)
+        self._http = httpx.Client(timeout=timeout, follow_redirects=False)
+        self._session: tuple[SessionKey, int] | None = None
+        self._pool: PoolInfo | None = None
+        self._spoken = spoken
+        self._protocol = spoken[-1]
+
+    def __enter__(self) -> OrchestratorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # -- what every client asks ---------------------------------------------------------------
+
+    def pool(self, *, refresh: bool = False) -> PoolInfo:
+        """The pool's public facts, remembered after the first call. Raises UntrustedError if they
+        are of an orchestrator by another name than the one that this client was given."""
+        if self._pool is None or refresh:
+            pool = self.get("/v1/pool", PoolInfo)
+            if _identity(pool.orchestrator) != _identity(self.base_url):
+                raise UntrustedError(
+                    f"the server at {self.base_url} says that it is {pool.orchestrator}: something "
+                    "stands between, or the orchestrator has another name; use --orchestrator "
+                    f"{pool.orchestrator} if that is the one you mean"
+                )
+            self._pool = pool
+        return self._pool
+
+    def domain(self, contract: ContractName) -> Domain:
+        """EIP-712 domain of one of the pool's contracts."""
+        pool = self.pool()
+        return Domain(chain_id=pool.chain_id, contract=getattr(pool.contracts, contract))
+
+    def nodes(self, provider: Address | None = None) -> Iterator[NodeInfo]:
+        """Every node of the pool (of one provider), by address."""
+        after = ""
+        while True:
+            query = urlencode({"after": after, "provider": provider or ""})
+            raw = self.request("GET", f"/v1/nodes?{query}", b"", signed=False)
+            try:
+                page = _NODES.validate_json(raw)
+            except ValidationError as error:
+                raise MalformedError(f"the answer is no list of nodes: {error}") from error
+            yield from page
+            if len(page) < NODES_PAGE:
+                return
+            if page[-1].node <= after:
+                raise MalformedError("the list of nodes does not advance")
+            after = page[-1].node
+
+    def get(self, path: str, answer: type[Model], *, signed: bool = False) -> Model:
+        """GET `path`, parsed as `answer`."""
+        return _parse(answer, self.request("GET", path, b"", signed=signed))
+
+    def get_changed(
+        self, path: str, answer: type[Model], tag: str | None
+    ) -> tuple[Model, str | None] | None:
+        """GET `path`, parsed, with its entity tag; None if it is still what `tag` names (RFC 9110
+        §13.1.2), which costs neither side a body."""
+        asked = {"If-None-Match": tag} if tag else {}
+        reply = self._exchange("GET", path, b"", asked, signed=False)
+        if reply.status_code == httpx.codes.NOT_MODIFIED:
+            return None
+        return _parse(answer, reply.content), reply.headers.get("etag")
+
+    def post(
+        self, path: str, body: Strict | bytes, answer: type[Model], *, signed: bool = True
+    ) -> Model:
+        """POST a model (as JSON) or raw bytes, signed by this session, parsed as `answer`."""
+        return _parse(answer, self.send("POST", path, body, signed=signed))
+
+    def send(
+        self, method: str, path: str, body: Strict | bytes = b"", *, signed: bool = True
+    ) -> bytes:
+        """Like `post` with any method; returns the raw answer."""
+        raw = body if isinstance(body, bytes) else body.model_dump_json().encode()
+        return self.request(method, path, raw, signed=signed)
+
+    def request(self, method: str, path: str, body: bytes, *, signed: bool) -> bytes:
+        """One request and its answer's body. A session that the server no longer knows is opened
+        again, once; a version that it does not speak is stepped down from, once."""
+        return self._exchange(method, path, body, {}, signed=signed).content
+
+    # -- objects and signed URLs --------------------------------------------------------------
+
+    def get_object(self, digest: Digest, limit: int = MAX_ANSWER_BYTES) -> bytes:
+        """An object named by its SHA-256, through the orchestrator's redirect; digest checked."""
+        response = self._exchange("GET", f"/v1/objects/{digest}", b"", {}, signed=False)
+        if response.status_code != httpx.codes.TEMPORARY_REDIRECT:
+            raise MalformedError(f"the answer about an object has status {response.status_code}")
+        return self.download(response.headers["location"], limit=limit, sha256=digest)
+
+    def download(self, url: str, *, limit: int, sha256: Digest | None = None) -> bytes:
+        """GET a signed URL, at most `limit` bytes. Raises UntrustedError on a wrong digest."""
+        data = bytearray()
+        for block in self._stream(self._absolute(url)):
+            data += block
+            if len(data) > limit:
+                raise MalformedError(f"the object is larger than {limit} bytes")
+        if sha256 is not None and ids.digest(hashlib.sha256(data).digest()) != sha256:
+            raise UntrustedError(f"the downloaded object is not {sha256}")
+        return bytes(data)
+
+    def upload(self, target: UploadAnswer, body: bytes | Path) -> None:
+        """PUT a file to a signed URL. We set the headers; the party that names the URL does not."""
+        content = body.read_bytes() if isinstance(body, Path) else body
+        headers = {"Content-Type": UPLOAD_TYPE, "Content-Length": str(len(content))}
+        response = self._send("PUT", self._absolute(target.url), content, headers)
+        if response.status_code not in (200, 201, 204):
+            raise from_problem(response.status_code, response.content)
+
+    # -- below ---------------------------------------------------------------------------------
+
+    def _absolute(self, url: str) -> str:
+        return url if urlsplit(url).scheme else self.base_url + url
+
+    def _exchange(
+        self, method: str, path: str, body: bytes, fields: dict[str, str], *, signed: bool
+    ) -> _Reply:
+        try:
+            return self._once(method, path, body, fields, signed)
+        except ProtocolError as error:
+            both = version.common(error.spoken, self._spoken)
+            if both is None or both == self._protocol:
+                raise
+            self._protocol = both
+        except UntrustedError:
+            if not signed or self._session is None:
+                raise
+            self._session = None
+        return self._once(method, path, body, fields, signed)
+
+    def _once(
+        self, method: str, path: str, body: bytes, fields: dict[str, str], signed: bool
+    ) -> _Reply:
+        """One exchange; a redirect and "not modified" count as answers."""
+        url = self.base_url + path
+        headers = {version.HEADER: str(self._protocol), **fields}
+        if body:
+            headers["Content-Type"] = "application/json"
+        if signed:
+            key = self._open_session()
+            headers |= sign_headers(
+                key, method, url, body, now=self._now(), nonce=self._new_nonce()
+            )
+        reply = self._send(method, url, body, headers)
+        if reply.status_code >= 400:
+            raise from_problem(reply.status_code, reply.content)
+        version.check_answer(
+            reply.headers.get(version.HEADER),
+            self._protocol,
+            f"the orchestrator at {self.base_url}",
+        )
+        return reply
+
+    def _open_session(self) -> SessionKey:
+        if self._session is not None and self._session[1] > self._now() + 300:
+            return self._session[0]
+        if self.signer is None:
+            raise UntrustedError("this client has no key to sign with")
+        pool, key, now = self.pool(), SessionKey.generate(), int(self._now())
+        grant = SessionGrant(
+            account=Address(self.signer.address),
+            session_key=key.key_id,
+            orchestrator=pool.orchestrator,
+            scope=self.scope,
+            issued_at=now,
+            expiry=now + SESSION_SECONDS,
+        )
+        body = SessionRequest(
+            grant=grant, signature=self.signer.sign(grant, self.domain("registry"))
+        )
+        raw = body.model_dump_json().encode()
+        answer = _parse(SessionAnswer, self.request("POST", "/v1/sessions", raw, signed=False))
+        self._session = (key, answer.expiry)
+        return key
+
+    def _send(self, method: str, url: str, body: bytes, headers: dict[str, str]) -> _Reply:
+        """One exchange; a server that says "slow down" (429) is asked again when it says so.
+
+        The refusal comes before the server looks at a signature, so its nonce is still unused.
+        """
+        try:
+            for _ in range(POLITE_TRIES):
+                asked = {"Accept-Encoding": "identity", **headers}
+                with self._open(method, url, asked, body) as response:
+                    reply = _Reply(response.status_code, response.headers, _content(response))
+                if reply.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                    break
+                self._sleep(_pause(response))
+            return reply
+        except httpx.TransportError as error:
+            raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
+
+    @contextmanager
+    def _open(
+        self, method: str, url: str, headers: dict[str, str], body: bytes | None = None
+    ) -> Iterator[httpx.Response]:
+        """One request. Another host than the orchestrator's own is connected to by a public address
+        only, unless private ones are allowed. Raises UntrustedError for a private one."""
+        target, extensions = httpx.URL(url), {}
+        if not self.allows_private and authority(url) != authority(self.base_url):
+            try:
+                target = target.copy_with(host=public_address(target.host))
+            except PrivateAddressError as error:
+                raise UntrustedError(str(error)) from error
+            except OSError as error:
+                raise UnavailableError(f"{target.host} has no address: {error}") from error
+            headers = {**headers, "Host": authority(url)}
+            extensions = {"sni_hostname": httpx.URL(url).host}
+        with self._http.stream(
+            method, str(target), content=body, headers=headers, extensions=extensions
+        ) as response:
+            yield response
+
+    def _stream(self, url: str) -> Iterator[bytes]:
+        try:
+            for tries_left in reversed(range(POLITE_TRIES)):
+                with self._open("GET", url, {"Accept-Encoding": "identity"}) as response:
+                    if response.status_code == 200:
+                        yield from response.iter_raw(1 << 18)
+                        return
+                    if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not tries_left:
+                        raise from_problem(response.status_code, _content(response))
+                self._sleep(_pause(response))
+        except httpx.TransportError as error:
+            raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
+
+
+def run_bytes(client: OrchestratorClient, digest: Digest) -> bytes:
+    """The bytes of one definition of the pool's run. Raises UntrustedError if they are not those of
+    the digest, NotFoundError if the orchestrator has none."""
+    raw = client.request("GET", f"/v1/runs/{digest}", b"", signed=False)
+    if ids.digest(hashlib.sha256(raw).digest()) != digest:
+        raise UntrustedError(f"the orchestrator's run definition is not {digest}")
+    return raw
+
+
+def _identity(url: str) -> str:
+    try:
+        return f"{urlsplit(url).scheme}://{authority(url)}{urlsplit(url).path.rstrip('/')}"
+    except ValueError:
+        return url
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        fine = False
+    if not fine:
+        raise UserError(
+            f"the orchestrator's address {url[:200]!r} is no URL",
+            hint="write it like http://HOST:PORT",
+        )
+    return url.rstrip("/")
+
+
+def _parse(answer: type[Model], raw: bytes) -> Model:
+    try:
+        return answer.model_validate_json(raw)
+    except ValueError as error:
+        raise MalformedError(f"the answer is not a {answer.__name__}: {error}") from error
+
+
+def _content(response: httpx.Response) -> bytes:
+    """The body, read no further than MAX_ANSWER_BYTES. Raises MalformedError beyond.
+
+    A compressed body is not looked at: we asked for none, and a few bytes may unfold to gigabytes.
+    """
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        if response.status_code >= 300:
+            return b""  # the status says enough
+        raise MalformedError("the answer is compressed, which was not asked for")
+    content = bytearray()
+    for block in response.iter_bytes():
+        content += block
+        if len(content) > MAX_ANSWER_BYTES:
+            raise MalformedError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(content)
+
+
+def _pause(response: httpx.Response) -> float:
+    """Seconds that a 429 asks us to wait (RFC 9110, Retry-After as a number), bounded."""
+    asked = response.headers.get("retry-after", "")
+    return min(float(asked), LONGEST_PAUSE) if asked.isdigit() else 1.0
+
+
+class Empty(Answer):
+    """An answer without content: {}."""

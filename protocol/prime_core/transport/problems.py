@@ -1,0 +1,94 @@
+"""RFC 9457 problem documents, to and from the error tree."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from prime_core.errors import (
+    ConflictError,
+    FatalError,
+    MalformedError,
+    PolicyError,
+    PrimeError,
+    ProtocolError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
+from prime_core.errors import NotFoundError as NotFoundError
+
+CONTENT_TYPE = "application/problem+json"
+_URN = "urn:prime:problem:"
+
+_KINDS: dict[str, tuple[type[PrimeError], int]] = {
+    "malformed": (MalformedError, 400),
+    "untrusted": (UntrustedError, 401),
+    "refused": (PolicyError, 403),
+    "not-found": (NotFoundError, 404),
+    "conflict": (ConflictError, 409),
+    "unavailable": (UnavailableError, 503),
+    "protocol": (ProtocolError, 400),
+    "user": (UserError, 400),
+    "fatal": (FatalError, 500),
+}
+
+
+def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
+    """HTTP status and problem document of an expected error."""
+    for kind, (error_type, status) in _KINDS.items():
+        if isinstance(error, error_type):
+            document: dict[str, Any] = {
+                "type": f"{_URN}{kind}",
+                "title": kind,
+                "status": status,
+                "detail": str(error),
+            }
+            if hint := getattr(error, "hint", ""):
+                document["hint"] = hint
+            if isinstance(error, ProtocolError) and error.spoken is not None:
+                document["spoken"] = list(error.spoken)
+            return status, document
+    return 500, {
+        "type": f"{_URN}fatal",
+        "title": "fatal",
+        "status": 500,
+        "detail": str(error),
+    }
+
+
+def from_problem(status: int, body: bytes) -> PrimeError:
+    """The error that a peer's problem document stands for, with its kind in `problem`; judged by
+    status, and without a kind, if it has none (a proxy's answer, another program's)."""
+    kind, detail, hint, spoken = "", "", "", None
+    try:
+        document = json.loads(body[:65_536])
+        named = str(document.get("type", ""))
+        detail = str(document.get("detail", ""))[:2048]
+        kind = named.removeprefix(_URN) if named.startswith(_URN) else ""
+        hint = str(document.get("hint", ""))[:512]
+        spoken = document.get("spoken")
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    if kind in _KINDS:
+        error = _KINDS[kind][0](detail)
+        if isinstance(error, UserError):
+            error.hint = hint
+        if isinstance(error, ProtocolError):
+            error.spoken = _versions(spoken)
+        error.problem = kind
+        return error
+    detail = detail or f"the server answered {status}"
+    if status == 404:
+        return NotFoundError(detail)
+    if status >= 500 or status == 429:
+        return UnavailableError(detail)
+    return MalformedError(detail)
+
+
+def _versions(value: object) -> tuple[int, int] | None:
+    """A refusal's oldest and newest version; None if it names none that can be read."""
+    match value:
+        case [int(oldest), int(newest)]:
+            return oldest, newest
+    return None

@@ -1,0 +1,308 @@
+"""What a validator found: outcome, reason, evidence, and the table of recomputed rows."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from prime_core import encoding
+from prime_core.errors import MalformedError, UntrustedError
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.rollout import SignedSubmission
+from prime_core.signing import (
+    U8,
+    U64,
+    U256,
+    AddressField,
+    ContractName,
+    DigestField,
+    Domain,
+    SignatureField,
+    Statement,
+    Strict,
+)
+from prime_core.task import SignedLease
+
+
+class Outcome(IntEnum):
+    """The four endings, never mixed."""
+
+    ACCEPTED = 1
+    REJECTED = 2
+    VOID = 3
+    ABSTAINED = 4
+
+
+class Reason(IntEnum):
+    """Why. 1–49 reject (slashable), 50–79 void (no pay, no penalty), 80+ abstain."""
+
+    NONE = 0
+    # rejected: a lie that the evidence shows
+    WRONG_PROMPTS = 1
+    WRONG_TARGETS = 2
+    WRONG_SAMPLING = 3
+    WRONG_ACTIVATIONS = 4
+    WRONG_SKETCH = 5
+    FORGED_PROOF = 6
+    EARLY_END = 7
+    TAMPERED_REWARD = 8
+    TAMPERED_LOGPROBS = 9
+    COPIED_ROWS = 10
+    TWO_HUMPED = 11
+    WRONG_POLICY = 12
+    # void: late, unreachable, malformed
+    MALFORMED = 50
+    WRONG_SCHEMA = 51
+    OVERSIZED = 52
+    WRONG_SIZE_OR_DIGEST = 53
+    WRONG_LEASE = 54
+    WRONG_ROWS = 55
+    UNAVAILABLE = 56
+    LATE = 57
+    POLICY_TOO_OLD = 58
+    UNROOTED = 59
+    UNCALIBRATED = 60
+    # abstained: the validator's own trouble
+    VALIDATOR_CRASHED = 80
+    POLICY_MISSING = 81
+    UNKNOWN_SETUP = 82
+    OUT_OF_RESOURCES = 83
+
+    @property
+    def outcome(self) -> Outcome:
+        if self is Reason.NONE:
+            return Outcome.ACCEPTED
+        if self < 50:
+            return Outcome.REJECTED
+        return Outcome.VOID if self < 80 else Outcome.ABSTAINED
+
+    @property
+    def sentence(self) -> str:
+        """What was found, why it ends so, and what its node can do: for people."""
+        return SENTENCES[self]
+
+
+_LIE = "the evidence is public: prime-node audit replay SUBMISSION shows it on any machine"
+_FIX = "nothing is lost but this file's pay; update the worker, or tell the pool if it is current"
+SENTENCES: dict[Reason, str] = {
+    Reason.NONE: "nothing was found against it",
+    Reason.WRONG_PROMPTS: f"its prompts are not those its lease's seed dictates; {_LIE}",
+    Reason.WRONG_TARGETS: f"its target lengths are not those its lease's seed dictates; {_LIE}",
+    Reason.WRONG_SAMPLING: f"its tokens were not drawn with its lease's noise; {_LIE}",
+    Reason.WRONG_ACTIVATIONS: f"its activations are not those of the leased policy; {_LIE}",
+    Reason.WRONG_SKETCH: f"its sketches are not of the leased policy's states; {_LIE}",
+    Reason.FORGED_PROOF: f"its activation proofs are forged; {_LIE}",
+    Reason.EARLY_END: f"its samples end where the policy would not have ended them; {_LIE}",
+    Reason.TAMPERED_REWARD: f"its rewards are not what its answers earn; {_LIE}",
+    Reason.TAMPERED_LOGPROBS: f"its log-probabilities are not the policy's; {_LIE}",
+    Reason.COPIED_ROWS: f"it repeats rows that had noise of their own; {_LIE}",
+    Reason.TWO_HUMPED: f"another model wrote what this policy only read; {_LIE}",
+    Reason.WRONG_POLICY: f"it was made with another policy than the leased one; {_LIE}",
+    Reason.MALFORMED: f"the file does not parse as a rollout file (truncated or damaged); {_FIX}",
+    Reason.WRONG_SCHEMA: f"the file is of another schema than this pool's; {_FIX}",
+    Reason.OVERSIZED: f"the file exceeds a limit of size, rows or tokens; {_FIX}",
+    Reason.WRONG_SIZE_OR_DIGEST: f"the bytes are not those that were submitted; {_FIX}",
+    Reason.WRONG_LEASE: f"the file names another lease than its submission; {_FIX}",
+    Reason.WRONG_ROWS: f"the rows are not complete, in order and consistent; {_FIX}",
+    Reason.UNAVAILABLE: "it could not be judged in time: the pool's fault, no penalty",
+    Reason.LATE: "it came after its lease's deadline; take leases that this machine can finish",
+    Reason.POLICY_TOO_OLD: "its lease's policy is older than the run allows for its batch: the "
+    "pool's fault, no pay, no penalty; an up-to-date agent takes no such lease",
+    Reason.UNROOTED: "it was not put on chain while anybody could still answer for it there: the "
+    "pool's fault, no pay, no penalty; next time: prime-node work post",
+    Reason.UNCALIBRATED: "no calibration covers its engine, dtype or device: it was measured only, "
+    "no pay, no penalty; use a set-up that the run's calibration lists",
+    Reason.VALIDATOR_CRASHED: "the validator failed; another takes it, nothing to do",
+    Reason.POLICY_MISSING: "the validator lacked the policy; another takes it, nothing to do",
+    Reason.UNKNOWN_SETUP: "the validator lacks a calibration of the run's for its engine; another "
+    "takes it, nothing to do",
+    Reason.OUT_OF_RESOURCES: "the validator ran out of resources; another takes it",
+}
+"""One sentence a reason (see Reason.sentence)."""
+
+
+class Law(Statement):
+    """What an opinion was formed under. Only its struct hash is part of a signed opinion: opinions
+    count together only if it is equal. `verification_class` is the digest of the calibration,
+    `verifier` keccak256 of the verifier's version, `draws` the digest of the lease's DrawList."""
+
+    CONTRACT: ClassVar[ContractName] = "work"
+    lease: DigestField
+    run: DigestField
+    verification_class: DigestField
+    verifier: DigestField
+    draws: DigestField
+
+
+class Opinion(Statement):
+    """One validator on one submission. `law` is the struct hash of a Law, `reason` keccak256 of the
+    reason's name, `table` the SHA-256 of the VerdictTable object, `evidence` that of the Evidence
+    object (zero unless rejected). `judged_at` in Unix seconds."""
+
+    CONTRACT: ClassVar[ContractName] = "work"
+    pool: U256
+    submission: DigestField
+    law: DigestField
+    outcome: U8
+    reason: DigestField
+    table: DigestField
+    evidence: DigestField
+    judged_at: U64
+
+
+def reason_digest(reason: Reason) -> Digest:
+    """keccak256 of the reason's name, as it stands in an opinion."""
+    return encoding.keccak256(reason.name.encode())
+
+
+_REASONS: dict[str, Reason] = {reason_digest(reason): reason for reason in Reason}
+
+
+def reason_of(digest: Digest) -> Reason | None:
+    """The reason whose `reason_digest` this is; None if none is known."""
+    return _REASONS.get(digest)
+
+
+class SignedOpinion(Strict):
+    """An opinion as it is published, with the law that it names by its hash."""
+
+    opinion: Opinion
+    law: Law
+    validator: AddressField
+    signature: SignatureField
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(self.opinion.outcome)
+
+    @property
+    def reason(self) -> Reason:
+        """Raises MalformedError if the opinion names none that is known."""
+        found = reason_of(self.opinion.reason)
+        if found is None:
+            raise MalformedError("the opinion names an unknown reason")
+        return found
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def seal(self) -> Digest:
+        """SHA-256 of the canonical bytes. It hides the opinion: only the validator's key can make
+        the signature in it."""
+        return encoding.sha256(self.canonical())
+
+    def check(self, domain: Domain) -> None:
+        """Raises UntrustedError unless `validator` signed it under `domain`, MalformedError if its
+        parts contradict one another."""
+        said = self.opinion
+        if said.law != self.law.struct_hash():
+            raise MalformedError("the opinion is bound to another law than it states")
+        if said.outcome not in (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.VOID):
+            raise MalformedError("an opinion accepts, rejects or voids")
+        if self.reason.outcome is not self.outcome:
+            raise MalformedError("the opinion's reason belongs to another outcome")
+        if said.table == ZERO_DIGEST:
+            raise MalformedError("an opinion names the table of what was replayed")
+        if (said.evidence != ZERO_DIGEST) != (self.outcome is Outcome.REJECTED):
+            raise MalformedError("evidence goes with rejection and with nothing else")
+        if said.recover(domain, self.signature) != self.validator:
+            raise UntrustedError("the opinion is not signed by the validator that it names")
+
+
+class Verdict(Strict):
+    """Object named by its SHA-256: every opinion on one submission when it was decided, in the
+    order of arrival. The first opinion of the decided outcome gives table and evidence."""
+
+    version: Literal[1] = 1
+    outcome: int
+    opinions: tuple[SignedOpinion, ...] = Field(min_length=1, max_length=64)
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    @property
+    def deciding(self) -> SignedOpinion:
+        """The opinion whose table and evidence the verdict rests on. Raises MalformedError if no
+        opinion has the verdict's outcome."""
+        for signed in self.opinions:
+            if signed.opinion.outcome == self.outcome:
+                return signed
+        raise MalformedError("no opinion has the verdict's outcome")
+
+
+class VerdictRow(Strict):
+    """One row as the validator recomputed it. Reward in millionths, so that the object is exact."""
+
+    problem_id: str = Field(max_length=256)
+    group: int = Field(ge=0)
+    sample: int = Field(ge=0)
+    reward_micro: int
+    prompt_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+
+
+class VerdictTable(Strict):
+    """Object named by its SHA-256: what one validator recomputed of one file. `rows` are all rows
+    of an accepted file, none of another. `rows_drawn` were replayed, by PRF(`draw_secret`,
+    submission digest); numbers are decimal text. `shares` are the file's statistics as shares of
+    their limits, `marks` what its rows are remembered by (prime_verify.repeats)."""
+
+    submission_digest: DigestField
+    sha256: DigestField
+    policy_version: int
+    step: int
+    rows: tuple[VerdictRow, ...]
+    draw_secret: DigestField = ZERO_DIGEST
+    rows_drawn: tuple[int, ...] = ()
+    row_statistics: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    statistics: dict[str, str] = Field(default_factory=dict)
+    shares: dict[str, str] = Field(default_factory=dict)
+    setup: str = ""
+    repeated_rows: int | None = None
+    """How many rows other files had; None if that was not looked up."""
+    marks: dict[str, bool] = Field(default_factory=dict)
+
+    @property
+    def units(self) -> int:
+        """Generated tokens of the rows."""
+        return sum(row.output_tokens for row in self.rows)
+
+    def canonical(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+
+class Evidence(Strict):
+    """Object named by its SHA-256: all that an auditor needs to reach the same verdict.
+
+    `statistics` maps names to decimal text (floats are no part of canonical JSON).
+    `rows_drawn` are the file's row numbers that were replayed, by PRF(`draw_secret`, submission
+    digest); prime_core.draws says what the draw secret is made of.
+    """
+
+    schema_version: Literal[1] = 1
+    chain_id: int
+    submission: SignedSubmission
+    lease: SignedLease
+    reason: int
+    detail: str = Field(max_length=2048)
+    run_digest: DigestField
+    validator: AddressField
+    validator_version: str = Field(max_length=64)
+    draw_secret: DigestField
+    rows_drawn: tuple[int, ...]
+    statistics: dict[str, str]
+    thresholds: dict[str, str]
+    calibration: DigestField = ZERO_DIGEST
+    """Object whose limits these are (`Calibration`); zero: none was used.
+    """
+    row_statistics: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Statistic → its value in each of `rows_drawn`, in their order."""
+    chance: str = Field(
+        default="",
+        max_length=16,
+        pattern=r"^(|0|1|0\.[0-9]{1,9}|[0-9](\.[0-9]{1,3})?e-[0-9]{2,3})$",
+    )
+    """At most so probable is it that an honest file looks like this; 0 where that is no matter of
+    chance. Empty in evidence from before this was stated."""

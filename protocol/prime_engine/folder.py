@@ -1,0 +1,54 @@
+"""What a policy folder says about itself, for every engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Families whose logits are exactly the LM head applied to the final norm's output."""
+
+
+def end_tokens(folder: Path, config: Any) -> frozenset[int]:
+    """End tokens of generation_config.json, else of config.json (a transformers config)."""
+    path = folder / "generation_config.json"
+    value = None
+    if path.exists():
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    if value is None:
+        value = config.eos_token_id
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+class PolicyFacts:
+    """What an engine tells of the policy it has loaded (prime_engine.base.Engine); the engine
+    fills the fields in."""
+
+    _dtype: str
+    _vocabulary: int
+    _hidden: int
+    _end_tokens: frozenset[int]
+    _tokenizer: Any
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self._end_tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer

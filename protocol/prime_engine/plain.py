@@ -1,0 +1,368 @@
+"""The plain engine: Hugging Face causal language models on PyTorch, any device.
+
+    generate: left-padded prefill → [logits + noise → token → one decode step]* on the rows alive
+    replay:   right-padded prefill of prompt and output → everything about each claimed token
+
+Rows do not depend on their batch beyond rounding. Offline: nothing is downloaded, no remote code
+runs, weights are safetensors only. Left out: paged caches, fused sampling, tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+from prime_core.errors import MalformedError, UnavailableError
+from prime_core.proof_form import FinishReason
+from prime_engine.base import (
+    TAIL_PROBABILITY,
+    Generation,
+    GenerationRequest,
+    Noise,
+    Replay,
+    ReplayRequest,
+    StateSink,
+    cpu_name,
+)
+from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
+from prime_engine.linears import native_bfloat16, widen
+
+NAME = "plain/1"
+_LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+
+CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
+"""Tokens of one prefill. On a CPU what lies between two layers should stay in its cache: 3.4 M
+parameters validate a fifth faster than with 16,384."""
+
+
+class PlainEngine(PolicyFacts):
+    """A causal language model loaded from a policy folder. See prime_engine.base.Engine.
+
+    `batch_rows` rows are generated together; `replay_tokens` bounds rows × length of one prefill;
+    `logit_elements` bounds the float32 logits held at once. `prepare` may alter the loaded module
+    (quantisation in tests and on the devnet).
+    Raises UnavailableError if the folder does not hold a model that this engine runs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        noise: Noise,
+        dtype: str = "float32",
+        device: str = "cpu",
+        batch_rows: int = 64,
+        replay_tokens: int | None = None,
+        logit_elements: int = 1 << 25,
+        prepare: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        if dtype not in ("float32", "bfloat16"):
+            raise UnavailableError(f"the plain engine computes in float32 or bfloat16, not {dtype}")
+        self._folder = Path(folder)
+        self._twins: dict[str, PlainEngine] = {}
+        self._noise = noise
+        self._torch_device = torch.device(device)
+        self._batch_rows = batch_rows
+        self._replay_tokens = replay_tokens or (CPU_PREFILL if device == "cpu" else GPU_PREFILL)
+        self._logit_elements = logit_elements
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            if config.model_type not in ARCHITECTURES:
+                raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
+            disable_progress_bar()  # a worker's log is no terminal
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            model, report = loaded
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
+        wrong = [name for key in _LOADING_FAULTS for name in report[key]]
+        if wrong:  # transformers would fill gaps with random weights and go on
+            raise UnavailableError(f"{folder} lacks or misnames weights: {sorted(wrong)[:3]}")
+        model.to(self._torch_device).eval().requires_grad_(False)
+        if prepare is not None:
+            prepare(model)
+        if self._torch_device.type == "cpu" and not native_bfloat16():
+            widen(model)
+        self.model = model
+        self._decoder: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
+        self._dtype = dtype
+        self._vocabulary = int(self._head.weight.shape[0])
+        self._hidden = int(config.hidden_size)
+        self._positions = int(config.max_position_embeddings)
+        self._end_tokens = end_tokens(self._folder, config)
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def device(self) -> str:
+        if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
+            return torch.cuda.get_device_name(self._torch_device)
+        return cpu_name() if self._torch_device.type == "cpu" else self._torch_device.type
+
+    def twin(self, dtype: str) -> PlainEngine:
+        """See Engine.twin. Loaded from the same folder once, then kept."""
+        if dtype == self._dtype:
+            return self
+        if dtype not in self._twins:
+            self._twins[dtype] = PlainEngine(
+                self._folder,
+                noise=self._noise,
+                dtype=dtype,
+                device=str(self._torch_device),
+                batch_rows=self._batch_rows,
+                replay_tokens=self._replay_tokens,
+                logit_elements=self._logit_elements,
+            )
+        return self._twins[dtype]
+
+    def close(self) -> None:
+        """See Engine.close: memory goes with the last reference."""
+        self._twins.clear()
+
+    # generation ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        temperature: float,
+        sink: StateSink | None = None,
+    ) -> list[Generation]:
+        """See Engine.generate. Deterministic for given requests, batch size and machine."""
+        for request in requests:
+            self._require(request.prompt_tokens, request.max_output_tokens)
+        results: list[Generation] = []
+        for start in range(0, len(requests), self._batch_rows):
+            some = requests[start : start + self._batch_rows]
+            results += self._generate_batch(some, temperature, sink, start)
+        return results
+
+    def _generate_batch(
+        self,
+        requests: Sequence[GenerationRequest],
+        temperature: float,
+        sink: StateSink | None,
+        first: int,
+    ) -> list[Generation]:
+        """Generates rows `first`, `first` + 1, … of all that were asked for."""
+        device = self._torch_device
+        count = len(requests)
+        width = max(len(r.prompt_tokens) for r in requests)
+        ids = torch.zeros((count, width), dtype=torch.int64)
+        mask = torch.zeros((count, width), dtype=torch.int64)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
+            mask[row, width - len(request.prompt_tokens) :] = 1
+        seeds = torch.tensor([r.noise_seed or 0 for r in requests]).to(device)
+        noisy = torch.tensor([[float(r.noise_seed is not None)] for r in requests]).to(device)
+        limits = torch.tensor([r.max_output_tokens for r in requests]).to(device)
+        ends = torch.tensor(sorted(self._end_tokens), dtype=torch.int64, device=device)
+        ids, mask = ids.to(device), mask.to(device)
+        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        alive = torch.arange(count, device=device)
+        steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        cache: Any = DynamicCache(config=self.model.config)
+        step = 0
+        while True:
+            hidden = self._decoder(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+            scaled = self._head(hidden).float().div_(temperature)
+            noise = self._noise(seeds[alive], positions[:, -1], self._vocabulary) * noisy[alive]
+            tokens = (scaled + noise).argmax(dim=1)
+            chosen = scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)
+            states = hidden.to(torch.bfloat16)
+            going = (limits[alive] > step + 1) & ~torch.isin(tokens, ends)
+            if sink is not None:
+                numbers = (alive + first).tolist()
+                sink.step(numbers, [step] * len(numbers), tokens, states)
+                more = going.tolist()
+                sink.end([row for row, goes in zip(numbers, more, strict=True) if not goes])
+                states = states[:, :0]
+            steps.append((alive, tokens, chosen, states))
+            step += 1
+            keep = going.nonzero()[:, 0]
+            if not len(keep):
+                break
+            positions = positions[:, -1:] + 1
+            if len(keep) < len(alive):
+                alive, tokens, mask, positions = (
+                    t.index_select(0, keep) for t in (alive, tokens, mask, positions)
+                )
+                cache.batch_select_indices(keep)
+            ids = tokens[:, None]
+            mask = torch.cat([mask, mask.new_ones((len(alive), 1))], dim=1)
+        return _gather_rows(steps, count, self._end_tokens)
+
+    # replay --------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
+        """See Engine.replay. Rows are packed by length into prefills of bounded size."""
+        for request in requests:
+            if not request.output_tokens:
+                raise MalformedError("a row without output tokens cannot be replayed")
+            self._require(request.prompt_tokens, len(request.output_tokens))
+            rivals = request.rivals if request.rivals is not None else request.output_tokens
+            tokens = request.output_tokens + rivals
+            if max(tokens) >= self._vocabulary or min(tokens) < 0:
+                raise MalformedError("an output token is outside the vocabulary")
+            if len(rivals) != len(request.output_tokens):
+                raise MalformedError("a row has more or fewer rivals than output tokens")
+        results: dict[int, Replay] = {}
+        for batch in self._replay_batches(requests):
+            found = self._replay_batch([requests[i] for i in batch], temperature)
+            results.update(zip(batch, found, strict=True))
+        return [results[i] for i in range(len(requests))]
+
+    def _replay_batches(self, requests: Sequence[ReplayRequest]) -> Iterator[list[int]]:
+        def length(i: int) -> int:
+            return len(requests[i].prompt_tokens) + len(requests[i].output_tokens)
+
+        batch: list[int] = []
+        for i in sorted(range(len(requests)), key=length):
+            if batch and (len(batch) + 1) * length(i) > self._replay_tokens:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _replay_batch(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
+        device = self._torch_device
+        # Right padding: under a causal mask no real position sees a padded one. The last output
+        # token predicts nothing that is claimed, so it is left out.
+        rows = [r.prompt_tokens + r.output_tokens[:-1] for r in requests]
+        ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+        hidden = self._decoder(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        counts = [len(r.output_tokens) for r in requests]
+        states = torch.cat(
+            [
+                hidden[i, len(row) - n : len(row)]
+                for i, (row, n) in enumerate(zip(rows, counts, strict=True))
+            ]
+        )
+        claimed = torch.tensor([t for r in requests for t in r.output_tokens], device=device)
+        # −1 stands for a rival yet to be found.
+        rivals = torch.tensor(
+            [t for r in requests for t in r.rivals or (-1,) * len(r.output_tokens)], device=device
+        )
+        seeds = torch.tensor([r.noise_seed for r in requests], device=device)
+        seeds = seeds.repeat_interleave(torch.tensor(counts, device=device))
+        places = torch.cat(
+            [torch.arange(len(r) - n, len(r)) for r, n in zip(rows, counts, strict=True)]
+        ).to(device)
+        parts = []
+        chunk = max(1, self._logit_elements // self._vocabulary)
+        for start in range(0, len(claimed), chunk):
+            part = slice(start, start + chunk)
+            s, c, r, k, p = (t[part] for t in (states, claimed, rivals, seeds, places))
+            parts.append(self._judge(s, c, r, k, p, temperature))
+        logprobs, winners, margins, rivals_N, contrasts, tails = (
+            torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
+        )
+        bits = _bits(states.to(torch.bfloat16))
+        results = []
+        at = 0
+        for n in counts:
+            span = slice(at, at + n)
+            results.append(
+                Replay(
+                    logprobs=logprobs[span],
+                    winners=winners[span],
+                    margins=margins[span],
+                    rivals=rivals_N[span],
+                    contrasts=contrasts[span],
+                    tail_mass=tails[span],
+                    end_probability=float(np.exp(logprobs[at + n - 1])),
+                    states=bits[span],
+                )
+            )
+            at += n
+        return results
+
+    def _judge(
+        self,
+        states: Tensor,
+        claimed: Tensor,
+        rivals: Tensor,
+        seeds: Tensor,
+        places: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, ...]:
+        """The columns of Replay for N positions: states (N, H), all else (N,)."""
+        scaled = self._head(states).float().div_(temperature)  # (N, V)
+        logprobs_NV = scaled - scaled.logsumexp(dim=1, keepdim=True)
+        probabilities = logprobs_NV.exp()
+        tail = (probabilities * (probabilities < TAIL_PROBABILITY)).sum(dim=1)
+        noisy = scaled + self._noise(seeds, places, self._vocabulary)
+        best, winners = noisy.max(dim=1)
+        own = claimed[:, None]
+        margins = best - noisy.gather(1, own)[:, 0]
+        others = noisy.scatter(1, own, -torch.inf).argmax(dim=1)
+        rivals = torch.where(rivals < 0, others, rivals)
+        logprobs = logprobs_NV.gather(1, own)[:, 0]
+        contrasts = logprobs - logprobs_NV.gather(1, rivals[:, None])[:, 0]
+        return logprobs, winners, margins, rivals, contrasts, tail
+
+    def _require(self, prompt: Sequence[int], output: int) -> None:
+        if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:
+            raise MalformedError("a prompt is empty or has a token outside the vocabulary")
+        if output < 1 or len(prompt) + output > self._positions:
+            raise MalformedError(
+                f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
+            )
+
+
+def _bits(states: Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """bf16 tensor → its bit patterns as uint16, on the CPU."""
+    return states.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def _gather_rows(
+    steps: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    count: int,
+    end_tokens: frozenset[int],
+) -> list[Generation]:
+    """Per-step results of the rows alive → one Generation a row."""
+    rows = torch.cat([alive for alive, *_ in steps])
+    order = rows.argsort(stable=True)
+    tokens = torch.cat([tokens for _, tokens, _, _ in steps])[order].cpu().numpy()
+    logprobs = torch.cat([chosen for _, _, chosen, _ in steps])[order].cpu().numpy()
+    states = _bits(torch.cat([states for *_, states in steps])[order])
+    lengths = torch.bincount(rows, minlength=count).tolist()
+    results = []
+    at = 0
+    for length in lengths:
+        part = tuple(tokens[at : at + length].tolist())
+        reason: FinishReason = "end" if part[-1] in end_tokens else "length"
+        results.append(
+            Generation(part, logprobs[at : at + length], states[at : at + length], reason)
+        )
+        at += length
+    return results

@@ -1,0 +1,102 @@
+"""Proof that a loaded vLLM model computes with a policy's weights: every one of them, exactly.
+
+vLLM fuses projections, and on CPUs packs linear weights and drops the originals. What a packed
+layer computes with is read back by giving it the unit vectors: x·Wᵀ with x = 1 is Wᵀ, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from prime_core.errors import UnavailableError
+
+_FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+"""A policy's projection → vLLM's fused layer and its place in it."""
+_UNITS = 1024
+"""Unit vectors put through a layer at once."""
+
+
+def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
+    """Compares every tensor of `folder`/*.safetensors with what `model` computes with.
+
+    Returns how many numbers were compared. Raises UnavailableError, naming the first tensor, if
+    one differs or cannot be found.
+    """
+    compared = 0
+    cast = getattr(torch, dtype)
+    cache: dict[str, Tensor] = {}
+    for name, tensor in _policy_tensors(folder):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            name = "model.embed_tokens.weight"
+        loaded = _loaded(model, name, config, cache)
+        wanted = tensor.to(cast).to(loaded.device)
+        if loaded.shape[0] > wanted.shape[0]:  # vocabularies are padded
+            loaded = loaded[: wanted.shape[0]]
+        if loaded.shape != wanted.shape or not torch.equal(loaded.to(cast), wanted):
+            raise UnavailableError(f"vLLM did not load {name} of {folder} as it is in the policy")
+        compared += wanted.numel()
+    if compared == 0:
+        raise UnavailableError(f"{folder} holds no weights in safetensors files")
+    return compared
+
+
+def _policy_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)
+
+
+def _loaded(model: Any, name: str, config: Any, cache: dict[str, Tensor]) -> Tensor:
+    """The tensor that stands for the policy's `name`."""
+    owner, _, kind = name.rpartition(".")
+    parent, _, leaf = owner.rpartition(".")
+    fused = _FUSED.get(leaf)
+    place = f"{parent}.{fused[0]}" if fused else owner
+    try:
+        layer = model.get_submodule(place)
+    except AttributeError as error:
+        raise UnavailableError(f"vLLM's model has no layer for {name}") from error
+    key = f"{place}.{kind}"
+    if key not in cache:
+        cache.clear()  # one fused layer at a time
+        cache[key] = _tensor(layer, kind, key)
+    whole = cache[key]
+    if fused is None:
+        return whole
+    sizes = list(layer.output_sizes)
+    start = sum(sizes[: fused[1]])
+    return whole[start : start + sizes[fused[1]]]
+
+
+@torch.inference_mode()
+def _tensor(layer: Any, kind: str, name: str) -> Tensor:
+    """`layer.kind`, read back through the layer where the original was dropped."""
+    found = getattr(layer, kind, None)
+    if isinstance(found, Tensor) and found.numel() > 0 and not found.is_meta:
+        packed = kind == "weight" and hasattr(layer, "cpu_linear")
+        if not packed:
+            return found.detach()
+    if kind != "weight" or not hasattr(layer, "input_size"):
+        raise UnavailableError(f"vLLM's {name} cannot be read back")
+    columns = []
+    dtype = layer.params_dtype
+    for start in range(0, layer.input_size, _UNITS):
+        count = min(_UNITS, layer.input_size - start)
+        units = torch.zeros((count, layer.input_size), dtype=dtype)
+        units[torch.arange(count), start + torch.arange(count)] = 1
+        answer = layer.quant_method.apply(layer, units, None)
+        columns.append(answer.T)
+    return torch.cat(columns, dim=1)

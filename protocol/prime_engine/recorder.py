@@ -1,0 +1,144 @@
+"""What the vLLM engine adds to a step: seeded noise in, tokens, log-probabilities, states out.
+
+    hidden states of the sampled positions [n, H] ──► LM head ──► logits [n, V]
+              │ `hidden`                                             │ `step`
+              └──── both, for the same n rows in the same order ─────┘  → logits/T + noise, greedy
+
+vLLM moves rows about in its batch; `assign`, `drop`, `move` follow it. A step may be thrown away
+(a prompt prefilled in parts, a row taken out and put back): whatever is recorded last for a row's
+position holds. Imports torch, and nothing of vLLM, so that it is tested without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prime_core.errors import FatalError
+from prime_engine.base import Noise, StateSink
+
+
+@dataclass
+class Row:
+    """One row being generated. `seed` None takes the most probable token; `prompt` is the number of
+    its prompt tokens; `output` is vLLM's own growing list of its tokens."""
+
+    number: int
+    seed: int | None
+    prompt: int
+    output: Sequence[int]
+
+
+@dataclass
+class _Step:
+    """One step's rows: numbers and positions (n,), and what was found for them (n, …)."""
+
+    numbers: list[int]
+    places: list[int]
+    tokens: Tensor
+    logprobs: Tensor
+    states: Tensor
+
+
+@dataclass
+class Recorder:
+    """Records one `generate` call. `begin` before it, `rows` after it."""
+
+    noise: Noise
+    temperature: float = 1.0
+    sink: StateSink | None = None
+    _batch: dict[int, Row] = field(default_factory=dict)
+    _hidden: Tensor | None = None
+    _steps: list[_Step] = field(default_factory=list)
+
+    def begin(self, temperature: float, sink: StateSink | None = None) -> None:
+        """Forgets everything; the rows to come are sampled at `temperature`, their states go to
+        `sink` or are kept."""
+        self.temperature = temperature
+        self.sink = sink
+        self._steps = []
+        self._hidden = None
+
+    def assign(self, index: int, row: Row | None) -> None:
+        """Row at batch index `index` from now on; None for one that is not ours."""
+        if row is None:
+            self._batch.pop(index, None)
+        else:
+            self._batch[index] = row
+
+    def move(self, one: int, other: int, swap: bool) -> None:
+        """Row at `one` goes to `other`; with `swap`, the other way too."""
+        a, b = self._batch.pop(one, None), self._batch.pop(other, None)
+        self.assign(other, a)
+        if swap:
+            self.assign(one, b)
+
+    def hidden(self, states: Tensor) -> None:
+        """The final norm's output at the positions about to be sampled: (n, H)."""
+        self._hidden = states
+
+    def step(self, logits: Tensor) -> Tensor:
+        """Logits (n, V) → logits/T + noise (n, V), whose largest is each row's token.
+
+        Rows that are not ours (warming up) are left as they are.
+        """
+        rows = [self._batch.get(index) for index in range(len(logits))]
+        own = [row for row in rows if row is not None]
+        if not own:
+            return logits
+        if self._hidden is None or len(self._hidden) != len(logits) or len(own) != len(rows):
+            raise FatalError("vLLM's states and logits are not of the same rows")
+        places = [len(row.output) for row in own]
+        scaled = logits.float() / self.temperature
+        seeds = torch.tensor([row.seed or 0 for row in own], device=logits.device)
+        noisy = torch.tensor([[float(row.seed is not None)] for row in own], device=logits.device)
+        inputs = [row.prompt + place - 1 for row, place in zip(own, places, strict=True)]
+        where = torch.tensor(inputs, device=logits.device)
+        drawn: Tensor = scaled + self.noise(seeds, where, scaled.shape[1]) * noisy
+        tokens = drawn.argmax(dim=1)
+        numbers = [row.number for row in own]
+        states = self._hidden.detach().to(torch.bfloat16)
+        if self.sink is not None:
+            self.sink.step(numbers, places, tokens, states)
+            states = states[:, :0]
+        self._steps.append(
+            _Step(
+                numbers=numbers,
+                places=places,
+                tokens=tokens.cpu(),
+                logprobs=(scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)).cpu(),
+                states=states.cpu(),
+            )
+        )
+        self._hidden = None
+        return drawn
+
+    def rows(
+        self, outputs: Sequence[Sequence[int]]
+    ) -> list[tuple[NDArray[np.float32], NDArray[np.uint16]]]:
+        """(log-probabilities float32 [T], states uint16 bf16 bits [T, H], or [T, 0] if a
+        sink took them) of each row, for the tokens that vLLM returned.
+
+        Raises FatalError if these are not the tokens that were recorded.
+        """
+        latest: list[dict[int, tuple[int, int]]] = [{} for _ in outputs]
+        for number, step in enumerate(self._steps):
+            for i, (row, place) in enumerate(zip(step.numbers, step.places, strict=True)):
+                latest[row][place] = (number, i)
+        found = []
+        for tokens, places in zip(outputs, latest, strict=True):
+            if not all(place in places for place in range(len(tokens))):
+                raise FatalError("vLLM returned a token whose step was not recorded")
+            at = [places[place] for place in range(len(tokens))]
+            recorded = [int(self._steps[s].tokens[i]) for s, i in at]
+            if recorded != list(tokens):
+                raise FatalError("vLLM returned other tokens than the seeded ones")
+            logprobs = torch.stack([self._steps[s].logprobs[i] for s, i in at]).numpy()
+            states = torch.stack([self._steps[s].states[i] for s, i in at])
+            found.append((logprobs, states.view(torch.int16).numpy().view(np.uint16)))
+        return found

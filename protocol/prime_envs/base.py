@@ -1,0 +1,195 @@
+"""The environment port: a numbered list of problems, their prompts, and the grading of answers.
+
+Everything here is a pure function of the run definition, so a validator that grades a row again
+gets the very same reward: scores are whole millionths, combined in integer arithmetic.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prime_core import encoding
+from prime_core.errors import MalformedError
+from prime_core.ids import Digest
+from prime_core.run import MICRO, LengthBudgets
+from prime_envs.lengths import length_reward
+from prime_envs.tasks import Task
+
+MAX_OUTPUT_CHARACTERS = 1 << 20
+"""A longer answer is cut here before any grader sees it."""
+
+
+class Tokenizer(Protocol):
+    """What an environment needs of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task. `prompt` is without the length instruction; `answer` the gold solution."""
+
+    problem_id: str
+    index: int
+    prompt: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """What a grader found: correctness in millionths, and the length that the budget speaks of
+    (None: all generated tokens)."""
+
+    task_micro: int
+    reason: str
+    actual_length: int | None = None
+    uncertain: bool = False
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """What the score is made of, as the grader counts it (tests passed, rules kept …)."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The run's reward of one row, in millionths, with its parts and one sentence why.
+
+    `uncertain`: a limit of time or memory decided, not the answer; no validator may call it a lie.
+    `given_up_micro`: what a machine claims whose grader gave up on this row (see `refutes`).
+    """
+
+    reward_micro: int
+    parts: Mapping[str, int]
+    reason: str
+    uncertain: bool = False
+    given_up_micro: int | None = None
+
+    def refutes(self, claimed: float) -> bool:
+        """Whether a claimed reward is a lie. Not if this grade is uncertain, nor if the claim is
+        what a grader says that gave up: a slow machine's trouble, by which nobody gains."""
+        if self.uncertain:
+            return False
+        known = {self.reward_micro, self.given_up_micro} - {None}
+        return all(abs(claimed * MICRO - micro) > 0.5 for micro in known if micro is not None)
+
+    @property
+    def score(self) -> float:
+        """The reward as a float; compare `reward_micro`, never this."""
+        return self.reward_micro / MICRO
+
+
+class Environment(ABC):
+    """A task family with pinned data. Subclasses give problems, prompt text and `check`."""
+
+    name: str
+    version: int
+    """Raised by hand with every change that can alter a problem, a prompt or a score."""
+    may_give_up: bool = False
+    """Whether grading may end at a limit of time or memory, in a process or a sandbox."""
+
+    def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
+        self.arguments = dict(arguments)
+        self.budgets = budgets
+
+    @abstractmethod
+    def data_digest(self) -> Digest:
+        """SHA-256 that pins everything outside this code that problems or scores depend on."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of problems, training and held-out together."""
+
+    @abstractmethod
+    def problem(self, index: int) -> Problem:
+        """Problem number `index`. Raises MalformedError outside [0, len)."""
+
+    @abstractmethod
+    def prompt_text(self, problem: Problem, target_length: int) -> str:
+        """The whole prompt, length instruction included."""
+
+    @abstractmethod
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        """Correctness of one answer. Bounded in time, deterministic unless `uncertain`."""
+
+    def as_task(self, index: int) -> Task | None:
+        """Problem `index` as a row of a dataset that the environment `tasks` (or our own kind)
+        grades alike; None if there is no such row. Raises MalformedError outside [0, len)."""
+        self._require_index(index)
+        return None
+
+    def digest(self) -> Digest:
+        """SHA-256 over name, code version, arguments and data: what a run definition pins."""
+        return encoding.sha256(
+            encoding.canonical_json(
+                {
+                    "name": self.name,
+                    "version": self.version,
+                    "arguments": self.arguments,
+                    "data": self.data_digest(),
+                }
+            )
+        )
+
+    def prompt_tokens(
+        self, problem: Problem, target_length: int, tokenizer: Tokenizer
+    ) -> list[int]:
+        """Token ids of the prompt, without any special token added."""
+        text = self.prompt_text(problem, target_length)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def grade(
+        self, problem: Problem, target_length: int, output_text: str, output_tokens: int
+    ) -> Grade:
+        """The run's reward: correctness and length together (see lengths.py).
+
+        `output_text` as `decode_output` gives it; `output_tokens` counts the end token.
+        """
+        score = self.check(problem, output_text[:MAX_OUTPUT_CHARACTERS], output_tokens)
+        actual = output_tokens if score.actual_length is None else score.actual_length
+        reward, given_up = (
+            length_reward(
+                task_micro,
+                target=target_length,
+                actual=actual,
+                penalty_micro=self.budgets.penalty_micro,
+                form=self.budgets.form,
+            )
+            for task_micro in (score.task_micro, 0)
+        )
+        parts = {
+            **score.parts,
+            "task_micro": score.task_micro,
+            "length": actual,
+            "target": target_length,
+        }
+        return Grade(
+            reward,
+            parts,
+            score.reason,
+            score.uncertain,
+            given_up if self.may_give_up else None,
+        )
+
+    def close(self) -> None:  # noqa: B027 - most environments start nothing
+        """Ends what grading started beside us (child processes); grading again starts it anew."""
+
+    def _require_index(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise MalformedError(f"problem {index} is not among the {len(self)} of {self.name!r}")
+
+
+def decode_output(tokenizer: Tokenizer, output_tokens: Sequence[int]) -> str:
+    """The text that is graded: node, validator and trainer all decode by this one line."""
+    return tokenizer.decode(
+        list(output_tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )

@@ -1,0 +1,156 @@
+"""Is a contributed environment fit to be trained on? Six findings, each with what it saw.
+
+answered       every task has a gold answer, and it scores 1
+refuses        every given wrong answer scores 0, and so does another task's gold answer
+unhackable     every known trick (tricks.py) scores 0
+deterministic  a fresh grader in a fresh process says the very same, to the part
+bounded        no grade took more than a share of its limits, whatever the answer
+steady         packed again, read again: the same digest
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prime_core.run import MICRO
+from prime_envs.base import TaskScore
+from prime_envs.crowd import CUSTOM, CrowdEnvironment, open_packed
+from prime_envs.tasks import Task
+from prime_envs.tricks import tricks
+
+MAX_TASKS = 64
+"""More tasks are thinned out evenly for the tricks; gold answers are all graded."""
+MAX_TRICKED = 8
+MAX_SECONDS = 20.0
+"""Wall seconds for one grade. Far above the graders' own limits of processor time: what this
+bounds is a grader that waits."""
+SECOND_LOOKS = 3
+"""Grades of one check that a limit decided and that are taken anew: a machine that was busy for
+some seconds makes nobody's grader unfit; one that is at its limits again and again is found out."""
+NAMES = ("answered", "refuses", "unhackable", "deterministic", "bounded", "steady")
+
+
+@dataclass
+class Report:
+    """What was seen. `faults` by finding's name; a finding without faults holds."""
+
+    digest: str
+    tasks: int
+    graded: int = 0
+    faults: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in NAMES})
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.faults.values())
+
+
+def check(path: Path, *, clock: Callable[[], float] = time.monotonic) -> Report:
+    """Checks the packed environment in `path`. Raises what reading it raises (MalformedError with
+    file and row, UserError); a grader's faults are in the report."""
+    first = open_packed(path)
+    second = open_packed(path)
+    report = Report(str(first.digest()), len(first))
+    try:
+        return _Checker(first, second, report, clock).run()
+    finally:
+        first.close()
+        second.close()
+
+
+class _Checker:
+    def __init__(
+        self,
+        first: CrowdEnvironment,
+        second: CrowdEnvironment,
+        report: Report,
+        clock: Callable[[], float],
+    ) -> None:
+        self._first, self._second, self._report, self._clock = first, second, report, clock
+        self._looks = SECOND_LOOKS
+
+    def run(self) -> Report:
+        if self._first.digest() != self._second.digest():
+            self._fault("steady", "read twice, it has two digests")
+        count = len(self._first)
+        golds = {index: self._answered(index) for index in range(count)}
+        chosen = range(0, count, max(1, -(-count // MAX_TASKS)))
+        if not any(_wrong(self._first.task(index)) for index in range(count)):
+            self._fault("refuses", "no task names wrong_answers: name some that must score 0")
+        for index in chosen:
+            self._refuses(index, golds)
+        for index in chosen[:MAX_TRICKED]:
+            task, gold = self._first.task(index), golds[index]
+            for name, text in tricks(task, gold or "", _wrong(task)):
+                self._zero("unhackable", task, name, text)
+        return self._report
+
+    def _answered(self, index: int) -> str | None:
+        task = self._first.task(index)
+        gold = self._first.grader(task.task_type).gold(task)
+        if gold is None:
+            self._fault("answered", f"{task.where}: gold_standard_solution is missing")
+            return None
+        score = self._grade(task, gold)
+        if score.task_micro != MICRO:
+            self._fault(
+                "answered",
+                f"{task.where}: the gold answer scores {score.task_micro / MICRO:g} "
+                f"({score.reason})",
+            )
+        return gold
+
+    def _refuses(self, index: int, golds: dict[int, str | None]) -> None:
+        task = self._first.task(index)
+        for number, wrong in enumerate(_wrong(task), start=1):
+            self._zero("refuses", task, f"wrong answer {number}", wrong)
+        other = golds[(index + 1) % len(golds)]
+        if other is not None and task.task_type != "format_following" and other != golds[index]:
+            self._zero("refuses", task, "another task's gold answer", other)
+
+    def _zero(self, finding: str, task: Task, name: str, text: str) -> None:
+        score = self._grade(task, text, trick=finding == "unhackable")
+        if score.task_micro != 0:
+            self._fault(finding, f"{task.where}: {name} scores {score.task_micro / MICRO:g}")
+
+    def _grade(self, task: Task, text: str, *, trick: bool = False) -> TaskScore:
+        start = self._clock()
+        one = self._settled(self._first, task, text)
+        spent = self._clock() - start
+        self._report.graded += 1
+        if spent > MAX_SECONDS:
+            self._fault("bounded", f"{task.where}: a grade took {spent:.0f} s")
+        two = self._settled(self._second, task, text)
+        if one.uncertain or two.uncertain:
+            # A program among the tricks may well vary from run to run; a contributed grader may
+            # fail on no answer at all.
+            if not trick or task.task_type == CUSTOM:
+                reason = one.reason if one.uncertain else two.reason
+                self._fault("bounded", f"{task.where}: not the same on every machine: {reason}")
+        elif (one.task_micro, one.reason, one.parts) != (two.task_micro, two.reason, two.parts):
+            self._fault(
+                "deterministic",
+                f"{task.where}: graded twice, {one.task_micro / MICRO:g} ({one.reason}) and "
+                f"{two.task_micro / MICRO:g} ({two.reason})",
+            )
+        return one
+
+    def _settled(self, environment: CrowdEnvironment, task: Task, text: str) -> TaskScore:
+        """A grade; once more if a limit decided it, as often as the check has looks left."""
+        score = environment.grader(task.task_type).grade(task, text)
+        while score.uncertain and self._looks:
+            self._looks -= 1
+            score = environment.grader(task.task_type).grade(task, text)
+        return score
+
+    def _fault(self, finding: str, sentence: str) -> None:
+        faults = self._report.faults[finding]
+        if sentence not in faults and len(faults) < 20:
+            faults.append(sentence)
+
+
+def _wrong(task: Task) -> list[str]:
+    given = (task.metadata or {}).get("wrong_answers", [])
+    return [w for w in given if isinstance(w, str)] if isinstance(given, list) else []

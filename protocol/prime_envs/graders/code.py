@@ -1,0 +1,307 @@
+"""Python programs against unit tests: standard input and output, or calls of a function.
+
+Each test is one program run in the sandbox; the expected answer never enters it, so there is
+nothing there to read, to patch or to compare with: what comes out is compared here, as plain text
+or plain JSON. All tests passed is 1, anything else 0; testing stops at the first failure.
+
+Three forms of tests are read: SYNTHETIC-1's `test_cases` (a list of {type, input, output,
+fn_name}), INTELLECT-2's `test_cases` (JSON text of {inputs, outputs, fn_name}), and the latter's
+fields standing directly in verification_info.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prime_core.errors import MalformedError, UnavailableError
+from prime_core.run import MICRO
+from prime_envs.base import TaskScore
+from prime_envs.graders.answers import final_section, python_code
+from prime_envs.graders.base import Grader
+from prime_envs.sandbox.client import Limits, Outcome, Program, Sandbox
+from prime_envs.tasks import Task, load_json
+
+MAX_TESTS = 32
+"""More tests are thinned out evenly, the first and the last kept."""
+MAX_SOURCE = 1 << 16
+MAX_TEST_BYTES = 8 << 20
+PRELUDE = "from typing import *\n"
+"""Datasets with functions leave these imports to the harness (`List[int]` in a signature)."""
+_ENDINGS = {
+    "cpu": "ran out of processor time",
+    "wall": "ran out of time",
+    "idle": "stood still",
+    "output": "wrote without end",
+    "threads": "started too many threads",
+}
+_UNSTEADY_MODULES = frozenset({
+    "time", "timeit", "threading", "queue", "gc", "os", "signal", "inspect", "weakref", "resource",
+    "traceback", "warnings",
+})  # fmt: skip
+_UNSTEADY_NAMES = frozenset({
+    "id", "hash", "object", "eval", "exec", "compile", "globals", "locals", "vars", "dir",
+    "__import__", "getattr", "repr", "memoryview", "SystemRandom", "urandom", "seed", "now",
+    "today", "utcnow", "monotonic", "perf_counter",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test: a program's standard input and output, or a function's arguments and result."""
+
+    stdin: str = ""
+    expected: Any = ""
+    function: str | None = None
+    arguments: tuple[Any, ...] = ()
+
+
+class PythonCode(Grader):
+    """See the module's docstring. `level`: how the sandbox isolates (sandbox/client.py)."""
+
+    version = 1
+
+    def __init__(self, sandbox: Sandbox | None = None, limits: Limits | None = None) -> None:
+        self._sandbox = sandbox or Sandbox()
+        self._limits = limits or Limits()
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def pins(self) -> dict[str, str]:
+        return {"python": ".".join(platform.python_version_tuple()[:2])}
+
+    def require(self, task: Task) -> None:
+        unit_tests(task)
+
+    def gold(self, task: Task) -> str | None:
+        solution = task.gold_standard_solution
+        if solution is None or "```" in solution:
+            return solution
+        return f"```python\n{solution}\n```"
+
+    def grade(self, task: Task, output_text: str) -> TaskScore:
+        tests = unit_tests(task)
+        counted = {"tests": len(tests), "passed": 0}
+        source = python_code(final_section(output_text))
+        if source is None:
+            return TaskScore(0, "no fenced block of Python after the thinking", parts=counted)
+        if len(source) > MAX_SOURCE:
+            return TaskScore(0, f"a program of {len(source)} characters", parts=counted)
+        unsteady = may_vary(source)
+        slow = False
+        for number, test in enumerate(tests, start=1):
+            try:
+                outcome = self._run(source, test)
+            except UnavailableError as error:
+                return TaskScore(0, f"test {number}: {error}", uncertain=True, parts=counted)
+            slow = slow or outcome.uncertain(self._limits)
+            failure = _failure(test, outcome)
+            if failure:
+                return TaskScore(
+                    0, f"test {number} of {len(tests)}: {failure}",
+                    uncertain=slow or unsteady, parts=counted,
+                )  # fmt: skip
+            counted = {**counted, "passed": number}
+        return TaskScore(
+            MICRO, f"all {len(tests)} tests passed", uncertain=slow or unsteady, parts=counted
+        )
+
+    def _run(self, source: str, test: Test) -> Outcome:
+        program = Program(
+            source=source,
+            stdin=test.stdin,
+            function=test.function,
+            arguments=test.arguments,
+            prelude=PRELUDE if test.function else "",
+        )
+        return self._sandbox.run(program, self._limits)
+
+
+def _failure(test: Test, outcome: Outcome) -> str:
+    """What is wrong with a run; "" if it passed. Never shows what was expected: the reason may be
+    read by whoever wants to learn the tests."""
+    if outcome.status in _ENDINGS:
+        return _ENDINGS[outcome.status]
+    if outcome.status == "failed":
+        last = outcome.error.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
+        return f"it failed: {last[0][:120]}"
+    if test.function is None:
+        return "" if same_output(outcome.output, test.expected) else "another output"
+    try:
+        result = load_json(outcome.result, "the result")
+    except MalformedError:
+        return "it returned nothing that can be compared"
+    return "" if same_value(result, test.expected) else "another result"
+
+
+def same_output(output: str, expected: str) -> bool:
+    """The same lines, blanks at their ends and empty lines at the end aside; where the expected
+    output has decimals, numbers may differ by a millionth."""
+    if _lines(output) == _lines(expected):
+        return True
+    if "." not in expected:
+        return False
+    found, wanted = output.split(), expected.split()
+    return len(found) == len(wanted) and all(
+        a == b or ("." in b and _close(a, b)) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def same_value(result: Any, expected: Any) -> bool:
+    """Equal as JSON; decimals may differ by a millionth. True is not 1."""
+    if isinstance(expected, list):
+        return (
+            isinstance(result, list)
+            and len(result) == len(expected)
+            and all(same_value(a, b) for a, b in zip(result, expected, strict=True))
+        )
+    if isinstance(expected, dict):
+        return (
+            isinstance(result, dict)
+            and result.keys() == expected.keys()
+            and all(same_value(result[key], value) for key, value in expected.items())
+        )
+    if isinstance(expected, bool) or isinstance(result, bool):
+        return result is expected
+    if isinstance(expected, int | float) and isinstance(result, int | float):
+        if isinstance(expected, int) and isinstance(result, int):
+            return result == expected
+        try:
+            return abs(result - expected) <= 1e-6 * max(1.0, abs(expected))
+        except OverflowError:
+            return False
+    return type(result) is type(expected) and bool(result == expected)
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.strip() for line in text.strip().split("\n")]
+    return [line for line in lines if line or len(lines) == 1]
+
+
+def _close(found: str, wanted: str) -> bool:
+    # float() also reads "nan", "inf", "1_0" and other alphabets' digits: plain decimals only
+    if not found.isascii() or not set(found) <= set("0123456789.eE+-"):
+        return False
+    try:
+        return abs(float(found) - float(wanted)) <= 1e-6 * max(1.0, abs(float(wanted)))
+    except ValueError:
+        return False
+
+
+def may_vary(source: str) -> bool:
+    """Whether a program might behave differently from run to run: it looks at clocks, addresses or
+    threads, or at names in ways that hide what it looks at. Errs on the side of yes."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # it fails to compile everywhere
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            if any(name.partition(".")[0] in _UNSTEADY_MODULES for name in names):
+                return True
+            if _UNSTEADY_NAMES & set(names):
+                return True
+        name = getattr(node, "id", None) or getattr(node, "attr", None)
+        if isinstance(name, str) and (
+            name in _UNSTEADY_NAMES
+            or (name.startswith("__") and name not in ("__name__", "__init__"))
+            or (name.startswith("_") and isinstance(node, ast.Attribute) and name != "_replace")
+        ):
+            return True
+    return False
+
+
+# --- reading tests -------------------------------------------------------------------------------
+
+
+def unit_tests(task: Task) -> list[Test]:
+    """The task's tests. Raises MalformedError with its file and row."""
+    info = dict(task.verification_info)
+    language = info.get("language")
+    if language not in (None, "", "python", "python3"):
+        raise MalformedError(f"{task.where}: programs in {language!r} cannot be graded")
+    cases = info.get("test_cases", info if "inputs" in info else None)
+    if isinstance(cases, str):
+        cases = load_json(cases, f"{task.where}: test_cases")
+    if isinstance(cases, dict):
+        tests = _from_columns(cases, info.get("fn_name"), task.where)
+    elif isinstance(cases, list):
+        tests = [_from_case(case, task.where) for case in cases]
+    else:
+        raise MalformedError(f"{task.where}: test_cases are missing: the task has no answer")
+    if not tests:
+        raise MalformedError(f"{task.where}: there is no test, so every program would pass")
+    return thinned(tests)
+
+
+def thinned(tests: Sequence[Test]) -> list[Test]:
+    """At most MAX_TESTS of them, evenly."""
+    if len(tests) <= MAX_TESTS:
+        return list(tests)
+    last = len(tests) - 1
+    return [tests[index * last // (MAX_TESTS - 1)] for index in range(MAX_TESTS)]
+
+
+def _from_case(case: Any, where: str) -> Test:
+    if not isinstance(case, dict) or "output" not in case:
+        raise MalformedError(f"{where}: a test case has no output")
+    function = case.get("fn_name")
+    if case.get("type") == "function_call" or function:
+        return _call(function, case.get("input"), case["output"], where)
+    return _stdin(case.get("input", ""), case["output"], where)
+
+
+def _from_columns(cases: dict[str, Any], name: Any, where: str) -> list[Test]:
+    inputs, outputs = cases.get("inputs"), cases.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise MalformedError(f"{where}: inputs and outputs are not lists of the same length")
+    function = cases.get("fn_name") or name
+    if not function:
+        return [_stdin(i, o, where) for i, o in zip(inputs, outputs, strict=True)]
+    return [_call(function, i, _unwrapped(o), where) for i, o in zip(inputs, outputs, strict=True)]
+
+
+def _unwrapped(output: Any) -> Any:
+    """APPS writes a function's result as a list of one."""
+    return output[0] if isinstance(output, list) and len(output) == 1 else output
+
+
+def _stdin(given: Any, expected: Any, where: str) -> Test:
+    texts = ["\n".join(map(str, v)) if isinstance(v, list) else v for v in (given, expected)]
+    if not all(isinstance(text, str) for text in texts):
+        raise MalformedError(f"{where}: a test's input or output is no text")
+    _bounded(texts, where)
+    return Test(stdin=texts[0], expected=texts[1])
+
+
+def _call(function: Any, given: Any, expected: Any, where: str) -> Test:
+    if not isinstance(function, str) or not function.isidentifier():
+        raise MalformedError(f"{where}: fn_name {function!r} is no function's name")
+    if isinstance(given, str):  # one JSON value a line
+        given = [_json_or_text(line) for line in given.splitlines() if line.strip()]
+    if isinstance(expected, str):
+        expected = _json_or_text(expected)
+    if not isinstance(given, list):
+        raise MalformedError(f"{where}: a test's arguments are no list")
+    _bounded([given, expected], where)
+    return Test(function=function, arguments=tuple(given), expected=expected)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return load_json(text, "")
+    except MalformedError:
+        return text
+
+
+def _bounded(values: Any, where: str) -> None:
+    if len(json.dumps(values)) > MAX_TEST_BYTES:
+        raise MalformedError(f"{where}: a test of more than {MAX_TEST_BYTES >> 20} MiB")

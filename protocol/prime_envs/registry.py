@@ -1,0 +1,84 @@
+"""Environments by name: the built-in ones, and plugins under the entry point below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from prime_core.errors import PolicyError, UserError
+from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
+from prime_envs.base import Environment
+
+ENTRY_POINT_GROUP = "prime_open.environments"
+"""A plugin names its Environment class here, e.g. `mytask = "my_package:MyTask"`."""
+
+BUILT_IN = {
+    "reverse": "prime_envs.reverse:Reverse",
+    "reasoning_gym": "prime_envs.procedural:ReasoningGym",
+    "tasks": "prime_envs.dataset:TaskDataset",
+    "crowd": "prime_envs.crowd:CrowdEnvironment",
+    "verifiers": "prime_envs.verifiers_adapter:VerifiersEnvironment",
+}
+
+
+def environment_class(name: str) -> type[Environment]:
+    """The class registered under `name`. Raises UserError if there is none."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        loaded = getattr(import_module(module), attribute)
+    else:
+        found = entry_points(group=ENTRY_POINT_GROUP, name=name)
+        if not found:
+            known = sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
+            raise UserError(
+                f"There is no environment {name!r} here; known are {', '.join(known)}.",
+                hint="Install the plugin that provides it, in every program of this run.",
+            )
+        loaded = next(iter(found)).load()
+    if not (isinstance(loaded, type) and issubclass(loaded, Environment)):
+        raise UserError(f"The plugin registered as {name!r} is not an Environment class.")
+    return loaded
+
+
+def load_environment(
+    name: str, arguments: Mapping[str, int | str], budgets: LengthBudgets
+) -> Environment:
+    """The environment `name` with its arguments. Raises UserError on an unknown name or value."""
+    return environment_class(name)(arguments, budgets)
+
+
+def environment_for(run: RunDefinition) -> Environment:
+    """The run's environment. Raises PolicyError unless it is bit for bit what the run pinned."""
+    ref = run.environment
+    environment = load_environment(ref.name, ref.arguments, run.budgets)
+    if environment.digest() != ref.digest:
+        raise PolicyError(
+            f"The environment {ref.name!r} installed here has digest {environment.digest()}, "
+            f"but the run pins {ref.digest}: install the version that the run names."
+        )
+    if ref.train_size + ref.heldout_size > len(environment):
+        raise PolicyError(
+            f"The run wants {ref.train_size} + {ref.heldout_size} problems; "
+            f"{ref.name!r} has {len(environment)}."
+        )
+    return environment
+
+
+def environment_ref(
+    name: str,
+    arguments: Mapping[str, int | str],
+    budgets: LengthBudgets,
+    *,
+    train_size: int,
+    heldout_size: int,
+) -> EnvironmentRef:
+    """A reference to what is installed here, its digest filled in, for a new run definition."""
+    environment = load_environment(name, arguments, budgets)
+    return EnvironmentRef(
+        name=name,
+        arguments=dict(arguments),
+        digest=environment.digest(),
+        train_size=train_size,
+        heldout_size=heldout_size,
+    )

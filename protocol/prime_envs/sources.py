@@ -1,0 +1,150 @@
+"""Where a dataset lies: a local file, the folder of fetched ones, or a URL; pinned by digest.
+
+A file counts only if its SHA-256 is the one that the run pins, wherever it came from. Fetched files
+are kept by digest under `$PRIME_DATASETS` (default `~/.cache/prime-open/datasets`); a machine
+without network finds there what was put into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from prime_core.errors import MalformedError, UnavailableError, UntrustedError, UserError
+from prime_core.ids import Digest
+
+VARIABLE = "PRIME_DATASETS"
+MAX_BYTES = 8 << 30
+_CHUNK = 1 << 20
+SUFFIXES = (".jsonl", ".parquet")
+BESIDE_POLICIES = "datasets"
+"""Where a node's agent puts them for its worker: in the folder of policies, which it mounts."""
+
+
+def datasets_folder() -> Path:
+    """Where fetched datasets are kept."""
+    return Path(os.environ.get(VARIABLE) or "~/.cache/prime-open/datasets").expanduser()
+
+
+def file_digest(path: Path) -> Digest:
+    """SHA-256 of a file. Raises UserError if it cannot be read."""
+    hasher = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                hasher.update(chunk)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return Digest("0x" + hasher.hexdigest())
+
+
+def locate(sha256: str, *, path: str = "", url: str = "", folder: Path | None = None) -> Path:
+    """The file with that digest: at `path`, among the fetched ones, or fetched from `url` now.
+
+    Raises UntrustedError if a file is not the pinned one (both digests named), UnavailableError if
+    it cannot be fetched, UserError if nothing says where it is.
+    """
+    if not (len(sha256) == 66 and sha256.startswith("0x") and _is_hex(sha256[2:])):
+        raise UserError(
+            f"{sha256!r} is no SHA-256 digest; expected 0x and 64 hexadecimal digits",
+            hint="sha256sum FILE",
+        )
+    if path and (there := Path(path).expanduser()).exists():
+        return checked(there, sha256)
+    folder = folder or datasets_folder()
+    for suffix in SUFFIXES:
+        kept = folder / f"{sha256[2:].lower()}{suffix}"
+        if kept.exists():
+            return checked(kept, sha256)
+    if not url:
+        there_not = f"{path} does not exist, " if path else ""
+        raise UserError(
+            f"{there_not}the dataset {sha256} is not under {folder}, and nothing says where to "
+            "fetch it",
+            hint="name it by the environment's `url` or `path`, or put the file there",
+        )
+    return fetch(url, sha256, folder)
+
+
+def checked(path: Path, sha256: str) -> Path:
+    """`path` if its digest is `sha256`. Raises UntrustedError."""
+    found = file_digest(path)
+    if found != sha256.lower():
+        raise UntrustedError(f"{path} has digest {found}, but the run pins {sha256}")
+    return path
+
+
+def bring(arguments: Mapping[str, int | str], folder: Path) -> Path | None:
+    """Puts an environment's dataset into `folder` for a worker that has no network, readable by
+    whoever it runs as. None if the environment names no dataset. Raises as `locate` does."""
+    sha256 = str(arguments.get("sha256", "")).lower()
+    if not sha256:
+        return None
+    found = locate(
+        sha256, path=str(arguments.get("path", "")), url=str(arguments.get("url", "")),
+        folder=folder,
+    )  # fmt: skip
+    target = folder / f"{sha256[2:]}{found.suffix}"
+    if found != target:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+        os.close(handle)
+        shutil.copyfile(found, name)
+        Path(name).replace(target)
+    folder.chmod(0o755)
+    target.chmod(0o644)
+    return target
+
+
+def fetch(url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES) -> Path:
+    """Downloads `url` into `folder` under its digest, whole or not at all. Raises UnavailableError
+    (unreachable), UntrustedError (other bytes), MalformedError (too long), UserError (no such kind
+    of address)."""
+    import httpx
+
+    parts = urlsplit(url)
+    suffix = Path(parts.path).suffix
+    if parts.scheme not in ("http", "https") or suffix not in SUFFIXES:
+        raise UserError(f"{url} is no http(s) address of a .jsonl or .parquet file")
+    folder.mkdir(parents=True, exist_ok=True)
+    hasher = hashlib.sha256()
+    size = 0
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    part = Path(name)
+    try:
+        with (
+            os.fdopen(handle, "wb") as file,
+            httpx.stream(
+                "GET", url, follow_redirects=True, timeout=60.0,
+                headers={"Accept-Encoding": "identity"},
+            ) as answer,
+        ):  # fmt: skip
+            if answer.status_code != 200:
+                raise UnavailableError(f"{url} answers {answer.status_code}")
+            for chunk in answer.iter_raw(_CHUNK):
+                size += len(chunk)
+                if size > limit:
+                    raise MalformedError(f"{url} is longer than {limit} bytes")
+                hasher.update(chunk)
+                file.write(chunk)
+        found = "0x" + hasher.hexdigest()
+        if found != sha256.lower():
+            raise UntrustedError(f"{url} has digest {found}, but the run pins {sha256}")
+        target = folder / f"{found[2:]}{suffix}"
+        part.replace(target)
+    except httpx.HTTPError as error:
+        raise UnavailableError(f"{url} cannot be fetched: {error}") from error
+    except OSError as error:
+        raise UnavailableError(f"{url} cannot be kept in {folder}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def _is_hex(text: str) -> bool:
+    return all(c in "0123456789abcdefABCDEF" for c in text)

@@ -1,0 +1,212 @@
+"""Grading in a child process that is killed when it takes too long: a grader cannot hang us.
+
+The child (`python -m prime_envs.grading_child`) reads one JSON line a
+request and writes one JSON line an answer. It protects the caller's time and its memory up to
+`memory_bytes` of address space. Only `confined` isolates: without it, run no code from outside in
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_core.errors import UnavailableError, UserError
+from prime_envs.grading_child import CONFINED, MAX_ANSWER_BYTES
+from prime_envs.sandbox import kernel
+
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")
+"""All of our environment that a child sees: no password, no token."""
+_PREFIXES = ("HF_", "OMP_", "MKL_", "OPENBLAS_", "XDG_", "TIKTOKEN_")
+
+
+class GradingTimeoutError(UnavailableError):
+    """The grader did not answer within its limit and was killed."""
+
+
+class GradingCrashError(UnavailableError):
+    """The grader's process ended without an answer."""
+
+
+class GradingRaisedError(GradingCrashError):
+    """The grader itself raised: a defect of it, named in the sentence."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the target returned, and the processor seconds it took."""
+
+    value: Any
+    cpu_seconds: float
+
+
+class SubprocessGrader:
+    """Calls `target` ("module:function", JSON in, JSON out) in one child that lives between calls.
+
+    With `fork`, `timeout` is processor seconds of a fork of the child for each call: nothing that
+    one call leaves behind (caches, settings) reaches the next, and a slow call costs no restart.
+    `confined` (with `fork`): `target` must return a function, which is called once the fork can do
+    nothing but compute (see grading_child.py). Raises UserError where there is no such wall.
+    `warm` names a function that the child calls once, with `warm_with`, before its first request;
+    `python` another interpreter to run it under, with `path` as its PYTHONPATH.
+    Safe to call from several threads (one call at a time). `close` or `with` ends the child.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout: float = 5.0,
+        start_timeout: float = 60.0,
+        memory_bytes: int = 2 << 30,
+        fork: bool = False,
+        confined: bool = False,
+        warm: str = "",
+        warm_with: Sequence[str | int] = (),
+        python: str = sys.executable,
+        path: Path | None = None,
+    ) -> None:
+        self._target = target
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._memory_bytes = memory_bytes
+        if confined and not (fork and kernel.supported()):
+            raise UserError(
+                "answers that a grader evaluates are only graded on Linux, on x86-64 or aarch64: "
+                "elsewhere there is no sandbox for them",
+                hint="grade them on another machine, or choose another environment",
+            )
+        self._fork = fork
+        self._confined = confined
+        self._warm = warm
+        self._warm_with = json.dumps(list(warm_with))
+        self._python = python
+        self._environment = _environment(path)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> SubprocessGrader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def call(self, request: Any) -> Any:
+        """The target's answer. Raises GradingTimeoutError, GradingRaisedError or GradingCrashError;
+        after any of them the next call is answered as if nothing had happened."""
+        return self.ask(request).value
+
+    def ask(self, request: Any) -> Answered:
+        """Like `call`, with the time it took."""
+        with self._lock:
+            child = self._started()
+            try:
+                assert child.stdin is not None
+                child.stdin.write(json.dumps(request).encode() + b"\n")
+                child.stdin.flush()
+                wall = self._timeout if not self._fork else 12 * self._timeout + 5
+                answer = json.loads(self._read_line(child, wall))
+            except (OSError, ValueError) as error:
+                self._kill()
+                raise GradingCrashError(f"The grader {self._target} died: {error}.") from error
+            except BaseException:
+                self._kill()  # an interrupted talk cannot be taken up again
+                raise
+            if not self._fork and "answer" not in answer:
+                self._kill()
+        if "raised" in answer:
+            raise GradingRaisedError(f"The grader {self._target} raised {answer['raised']}.")
+        if answer.get("ended") == "time":
+            raise GradingTimeoutError(
+                f"The grader {self._target} did not answer within {self._timeout:g} s."
+            )
+        if "ended" in answer:
+            raise GradingCrashError(f"The grader {self._target} died: {answer['ended']}.")
+        return Answered(answer["answer"], answer["cpu_seconds"])
+
+    def close(self) -> None:
+        with self._lock:
+            self._kill()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._child is not None and self._child.poll() is None:
+            return self._child
+        self._kill()
+        self._child = subprocess.Popen(
+            [
+                self._python,
+                "-m",
+                "prime_envs.grading_child",
+                self._target,
+                str(self._memory_bytes),
+                str(self._timeout if self._fork else 0),
+                self._warm,
+                self._warm_with,
+                CONFINED if self._confined else "",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+        )
+        try:
+            said = json.loads(self._read_line(self._child, self._start_timeout))
+            if said != "ready":
+                raise GradingRaisedError(f"The grader {self._target} raised {said['raised']}.")
+        except BaseException:
+            self._kill()
+            raise
+        return self._child
+
+    def _read_line(self, child: subprocess.Popen[bytes], timeout: float) -> bytes:
+        assert child.stdout is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
+                raise GradingTimeoutError(
+                    f"The grader {self._target} did not answer within {timeout:g} s."
+                )
+            data = child.stdout.read1(1 << 16)  # type: ignore[attr-defined]
+            if not data:
+                raise GradingCrashError(f"The grader {self._target} ended without an answer.")
+            self._buffer += data
+            if len(self._buffer) > MAX_ANSWER_BYTES:
+                raise GradingCrashError(f"The grader {self._target} answered without end.")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _kill(self) -> None:
+        child, self._child, self._buffer = self._child, None, b""
+        if child is None:
+            return
+        child.kill()
+        child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):  # unsent bytes to a dead child
+                    stream.close()
+
+
+def _environment(path: Path | None) -> dict[str, str]:
+    """What the child's interpreter is told. The same hash seed everywhere: sets of text come in the
+    same order, so that a scorer or an algebra system that walks one finds the same."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or name.startswith(_PREFIXES)
+    }
+    known = os.environ.get("PYTHONPATH", "")
+    paths = os.pathsep.join(filter(None, (str(path or ""), known)))
+    return {**kept, "PYTHONHASHSEED": "0", **({"PYTHONPATH": paths} if paths else {})}

@@ -1,0 +1,5 @@
+"""`python -m prime_verify …`"""
+
+from prime_verify.cli import main
+
+main()

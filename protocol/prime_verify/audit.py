@@ -1,0 +1,284 @@
+"""Audit: the validator's own code run again by anyone, on what is published.
+
+    slash      transaction → proposal → evidence object → file, policy → the same drawn rows → the
+               same outcome and reason? → match | mismatch
+    accepted   submission → its leaf in a root on chain → verdict, table, file, policy → every
+               reward graded again, rows replayed → accepted | mismatch
+    void       as accepted; the same reason → match
+
+Every signature and digest on the way is checked: evidence that does not belong to the slash is a
+mismatch as well. What is not to be had (file gone, policy not served, set-up not calibrated here)
+is *cannot tell*: it accuses nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prime_core.deployment import Deployment
+from prime_core.draws import file_secret
+from prime_core.errors import (
+    MalformedError,
+    NotFoundError,
+    UnavailableError,
+    UntrustedError,
+)
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.messages import SubmissionInfo
+from prime_core.opinions import check_opinions
+from prime_core.revisions import RunHistory
+from prime_core.rollout import MAX_FILE_BYTES, SignedSubmission
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease, shadow_pool
+from prime_core.verdict import Evidence, Outcome, Reason, SignedOpinion, Verdict, VerdictTable
+from prime_envs.base import Environment
+from prime_verify.audit_compare import Audit, compare_slash, compare_verdict
+from prime_verify.draw_audit import check_draw
+from prime_verify.engines import EngineProvider
+from prime_verify.proofs.thresholds import Calibration, shipped
+from prime_verify.verify import Finding, verify_file
+
+MAX_OBJECT_BYTES = 32 << 20
+
+
+class Library(Protocol):
+    """Where published things come from (an orchestrator, or a copy of its objects)."""
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        """Bytes that hash to `digest` (SHA-256). Raises NotFoundError, UnavailableError."""
+        ...
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        """What the orchestrator says of a submission. Raises NotFoundError."""
+        ...
+
+    def lease(self, digest: Digest) -> SignedLease:
+        """The signed lease of that digest. Raises NotFoundError."""
+        ...
+
+
+class Accusation(Protocol):
+    """What a slash says, on chain: who lied about what, and where the evidence lies."""
+
+    @property
+    def node(self) -> Address: ...
+    @property
+    def leaf(self) -> Digest: ...
+    @property
+    def evidence(self) -> Digest: ...
+    @property
+    def reason(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Rejection:
+    """The accusation of a rejection whose slash may not be on chain yet."""
+
+    node: Address
+    leaf: Digest
+    evidence: Digest
+    reason: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an audit rests on: the chain's word on who is who, the run, and this machine's engines.
+
+    `validators`: every account that the pool ever appointed; `now` in Unix seconds.
+    """
+
+    deployment: Deployment
+    pool: int
+    manager: Address
+    validators: frozenset[Address]
+    runs: RunHistory
+    environments: Callable[[RunDefinition], Environment]
+    engines: EngineProvider
+    now: float
+    calibration: Calibration | None = None
+
+
+def audit_slash(slash: Accusation, setting: Setting, library: Library) -> Audit:
+    """Replays a slash's evidence: *match* if this machine finds the same lie in the same file."""
+    expected = Reason(slash.reason)
+    try:
+        raw = library.object(slash.evidence, MAX_OBJECT_BYTES)
+        evidence = _parse_evidence(raw)
+        _check_evidence(evidence, slash, setting)
+        notes = check_draw(
+            evidence,
+            slash.leaf,
+            setting.deployment,
+            setting.runs.first,
+            lambda name: library.object(name, MAX_OBJECT_BYTES),
+            manager=setting.manager,
+            now=setting.now,
+        )
+        data = library.object(evidence.submission.submission.sha256, MAX_FILE_BYTES)
+        _check_calibration(evidence, setting)
+    except (NotFoundError, UnavailableError) as error:
+        return Audit("cannot tell", str(error), expected)
+    except (UntrustedError, MalformedError) as error:
+        return Audit("mismatch", f"the evidence does not hold: {error}", expected)
+    finding = _run(
+        data,
+        evidence.submission,
+        evidence.lease,
+        evidence.draw_secret,
+        setting,
+        draw_count=len(evidence.rows_drawn),  # more than the run's share, by the node's history
+        rewards_first=evidence.reason == Reason.TAMPERED_REWARD,
+    )
+    return compare_slash(evidence, finding, notes)
+
+
+def audit_submission(
+    digest: Digest,
+    setting: Setting,
+    library: Library,
+    rooted: Callable[[SubmissionInfo], SignedSubmission],
+) -> Audit:
+    """Judges an accepted, void or rejected submission again.
+
+    `rooted` gives the signed submission as a root on chain holds it; it raises NotFoundError,
+    UntrustedError or UnavailableError. A rejected submission is audited by its evidence, whether or
+    not its slash came on chain.
+    """
+    try:
+        info = library.submission(digest)
+        if info.verdict is None:
+            return Audit("cannot tell", f"it has no verdict yet (it is {info.status})")
+        verdict = _verdict(library.object(info.verdict, MAX_OBJECT_BYTES), digest, setting)
+        if verdict.outcome is Outcome.REJECTED:
+            return _audit_rejected(digest, verdict, setting, library)
+        signed = rooted(info)
+        lease = library.lease(signed.submission.lease_digest)
+        _check_pair(signed, lease, digest, setting)
+        data = library.object(signed.submission.sha256, MAX_FILE_BYTES)
+        table = None
+        if verdict.outcome is Outcome.ACCEPTED:
+            raw = library.object(verdict.opinion.table, MAX_OBJECT_BYTES)
+            table = VerdictTable.model_validate_json(raw)
+    except (NotFoundError, UnavailableError) as error:
+        return Audit("cannot tell", str(error))
+    except (UntrustedError, MalformedError, ValueError) as error:
+        return Audit("mismatch", f"what is published does not hold: {error}")
+    secret = file_secret(ZERO_DIGEST, digest)  # our own draw: any rows must do
+    finding = _run(data, signed, lease, secret, setting)
+    return compare_verdict(verdict, table, finding, lease)
+
+
+def _audit_rejected(
+    digest: Digest, verdict: SignedOpinion, setting: Setting, library: Library
+) -> Audit:
+    said = verdict.opinion
+    evidence = _parse_evidence(library.object(said.evidence, MAX_OBJECT_BYTES))
+    rejection = _Rejection(
+        evidence.submission.node, digest, Digest(said.evidence), int(verdict.reason)
+    )
+    return audit_slash(rejection, setting, library)
+
+
+# ── what is published belongs together ───────────────────────────────────────────────────────────
+
+
+def _parse_evidence(raw: bytes) -> Evidence:
+    try:
+        return Evidence.model_validate_json(raw)
+    except ValueError as error:
+        raise MalformedError("the evidence object does not parse") from error
+
+
+def _check_evidence(evidence: Evidence, slash: Accusation, setting: Setting) -> None:
+    """Raises UntrustedError unless the evidence is of this slash, in this pool, and signed."""
+    _check_pair(evidence.submission, evidence.lease, slash.leaf, setting)
+    for name, said, due in (
+        ("chain", evidence.chain_id, setting.deployment.chain_id),
+        ("reason", evidence.reason, slash.reason),
+        ("node", evidence.submission.node, slash.node),
+        ("run", evidence.run_digest, evidence.lease.lease.run_digest),
+    ):
+        if said != due:
+            raise UntrustedError(f"the evidence's {name} is {said}, the slash's is {due}")
+    if evidence.validator not in setting.validators:
+        raise UntrustedError(f"{evidence.validator} was never a validator of pool {setting.pool}")
+
+
+def _check_calibration(evidence: Evidence, setting: Setting) -> None:
+    """Raises UntrustedError if the run names another calibration than the evidence,
+    UnavailableError if the run names none and this version ships another."""
+    mine = (setting.calibration or shipped()).digest()
+    if evidence.calibration in (ZERO_DIGEST, mine):
+        return
+    if setting.calibration is not None:
+        raise UntrustedError(
+            f"the evidence rests on calibration {evidence.calibration}, not {mine}"
+        )
+    raise UnavailableError(
+        f"the evidence rests on calibration {evidence.calibration}; this version "
+        f"({evidence.validator_version} made it) ships {mine}"
+    )
+
+
+def _check_pair(
+    signed: SignedSubmission, lease: SignedLease, leaf: Digest, setting: Setting
+) -> None:
+    """Raises UntrustedError unless the node signed the leaf and the manager its lease."""
+    claim, promise = signed.submission, lease.lease
+    domain = setting.deployment.domain_of
+    if claim.digest(domain(claim)) != leaf:
+        raise UntrustedError("the submission is not the leaf")
+    if claim.recover(domain(claim), signed.signature) != signed.node:
+        raise UntrustedError("the submission is not signed by its node")
+    if promise.recover(domain(promise), lease.signature) != setting.manager:
+        raise UntrustedError("the lease is not signed by the pool's manager")
+    if promise.digest(domain(promise)) != claim.lease_digest or promise.node != signed.node:
+        raise UntrustedError("the submission answers to another lease")
+    pools = (setting.pool, shadow_pool(setting.pool))  # contracts know none of the latter
+    if promise.pool not in pools:
+        raise UntrustedError("the lease is of another pool")
+    setting.runs.of_lease(promise)
+
+
+def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedOpinion:
+    """The opinion that decided, after every opinion of the verdict was checked."""
+    try:
+        verdict = Verdict.model_validate_json(raw)
+    except ValueError as error:
+        raise MalformedError("the verdict object does not parse") from error
+    check_opinions(verdict, digest, setting.deployment, setting.validators)
+    if verdict.deciding.opinion.pool not in (setting.pool, shadow_pool(setting.pool)):
+        raise UntrustedError("the verdict is of another pool")
+    return verdict.deciding
+
+
+# ── the same code again ──────────────────────────────────────────────────────────────────────────
+
+
+def _run(
+    data: bytes,
+    signed: SignedSubmission,
+    lease: SignedLease,
+    secret: Digest,
+    setting: Setting,
+    *,
+    draw_count: int | None = None,
+    rewards_first: bool = False,
+) -> Finding:
+    claim, run = signed.submission, setting.runs.of_lease(lease.lease)
+    return verify_file(
+        data,
+        lease,
+        claim.lease_digest,
+        run,
+        setting.environments(run),
+        setting.engines,
+        draw_secret=secret,
+        submission_digest=claim.digest(setting.deployment.domain_of(claim)),
+        submission=claim,
+        calibration=setting.calibration,
+        draw_count=draw_count,
+        rewards_first=rewards_first,
+    )

@@ -1,0 +1,150 @@
+"""An audit's result: what was published, held against what this machine finds by the same code.
+
+Devices round differently, so statistics are one finding within a tolerance; reasons, rows drawn,
+units and rewards have none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from prime_core.task import SignedLease
+from prime_core.verdict import Evidence, Outcome, Reason, SignedOpinion, VerdictTable
+from prime_verify.verify import EXPLAINED_BY_WEIGHTS, Finding
+
+RELATIVE_TOLERANCE = 0.1
+ABSOLUTE_TOLERANCE = 0.02
+"""How far statistics may lie apart and still be the same finding: devices round differently."""
+ABSOLUTE_LOG_CHANCE, RELATIVE_LOG_CHANCE = 5.0, 0.25
+"""The same for the logarithm of a chance, which moves as far as a statistic 10 % off does in units
+of its tail: 1e-7 and 1e-10 are one finding, 1e-7 and 1e-14 are not."""
+
+_SAME_LIE = EXPLAINED_BY_WEIGHTS | {Reason.WRONG_POLICY}
+"""One finding, *other weights*: whether states or samples cross their limits first may hang on a
+device's rounding, and whether an earlier policy explains it on which of them are at hand. Rows,
+statistics and chance must agree all the same, so no file is a lie by this that is none without."""
+
+Result = Literal["match", "accepted", "mismatch", "cannot tell"]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What came of it. `expected` is what was published, `found` what this machine finds."""
+
+    result: Result
+    detail: str
+    expected: Reason | None = None
+    found: Reason | None = None
+    statistics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Name → (published, found here), as decimal text."""
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "result": self.result,
+            "detail": self.detail,
+            "expected": self.expected.name if self.expected is not None else None,
+            "found": self.found.name if self.found is not None else None,
+            "statistics": {name: list(pair) for name, pair in self.statistics.items()},
+            "notes": list(self.notes),
+        }
+
+
+def compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) -> Audit:
+    """The evidence of a slash against what this machine finds in the same file and rows."""
+    expected = Reason(evidence.reason)
+    statistics = {
+        name: (evidence.statistics[name], value)
+        for name, value in finding.decimal_statistics().items()
+        if name in evidence.statistics
+    }
+
+    def audit(result: Result, detail: str) -> Audit:
+        return Audit(result, detail, expected, finding.reason, statistics, notes)
+
+    if finding.outcome is Outcome.ABSTAINED:
+        return audit("cannot tell", finding.detail)
+    if finding.reason is not expected and not {finding.reason, expected} <= _SAME_LIE:
+        return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
+    if finding.rows_drawn != evidence.rows_drawn:
+        return audit("mismatch", "the evidence names other rows than its secret draws")
+    apart = [name for name, pair in statistics.items() if not close(*pair)]
+    if evidence.chance:
+        statistics["chance"] = (evidence.chance, finding.decimal_chance())
+        if not as_sure(*statistics["chance"]):
+            apart.append("chance")
+    if apart:
+        return audit("mismatch", f"statistics differ beyond rounding: {', '.join(apart)}")
+    notes += _rows_apart(evidence, finding)
+    return audit("match", finding.detail)
+
+
+def _rows_apart(evidence: Evidence, finding: Finding) -> tuple[str, ...]:
+    """A note that names the rows whose own statistics differ: they decide nothing beside the
+    file's, but whoever states them falsely should be seen to."""
+    found = finding.decimal_row_statistics()
+    apart = {
+        number
+        for name, stated in evidence.row_statistics.items()
+        for number, said, own in zip(finding.rows_drawn, stated, found.get(name, ()), strict=False)
+        if not close(said, own)
+    }
+    lengths = {len(stated) for stated in evidence.row_statistics.values()}
+    if lengths - {len(finding.rows_drawn)} or set(evidence.row_statistics) - set(found):
+        return ("the evidence states statistics of other rows, or others than there are",)
+    if not apart:
+        return ()
+    return (f"statistics of rows {', '.join(map(str, sorted(apart)))} differ beyond rounding",)
+
+
+def compare_verdict(
+    signed: SignedOpinion, table: VerdictTable | None, finding: Finding, lease: SignedLease
+) -> Audit:
+    """The opinion that decided (and its table if it accepts) against what this machine finds."""
+    expected = signed.reason
+
+    def audit(result: Result, detail: str) -> Audit:
+        return Audit(result, detail, expected, finding.reason)
+
+    if finding.outcome is Outcome.ABSTAINED:
+        return audit("cannot tell", finding.detail)
+    if finding.reason is not expected:
+        return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
+    if table is None:
+        return audit("match", finding.detail)
+    if table.units != finding.units:
+        return audit("mismatch", f"{table.units} units were credited, {finding.units} counted")
+    named = (table.submission_digest, table.policy_version, table.step)
+    due = (signed.opinion.submission, lease.policy_version, lease.lease.step)
+    if named != due or table.rows != finding.table:
+        return audit("mismatch", "the verdict table holds other rows or rewards")
+    return audit("accepted", f"{finding.units} units; {finding.detail}")
+
+
+def as_sure(published: str, found: str) -> bool:
+    """Whether two chances of an honest file say the same, rounding apart: in an exponential tail
+    their logarithms lie apart as statistics do. What is none (0, no matter of chance, or infinity)
+    is like nothing else."""
+    try:
+        a, b = float(published), float(found)
+    except ValueError:
+        return False
+    if not (0 < a <= 1 and 0 < b <= 1):
+        return a == b
+    one, other = abs(math.log(a)), abs(math.log(b))
+    return abs(one - other) <= ABSOLUTE_LOG_CHANCE + RELATIVE_LOG_CHANCE * max(one, other)
+
+
+def close(published: str, found: str) -> bool:
+    """Whether two statistics are one finding, rounding apart. Anything may be published;
+    an infinite margin (a token that the policy gives no chance) is like another alone."""
+    try:
+        a, b = float(published), float(found)
+    except ValueError:
+        return False
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return a == b
+    return abs(a - b) <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * max(abs(a), abs(b))

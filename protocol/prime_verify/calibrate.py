@@ -1,0 +1,242 @@
+"""Measures honest drift and makes a calibration: `orchestrator calibrate` writes and signs it.
+
+    generate   honest files of every set-up (setups.py), as a worker builds them
+    replay     every row of them, as a validator replays it
+    fit        each statistic's distribution over rows, and over sets of FILE_ROWS rows (tails.py)
+
+Besides the models given, tiny random ones are used. Minutes on one core; the result depends on the
+machine's rounding, so two runs agree in kind, not to the digit. A set-up that does not run here is
+left out and reported: files that declare it are judged in shadow.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from prime_core.errors import UnavailableError
+from prime_core.run import RunDefinition
+from prime_engine.base import Engine
+from prime_envs.base import Environment
+from prime_envs.registry import environment_for
+from prime_verify import replay
+from prime_verify.build import plan_rows
+from prime_verify.engines import load_engine
+from prime_verify.proofs import tails
+from prime_verify.proofs.thresholds import (
+    FILE_ROWS,
+    SCOPES,
+    STATISTICS,
+    Calibration,
+    Reference,
+    Scope,
+    SetupLimits,
+    chance_of_one,
+    explained,
+    least_ratio,
+    wider,
+)
+from prime_verify.rollout_file import read_rollout_file
+from prime_verify.setups import (
+    HonestFile,
+    Job,
+    Setup,
+    generate,
+    run_of,
+    synthetic_lease,
+    synthetic_run,
+)
+
+__all__ = ["HonestFile", "calibrate", "replay_rows", "synthetic_lease", "synthetic_run"]
+
+log = logging.getLogger(__name__)
+BATCH_FILES = {64: 40, 1: 16}
+"""Rows generated together → files measured (of 64 rows, or 8 in batches of 1) for each model, dtype
+and length."""
+LENGTHS = (24, 80, 160)
+"""Output limits in tokens: rows of one proof window, of three, and of five, FILE_ROWS of which can
+be a long file; a length that a model has no positions for is left out."""
+DTYPES = ("float32", "bfloat16")
+REPLAY_DTYPE = "float32"
+OTHER_CPUS = (
+    (("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),),
+    (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx2")),
+)
+"""Settings under which this machine computes as others do that lack its newest instructions: their
+files are measured too, in the largest batches, one for every OTHERS_SHARE of its own."""
+OTHERS_SHARE = 4
+LEAST_VALUES = 10
+"""With fewer honest values of a statistic none lies in its tail (tails.SHARE), and what is fitted
+may be tighter than the truth: rows or files of which so few were measured get no limits."""
+
+
+@dataclass
+class _Measured:
+    """Honest ratios of one set-up's rows and files, by statistic."""
+
+    ratios: dict[Scope, dict[str, list[float]]] = field(
+        default_factory=lambda: {scope: defaultdict(list) for scope in SCOPES}
+    )
+    batches: set[int] = field(default_factory=set)
+    device: str = ""
+    engine: str = ""
+    rows: int = 0
+    files: int = 0
+    tokens: int = 0
+
+    def add(self, found: Sequence[replay.RowStatistics], references: Sequence[Reference]) -> None:
+        self.files += 1
+        self.rows += len(found)
+        self.tokens += sum(row.tokens for row in found)
+        for number, reference in enumerate(references):
+            members = found[number * FILE_ROWS :][:FILE_ROWS]
+            together = replay.combine(members)
+            for name in STATISTICS:
+                scale = explained(name, reference.row)
+                self.ratios["row"][name] += [row.values[name] / scale for row in members]
+                for scope in replay.file_scopes(members):
+                    ratio = together[name] / explained(name, reference.file)
+                    self.ratios[scope][name].append(ratio)
+
+
+def replay_rows(
+    honest: HonestFile, run: RunDefinition, environment: Environment, verifier: Engine
+) -> tuple[list[replay.RowStatistics], list[Reference]]:
+    """All rows of a file as a validator's engine measures them, and the reference drift of each
+    set of FILE_ROWS rows (none if the file's dtype is the verifier's)."""
+    file = read_rollout_file(honest.data)
+    plan = plan_rows(honest.signed.lease, honest.lease_digest, run, environment, verifier.tokenizer)
+    found, references = [], []
+    for start in range(0, len(file.rows), FILE_ROWS):
+        numbers = range(start, start + FILE_ROWS)
+        twin = verifier.twin(file.metadata.dtype)
+        replays = replay.Replayed(
+            verifier, run, honest.lease_digest, numbers, plan, file.rows, twin
+        )
+        found += replays.measure()
+        references.append(replays.reference())
+    return found, references
+
+
+def _limits(dtype: str, measured: _Measured) -> SetupLimits:
+    def fit(scope: Scope) -> dict[str, tails.Tail]:
+        return {
+            name: tails.fit(found, chance_of_one(scope), least_ratio(name, dtype, REPLAY_DTYPE))
+            for name, found in measured.ratios[scope].items()
+            if len(found) >= LEAST_VALUES
+        }
+
+    return SetupLimits(
+        engine=measured.engine,
+        dtype=dtype,
+        device=measured.device,
+        batches=tuple(sorted(measured.batches)),
+        rows=measured.rows,
+        files=measured.files,
+        tokens=measured.tokens,
+        row=fit("row"),
+        file=fit("file"),
+        long=fit("long"),
+    )
+
+
+def calibrate(
+    models: Sequence[Path],
+    *,
+    python_of: dict[str, Path | None],
+    device: str = "cpu",
+    replay_device: str | None = None,
+    dtypes: Sequence[str] | None = None,
+    scale: float = 1.0,
+    keep: Calibration | None = None,
+) -> tuple[Calibration, list[str]]:
+    """(calibration, what it lacks with the reason: set-ups that do not run here, long files).
+
+    `keep`: an earlier calibration (of another machine, or other engines), whose set-ups stay; of
+    one that is measured again, each statistic has the wider of both limits.
+    `python_of`: engine → its interpreter (None: this one). `scale` multiplies the number of files.
+    Every set-up is measured on each of `models` and on tiny random ones, generated on `device` and
+    replayed in float32 on `replay_device` (None: the same). Raises UnavailableError if a model does
+    not load, no set-up runs, or `keep` is for replays by another set-up.
+    """
+    measured: dict[tuple[str, str], _Measured] = defaultdict(_Measured)
+    left_out: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [*models, *tiny_models(Path(scratch))]
+        replay_on = replay_device or device
+        verifiers = {model: load_engine(model, device=replay_on, threads=1) for model in folders}
+        verifier = next(iter(verifiers.values()))
+        if keep and not keep.replayed_by(verifier.name, REPLAY_DTYPE, verifier.device):
+            raise UnavailableError(
+                f"the calibration to keep is for replays by {keep.replay_engine} in "
+                f"{keep.replay_dtype} on {keep.replay_device}, this one for {verifier.name} in "
+                f"{REPLAY_DTYPE} on {verifier.device}"
+            )
+        others = OTHER_CPUS if device == "cpu" else ()
+        for engine, python in python_of.items():
+            for dtype, settings in product(dtypes or DTYPES, ((), *others)):
+                setup = Setup(engine, dtype, device, python, settings)
+                share = scale / OTHERS_SHARE if settings else scale
+                try:
+                    _measure(setup, verifiers, share, measured[engine, dtype])
+                except UnavailableError as error:
+                    log.warning("left out: %s", error)
+                    left_out.append(str(error))
+    setups = [_limits(dtype, found) for (_, dtype), found in measured.items() if found.files]
+    for one in setups:
+        if not one.long:
+            left_out.append(
+                f"{one.engine} {one.dtype} on {one.device}: fewer than {LEAST_VALUES} long "
+                "files were measured, so that they are held to the limits of any file alone"
+            )
+    if not setups:
+        raise UnavailableError("no set-up runs here: " + "; ".join(left_out))
+    source = ", ".join([*(model.name for model in models), "2 tiny random models"])
+    source += f"; {platform.machine()}, {device}"
+    if keep is not None:
+        again = {(setup.engine, setup.dtype, setup.device): setup for setup in setups}
+        for kept in keep.setups:
+            key = (kept.engine, kept.dtype, kept.device)
+            again[key] = wider(again[key], kept) if key in again else kept
+        setups = list(again.values())
+        source = source if keep.source == source else f"{source}; kept: {keep.source}"
+    calibration = Calibration(
+        replay_engine=verifier.name,
+        replay_dtype=REPLAY_DTYPE,
+        replay_device=verifier.device,
+        source=source,
+        setups=tuple(sorted(setups, key=lambda s: (s.engine, s.dtype, s.device))),
+    )
+    return calibration, left_out
+
+
+def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: _Measured) -> None:
+    jobs = [
+        Job(model, batch_rows, max(1, round(files * scale)))
+        for model in verifiers
+        for batch_rows, files in BATCH_FILES.items()
+        if not setup.settings or batch_rows == max(BATCH_FILES)
+    ]
+    log.info("%s: %d files a length", setup.words, sum(job.files for job in jobs))
+    for job, length, honest in generate(setup, jobs, LENGTHS):
+        run = run_of(job, length)
+        into.add(*replay_rows(honest, run, environment_for(run), verifiers[job.model]))
+        made = read_rollout_file(honest.data).metadata
+        into.engine, into.device = made.engine, made.device
+        into.batches.add(job.batch_rows)
+
+
+def tiny_models(folder: Path) -> list[Path]:
+    """Two models with random weights, written into `folder`."""
+    from prime_engine.tiny import write_tiny_model
+
+    return [
+        write_tiny_model(folder / "small", seed=1, hidden=128),
+        write_tiny_model(folder / "deep", seed=2, hidden=128, layers=6, logit_scale=4.0),
+    ]

@@ -1,0 +1,1 @@
+"""Files that lie on purpose: what planted nodes hand in."""

@@ -1,0 +1,130 @@
+"""What a liar has to hand: one lease, the true policy, altered copies of it, the honest builder.
+
+For tests, benches, planted files and lying nodes of the devnet; see lies.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from prime_core import seeds
+from prime_core.ids import Digest
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease
+from prime_engine.base import Engine, Generation, GenerationRequest, ReplayRequest
+from prime_envs.base import Environment
+from prime_verify import build
+from prime_verify.build import PlannedRow
+from prime_verify.proofs import activations, sketch
+from prime_verify.rollout_file import FileRow, write_rollout_file
+
+Plan = Sequence[PlannedRow]
+Texts = Sequence[Sequence[int]]
+Rows = list[FileRow]
+
+
+def _none_older() -> Engine | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One lease to lie about. `engine` holds its policy; `variant(name)` the same with other
+    weights (prime_engine.variants); `older()` an earlier policy, if one is at hand."""
+
+    signed: SignedLease
+    digest: Digest
+    run: RunDefinition
+    environment: Environment
+    engine: Engine
+    variant: Callable[[str], Engine]
+    older: Callable[[], Engine | None] = field(default=_none_older)
+    earlier: Sequence[FileRow] = ()
+    """Rows of a file made before, for another lease."""
+
+    @cached_property
+    def plan(self) -> list[PlannedRow]:
+        """The rows that the seed dictates."""
+        return build.plan_rows(
+            self.signed.lease, self.digest, self.run, self.environment, self.engine.tokenizer
+        )
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The same for the same lease."""
+        return np.random.default_rng(int(self.digest[2:18], 16))
+
+    def requests(
+        self, *, keyed: bool = True, flip: int = 0, plan: Plan | None = None
+    ) -> list[GenerationRequest]:
+        """The plan's rows to generate; without their noise, or with a flipped noise seed."""
+        return [
+            GenerationRequest(
+                row.prompt_tokens,
+                self.run.max_output_tokens,
+                row.noise_seed ^ flip if keyed else None,
+            )
+            for row in plan or self.plan
+        ]
+
+    def generate(
+        self, engine: Engine | None = None, temperature: float | None = None, **how: Any
+    ) -> list[Generation]:
+        """Generates the plan, by default as an honest node would."""
+        return (engine or self.engine).generate(
+            self.requests(**how), temperature or self.run.temperature
+        )
+
+    def score(self, texts: Texts, engine: Engine | None = None) -> list[Generation]:
+        """Given tokens as if the true policy had drawn them: its states and log-probabilities."""
+        engine = engine or self.engine
+        replays = engine.replay(
+            [
+                ReplayRequest(row.prompt_tokens, tuple(text), row.noise_seed)
+                for row, text in zip(self.plan, texts, strict=True)
+            ],
+            self.run.temperature,
+        )
+        return [
+            Generation(
+                tuple(text),
+                found.logprobs,
+                found.states,
+                "end" if text[-1] in engine.end_tokens else "length",
+            )
+            for text, found in zip(texts, replays, strict=True)
+        ]
+
+    def file(
+        self, generations: Sequence[Generation], change: Callable[[Rows], Rows] | None = None
+    ) -> bytes:
+        """The file of `generations`, graded and proved honestly; `change` may alter its rows."""
+        rewards = build.grade_rows(self.plan, generations, self.environment, self.engine.tokenizer)
+        proofs = build.prove_rows(self.digest, self.plan, generations)
+        rows = build.assemble_rows(self.signed, self.plan, generations, rewards, proofs)
+        return write_rollout_file(
+            change(rows) if change else rows, build.metadata_of(self.digest, self.engine)
+        )
+
+    def repack(self, rows: Rows, states: Sequence[Any]) -> Rows:
+        """`rows` with proofs and sketches made of `states` (uint16 [T, H] each)."""
+        made = [
+            replace_states(self.digest, row, of_row)
+            for row, of_row in zip(rows, states, strict=True)
+        ]
+        return [
+            replace(row, proofs=proofs, sketch=sketches)
+            for row, (proofs, sketches) in zip(rows, made, strict=True)
+        ]
+
+
+def replace_states(digest: Digest, row: FileRow, states: Any) -> tuple[bytes, bytes]:
+    """(proofs, sketch) of `row`, packed, as if `states` were its own."""
+    windows = activations.split_windows(states)
+    keys = build.sketch_keys(seeds.lease_seed(digest), row.group, row.sample, row.output_tokens)
+    return activations.pack(activations.build(windows)), sketch.pack(sketch.build(windows, keys))

@@ -1,0 +1,194 @@
+"""What a file shows without a replay: order, prompts, endings, proofs, humps, rewards.
+
+Each raises RulingError with the reason at the first thing that is wrong; see verify.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from prime_core.errors import MalformedError
+from prime_core.proof_form import PROOF_WINDOW
+from prime_core.run import MICRO, RunDefinition
+from prime_core.task import SignedLease
+from prime_core.verdict import Outcome, Reason, VerdictRow
+from prime_engine.base import Engine
+from prime_envs.base import Environment, Grade, decode_output
+from prime_verify.build import PlannedRow
+from prime_verify.proofs import activations, sampling, sketch
+from prime_verify.proofs.tails import LEAST_CHANCE
+from prime_verify.proofs.thresholds import SIGNIFICANCE
+from prime_verify.rollout_file import FileRow
+
+
+class RulingError(Exception):
+    """Ends the flow with a reason; never leaves verify_file. `chance` as in verify.Finding, by
+    default 0 for a lie, as nothing but a count of tokens is a matter of chance here."""
+
+    def __init__(self, reason: Reason, detail: str, chance: float = 0.0) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+        self.chance = chance if reason.outcome is Outcome.REJECTED else None
+
+
+def check_rows(
+    rows: Sequence[FileRow],
+    plan: Sequence[PlannedRow],
+    signed: SignedLease,
+    run: RunDefinition,
+    engine: Engine,
+) -> None:
+    """Structure of every row first (void), then what the seed dictates (rejected).
+
+    Raises RulingError: WRONG_ROWS, MALFORMED; WRONG_TARGETS, WRONG_PROMPTS.
+    """
+    if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
+        raise RulingError(
+            Reason.WRONG_ROWS, "the rows are not the lease's groups and samples in order"
+        )
+    for number, row in enumerate(rows):
+        if row.policy_version != signed.policy_version:
+            raise RulingError(Reason.WRONG_ROWS, f"row {number} names policy {row.policy_version}")
+        if max(row.output_tokens) >= engine.vocabulary:
+            raise RulingError(Reason.MALFORMED, f"row {number} has a token outside the vocabulary")
+        _check_ending(number, row, run, engine.end_tokens)
+    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
+        if row.target_length != due.target_length:
+            raise RulingError(
+                Reason.WRONG_TARGETS,
+                f"row {number} has target {row.target_length}, not the lease's {due.target_length}",
+            )
+        if row.problem_id != due.problem.problem_id or row.prompt_tokens != due.prompt_tokens:
+            raise RulingError(
+                Reason.WRONG_PROMPTS, f"row {number} is not problem {due.problem.problem_id!r}"
+            )
+
+
+def _check_ending(
+    number: int, row: FileRow, run: RunDefinition, end_tokens: frozenset[int]
+) -> None:
+    """A row ends at its first end token, or at the length limit without one.
+
+    Raises RulingError: WRONG_ROWS.
+    """
+    tokens = row.output_tokens
+    if len(tokens) > run.max_output_tokens:
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} is longer than the run allows")
+    if not end_tokens.isdisjoint(tokens[:-1]):
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} goes on after an end token")
+    ended = tokens[-1] in end_tokens
+    if ended != (row.finish_reason == "end"):
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
+    if not ended and len(tokens) < run.max_output_tokens:
+        raise RulingError(Reason.WRONG_ROWS, f"row {number} stops before its end")
+
+
+def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
+    """Lengths (void), then contents that no honest program writes (rejected).
+
+    Raises RulingError: MALFORMED; COPIED_ROWS, FORGED_PROOF.
+    """
+    unpacked = []
+    sketches: dict[bytes, int] = {}
+    for number, row in enumerate(rows):
+        windows = activations.windows_of(len(row.output_tokens))
+        try:
+            unpacked.append(activations.unpack(row.proofs, windows))
+            bits = sketch.decode(row.sketch, windows)
+        except MalformedError as error:
+            raise RulingError(Reason.MALFORMED, f"row {number}: {error}") from error
+        for window in bits:
+            if sketches.setdefault(window.tobytes(), number) != number and window.any():
+                raise RulingError(
+                    Reason.COPIED_ROWS,
+                    f"row {number} repeats a sketch of row {sketches[window.tobytes()]}; their "
+                    "keys differ",
+                )
+    for number, (row, proofs) in enumerate(zip(rows, unpacked, strict=True)):
+        for window, proof in enumerate(proofs):
+            tokens = min(PROOF_WINDOW, len(row.output_tokens) - window * PROOF_WINDOW)
+            elements = tokens * engine.hidden_size
+            if len(proof) != activations.proof_bytes(elements):
+                raise RulingError(Reason.MALFORMED, f"row {number} has a proof of the wrong length")
+            try:
+                activations.decode(proof, elements)
+            except MalformedError as error:
+                raise RulingError(Reason.FORGED_PROOF, f"row {number}: {error}") from error
+
+
+NOISE_SPAN = 26.1
+"""Between the largest and the smallest noise that proofs/sampling.py gives, 22.9 and −3.1."""
+SPARE = 10.0
+
+
+def least_logprob(vocabulary: int) -> float:
+    """No sampler draws a token below this, whatever the model: the most probable token has at least
+    1/vocabulary, and noise lifts another above it by NOISE_SPAN at most; rounding takes SPARE."""
+    return -(math.log(vocabulary) + NOISE_SPAN + SPARE)
+
+
+def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
+    """What log-probabilities show of themselves: none that no noise draws (in training one of them
+    would be a ratio of infinity), and not too many small ones.
+
+    Raises RulingError: TWO_HUMPED.
+    """
+    least = least_logprob(engine.vocabulary)
+    for number, row in enumerate(rows):
+        if float(row.logprobs.min()) < least:
+            raise RulingError(
+                Reason.TWO_HUMPED,
+                f"row {number} claims a log-probability of {float(row.logprobs.min()):.4g}; no "
+                f"noise draws a token below {least:.1f}, whatever the model",
+            )
+    counts = [sampling.improbable_tokens(row.logprobs, engine.vocabulary) for row in rows]
+    observed = sum(count for count, _ in counts)
+    expected = sum(bound for _, bound in counts)
+    chance = max(LEAST_CHANCE, sampling.poisson_tail(observed, expected))
+    if chance < SIGNIFICANCE:
+        raise RulingError(
+            Reason.TWO_HUMPED,
+            f"{observed} tokens of nearly no probability; honest sampling draws at most "
+            f"{expected:.2g} on average (chance {chance:.2g})",
+            chance,
+        )
+
+
+def check_rewards(
+    rows: Sequence[FileRow],
+    plan: Sequence[PlannedRow],
+    environment: Environment,
+    engine: Engine,
+) -> tuple[VerdictRow, ...]:
+    """Recomputes every reward. A grade that a limit of time decided accuses nobody, nor does one
+    that comes out otherwise the second time.
+
+    Raises RulingError: TAMPERED_REWARD.
+    """
+    table = []
+    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
+        text = decode_output(engine.tokenizer, row.output_tokens)
+
+        def graded(due: PlannedRow = due, row: FileRow = row, text: str = text) -> Grade:
+            return environment.grade(due.problem, due.target_length, text, len(row.output_tokens))
+
+        grade = graded()
+        if grade.refutes(row.reward) and graded().refutes(row.reward):
+            raise RulingError(
+                Reason.TAMPERED_REWARD,
+                f"row {number} claims reward {row.reward:.9g}, the grader gives "
+                f"{grade.reward_micro / MICRO:.6f} ({grade.reason})",
+            )
+        table.append(
+            VerdictRow(
+                problem_id=row.problem_id,
+                group=row.group,
+                sample=row.sample,
+                reward_micro=grade.reward_micro,
+                prompt_tokens=len(row.prompt_tokens),
+                output_tokens=len(row.output_tokens),
+            )
+        )
+    return tuple(table)

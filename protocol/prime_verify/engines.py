@@ -1,0 +1,158 @@
+"""Engines by policy: the port that verification asks, and the folder of policies behind it.
+
+Importing this loads no torch; loading an engine does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
+from prime_engine.base import Engine
+
+MANIFEST = "manifest.json"
+ENGINES = ("plain", "vllm")
+"""Engines by the name that commands take."""
+
+
+class EngineProvider(Protocol):
+    """Gives the engine of a policy that has been verified against its digest."""
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        """Raises UnavailableError if that policy is not here, or does not load."""
+        ...
+
+    def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
+        """Engines of at hand versions before `version`, newest first: used only to say which policy
+        a rejected file was made with. May give none."""
+        ...
+
+
+def load_engine(
+    folder: Path,
+    *,
+    engine: str = "plain",
+    dtype: str = "float32",
+    device: str = "cpu",
+    threads: int | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine with the policy in `folder` loaded and the seeded noise wired in.
+
+    `options` go to the engine's constructor (`batch_rows`, `prepare`). `threads` sets torch's.
+    Raises UnavailableError if the engine is unknown or the folder holds no model that it runs.
+    """
+    if engine not in ENGINES:
+        known = " and ".join(ENGINES)
+        raise UnavailableError(f"there is no engine {engine!r} here; known are {known}")
+    try:
+        import torch
+
+        from prime_verify.proofs.sampling_torch import gumbel
+
+        loader: Callable[..., Engine]
+        if engine == "vllm":
+            from prime_engine.vllm import VllmEngine
+
+            loader = VllmEngine
+        else:
+            from prime_engine.plain import PlainEngine
+
+            loader = PlainEngine
+    except ImportError as error:
+        raise UnavailableError(
+            f"the {engine} engine needs torch and transformers ({error}): "
+            "pip install 'prime-open[torch]'"
+        ) from error
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return loader(folder, noise=gumbel, dtype=dtype, device=device, **options)
+
+
+EXPANSION, WIDENED = 3, 5
+"""Memory of a loaded policy by the size of its bfloat16 files: float32, and a bfloat16 twin; with
+the twin's float32 copies where the processor has no bfloat16 instructions."""
+
+
+def loaded_bytes(folder: Path) -> int:
+    """What the policy in `folder` may take once loaded, by the size of its weights."""
+    from prime_engine.linears import native_bfloat16
+
+    expansion = EXPANSION if native_bfloat16() else WIDENED
+    return expansion * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+class FolderEngines:
+    """Policies under `root`/<version>/, each with its manifest.json. The last used stay loaded: at
+    most `keep`, and together at most `max_bytes` (by `loaded_bytes`), but always the one in use.
+
+    The folder is trusted to have been verified when it was placed there by prime_broadcast;
+    here only its manifest's digest is compared.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        load: Callable[[Path], Engine] = load_engine,
+        *,
+        keep: int = 3,
+        max_bytes: int | None = None,
+        look_back: int = 4,
+    ) -> None:
+        self._root = root
+        self._load = load
+        self._keep = keep
+        self._max_bytes = max_bytes
+        self._look_back = look_back
+        self._loaded: OrderedDict[tuple[int, Digest], Engine] = OrderedDict()
+        self._bytes: dict[tuple[int, Digest], int] = {}
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        """See EngineProvider."""
+        found = self.digest(version)
+        if found != policy_digest:
+            raise UnavailableError(f"policy {version} here is {found}, the lease asks another")
+        return self._get(version, found)
+
+    def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
+        """See EngineProvider."""
+        for number in range(version - 1, max(-1, version - 1 - self._look_back), -1):
+            try:
+                yield number, self._get(number, self.digest(number))
+            except UnavailableError:
+                continue
+
+    def digest(self, version: int) -> Digest:
+        """Policy digest of the manifest in the folder. Raises UnavailableError if there is none."""
+        path = self._root / str(version) / MANIFEST
+        try:
+            return SignedManifest.model_validate_json(path.read_bytes()).manifest.digest()
+        except OSError as error:
+            raise UnavailableError(f"policy {version} is not at {path.parent}") from error
+        except ValueError as error:
+            raise UnavailableError(f"{path} is no manifest: {error}") from error
+
+    def _room_for(self, size: int) -> bool:
+        used = sum(self._bytes.values())
+        fits = self._max_bytes is None or used + size <= self._max_bytes
+        return fits and len(self._loaded) < self._keep
+
+    def _get(self, version: int, policy_digest: Digest) -> Engine:
+        key = (version, policy_digest)
+        if key not in self._loaded:
+            folder = self._root / str(version)
+            size = loaded_bytes(folder)
+            while self._loaded and not self._room_for(size):  # before: both may not fit
+                oldest, engine = self._loaded.popitem(last=False)
+                del self._bytes[oldest]
+                engine.close()
+                del engine
+            self._loaded[key] = self._load(folder)
+            self._bytes[key] = size
+        self._loaded.move_to_end(key)
+        return self._loaded[key]

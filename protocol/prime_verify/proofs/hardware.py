@@ -1,0 +1,144 @@
+"""Hardware challenge: multiply seeded integer matrices; the answer is checked by Freivalds.
+
+Round r of a challenge draws two size×size int8 matrices A_r, B_r from SHAKE-256 (FIPS 202) of
+"prime/hardware/v1" ‖ seed ‖ r ‖ "A" or "B", row by row; the solution is A_r · B_r as int64.
+Solving costs rounds · size³ multiply-adds, checking O(rounds · size²) (Freivalds, 1977).
+
+What it shows: how fast this key's holder multiplied at this moment. What it does not: which machine
+did it, or that the machine will be there tomorrow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_core.errors import MalformedError, UnavailableError
+from prime_core.ids import Digest, to_bytes
+
+MAX_SIZE = 8192
+_BLOCK = 1024
+"""Longest inner dimension whose int8 products add up exactly in float32: 1024 · 2¹⁴ = 2²⁴."""
+
+
+def matrices(
+    seed: Digest, size: int, round_number: int
+) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """A and B of one round, int8 [size, size]. Raises MalformedError if size is out of bounds."""
+    if not 1 <= size <= MAX_SIZE:
+        raise MalformedError(f"challenge size {size} is not in 1 … {MAX_SIZE}")
+    head = b"prime/hardware/v1" + to_bytes(seed) + round_number.to_bytes(4, "big")
+    a, b = (
+        np.frombuffer(hashlib.shake_256(head + name).digest(size * size), dtype=np.int8)
+        for name in (b"A", b"B")
+    )
+    return a.reshape(size, size), b.reshape(size, size)
+
+
+def multiply_adds(size: int, rounds: int) -> int:
+    """Multiply-adds that a solution takes."""
+    return rounds * size**3
+
+
+def solution_bytes(size: int, rounds: int) -> int:
+    """Exact length of a solution on the wire: int64 little-endian [rounds, size, size]."""
+    return rounds * size * size * 8
+
+
+def solve(seed: Digest, size: int, rounds: int, device: str = "cpu") -> NDArray[np.int64]:
+    """All products, int64 [rounds, size, size].
+
+    `device` "cpu" multiplies by numpy, anything else ("cuda", "cuda:1") by torch on that device:
+    float32 blocks of 1,024 terms, which are exact, added up as integers.
+    Raises UnavailableError if torch or the device is missing.
+    """
+    products = np.empty((rounds, size, size), dtype=np.int64)
+    for r in range(rounds):
+        a, b = matrices(seed, size, r)
+        products[r] = _product_numpy(a, b) if device == "cpu" else _product_torch(a, b, device)
+    return products
+
+
+def _product_numpy(a: NDArray[np.int8], b: NDArray[np.int8]) -> NDArray[np.int64]:
+    total = np.zeros(a.shape, dtype=np.int64)
+    for k in range(0, a.shape[1], _BLOCK):
+        block = a[:, k : k + _BLOCK].astype(np.float32) @ b[k : k + _BLOCK].astype(np.float32)
+        total += block.astype(np.int64)
+    return total
+
+
+def _product_torch(
+    a: NDArray[np.int8], b: NDArray[np.int8], device: str
+) -> NDArray[np.int64]:  # pragma: no cover - needs an accelerator
+    try:
+        import torch
+    except ImportError as error:
+        raise UnavailableError(f"device {device!r} needs torch, which is not installed") from error
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnavailableError(f"device {device!r} is asked for, but torch sees no CUDA device")
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False  # TF32 would round the products
+    try:
+        left = torch.from_numpy(a.copy()).to(device)
+        right = torch.from_numpy(b.copy()).to(device)
+        total = torch.zeros(a.shape, dtype=torch.int64, device=device)
+        for k in range(0, a.shape[1], _BLOCK):
+            block = left[:, k : k + _BLOCK].float() @ right[k : k + _BLOCK].float()
+            total += block.to(torch.int64)
+        result: NDArray[np.int64] = total.cpu().numpy()
+        return result
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def decode_solution(data: bytes, size: int, rounds: int) -> NDArray[np.int64]:
+    """Products from the wire: int64 [rounds, size, size]. Raises MalformedError unless the length
+    is exact; the entries are anything."""
+    expected = solution_bytes(size, rounds)
+    if len(data) != expected:
+        raise MalformedError(f"a solution has {expected} bytes, not {len(data)}")
+    return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(rounds, size, size)
+
+
+def encode_solution(products: NDArray[np.int64]) -> bytes:
+    """Products (int64 [rounds, size, size]) as little-endian bytes, row by row. Checks nothing."""
+    return products.astype("<i8").tobytes()
+
+
+def check(
+    seed: Digest,
+    size: int,
+    rounds: int,
+    products: NDArray[np.int64],
+    rng: np.random.Generator,
+    repetitions: int = 2,
+) -> bool:
+    """True if `products` (int64 [rounds, size, size]) are the products; wrong ones pass with
+    probability ≤ 2⁻³² a repetition, drawn from `rng`, which the solver must not foresee.
+
+    Arithmetic wraps modulo 2⁶⁴. An entry of an honest product is below 2²⁷, so entries are bounded
+    first; then a wrong entry differs by d = 2ᵏ·odd with k ≤ 28, and d·x ≡ c (mod 2⁶⁴) has at most
+    one solution x among the 2³² values drawn.
+    """
+    if products.shape != (rounds, size, size) or products.dtype != np.int64:
+        return False
+    bound = size << 14
+    if products.size and (products.max() > bound or products.min() < -bound):
+        return False
+    for r in range(rounds):
+        a, b = matrices(seed, size, r)
+        x = rng.integers(0, 1 << 32, size=(size, repetitions), dtype=np.int64)
+        expected = _times(a, _times(b, x))
+        if not np.array_equal(_times(products[r], x), expected):
+            return False
+    return True
+
+
+def _times(matrix: NDArray[np.int8] | NDArray[np.int64], x: NDArray[np.int64]) -> NDArray[np.int64]:
+    """matrix · x in wrapping int64, a block of rows at a time so that memory stays small."""
+    rows = [
+        matrix[i : i + 256].astype(np.int64, copy=False) @ x for i in range(0, len(matrix), 256)
+    ]
+    return np.concatenate(rows)

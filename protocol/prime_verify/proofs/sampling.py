@@ -1,0 +1,167 @@
+"""Seeded sampling: Gumbel-max with counter-based noise, the same bits on every device.
+
+    token = argmax_v( logits_v / T + g_v ),   g = −ln(−ln u)          (Gumbel-max trick)
+
+so which token was drawn is a fact that anyone can recompute. The noise is named `NOISE`. It is the
+function of vLLM ≥ 0.32 (vllm/v1/worker/gpu/sample/gumbel.py, float32 path, no drafting), so that
+such an engine samples natively with `SamplingParams.seed`. All integers wrap at 2³²:
+
+    mix(h, k) = 5 · rotl(h ⊕ 0x1b873593 · rotl(0xcc9e2d51 · k, 15), 13) + 0xe6546b64
+    h         = mix(mix(mix(0, seed mod 2³²), seed ≫ 32), position mod 2³²)
+    r(v)      = fmix(mix(h, v) ⊕ 16)
+    u         = (r + ½) / 2³²
+    g(v)      = −ln(−ln(1 − u))
+
+that is MurmurHash3_x86_32 with seed 0 of the 16 bytes (seed, position, token id), little-endian,
+and `fmix` its finalizer. `seed` is the row's 64-bit key (prime_core.seeds.noise_seed),
+`position` the place in the whole row of the *input* token: prompt length − 1 for the first output
+token. r is exact everywhere. g is defined as a real number; `gumbel` here rounds it to float32,
+`sampling_torch` and the Triton kernel are within 1e-5 of it, vLLM's kernel too where u < 1 − 2⁻¹⁰
+(above, it loses digits of noise below −1.9, which decides almost no draw). Margins that small are
+ignored.
+
+h has 32 bits, so only 2³² streams exist: two rows of the same prompt are identical with a chance of
+2⁻³², which is harmless, as keys come from keccak-256 of a lease.
+
+What replay does not show: lies that change no token, such as weights off by less than the noise.
+This module needs numpy only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NOISE = "murmur3-gumbel-1"
+"""The name of the noise function, as runs give it."""
+KEY_1 = 0xCC9E2D51
+KEY_2 = 0x1B873593
+STEP = 0xE6546B64
+FINAL_1 = 0x85EBCA6B
+FINAL_2 = 0xC2B2AE35
+BYTES = 16
+"""Length of what is hashed."""
+CHUNK = 1 << 16
+"""Hash this many elements at a time, so that intermediate arrays stay in cache."""
+END_PROBABILITY = 0.1
+"""A row that ends by an end token less probable than this needs the noise to explain it."""
+
+_Words = NDArray[np.uint32]
+
+
+def _rotl(x: _Words, n: int) -> _Words:
+    return (x << np.uint32(n)) | (x >> np.uint32(32 - n))
+
+
+def _scramble(key: _Words) -> _Words:
+    return _rotl(key * np.uint32(KEY_1), 15) * np.uint32(KEY_2)
+
+
+def _mix(h: _Words, scrambled: _Words) -> _Words:
+    return _rotl(h ^ scrambled, 13) * np.uint32(5) + np.uint32(STEP)
+
+
+def _finish(h: _Words) -> _Words:
+    """MurmurHash3's finalizer, in place."""
+    h ^= np.uint32(BYTES)
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(FINAL_1)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(FINAL_2)
+    h ^= h >> np.uint32(16)
+    return h
+
+
+def row_state(seeds: ArrayLike, positions: ArrayLike) -> _Words:
+    """h of the docstring: uint32 (N,), from signed or unsigned 64-bit seeds (N,) and positions."""
+    seed = np.asarray(seeds).reshape(-1).astype(np.int64).view(np.uint64)
+    position = np.asarray(positions).reshape(-1).astype(np.uint32)
+    h = np.zeros(len(seed), dtype=np.uint32)
+    for word in (seed.astype(np.uint32), (seed >> np.uint64(32)).astype(np.uint32), position):
+        h = _mix(h, _scramble(word))
+    return h
+
+
+def noise_bits(seeds: ArrayLike, positions: ArrayLike, vocabulary: int) -> NDArray[np.uint32]:
+    """The hash r of every token id: uint32 (N, vocabulary)."""
+    h = row_state(seeds, positions)[:, None]
+    bits = np.empty((len(h), vocabulary), dtype=np.uint32)
+    step = max(1, CHUNK // max(1, len(h)))
+    for start in range(0, vocabulary, step):
+        ids = np.arange(start, min(start + step, vocabulary), dtype=np.uint32)
+        bits[:, start : start + step] = _finish(_mix(h, _scramble(ids)))
+    return bits
+
+
+def gumbel(seeds: ArrayLike, positions: ArrayLike, vocabulary: int) -> NDArray[np.float32]:
+    """The noise g: float32 (N, vocabulary), computed in float64."""
+    u = (noise_bits(seeds, positions, vocabulary) + 0.5) * 2.0**-32
+    noise: NDArray[np.float32] = (-np.log(-np.log1p(-u))).astype(np.float32)
+    return noise
+
+
+def choose(
+    logits: NDArray[np.float32], temperature: float, noise: NDArray[np.float32]
+) -> NDArray[np.int64]:
+    """The token of each row: (N,) from logits and noise (N, V); ties go to the lowest id."""
+    winners: NDArray[np.int64] = (logits / np.float32(temperature) + noise).argmax(axis=1)
+    return winners
+
+
+@dataclass(frozen=True)
+class SamplingMatch:
+    """Statistics of one row's replay.
+
+    `equal` share of tokens that are the seeded winner; `margin_mean`, `margin_max` by how much the
+    winner beats the claimed token, in logits/T units (0 where equal).
+    """
+
+    tokens: int
+    equal: float
+    margin_mean: float
+    margin_max: float
+
+
+def match_sampling(margins: NDArray[np.float32], cap: float) -> SamplingMatch:
+    """Statistics over the tokens' margins (T,); each is capped at `cap` in the mean, so that one
+    token alone cannot carry it. Infinite margins count as the cap; NaN never occurs in replay."""
+    capped = np.minimum(margins, cap).astype(np.float64)
+    return SamplingMatch(
+        tokens=len(margins),
+        equal=float((margins <= 0).mean()),
+        margin_mean=float(capped.mean()),
+        margin_max=float(margins.max()),
+    )
+
+
+def poisson_tail(observed: int, expected: float) -> float:
+    """Upper bound (Chernoff) on P(X ≥ observed) for a sum X of independent or adaptively drawn
+    0/1 events whose probabilities add up to `expected`: exp(−μ)·(eμ/k)ᵏ for k > μ, else 1."""
+    if observed <= expected or observed == 0:
+        return 1.0
+    if expected <= 0:
+        return 0.0
+    k = float(observed)
+    return math.exp(min(0.0, k - expected + k * math.log(expected / k)))
+
+
+def improbable_tokens(
+    logprobs: Sequence[float] | NDArray[np.float32], vocabulary: int, share: float = 1e-3
+) -> tuple[int, float]:
+    """(observed, expected bound) of tokens with probability below share / vocabulary.
+
+    Whatever the model, all such tokens together have probability < `share` at each position, so an
+    honest sampler draws at most `share` · T of them on average. A small model's text that a large
+    one merely scored has its second hump there.
+    """
+    values = np.asarray(logprobs, dtype=np.float64)
+    return int((values < math.log(share / vocabulary)).sum()), share * len(values)
+
+
+def ends_plausibly(end_probability: float, margin: float, tolerance: float) -> bool:
+    """True if an end token may stand where it does: probable enough, or the noise's own choice."""
+    return end_probability > END_PROBABILITY or margin <= tolerance

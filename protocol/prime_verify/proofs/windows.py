@@ -1,0 +1,270 @@
+"""Windows of hidden states, reduced on the device that made them while generation goes on.
+
+    engine ── step: states (n, H) ──► buffer (rows, 32, H) ── a full window ──► 128 largest, sketch,
+                                                                               digest → a few bytes
+
+so the memory that proofs take does not grow with the length of a row. On a CPU the reference does
+the work (`activations`, `sketch`); on an accelerator torch and, where there is one, the Triton
+kernel of the sketch. Positions, values and digests are the same integers everywhere; sketches are
+sums in float64 before they are rounded to bf16.
+
+The digest of a window is what an exact replay compares. With the window's bf16 bit patterns as
+little-endian 32-bit words w_i (two elements each, the last one padded with 0):
+
+    digest_j = (Σ_i c_j(i) · w_i mod 2⁶⁴) ≫ 32,   c_j(i) = splitmix64(4·i + j),   j = 0 … 3
+
+four 32-bit words, little-endian: multilinear hashing, exact in any order of addition. It tells
+states apart with an error of 2⁻¹²⁸ for anyone who does not have the true states; it is no
+cryptographic hash, and who has them needs no collision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prime_core.errors import FatalError, MalformedError
+from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS
+from prime_verify.proofs import activations, sketch
+from prime_verify.proofs.picking import largest_of
+from prime_verify.proofs.sampling_torch import kernels, shift, signed
+
+DIGEST_LANES = 4
+_TOGETHER = 1 << 22
+"""Elements reduced at once on an accelerator: bounds the temporary memory (32 MiB a tensor)."""
+_GOLDEN = signed(sketch.GOLDEN)
+_MULTIPLIER_1, _MULTIPLIER_2 = signed(sketch.MULTIPLIER_1), signed(sketch.MULTIPLIER_2)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """W windows: `positions` int64 [W, k] ascending and `values` uint16 [W, k] of the k largest
+    magnitudes, `sketches` uint16 [W, 64] (bf16 bits), `digests` uint32 [W, 4]."""
+
+    positions: NDArray[np.int64]
+    values: NDArray[np.uint16]
+    sketches: NDArray[np.uint16]
+    digests: NDArray[np.uint32]
+
+
+@lru_cache(maxsize=4)
+def _coefficients(words: int) -> NDArray[np.uint64]:
+    """c_j(i): uint64 [4, words]."""
+    z = np.arange(1, DIGEST_LANES * words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return np.ascontiguousarray(z.reshape(words, DIGEST_LANES).T)
+
+
+def digests(windows: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint32]:
+    """The digests of flattened windows (uint16 bf16 bits): uint32 [W, 4]."""
+    found = np.empty((len(windows), DIGEST_LANES), dtype=np.uint32)
+    for w, window in enumerate(windows):
+        words = np.pad(window, (0, len(window) % 2)).astype("<u2").view("<u4").astype(np.uint64)
+        found[w] = ((_coefficients(len(words)) * words).sum(axis=1) >> np.uint64(32)).astype("<u4")
+    return found
+
+
+def reduce_reference(states: NDArray[np.uint16], keys: Sequence[bytes]) -> Reduced:
+    """`reduce` in numpy, of bf16 bits [W, N] and each window's 32-byte sketch key."""
+    windows = list(states)
+    positions = np.stack(largest_of(windows))
+    values = np.take_along_axis(states, positions, axis=1)
+    return Reduced(positions, values, sketch.build(windows, keys), digests(windows))
+
+
+def reduce(states: Tensor, keys: Sequence[bytes]) -> Reduced:
+    """Reduces W flattened windows, bf16 [W, N] on any device, with their 32-byte sketch keys.
+
+    Raises MalformedError if an element is not finite.
+    """
+    if states.device.type == "cpu":
+        return reduce_reference(states.view(torch.int16).numpy().view(np.uint16), keys)
+    return reduce_on_device(states, keys)
+
+
+def reduce_on_device(states: Tensor, keys: Sequence[bytes]) -> Reduced:
+    """`reduce` by torch operations and the Triton kernel, where `states` lie."""
+    step = max(1, _TOGETHER // states.shape[1])
+    parts = [
+        _reduce_some(states[start : start + step], keys[start : start + step])
+        for start in range(0, len(states), step)
+    ]
+    positions, values, sums, digest = (
+        torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
+    )
+    return Reduced(
+        positions,
+        values.view(np.uint16),
+        sketch.float_to_bf16(sums.astype(np.float32)),
+        digest.astype(np.uint32),
+    )
+
+
+def _reduce_some(states: Tensor, keys: Sequence[bytes]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(positions, bit patterns int16, float64 sums, digest words int64) of a few windows."""
+    size = states.shape[1]
+    bits = states.contiguous().view(torch.int16)
+    magnitudes = bits.to(torch.int64).bitwise_and_(0x7FFF)
+    if int(magnitudes.max()) >= 0x7F80:
+        raise MalformedError("hidden states are not finite")
+    # One 64-bit key orders by magnitude, then by the lowest index.
+    order = torch.arange(size - 1, -1, -1, device=states.device)
+    largest = (magnitudes << 32 | order).topk(min(PROOF_TOPK, size), dim=1, sorted=False).values
+    positions = (size - 1 - largest.bitwise_and_(0xFFFFFFFF)).sort(dim=1).values
+    values = bits.gather(1, positions)
+    words = [[int.from_bytes(k[:4], "big"), int.from_bytes(k[4:8], "big")] for k in keys]
+    key = torch.tensor(words, dtype=torch.int64, device=states.device)
+    triton = kernels() if states.is_cuda else None
+    sums = _sketch(states, key) if triton is None else triton.sketch(states, key)
+    return positions, values, sums, _digest(bits)
+
+
+def _sketch_mix(x: Tensor) -> Tensor:
+    """sketch.mix on int32 tensors, wrapping."""
+    x = (x ^ shift(x, 16)).mul_(_MULTIPLIER_1)
+    x.bitwise_xor_(shift(x, 15)).mul_(_MULTIPLIER_2)
+    return x.bitwise_xor_(shift(x, 15))
+
+
+def _sketch(states: Tensor, key: Tensor) -> Tensor:
+    """Sums of sketch.build before rounding: float64 [W, 64]; `key` int64 [W, 2]."""
+    windows, size = states.shape
+    words = key.to(torch.int32)
+    ids = torch.arange(1, (size + 3) // 4 + 1, dtype=torch.int32, device=states.device) * _GOLDEN
+    hashed = _sketch_mix(_sketch_mix(words[:, :1] + ids) ^ words[:, 1:])
+    octets = torch.stack([shift(hashed, 8 * i) if i else hashed for i in range(4)], dim=2)
+    octets = octets.reshape(windows, -1)[:, :size].bitwise_and(0x7F).to(torch.int64)
+    sums = torch.zeros((windows, 2 * SKETCH_DIMENSIONS), dtype=torch.float64, device=states.device)
+    sums.scatter_add_(1, octets, states.to(torch.float64))
+    return sums[:, :SKETCH_DIMENSIONS] - sums[:, SKETCH_DIMENSIONS:]
+
+
+def _digest(bits: Tensor) -> Tensor:
+    """The digests of int16 [W, N]: int64 [W, 4]."""
+    if bits.shape[1] % 2:
+        bits = torch.nn.functional.pad(bits, (0, 1))
+    words = bits.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+    table = torch.from_numpy(_coefficients(words.shape[1]).view(np.int64)).to(bits.device)
+    lanes = [(words * lane).sum(dim=1) >> 32 for lane in table]
+    return torch.stack(lanes, dim=1).bitwise_and_(0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class RowProof:
+    """What remains of a row's states: its proofs and sketches as the file holds them, and the
+    16-byte digest of each window."""
+
+    proofs: bytes
+    sketch: bytes
+    digests: tuple[bytes, ...]
+
+
+@dataclass
+class _Row:
+    slot: int
+    filled: int = 0
+    proofs: list[bytes] = field(default_factory=list)
+    sketches: list[NDArray[np.uint16]] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+
+
+class WindowReducer:
+    """Takes the states of rows as they are generated and keeps only their proofs.
+
+    `key_of(row, window, tokens)` gives the 32-byte sketch key of a window from its own tokens. A
+    place may come again, with another token, as long as no later window of its row has begun (an
+    engine may throw a step away); a window is reduced when the next one begins, or its row ends.
+    """
+
+    def __init__(self, key_of: Callable[[int, int, Sequence[int]], bytes]) -> None:
+        self._key_of = key_of
+        self._rows: dict[int, _Row] = {}
+        self._free: list[int] = []
+        self._states = torch.empty(0)
+        self._tokens = torch.empty(0, dtype=torch.int64)
+
+    def step(
+        self, rows: Sequence[int], places: Sequence[int], tokens: Tensor, states: Tensor
+    ) -> None:
+        """One token of each of n rows: its place in the output, `tokens` int64 (n,), `states` bf16
+        (n, H) of the positions that predicted them.
+
+        Raises FatalError if a row skips a place or goes back to a window already reduced.
+        """
+        for row in rows:
+            if row not in self._rows:
+                self._rows[row] = _Row(self._slot(states))
+        self._reduce(
+            [
+                row
+                for row, place in zip(rows, places, strict=True)
+                if place and place % PROOF_WINDOW == 0 and self._rows[row].filled == place
+                and len(self._rows[row].proofs) < place // PROOF_WINDOW
+            ]
+        )  # fmt: skip
+        for row, place in zip(rows, places, strict=True):
+            one = self._rows[row]
+            reduced = len(one.proofs) * PROOF_WINDOW
+            if not reduced <= place <= one.filled:
+                raise FatalError(f"row {row} has {one.filled} states and none for place {place}")
+            one.filled = place + 1
+        slots = torch.tensor([self._rows[row].slot for row in rows], device=states.device)
+        at = torch.tensor([place % PROOF_WINDOW for place in places], device=states.device)
+        self._states[slots, at] = states
+        self._tokens[slots, at] = tokens
+
+    def end(self, rows: Sequence[int]) -> None:
+        """Nothing more comes of these rows: reduces what is left of them."""
+        by_length: dict[int, list[int]] = {}
+        for row in rows:
+            one = self._rows[row]
+            left = one.filled - len(one.proofs) * PROOF_WINDOW
+            by_length.setdefault(left, []).append(row)
+        for members in by_length.values():
+            self._reduce(members)
+        self._free += [self._rows[row].slot for row in rows]
+
+    def proof(self, row: int) -> RowProof:
+        """What remains of a row that has ended."""
+        one = self._rows[row]
+        sketches = np.stack(one.sketches)
+        return RowProof(activations.pack(one.proofs), sketch.pack(sketches), tuple(one.digests))
+
+    def _slot(self, states: Tensor) -> int:
+        if not self._free:
+            count = len(self._states)
+            more = max(8, count)
+            shape = (more, PROOF_WINDOW, states.shape[1])
+            new = torch.empty(shape, dtype=torch.bfloat16, device=states.device)
+            places = torch.zeros((more, PROOF_WINDOW), dtype=torch.int64, device=states.device)
+            self._states = torch.cat([self._states, new]) if count else new
+            self._tokens = torch.cat([self._tokens, places]) if count else places
+            self._free = list(range(count + more - 1, count - 1, -1))
+        return self._free.pop()
+
+    def _reduce(self, rows: Sequence[int]) -> None:
+        """Reduces the current window of each of `rows`, all of one length."""
+        if not rows:
+            return
+        owners = [self._rows[row] for row in rows]
+        width = owners[0].filled - len(owners[0].proofs) * PROOF_WINDOW
+        slots = torch.tensor([one.slot for one in owners], device=self._states.device)
+        tokens = self._tokens[slots, :width].tolist()
+        keys = [
+            self._key_of(row, len(one.proofs), own)
+            for row, one, own in zip(rows, owners, tokens, strict=True)
+        ]
+        found = reduce(self._states[slots, :width].flatten(1), keys)
+        built = activations.build_picked(found.positions, found.values)
+        for i, one in enumerate(owners):
+            one.proofs.append(built[i])
+            one.sketches.append(found.sketches[i])
+            one.digests.append(found.digests[i].astype("<u4").tobytes())

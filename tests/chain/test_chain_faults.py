@@ -1,0 +1,212 @@
+"""One endpoint of three at fault in every way: what is read stays whole, nothing is sent twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sender_kit import Clock, Make, target, transfer
+
+from devnet.chain import CHAIN_ID
+from devnet.deployed import Deployed
+from prime_chain.client import ChainClient
+from prime_chain.errors import RangeTooLargeError
+from prime_chain.events import Event, ProviderRegistered
+from prime_chain.faulty import KINDS, Fault, FaultyRpc
+from prime_chain.sender import Sender
+from prime_chain.watcher import BlockRef, Confirmed, Watcher
+from prime_core.errors import FatalError, UnavailableError
+
+Open = Callable[..., FaultyRpc]
+
+
+@pytest.fixture
+def proxy(deployed: Deployed) -> Iterator[Open]:
+    made: list[FaultyRpc] = []
+
+    def build(*faults: Fault) -> FaultyRpc:
+        made.append(FaultyRpc(deployed.url, faults))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def _read_all(watcher: Watcher) -> list[Event]:
+    trail: list[BlockRef] = []
+    events: list[Event] = []
+    for _ in range(20):
+        before = len(trail)
+        for step in watcher.poll(trail):
+            assert isinstance(step, Confirmed), "a lie looked like a reorganisation"
+            events += step.events
+            trail.append(step.block)
+        if len(trail) == before:
+            break
+    return events
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_any_fault_of_one_endpoint_changes_nothing_of_what_is_read(
+    deployed: Deployed, proxy: Open, kind: str, place: int
+) -> None:
+    for account in (1, 2, 3):
+        signer = deployed.accounts[account]
+        deployed.send(signer, deployed.contracts.registry.register_provider(signer.address))
+        deployed.anvil.mine(2)
+    true = _read_all(Watcher(deployed.client, deployed.deployment))
+    assert sum(isinstance(event, ProviderRegistered) for event in true) == 3
+    bad = proxy(Fault(kind, seconds=0.05 if kind == "delay" else 60))  # type: ignore[arg-type]
+    urls = [deployed.url, proxy().url]
+    urls.insert(place, bad.url)
+    client = ChainClient(urls, CHAIN_ID, timeout=0.5)
+    watcher = Watcher(client, deployed.deployment, max_span=3)
+    assert _read_all(watcher) == true
+    balance = client.agree(lambda one: one.balance(signer.address, 3))
+    assert balance == deployed.client.balance(signer.address, 3)
+    client.close()
+
+
+def test_of_two_endpoints_one_that_leaves_logs_out_is_found_out_and_a_forged_log_is_refused(
+    deployed: Deployed, proxy: Open
+) -> None:
+    signer = deployed.accounts[1]
+    for at in range(1, 5):
+        deployed.send(signer, deployed.contracts.registry.set_revoked_before(signer.address, at))
+    true = _read_all(Watcher(deployed.client, deployed.deployment))
+    bad = proxy(Fault("omit", methods=("eth_getLogs",)))
+    client = ChainClient([bad.url, deployed.url], CHAIN_ID)
+    assert _read_all(Watcher(client, deployed.deployment)) == true
+    assert bad.injected["omit"] > 0
+    client.close()
+    bad.faults = (Fault("forge"),)
+    client = ChainClient([bad.url, deployed.url], CHAIN_ID)
+    with pytest.raises(UnavailableError, match="disagree"):
+        _read_all(Watcher(client, deployed.deployment))
+    client.close()
+
+
+def test_an_endpoint_that_hangs_costs_one_time_out(deployed: Deployed, proxy: Open) -> None:
+    """The background alone tests it again, at any time."""
+    clock = [0.0]
+    bad = proxy(Fault("hang"))
+    client = ChainClient([bad.url, deployed.url], CHAIN_ID, timeout=0.3, now=lambda: clock[0])
+    caller = threading.get_ident()
+    waited: list[int] = []
+    post = client._pool.endpoints[0]._post
+
+    def watched(body: bytes, deadline: float) -> bytes:
+        waited.append(threading.get_ident())
+        return post(body, deadline)
+
+    client._pool.endpoints[0]._post = watched  # type: ignore[method-assign]
+    for _ in range(20):
+        client.balance(target(1))
+        clock[0] += 60
+    assert waited.count(caller) == 1
+    bad.faults = ()
+    probe = client._pool.endpoints[0]._probe
+    assert probe is not None
+    probe.join()  # ends by its time-out; the next one is answered
+    clock[0] += 600
+    client.balance(target(1))
+    client._pool.endpoints[0]._probe.join()  # type: ignore[union-attr]
+    assert not client._pool.endpoints[0].resting()
+    client.close()
+
+
+def test_a_range_that_no_answer_can_hold_is_halved_until_one_does(
+    deployed: Deployed, proxy: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prime_chain import rpc
+
+    signer = deployed.accounts[1]
+    for at in range(1, 31):
+        deployed.send(signer, deployed.contracts.registry.set_revoked_before(signer.address, at))
+    true = _read_all(Watcher(deployed.client, deployed.deployment))
+    monkeypatch.setattr(rpc, "MAX_ANSWER_BYTES", 6000)
+    client = ChainClient([deployed.url], CHAIN_ID)
+    with pytest.raises(RangeTooLargeError):
+        client.logs(0, client.block_number(), list(deployed.deployment.addresses()))
+    assert _read_all(Watcher(client, deployed.deployment)) == true
+    client.close()
+
+
+def test_an_intent_whose_receipt_is_hidden_for_long_is_not_sent_again(
+    deployed: Deployed, proxy: Open, make: Make, clock: Clock
+) -> None:
+    hiding = proxy(Fault("omit"))
+    sender: Sender = make(ChainClient([hiding.url], CHAIN_ID))
+    to = target(70)
+    sender.submit("pay", transfer(to, 100))
+    for _ in range(12):
+        sender.tick()
+        deployed.anvil.mine(3)
+        clock.sleep(30)
+    found = sender.status("pay")
+    assert found is not None
+    assert found.status == "sent"
+    assert "looking for the receipt" in found.note
+    assert deployed.client.balance(to) == 100
+    hiding.faults = ()
+    sender.tick()
+    found = sender.status("pay")
+    assert found is not None
+    assert found.status == "confirmed"
+    assert deployed.client.balance(to) == 100
+
+
+def test_confirmed_does_not_survive_a_reorganisation_in_which_a_stranger_takes_the_nonce(
+    deployed: Deployed, make: Make, clock: Clock
+) -> None:
+    sender: Sender = make()
+    signer = deployed.accounts[3]
+    to, other = target(71), target(72)
+    before = deployed.anvil.snapshot()
+    sender.submit("pay", transfer(to, 100))
+    sender.wait("pay", 60)
+    deployed.anvil.mine(2)
+    before()  # the chain without it …
+    deployed.anvil.rpc("evm_mine", deployed.now() + 7)  # … and with other blocks
+    deployed.send(signer, transfer(other, 1))  # the nonce goes to a transaction that is not ours
+    deployed.anvil.mine(5)
+    sender.tick()
+    clock.sleep(5)
+    sender.wait("pay", 60)
+    assert deployed.client.balance(to) == 100
+    assert deployed.client.balance(other) == 1
+
+
+def test_a_lying_refusal_of_one_endpoint_fails_no_intent(
+    deployed: Deployed, proxy: Open, make: Make
+) -> None:
+    lying = [proxy(Fault(kind)) for kind in ("lie", "deaf")]  # type: ignore[arg-type]
+    client = ChainClient([*(one.url for one in lying), deployed.url, proxy().url, proxy().url],
+                         CHAIN_ID)  # fmt: skip
+    sender: Sender = make(client)
+    to = target(73)
+    sender.submit("pay", transfer(to, 5))
+    assert sender.wait("pay", 60).status == "confirmed"
+    assert deployed.client.balance(to) == 5
+    client.close()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 4096])
+def test_a_journal_that_was_emptied_or_cut_off_refuses_to_start_with_the_way_out(
+    make: Make, tmp_path: Path, keep: int
+) -> None:
+    sender: Sender = make()
+    sender.submit("pay", transfer(target(74)))
+    sender.close()
+    path = tmp_path / "journal.sqlite"
+    for rest in tmp_path.glob("journal.sqlite-*"):
+        rest.unlink()
+    raw = path.read_bytes()
+    assert len(raw) > 4096
+    path.write_bytes(raw[:keep])
+    with pytest.raises((FatalError, UnavailableError), match="remove the file"):
+        make()

@@ -1,0 +1,128 @@
+"""Hashing, signing and recovery agree with eth-account, which shares no code with them."""
+
+from __future__ import annotations
+
+import pytest
+from eth_account import Account
+from eth_account.messages import encode_typed_data
+from eth_utils.address import is_address, to_checksum_address
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_core import ids
+from prime_core.errors import MalformedError, UntrustedError
+from prime_core.ids import Address, Digest, Signature
+from prime_core.node import SessionGrant, SessionRevocation
+from prime_core.signing import SECP256K1_ORDER, Domain, LocalSigner, Statement
+from prime_core.task import Lease
+
+DIGESTS = st.binary(min_size=32, max_size=32).map(lambda raw: Digest("0x" + raw.hex()))
+ADDRESSES = st.binary(min_size=20, max_size=20).map(
+    lambda raw: to_checksum_address("0x" + raw.hex())
+)
+KEYS = st.integers(1, SECP256K1_ORDER - 1).map(lambda number: number.to_bytes(32, "big"))
+DOMAINS = st.builds(Domain, chain_id=st.integers(0, 2**256 - 1), contract=ADDRESSES)
+
+
+def _statements(kind: type[Statement]) -> st.SearchStrategy[Statement]:
+    by_type = {
+        "address": ADDRESSES,
+        "bytes32": DIGESTS,
+        "string": st.text(max_size=100),
+        **{f"uint{bits}": st.integers(0, 2**bits - 1) for bits in (8, 32, 64, 256)},
+    }
+    members = kind.eip712_types()[kind.__name__]
+    fields = {
+        name: by_type[member["type"]]
+        for name, member in zip(kind.model_fields, members, strict=True)
+    }
+    return st.builds(kind, **fields)
+
+
+@settings(max_examples=100, deadline=None)
+@given(statement=st.one_of(_statements(Lease), _statements(SessionGrant)), domain=DOMAINS, key=KEYS)
+def test_digest_signature_and_recovery_are_those_of_eth_account(
+    statement: Statement, domain: Domain, key: bytes
+) -> None:
+    types = statement.eip712_types()
+    names = [member["name"] for member in types[type(statement).__name__]]
+    values = [getattr(statement, name) for name in type(statement).model_fields]
+    message = encode_typed_data(
+        {
+            "name": "Prime",
+            "version": "1",
+            "chainId": domain.chain_id,
+            "verifyingContract": domain.contract,
+        },
+        types,
+        {
+            name: bytes.fromhex(value[2:]) if ids._DIGEST.match(str(value)) else value
+            for name, value in zip(names, values, strict=True)
+        },
+    )
+    theirs = Account.sign_message(message, key)
+    assert statement.digest(domain) == "0x" + bytes(theirs.message_hash).hex()
+    signer = LocalSigner(key)
+    assert signer.address == Account.from_key(key).address
+    assert signer.sign(statement, domain) == "0x" + bytes(theirs.signature).hex()
+    assert statement.recover(domain, signer.sign(statement, domain)) == signer.address
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    raw=st.one_of(
+        st.binary(min_size=65, max_size=65),
+        st.tuples(
+            st.sampled_from([0, 1, SECP256K1_ORDER - 1, SECP256K1_ORDER, 2**256 - 1]),
+            st.sampled_from([0, 1, SECP256K1_ORDER // 2, SECP256K1_ORDER // 2 + 1, 2**256 - 1]),
+            st.sampled_from([0, 1, 27, 28, 255]),
+        ).map(lambda t: t[0].to_bytes(32, "big") + t[1].to_bytes(32, "big") + bytes([t[2]])),
+    )
+)
+def test_any_65_bytes_recover_as_eth_account_recovers_them_or_are_untrusted(raw: bytes) -> None:
+    statement = SessionRevocation(
+        account=LocalSigner(b"\1" * 32).address, orchestrator="http://x", revoked_before=1
+    )
+    domain = Domain(chain_id=1, contract=LocalSigner(b"\2" * 32).address)
+    digest = ids.to_bytes(statement.digest(domain))
+    try:
+        ours: Address | None = statement.recover(domain, Signature("0x" + raw.hex()))
+    except UntrustedError:
+        ours = None
+    r, s, v = int.from_bytes(raw[:32], "big"), int.from_bytes(raw[32:64], "big"), raw[64]
+    theirs = None
+    if v in (27, 28) and s <= SECP256K1_ORDER // 2:
+        try:
+            theirs = Account._recover_hash(digest, vrs=(v, r, s))
+        except Exception:
+            theirs = None
+    assert ours == theirs
+
+
+@given(
+    text=st.one_of(
+        st.from_regex(r"\A0x[0-9a-fA-F]{38,42}\Z"),
+        ADDRESSES,
+        ADDRESSES.map(str.lower),
+        ADDRESSES.map(lambda text: "0x" + text[2:].upper()),
+        ADDRESSES.map(lambda text: text.swapcase()),
+        ADDRESSES.map(lambda text: text[:2] + text[2:].swapcase()),
+        st.text(max_size=45),
+    )
+)
+def test_an_address_is_taken_exactly_if_it_is_one_and_its_checksum_holds(text: str) -> None:
+    try:
+        found: str | None = ids.address(text)
+    except MalformedError:
+        found = None
+    right = None
+    if text.startswith("0x") and is_address(text):
+        checked, digits = to_checksum_address(text), text[2:]
+        right = checked if text == checked or digits in (digits.lower(), digits.upper()) else None
+    assert found == right
+
+
+@pytest.mark.parametrize("key", [bytes(32), SECP256K1_ORDER.to_bytes(32, "big"), b"\1" * 31])
+def test_what_is_no_private_key_is_refused(key: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        LocalSigner(key)

@@ -1,0 +1,243 @@
+"""`validator run` as a process of its own: killed at work and started again, it loses and repeats
+nothing; and it needs no store, no object folder and no user that could read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+import sqlalchemy as sa
+import uvicorn
+from court_kit import MODEL, small_run
+from judges import appoint, judge_of
+from money_kit import MANAGER, TRAINER, VALIDATOR, Clock, Shop, key, open_shop
+
+from prime_broadcast.manifest import build_manifest, signed_bytes
+from prime_chain.keystore import save_keystore
+from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.storage.directory import DirectoryStore
+from prime_envs.registry import environment_for
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.store import schema
+from prime_verify.build import build_rollout_file
+from prime_verify.engines import load_engine
+
+DEADLINE = 240.0
+NODE = key(10)
+OTHER_USER = 65534
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RealClock(Clock):
+    """The machine's clock: claims have to run out."""
+
+    def __call__(self) -> float:
+        return time.time()
+
+
+@dataclass
+class Party:
+    """A manager's API with its loop of verdicts, and what one validator has."""
+
+    shop: Shop
+    manager: Path
+    folder: Path
+    url: str
+
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "prime_validator.cli", "run", "--orchestrator", self.url),
+            *("--rpc", "http://127.0.0.1:9", "--data", str(self.folder / "data")),
+            *("--wallet", str(self.folder / "key.json"), "--threads", "1"),
+            *("--password-file", str(self.folder / "password")),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Nothing that would name a store."""
+        return {"PATH": os.environ["PATH"], "HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
+
+    def statuses(self) -> list[str]:
+        with self.shop.store.read() as connection:
+            return list(connection.execute(sa.select(schema.submissions.c.status)).scalars())
+
+    def parts(self) -> list[str]:
+        """Statuses of the validator's assignments."""
+        with self.shop.store.read() as connection:
+            return list(connection.execute(sa.select(schema.assignments.c.status)).scalars())
+
+    def submit(self, files: int) -> None:
+        run = self.shop.context.run
+        engine = load_engine(self.folder / "data" / "policies" / "0")
+        environment = environment_for(run)
+        for _ in range(files):
+            self.shop.submit(
+                NODE,
+                make=lambda lease, digest: build_rollout_file(
+                    lease, digest, run, engine, environment
+                ),
+            )
+
+    def wait_for(self, holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+        """Decides on opinions, as the manager's loop does, until `holds`."""
+        deadline = time.monotonic() + DEADLINE
+        judge = judge_of(self.shop.backend)
+        while not holds():
+            assert process.poll() is None, "the validator ended by itself"
+            assert time.monotonic() < deadline
+            judge.tick()
+            time.sleep(0.02)
+
+
+@contextmanager
+def parties(tmp_path: Path) -> Iterator[Party]:
+    """The manager's folders and the validator's, side by side; they share nothing."""
+    manager, folder = tmp_path / "manager", tmp_path / "validator"
+    for one in (manager, folder):
+        one.mkdir()
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    shop = open_shop(manager, run=small_run())
+    shop.now = RealClock()
+    shop.audience = url
+    shop.objects = DirectoryStore(manager / "objects", url, b"s" * 32)
+    context = shop.context
+
+    policy = folder / "data" / "policies" / "0"
+    policy.mkdir(parents=True)
+    for file in MODEL.iterdir():
+        if file.is_file():
+            (policy / file.name).write_bytes(file.read_bytes())
+    manifest = build_manifest(policy, pool=1, version=0, step=0)
+    statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
+    signature = TRAINER.sign(statement, context.domain(statement))
+    signed = SignedManifest(manifest=manifest, signature=signature)
+    (policy / "manifest.json").write_bytes(signed_bytes(signed))
+    pool = {  # as an earlier start found it on chain
+        "deployment": context.deployment.model_dump(mode="json"),
+        "pool": 1,
+        "manager": MANAGER.address,
+        "trainer": TRAINER.address,
+        "run": context.run.raw().decode(),
+    }
+    (folder / "data" / "pool.json").write_text(json.dumps(pool))
+    save_keystore(folder / "key.json", (0x1003).to_bytes(32, "big"), "secret", light=True)
+    (folder / "password").write_text("secret")
+
+    shop.add_policy(signed)
+    shop.admit(NODE)
+    appoint(shop.store, 1, VALIDATOR.address)
+    server = uvicorn.Server(uvicorn.Config(create_app(shop.backend), log_level="error"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield Party(shop, manager, folder, url)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        shop.store.close()
+
+
+def interpreter_of_others() -> tuple[str, dict[str, str]]:
+    """A Python that another user may start, and the environment that finds our packages with it.
+
+    The tests' own interpreter may lie in a folder that is closed to others. The system's Python of
+    the same version serves then, if there is one.
+    """
+    own = {"user": OTHER_USER, "group": OTHER_USER, "extra_groups": []}
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    paths = [path for path in sys.path if path]
+    paths += [str(ROOT / room) for room in ("protocol", "orchestrator", "validator", "node")]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    for candidate in (sys.executable, f"/usr/bin/{version}"):
+        probe = [candidate, "-c", "import torch, prime_validator.cli"]
+        try:
+            subprocess.run(probe, check=True, capture_output=True, cwd="/", env=environment, **own)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return candidate, environment
+    pytest.skip(f"only root, and a {version} that other users may start, can run this")
+
+
+def committed(party: Party) -> bool:
+    with party.shop.store.read() as connection:
+        return bool(connection.execute(sa.select(schema.draw_commitments)).first())
+
+
+@pytest.mark.slow
+def test_a_killed_validator_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = 6
+    monkeypatch.setattr("prime_orchestrator.api.validators.CLAIM_SECONDS", 12.0)
+    with parties(tmp_path) as party:
+        first = subprocess.Popen(party.command(), env=party.environment(), cwd=ROOT)
+        try:
+            party.wait_for(lambda: committed(party), first)
+            monkeypatch.setattr("prime_validator.draws.Draws.prepare", lambda _: None)
+            party.submit(files)
+            party.wait_for(
+                lambda: "accepted" in party.statuses() and "claimed" in party.parts(), first
+            )
+        finally:
+            first.kill()
+            first.wait()
+        assert 0 < party.statuses().count("submitted") < files
+        second = subprocess.Popen(party.command(), env=party.environment(), cwd=ROOT)
+        try:
+            party.wait_for(lambda: party.statuses() == ["accepted"] * files, second)
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(120) == 0, "SIGTERM ends it cleanly"
+        finally:
+            second.kill()
+            second.wait()
+        with party.shop.store.read() as connection:
+            credits = connection.execute(sa.select(schema.credits)).all()
+            opinions = connection.execute(sa.select(schema.opinions)).all()
+        assert len(credits) == len(opinions) == files
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_validator_judges_as_another_user_who_cannot_read_the_managers_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, environment = interpreter_of_others()
+    with parties(tmp_path) as party:
+        for folder in (tmp_path, *tmp_path.parents):
+            if folder.stat().st_mode & 0o1 == 0:
+                folder.chmod(folder.stat().st_mode | 0o011)
+        party.manager.chmod(0o700)
+        for path in (party.folder, *party.folder.rglob("*")):
+            os.chown(path, OTHER_USER, OTHER_USER)
+        who = {"user": OTHER_USER, "group": OTHER_USER, "extra_groups": []}
+        look = [python, "-c", f"import os; os.listdir({str(party.manager)!r})"]
+        refused = subprocess.run(look, capture_output=True, check=False, **who)
+        assert b"PermissionError" in refused.stderr, "the test itself has to hold"
+        command = [python, *party.command()[1:]]
+        process = subprocess.Popen(
+            command, env={**party.environment(), **environment}, cwd="/", **who
+        )
+        try:
+            party.wait_for(lambda: committed(party), process)
+            monkeypatch.setattr("prime_validator.draws.Draws.prepare", lambda _: None)
+            party.submit(1)
+            party.wait_for(lambda: party.statuses() == ["accepted"], process)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+            process.wait()
+        assert (party.folder / "data" / "validator.sqlite").stat().st_uid == OTHER_USER

@@ -1,0 +1,92 @@
+"""A node at work while its pool's run is revised: it changes tasks, loses no file, may decline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from node_world import NodeWorld, node_world, until
+
+from prime_core.errors import PolicyError
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease
+from prime_orchestrator.store import leases as store_leases
+from prime_orchestrator.store import lock, runs
+from prime_orchestrator.store.runs import RunRow
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[NodeWorld]:
+    """A served pool of short batches: nine leases reach over three steps."""
+    with node_world(tmp_path, groups_per_batch=4, groups_per_lease=2) as served:
+        yield served
+
+
+def revise(world: NodeWorld) -> tuple[int, RunDefinition]:
+    """A revision of price and task, final on chain at once, from the first step that is not leased
+    yet; that step and the revision."""
+    first = world.backend.context.run
+    task = first.task.model_copy(update={"memory_mb": first.task.memory_mb + 1})
+    later = first.model_copy(update={"price_per_unit": 5, "task": task})
+    with world.store.begin() as connection:
+        lock(connection, "leases")
+        leased = store_leases.highest_step(connection)
+        assert leased is not None
+        step = leased + 1
+        row = RunRow(step, later.digest(), later.raw(), final=True, announced_at=time.time())
+        runs.add(connection, row)
+    return step, later
+
+
+def leases(world: NodeWorld) -> list[tuple[SignedLease, str]]:
+    """Every lease that was given and what became of it."""
+    return [(SignedLease.model_validate_json(row["body"]), row["status"]) for row in world.leases()]
+
+
+def working(world: NodeWorld, *flags: str) -> None:
+    """Starts the agent and waits until it works on its first lease."""
+    world.join("--throttle", "20", *flags)
+    until(lambda: world.node_status() == "admitted", "the node solved its challenge")
+    world.admit()
+    until(world.leases, "a lease is taken")
+
+
+def test_a_run_is_revised_under_load_and_no_file_is_lost(world: NodeWorld) -> None:
+    working(world)
+    step, later = revise(world)
+    first = world.backend.context.run.digest()
+    until(
+        lambda: any(
+            status == "submitted" and signed.lease.run_digest == later.digest()
+            for signed, status in leases(world)
+        ),
+        "a file is handed in under the revision",
+    )
+    assert world.agents[-1].poll() is None
+    given = leases(world)
+    assert {signed.lease.run_digest for signed, _ in given} == {first, later.digest()}
+    for signed, status in given:
+        assert signed.lease.run_digest == (first if signed.lease.step < step else later.digest())
+        assert status in ("submitted", "open")
+    assert sum(status == "open" for _, status in given) <= 1
+    assert len(world.submissions()) == sum(status == "submitted" for _, status in given)
+    assert world.log().count("takes the present one's place") == 1
+
+
+def test_a_node_whose_owner_declines_a_revision_drains_and_ends_without_penalty(
+    world: NodeWorld,
+) -> None:
+    working(world, "--min-price", str(world.backend.context.run.price_per_unit))
+    _, later = revise(world)
+    agent = world.agents[-1]
+    assert until(lambda: agent.poll() is not None, "it drains and ends")
+    assert agent.returncode == PolicyError.exit_code
+    assert "less than --min-price" in world.log()
+    assert "prime-node leave" in world.log()
+    given = leases(world)
+    assert given
+    assert {status for _, status in given} == {"submitted"}
+    assert later.digest() not in {signed.lease.run_digest for signed, _ in given}
+    assert world.node_status() != "quarantined"

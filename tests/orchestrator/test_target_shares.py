@@ -1,0 +1,64 @@
+"""What status, page, log and command show of each target length, and when one is said to starve."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from orchestrator_world import World
+
+from prime_core.encoding import sha256
+from prime_orchestrator.api.status import status
+from prime_orchestrator.cli.status import text
+from prime_orchestrator.manager import targets
+from prime_orchestrator.store import schema
+
+
+def given(world: World, target: int, count: int, state: str) -> None:
+    """`count` leases of one target, in that state, given now."""
+    with world.backend.store.begin() as connection:
+        for _ in range(count):
+            number = next(world.nonces)
+            connection.execute(
+                sa.insert(schema.leases).values(
+                    digest=sha256(str(number).encode()), node="0x" + "01" * 20, step=0,
+                    lease_index=number, policy_version=0, status=state,
+                    deadline=int(world.clock()) + 60, created_at=world.clock(), uploads=0,
+                    body="", shadow=False, target=target,
+                )
+            )  # fmt: skip
+
+
+def test_a_target_that_starves_is_shown_and_logged(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = world.backend.context.run  # targets 2 and 6, each of which keeps a quarter
+    given(world, 2, 17, "accepted")
+    given(world, 6, 2, "accepted")
+    given(world, 6, 3, "expired")
+    given(world, 6, 2, "open")
+    found: dict[int, Any] = {share.target: share for share in status(world.backend).targets}
+    assert [(found[t].asked, found[t].accepted) for t in (2, 6)] == [(17, 17), (7, 2)]
+    assert [found[t].starving for t in (2, 6)] == [False, True]
+    assert "STARVES" in text(status(world.backend))
+    with caplog.at_level(logging.WARNING), world.backend.store.read() as connection:
+        targets.warn(connection, run, world.clock())
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["target 6 starves"]
+    given(world, 6, 3, "accepted")
+    assert not any(share.starving for share in status(world.backend).targets)
+
+
+def test_little_work_starves_no_target(world: World) -> None:
+    given(world, 2, 15, "accepted")
+    assert not any(share.starving for share in status(world.backend).targets)
+
+
+def test_a_node_without_accepted_files_is_asked_to_be_measured(world: World) -> None:
+    session = world.member(1)
+    beat = world.post("/v1/heartbeat", b'{"policy_version":0}', session).json()
+    assert beat["measure"]
+    with world.backend.store.begin() as connection:
+        connection.execute(schema.nodes.update().values(token_rate=5.0))
+    assert not world.post("/v1/heartbeat", b'{"policy_version":0}', session).json()["measure"]

@@ -1,0 +1,178 @@
+"""The wheel: equal from any tree, complete, and enough for every program with its extra alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "devnet" / "model"
+INSTALL = 'set -euo pipefail; . "$1/scripts/installer.sh"; shift; install_into "$@"'
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def checkout(folder: Path) -> Path:
+    """The files that git knows, as they are in this tree."""
+    said = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in said.stdout.decode().split("\0"):
+        if name and (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def littered(folder: Path) -> Path:
+    """A checkout that was worked in: leftovers of builds, caches and tools."""
+    for name in (
+        "build/lib/prime_core/left_over.py",
+        "build/lib/bench/left_over.py",
+        "protocol/prime_core/__pycache__/ids.cpython-311.pyc",
+        "protocol/prime_core/notes.json",
+        "node_modules/package/index.js",
+        "var/run/store.sqlite",
+        "prime_open.egg-info/SOURCES.txt",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("devnet/plan.py\nprotocol/prime_core/notes.json\n")
+    return folder
+
+
+def build(folder: Path, out: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), str(folder)]
+    subprocess.run(command, check=True)
+    return next(out.glob("prime_open-*.whl"))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(checkout(tmp_path_factory.mktemp("clean")), tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_dirty_tree_makes_the_same_wheel_as_a_clean_one(wheel: Path, tmp_path: Path) -> None:
+    dirty = build(littered(checkout(tmp_path / "dirty")), tmp_path / "out")
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (wheel, dirty)]
+    assert digests[0] == digests[1], zipfile.ZipFile(dirty).namelist()
+
+
+def test_the_wheel_holds_our_packages_and_their_data_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tops = {name.partition("/")[0] for name in names}
+    packages = {file.parent.name for file in ROOT.glob("*/prime_*/__init__.py")}
+    assert {top for top in tops if not top.endswith(".dist-info")} == packages
+    for package in packages:
+        assert f"{package}/py.typed" in names
+    for folder, held in (
+        ("protocol/prime_chain/abi", "prime_chain/abi"),
+        ("orchestrator/prime_orchestrator/web", "prime_orchestrator/web"),
+        (
+            "orchestrator/prime_orchestrator/store/migrations/versions",
+            "prime_orchestrator/store/migrations/versions",
+        ),
+        ("docs/examples", "prime_orchestrator/examples"),
+    ):
+        files = [path.name for path in (ROOT / folder).iterdir() if path.is_file()]
+        assert files
+        assert not [name for name in files if f"{held}/{name}" not in names]
+    assert "prime_verify/proofs/calibration.json" in names
+    assert "prime_orchestrator/store/migrations/script.py.mako" in names
+
+
+class Installed:
+    """The wheel in an environment of its own, outside of the checkout."""
+
+    def __init__(self, wheel: Path, extra: str, folder: Path) -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        self.bin = folder / "venv" / "bin"
+        wanted = f"prime-open[{extra}] @ {wheel.as_uri()}" if extra else str(wheel)
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+        subprocess.run(
+            ["bash", "-c", INSTALL, "install", ROOT, self.bin / "python",
+             "--constraint", ROOT / "constraints.txt", wanted],
+            check=True, env={**os.environ, "PATH": path},
+        )  # fmt: skip
+
+    def run(self, program: str, *words: object, code: int = 0) -> str:
+        """What a program says; it must end with `code`."""
+        environment = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.folder)}
+        done = subprocess.run(
+            [self.bin / program, *map(str, words)],
+            capture_output=True, text=True, check=False, cwd=self.folder, env=environment,
+        )  # fmt: skip
+        assert done.returncode == code, (program, words, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    def example(self, package: str) -> str:
+        """What the README's example of a package prints."""
+        where = self.run("python", "-c", f"import {package}; print({package}.__path__[0])").strip()
+        blocks = re.findall(r"```python\n(.*?)```", (Path(where) / "README.md").read_text(), re.S)
+        assert len(blocks) == 1
+        return self.run("python", "-c", blocks[0])
+
+
+def missing(said: str, extra: str) -> None:
+    """One sentence that names what to install, and no traceback."""
+    assert "Traceback" not in said
+    assert f"prime-open[{extra}]" in said
+
+
+def test_base(wheel: Path, tmp_path: Path) -> None:
+    installed = Installed(wheel, "", tmp_path)
+    (tmp_path / "password").write_text("secret\n")
+    wallet = ("--out", tmp_path / "wallet.json", "--password-file", tmp_path / "password")
+    installed.run("prime-node", "wallet", "new", *wallet)
+    assert (tmp_path / "wallet.json").exists()
+    for program, words, extra in (
+        ("orchestrator", ("serve",), "orchestrator"),
+        ("trainer", ("run",), "trainer"),
+        ("prime-broadcast", ("diff", MODEL, MODEL), "rollout-base"),
+        ("prime-verify", ("verify", MODEL, tmp_path / "wallet.json"), "rollout-base"),
+    ):
+        for words_of_help in (("--version",), ("--help",)):
+            installed.run(program, *words_of_help)
+        missing(installed.run(program, *words, code=69), extra)
+
+
+def test_broadcast(wheel: Path, tmp_path: Path) -> None:
+    installed = Installed(wheel, "broadcast", tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "weights.bin").write_bytes(bytes(1000))
+    data = ("--data", tmp_path / "data", "--key", tmp_path / "key", "--once", "--json")
+    assert '"version": 0' in installed.run("prime-broadcast", "serve", tmp_path / "folder", *data)
+    assert installed.example("prime_broadcast").strip() == "whole b'weights'"
+
+
+def test_verify(wheel: Path, tmp_path: Path) -> None:
+    installed = Installed(wheel, "verify", tmp_path)
+    shutil.copytree(MODEL, tmp_path / "model")
+    file = tmp_path / "file.parquet"
+    installed.run("prime-verify", "prove", "model", file, "--tokens", "40")
+    assert "accepted" in installed.run("prime-verify", "verify", "model", file, "--tokens", "40")
+    other = ("--tokens", "40", "--lease", "1")
+    assert "void" in installed.run("prime-verify", "verify", "model", file, *other, code=3)
+    assert installed.example("prime_verify").startswith("ACCEPTED")
+
+
+@pytest.mark.parametrize(
+    ("extra", "program", "words"),
+    [
+        ("node,torch", "prime-node", ("doctor", "--runtime", "process")),
+        ("orchestrator", "orchestrator", ("store", "migrate", "--data", "store")),
+        ("validator", "validator", ("run", "--help")),
+        ("trainer", "trainer", ("run", "--help")),
+    ],
+)
+def test_a_programs_extra_is_enough_for_it(
+    wheel: Path, tmp_path: Path, extra: str, program: str, words: tuple[str, ...]
+) -> None:
+    installed = Installed(wheel, extra, tmp_path)
+    assert re.search(r"\d+\.\d+", installed.run(program, "--version"))
+    installed.run(program, *words)

@@ -1,0 +1,69 @@
+"""Advantages: how much better a sample was than the others that answered the same prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prime_core.rollout import Rollout
+from prime_trainer.config import Objective
+
+AdvantageForm = Literal["mean_std", "mean", "leave_one_out"]
+STD_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One value a sample, in the batch's order: its advantage, and whether it has a say."""
+
+    advantages: list[float]
+    counted: list[bool]
+    overlong: int
+    """Samples that were cut at the length limit, whatever became of them."""
+
+
+def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[float]:
+    """Advantages of one group of G rewards, in float64; they sum to zero in every form.
+
+    - mean_std: (r − mean) / (std + 1e-6), std with G − 1 (GRPO, arXiv 2402.03300)
+    - mean: r − mean (Dr-GRPO, arXiv 2503.20783)
+    - leave_one_out: r − mean of the others = (r − mean)·G/(G − 1) (RLOO, arXiv 2402.14740)
+
+    Raises ValueError for fewer than two rewards or one that is not finite.
+    """
+    count = len(rewards_G)
+    if count < 2 or not all(math.isfinite(reward) for reward in rewards_G):
+        raise ValueError("a group needs two or more finite rewards")
+    mean = math.fsum(rewards_G) / count
+    centred = [reward - mean for reward in rewards_G]
+    if form == "mean":
+        return centred
+    if form == "leave_one_out":
+        return [value * count / (count - 1) for value in centred]
+    std = math.sqrt(math.fsum(value * value for value in centred) / (count - 1))
+    return [value / (std + STD_FLOOR) for value in centred]
+
+
+def judge(groups: Sequence[Sequence[Rollout]], objective: Objective) -> Judged:
+    """Every sample's advantage in its group, and what becomes of samples cut at the limit:
+
+    - keep: as any other
+    - mask: its reward stays in its group's baseline, its tokens weigh nothing (DAPO)
+    - penalise: its reward is lowered before the group is compared
+    """
+    advantages: list[float] = []
+    counted: list[bool] = []
+    overlong = 0
+    penalty = objective.overlong_penalty if objective.overlong == "penalise" else 0.0
+    for group in groups:
+        cut = [row.finish_reason == "length" for row in group]
+        overlong += sum(cut)
+        rewards = [
+            row.reward - (penalty if is_cut else 0.0)
+            for row, is_cut in zip(group, cut, strict=True)
+        ]
+        advantages += group_advantages(rewards, objective.advantage)
+        counted += [not (is_cut and objective.overlong == "mask") for is_cut in cut]
+    return Judged(advantages, counted, overlong)

@@ -1,0 +1,252 @@
+"""Checkpoints: everything a killed run needs to go on as if nothing had happened.
+
+    <data>/checkpoints/<step>/         DCP shards, one file a *global* rank, and state.json
+    <data>/checkpoints/.staging-<step> the same, not yet whole
+
+`begin` copies the state to CPU memory and returns; a thread writes it (DCP) while training goes on,
+and `finish` makes it count. A folder gets its name by one rename, after every rank has written its
+part and rank 0 has made it durable. `<step>` is the number of batches trained, so it holds policy
+version <step>. A version is published only from a checkpoint that is on disk: after a crash the
+same bytes are published again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from prime_core.errors import FatalError, UserError
+from prime_core.ids import Digest
+from prime_trainer.data import GroupKey
+from prime_trainer.disk import writing
+from prime_trainer.model import Policy
+from prime_trainer.parallel import World
+
+log = logging.getLogger(__name__)
+
+STATE_NAME = "state.json"
+KEEP = 2
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """`step` batches trained so far. `trained` maps a step to its batch's groups, for as many steps
+    back as staleness could bring a group again. `metrics` is the last step's line. `ranks` wrote
+    the checkpoint; any other number can read it, but only as many repeat its bits. `training`: the
+    configuration of the last step, which is published with its policy."""
+
+    run_digest: Digest
+    step: int = 0
+    trained: Mapping[int, tuple[GroupKey, ...]] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+    ranks: int = 1
+    training: str = ""
+
+    def recent_groups(self) -> set[GroupKey]:
+        """Every remembered group."""
+        return {key for keys in self.trained.values() for key in keys}
+
+    def after(
+        self,
+        groups: tuple[GroupKey, ...],
+        metrics: Mapping[str, Any],
+        max_staleness: int,
+        training: str = "",
+    ) -> TrainerState:
+        """The state after training batch `step` of `groups` under the configuration `training`."""
+        kept = {s: keys for s, keys in self.trained.items() if s >= self.step - max_staleness}
+        kept[self.step] = groups
+        return replace(self, step=self.step + 1, trained=kept, metrics=metrics, training=training)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> TrainerState:
+        """Raises FatalError if it is not ours: a checkpoint is never guessed at."""
+        try:
+            raw = json.loads(text)
+            trained = {
+                int(step): tuple((Digest(sha256), int(number)) for sha256, number in keys)
+                for step, keys in raw["trained"].items()
+            }
+            return TrainerState(
+                Digest(raw["run_digest"]),
+                int(raw["step"]),
+                trained,
+                raw["metrics"],
+                int(raw["ranks"]),
+                str(raw["training"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FatalError(f"the checkpoint's {STATE_NAME} is damaged: {error}") from error
+
+
+def _folder(data: Path) -> Path:
+    return data / "checkpoints"
+
+
+def latest(data: Path) -> Path | None:
+    """The newest whole checkpoint under `data`."""
+    folder = _folder(data)
+    whole = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    return max(whole, key=lambda path: int(path.name), default=None)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint under way; nothing of it counts until `finish` has returned."""
+
+    staging: Path
+    final: Path
+    state: TrainerState
+    written: Future[Any] | None
+
+    def finish(self, leads: bool) -> None:
+        """Waits until every rank has written; rank 0 then gives the folder its name, durably, and
+        drops what is older than the last two. Raises UnavailableError if the disk refuses; the
+        earlier checkpoints are untouched."""
+        data = self.final.parent.parent
+        with writing(f"checkpoint {self.state.step}", data):
+            if self.written is not None:
+                self.written.result()
+            if not leads:
+                return
+            (self.staging / STATE_NAME).write_text(self.state.to_json())
+            _make_durable(self.staging)
+            self.staging.rename(self.final)
+            _fsync(self.final.parent)
+            for old in sorted(self.final.parent.iterdir(), key=lambda path: path.name):
+                if old.name.isdigit() and int(old.name) <= self.state.step - KEEP:
+                    shutil.rmtree(old)
+
+
+def begin(
+    data: Path,
+    state: TrainerState,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> Saving:
+    """Copies everything to CPU memory and writes it in a thread (DCP); a collective.
+
+    When it returns, training may go on. One at a time: `finish` the one before first, on every
+    rank. Raises UnavailableError if the disk refuses.
+    """
+    final = _folder(data) / str(state.step)
+    staging = _folder(data) / f".staging-{state.step}"
+    with writing(f"checkpoint {state.step}", data):
+        if world.leads:
+            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(final, ignore_errors=True)
+            staging.mkdir(parents=True)
+        world.barrier()
+        written = state_dict_saver.async_save(
+            _tensors(policy, optimizer, world), checkpoint_id=staging, process_group=world.storage
+        )
+    assert isinstance(written, Future)
+    return Saving(staging, final, replace(state, ranks=world.size), written)
+
+
+def save(
+    data: Path,
+    state: TrainerState,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> None:
+    """Writes checkpoint `state.step` and waits for it, on all ranks together; keeps the last two.
+
+    Raises UnavailableError if the disk refuses; the earlier checkpoints are untouched.
+    """
+    begin(data, state, policy, optimizer, world).finish(world.leads)
+    world.barrier()
+
+
+def load(
+    data: Path,
+    run_digest: Digest,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> TrainerState | None:
+    """Restores the newest checkpoint into `policy` and `optimizer`; None if there is none.
+
+    Raises UserError if it belongs to another run, FatalError if it is damaged.
+    """
+    if world.leads:
+        for leftover in _folder(data).glob(".staging-*"):
+            shutil.rmtree(leftover)
+    newest = latest(data) if world.leads else None
+    name = world.broadcast(newest.name.encode() if newest else b"").decode()
+    if not name:
+        return None
+    folder = _folder(data) / name
+    state = TrainerState.from_json((folder / STATE_NAME).read_text())
+    if state.run_digest != run_digest:
+        raise UserError(
+            f"{data} holds a checkpoint of another run ({state.run_digest})",
+            hint="name another --data folder for this run",
+        )
+    tensors = _tensors(policy, optimizer, world)
+    if state.ranks != world.size:
+        log.warning(
+            "the checkpoint was written by %d ranks and is read by %d: the run goes on, but not "
+            "with the very bits that it would have had",
+            state.ranks,
+            world.size,
+        )
+    if world.rank >= state.ranks:
+        del tensors["random"]
+    try:
+        state_dict_loader.load(tensors, checkpoint_id=folder)
+    except CheckpointException as error:  # a BaseException: nobody above would know it
+        cause = next((repr(cause) for cause, _ in error.failures.values()), "no cause given")
+        raise FatalError(
+            f"checkpoint {folder} cannot be read ({cause.partition(chr(10))[0]}): move it away, "
+            "and the trainer goes on from the one before"
+        ) from error
+    set_model_state_dict(policy, tensors["policy"])
+    set_optimizer_state_dict(policy, optimizer, tensors["optimizer"])
+    if world.rank < state.ranks:
+        torch.set_rng_state(tensors["random"][str(world.rank)])
+    return state
+
+
+def _tensors(policy: Policy, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    return {
+        "policy": get_model_state_dict(policy),
+        "optimizer": get_optimizer_state_dict(policy, optimizer),
+        "random": {str(world.rank): torch.get_rng_state()},
+    }
+
+
+def _make_durable(folder: Path) -> None:
+    for path in folder.iterdir():
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,280 @@
+"""`trainer`: what a researcher types.
+
+Commands import what they need when they are called, so `--help` answers at once. Expected errors
+are one sentence and an exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prime_core.command_line import program
+from prime_core.command_line import run as run_program
+from prime_core.errors import UserError
+from prime_core.stopping import until_stopped
+from prime_core.waiting import FIRST_ANSWER_HELP
+
+if TYPE_CHECKING:
+    from prime_trainer.config import Settings
+
+app = program("trainer", "Trains a pool's policy on sealed batches and publishes it.")
+
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+Orchestrator = Annotated[str | None, typer.Option(help="Base URL of the pool's orchestrator.")]
+Model = Annotated[Path | None, typer.Option(help="Hugging Face folder of the base model.")]
+Data = Annotated[Path | None, typer.Option(help="Checkpoints, metrics, the origin's policies.")]
+RunFile = Annotated[Path | None, typer.Option(help="Run definition (default: the orchestrator's).")]
+Rpc = Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")]
+DeploymentFile = Annotated[
+    Path | None, typer.Option(help="Deployment JSON; with --rpc, facts are checked on chain.")
+]
+Pool = Annotated[int | None, typer.Option(help="Refuse to work for another pool.")]
+Wallet = Annotated[Path | None, typer.Option(help="Keystore of the pool's trainer.")]
+PasswordFile = Annotated[Path | None, typer.Option(help="File with its password.")]
+PasswordFd = Annotated[int | None, typer.Option(help="Open descriptor with it.")]
+
+
+@app.command()
+def run(
+    config: Config = None,
+    orchestrator: Orchestrator = None,
+    model: Model = None,
+    data: Data = None,
+    run: RunFile = None,
+    rpc: Rpc = None,
+    deployment: DeploymentFile = None,
+    pool: Pool = None,
+    wallet: Wallet = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
+    origin_host: Annotated[str | None, typer.Option(help="Address the origin binds.")] = None,
+    origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
+    origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
+    origin_connections_each: Annotated[
+        int | None, typer.Option(help="Of one address at once; 0: unlimited.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many batches.")] = None,
+    linger: Annotated[
+        bool | None, typer.Option(help="After the last batch, go on serving policies.")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="AdamW's peak rate.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
+    beta1: Annotated[float | None, typer.Option(help="AdamW's first beta.")] = None,
+    beta2: Annotated[float | None, typer.Option(help="AdamW's second beta.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.")] = None,
+    gradient_clip: Annotated[float | None, typer.Option(help="Gradient norm limit.")] = None,
+    optimizer_steps: Annotated[int | None, typer.Option(help="Optimizer steps a batch.")] = None,
+    recompute: Annotated[bool | None, typer.Option(help="Checkpoint activations.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")] = None,
+    lora_alpha: Annotated[int | None, typer.Option(help="Their scale times the rank.")] = None,
+    bad_batch: Annotated[str | None, typer.Option(help="stop or skip.")] = None,
+    alarm_ratio: Annotated[float | None, typer.Option(help="Largest quiet ratio.")] = None,
+    alarm_kl: Annotated[float | None, typer.Option(help="Largest quiet mean KL.")] = None,
+    alarm_entropy: Annotated[float | None, typer.Option(help="Least quiet entropy.")] = None,
+    alarm_action: Annotated[str | None, typer.Option(help="warn or stop.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus' text.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for event files.")] = None,
+    peak_tflops: Annotated[float | None, typer.Option(help="A device's peak, for MFU.")] = None,
+    progress: Annotated[bool | None, typer.Option(help="A bar on a terminal.")] = None,
+    bf16: Annotated[bool | None, typer.Option(help="Compute in bf16 (GPUs).")] = None,
+    head_fp32: Annotated[bool | None, typer.Option(help="With bf16: fp32 logits.")] = None,
+    row_tokens: Annotated[int | None, typer.Option(help="Tokens of a packed row.")] = None,
+    micro_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch.")] = None,
+    delta_from: Annotated[int | None, typer.Option(help="Versions deltas start from.")] = None,
+    first_answer_seconds: Annotated[
+        float | None, typer.Option(help=FIRST_ANSWER_HELP, min=0)
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved plan and its cost; do nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
+) -> None:
+    """Train until told to stop (SIGTERM ends cleanly; killed, it resumes exactly).
+
+    `trainer run @ FILE` is `trainer run --config FILE`; flag > environment > file > default.
+    """
+    flags: dict[str, object] = dict(locals())
+    from prime_trainer.config import load
+    from prime_trainer.run import run_trainer
+
+    for name in ("config", "dry_run", "as_json"):
+        del flags[name]
+    flags["rpc"] = tuple(rpc or ())
+    settings = load(flags, config)
+    if dry_run:
+        _show_plan(settings, flags, config, as_json)
+        return
+    run_trainer(settings, until_stopped())
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Option(help="Hugging Face folder to evaluate.")],
+    run: Annotated[Path, typer.Option(help="The run definition, whose reward it is.")],
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
+    base: Annotated[Path | None, typer.Option(help="Compare with this model folder.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Reward, pass@1 and pass@k on held-out problems, by environment and budget, with intervals."""
+    import torch
+
+    from prime_core.run_file import read_run
+    from prime_trainer.evaluate import compare
+    from prime_trainer.evaluate import evaluate as evaluate_model
+    from prime_trainer.tables import comparison_table, evaluation_table
+
+    torch.set_num_threads(1)
+    definition = read_run(run)
+    if base is None:
+        one = evaluate_model(
+            model, definition, problems=problems, seed=seed, samples=samples, device=device
+        )
+        print(json.dumps(one.as_json()) if as_json else evaluation_table(one))
+        return
+    both = compare(
+        base, model, definition, problems=problems, seed=seed, samples=samples, device=device
+    )
+    print(json.dumps(both.as_json()) if as_json else comparison_table(both))
+
+
+@app.command(name="filter")
+def filter_(
+    model: Annotated[Path, typer.Option(help="Hugging Face folder that answers.")],
+    run: Annotated[Path, typer.Option(help="The run definition, whose tasks these are.")],
+    out: Annotated[Path, typer.Option(help="JSONL file to write.")],
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a task.")] = 8,
+    low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate kept.")] = 0.125,
+    high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate kept.")] = 0.75,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes targets and noise.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Keep the tasks that a model solves sometimes: a dataset of its own, named by its digest."""
+    import torch
+
+    from prime_core.run_file import read_run
+    from prime_trainer.difficulty import Range, describe, filter_tasks
+
+    torch.set_num_threads(1)
+    if low > high:
+        raise UserError(f"--low {low:g} is above --high {high:g}", hint="swap them")
+    wanted = Range(low, high, samples)
+    for asked, kept in filter_tasks(
+        model, read_run(run), wanted, out, tasks=tasks, seed=seed, device=device
+    ):
+        print(f"{asked} tasks asked, {kept} kept", file=sys.stderr)
+    found = describe(out)
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        print(
+            f"{found.file}: {found.kept} of {found.asked} tasks; a run pins them as environment "
+            f"{found.environment} with sha256 {found.digest}"
+        )
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data: Annotated[Path, typer.Option(help="The trainer's data folder.")] = Path("var/trainer"),
+    version: Annotated[int | None, typer.Option(min=0, help="Policy (default: newest).")] = None,
+) -> None:
+    """Write a finished run as a Hugging Face folder with model card, run definition and curve."""
+    from prime_trainer.finished import export_run
+
+    print(f"{out}: policy {export_run(data, out, version)}")
+
+
+@app.command()
+def publish(
+    model: Annotated[Path, typer.Option(help="Hugging Face folder to publish.")],
+    version: Annotated[int, typer.Option(min=0, help="Its policy version.")],
+    config: Config = None,
+    orchestrator: Orchestrator = None,
+    data: Data = None,
+    wallet: Wallet = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
+    origin_host: Annotated[str | None, typer.Option(help="Address the origin binds.")] = None,
+    origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
+    origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
+    serve: Annotated[
+        bool,
+        typer.Option(help="Until a relay or node has all of it; --no-serve if a mirror serves it."),
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Sign a folder as a policy by hand and serve it (`run` does so after each step by itself)."""
+    flags: dict[str, object] = dict(locals())
+    from prime_trainer.config import load
+    from prime_trainer.run import publish_by_hand
+
+    for name in ("config", "model", "version", "serve", "as_json"):
+        del flags[name]
+    publish_by_hand(load(flags, config), model, version, serve=serve, as_json=as_json)
+
+
+@app.command()
+def status(
+    data: Annotated[Path, typer.Option(help="The trainer's data folder.")] = Path("var/trainer"),
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """The last step trained, from the metrics file."""
+    from prime_trainer.metrics import read_lines
+
+    path = data / "metrics.jsonl"
+    lines = read_lines(path)
+    if not lines:
+        raise UserError(f"no step is recorded in {path}", hint="name the folder by --data")
+    last = lines[-1]
+    if as_json:
+        print(json.dumps(last))
+    else:
+        reward = f"reward {last['reward']:.3f}" if "reward" in last else "skipped"
+        print(f"step {last['step']}: {reward}, policy {last['version']}")
+
+
+def _show_plan(
+    settings: Settings, flags: Mapping[str, object], config: Path | None, as_json: bool
+) -> None:
+    from prime_trainer.dryrun import report, sources
+    from prime_trainer.run import dry_run
+
+    definition, estimate = dry_run(settings)
+    resolved = sources(settings, flags, config, os.environ)
+    if not as_json:
+        print(report(definition, settings.objective, estimate, resolved))
+        return
+    named = {name: {"value": value, "from": origin} for name, (value, origin) in resolved.items()}
+    run = definition.model_dump(mode="json")
+    print(json.dumps({"settings": named, "run": run, "estimate": asdict(estimate)}))
+
+
+def with_file(words: list[str]) -> list[str]:
+    """`@ FILE` and `@FILE` spelled out as `--config FILE`."""
+    found = []
+    for word in words:
+        found += ["--config", word[1:]] if word.startswith("@") else [word]
+    return [word for word in found if word]
+
+
+def main() -> None:
+    """Entry point."""
+    run_program(app, "trainer", with_file(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Settings of `trainer run`, built once at the edge: flag > environment > TOML > default.
+
+Environment variables begin with PRIME_TRAINER_ (PRIME_TRAINER_LEARNING_RATE, …). What only the
+trainer uses is here and not in the run definition: no node needs it to do or to judge work. What
+shaped a policy is published in the policy's own folder (`Settings.training`, docs/adr/0009).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
+from prime_core.waiting import FIRST_ANSWER_SECONDS
+
+ENV_PREFIX = "PRIME_TRAINER_"
+
+
+TRAINING_FILE = "trainer.json"
+"""The file of a policy's folder that holds the configuration that the policy was trained with."""
+TRAINING = (
+    "objective", "learning_rate", "warmup_steps", "beta1", "beta2", "weight_decay",
+    "gradient_clip", "optimizer_steps", "bf16", "head_fp32", "lora_rank", "lora_alpha",
+)  # fmt: skip
+"""The settings that decide what a batch makes of the weights."""
+
+
+class Objective(BaseModel):
+    """The loss: bounds of the clip (`clip` is ε, `delta` the two-sided bound δ), weights of the KL
+    and entropy terms (`kl` is β, `entropy` η)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]{0,31}$")
+    """An entry of the registry (prime_trainer/objectives): how tokens weigh and are clipped."""
+    clip: float = Field(default=0.2, gt=0, le=1)
+    delta: float = Field(default=4.0, ge=1)
+    kl: float = Field(default=0.0, ge=0)
+    kl_form: Literal["k1", "k2", "k3"] = "k3"
+    entropy: float = 0.0
+    advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
+    ratio: Literal["behaviour", "proximal"] = "behaviour"
+    """What π_θ is compared with: the policy that generated (its log-probabilities are in the file),
+    or the trainer's own at the start of the batch (decoupled PPO), the rest of the way corrected by
+    an importance weight truncated at `importance_cap`."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    overlong: Literal["keep", "mask", "penalise"] = "keep"
+    """What becomes of a sample cut at the length limit: trained as it is, without weight in the
+    loss (its reward still in its group's baseline), or its reward lowered by the penalty."""
+    overlong_penalty: float = Field(default=0.0, ge=0)
+
+
+class Settings(BaseSettings):
+    """Everything the trainer can be told. Relative paths are taken from the working directory."""
+
+    ENV_PREFIX: ClassVar[str] = ENV_PREFIX
+
+    orchestrator: str = ""
+    """Base URL of the pool's orchestrator."""
+    model: UserPath | None = None
+    """Hugging Face folder of the run's base model (policy 0)."""
+    data: UserPath = Path("var/trainer").absolute()
+    """Checkpoints, metrics and the origin's policies."""
+    run: UserPath | None = None
+    """The run definition; by default the orchestrator's, its digest checked."""
+    rpc: Urls = ()
+    """With `deployment`: the pool's facts are checked on chain before anything is trained."""
+    deployment: UserPath | None = None
+    pool: int | None = Field(default=None, ge=0)
+    """Refuse to work for any other pool."""
+    wallet: UserPath | None = None
+    """Keystore (v3) of the pool's trainer."""
+    password_file: UserPath | None = None
+    password_fd: int | None = None
+    origin_host: str = "127.0.0.1"
+    origin_port: int = Field(default=0, ge=0, le=65_535)
+    """Where relays fetch policies; 0 takes a free port."""
+    origin_url: str = ""
+    """How relays reach the origin, behind a proxy."""
+    origin_connections_each: int = Field(default=256, ge=0)
+    """Connections that one address (an IPv6 /64) may have at the origin at once, of 1024 in all. A
+    relay takes two. 0: unlimited, for an origin whose readers all come through one proxy."""
+    steps: int | None = Field(default=None, ge=0)
+    """Stop after so many batches in all; by default never."""
+    linger: bool = False
+    """After the last step go on serving policies, which validators and auditors still need."""
+
+    objective: Objective = Objective()
+    learning_rate: float = Field(default=3e-7, gt=0, le=1)
+    warmup_steps: int = Field(default=25, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    weight_decay: float = Field(default=0.01, ge=0)
+    gradient_clip: float = Field(default=0.1, gt=0)
+    """Limit of the global gradient norm."""
+    optimizer_steps: int = Field(default=1, ge=1, le=256)
+    """Optimizer steps a batch, each on its share of the groups; with more than one the
+    objective should compare with the proximal policy."""
+    bf16: bool = False
+    """Compute in bf16 (masters and reduction stay fp32); for GPUs."""
+    head_fp32: bool = False
+    """With bf16: logits in fp32, slower and with a head's worth of memory more; default as the
+    engines do, rounded to bf16 before the softmax."""
+    recompute: bool = False
+    """Compute activations again in the backward pass instead of keeping them (checkpointing)."""
+    lora_rank: int = Field(default=0, ge=0, le=4096)
+    """Train adapters of this rank beside frozen weights; 0 trains the weights themselves."""
+    lora_alpha: int = Field(default=0, ge=0)
+    """Adapters count α/rank; 0 takes twice the rank."""
+    row_tokens: int = Field(default=128, ge=1)
+    """Samples are packed into rows of this many tokens (a longer one gets a row of its own)."""
+    micro_tokens: int = Field(default=4096, ge=1)
+    """Padded tokens of a micro-batch; what fits the device's memory."""
+    delta_from: int = Field(default=2, ge=0, le=16)
+    """Deltas are made from so many earlier versions."""
+    bad_batch: Literal["stop", "skip"] = "stop"
+    """What a sealed batch that breaks a rule does: end the trainer, or publish the weights
+    unchanged under the next number. Three in a row end it in either case."""
+    alarm_ratio: float = Field(default=100.0, gt=0)
+    """An importance ratio above this in a batch is an alarm."""
+    alarm_kl: float = Field(default=1.0, gt=0)
+    """So is a mean KL from the behaviour (or the reference) policy above this."""
+    alarm_entropy: float = Field(default=0.0, ge=0)
+    """So is a mean entropy below this; 0: never."""
+    alarm_action: Literal["warn", "stop"] = "warn"
+    """What an alarm does: a warning and a word in the step's line, or the end of the run (the
+    batch is kept, nothing after it is trained)."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    """Serve Prometheus' text at http://127.0.0.1:<port>/metrics; 0 takes a free port."""
+    tensorboard: UserPath | None = None
+    """Write TensorBoard event files into this folder as well."""
+    peak_tflops: float = Field(default=0.0, ge=0)
+    """Peak of one device in 10^12 operations a second, for MFU; 0 takes the known device's own."""
+    progress: bool = True
+    """A bar with what it waits for, where there is a terminal."""
+    first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
+    """How long the very first start waits for the orchestrator and the RPC to answer."""
+    log_level: str = "info"
+
+    def training(self) -> str:
+        """The JSON text of TRAINING_FILE: every setting that decides what a batch makes of the
+        weights, defaults included."""
+        values = self.model_dump(mode="json", include=set(TRAINING))
+        return json.dumps({"schema_version": 1, **values}, indent=2, sort_keys=True) + "\n"
+
+    def need(self, name: str) -> Any:
+        """A setting without default. Raises UserError if it was not given."""
+        return needed(self, name)
+
+
+def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
+    """Settings from flags (None or () = not given), environment and TOML file.
+
+    Raises UserError with the setting's name if a value is wrong or the file cannot be read.
+    """
+    return load_settings(Settings, flags, settings_file(config))

@@ -1,0 +1,216 @@
+"""The next sealed batch: fetched by signed URLs, checked to the last row, never believed.
+
+    wait until /v1/batches/{step} is sealed
+      → manager's signature, pool, run, step
+        → each file and verdict table: size and SHA-256, both of the same submission
+          → rows of the groups taken; every reward from the verdict table, none from the file
+            → fresh enough, whole groups, some difference in every group's rewards, no row twice
+
+What fails here is the orchestrator's fault, not ours: the trainer stops and says which line broke.
+Left out: which node made a row; the trainer has no use for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from prime_core import encoding
+from prime_core.batch import BatchFile, BatchManifest, SignedBatch
+from prime_core.errors import MalformedError, PolicyError, UntrustedError
+from prime_core.ids import Address, Digest, Step
+from prime_core.rollout import MAX_FILE_BYTES, Rollout
+from prime_core.run import RunDefinition
+from prime_core.signing import Domain
+from prime_core.verdict import VerdictTable
+from prime_verify.rollout_file import load_rollouts
+
+MAX_TABLE_BYTES = 8 << 20
+
+GroupKey = tuple[Digest, int]
+"""A group for ever: its file's SHA-256 and its number there."""
+Fetch = Callable[[Digest, int], bytes]
+"""(sha256, limit) → the object's bytes, its digest checked."""
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """What a batch is held against. `vocabulary`: token ids are below this."""
+
+    run: RunDefinition
+    pool: int
+    manager: Address
+    domain: Domain
+    """Of the Work contract, under which the manager signs batches."""
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Verified: groups in manifest order, each of `samples_per_group` rollouts by sample number.
+
+    Of the files that it takes groups from: `seen` groups, `alike` of which have equal rewards."""
+
+    step: Step
+    digest: Digest
+    groups: tuple[tuple[Rollout, ...], ...]
+    keys: tuple[GroupKey, ...]
+    seen: int = 0
+    alike: int = 0
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All rows, group after group."""
+        return [row for group in self.groups for row in group]
+
+    def require_new(self, trained: Collection[GroupKey]) -> None:
+        """Raises UntrustedError if a group of this batch is among those `trained` before."""
+        again = set(self.keys) & set(trained)
+        if again:
+            sha256, number = min(again)
+            raise UntrustedError(
+                f"batch {self.step} holds group {number} of {sha256}, trained before"
+            )
+
+
+def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:
+    """The manifest, once it is the manager's for this pool, run and step, and well formed.
+
+    Raises UntrustedError (signature, wrong pool, run or step) or MalformedError (unsorted or
+    repeated files or groups, more groups than the run's batch).
+    """
+    manifest = signed.manifest
+    signer = signed.statement().recover(rules.domain, signed.signature)
+    if signer != rules.manager:
+        raise UntrustedError(f"batch {step} is signed by {signer}, not the manager {rules.manager}")
+    if (manifest.pool, manifest.step) != (rules.pool, step):
+        raise UntrustedError(
+            f"asked for batch {step} of pool {rules.pool}, "
+            f"got batch {manifest.step} of pool {manifest.pool}"
+        )
+    if manifest.run_digest != rules.run.digest():
+        raise UntrustedError(f"batch {step} belongs to another run: {manifest.run_digest}")
+    names = [file.sha256 for file in manifest.files]
+    if names != sorted(set(names)):
+        raise MalformedError(f"the files of batch {step} are not sorted and distinct")
+    for file in manifest.files:
+        if not file.groups or list(file.groups) != sorted(set(file.groups)):
+            raise MalformedError(f"the groups taken of file {file.sha256} are not sorted, distinct")
+    groups = sum(len(file.groups) for file in manifest.files)
+    if groups > rules.run.groups_per_batch:  # known before a byte is fetched: memory is bounded
+        raise MalformedError(
+            f"batch {step} names {groups} groups, and the run takes {rules.run.groups_per_batch}"
+        )
+    return manifest
+
+
+def assemble(
+    signed: SignedBatch,
+    step: int,
+    rules: BatchRules,
+    fetch: Fetch,
+    trained: Collection[GroupKey] = (),
+) -> TrainingBatch:
+    """Fetches and checks everything that batch `step` names; see the module's docstring.
+
+    `trained`: groups of earlier batches, none of which may come again. Raises UntrustedError,
+    MalformedError or PolicyError (stale rows), UnavailableError if an object cannot be had.
+    """
+    manifest = verify_statement(signed, step, rules)
+    groups: list[tuple[Rollout, ...]] = []
+    keys: list[GroupKey] = []
+    seen = alike = 0
+    for file in manifest.files:
+        all_rows = _rows_of(file, step, rules, fetch)
+        rewards: dict[int, set[float]] = {}
+        for row in all_rows:
+            rewards.setdefault(row.group, set()).add(row.reward)
+        seen += len(rewards)
+        alike += sum(len(values) == 1 for values in rewards.values())
+        for number, rows in _groups_of(all_rows, file, rules):
+            groups.append(rows)
+            keys.append((file.sha256, number))
+    total = sum(len(rows) for rows in groups)
+    if total != manifest.rows:
+        raise UntrustedError(f"batch {step} has {total} rows, its manifest says {manifest.rows}")
+    versions = {row.policy_version for rows in groups for row in rows}
+    if versions != set(manifest.policy_versions):
+        raise UntrustedError(
+            f"batch {step} has rows of policies {sorted(versions)}, not as it says"
+        )
+    batch = TrainingBatch(Step(step), manifest.digest(), tuple(groups), tuple(keys), seen, alike)
+    batch.require_new(trained)
+    return batch
+
+
+def _rows_of(file: BatchFile, step: int, rules: BatchRules, fetch: Fetch) -> list[Rollout]:
+    """All rows of one file, rewards from its verdict table; every check of file and table."""
+    run = rules.run
+    age = step - file.policy_version
+    if not 0 <= age <= run.max_staleness:
+        raise PolicyError(
+            f"file {file.sha256} is of policy {file.policy_version}: {age} old at step {step}, "
+            f"and the run allows 0 to {run.max_staleness}"
+        )
+    if file.size > MAX_FILE_BYTES:
+        raise MalformedError(f"file {file.sha256} is said to have {file.size} bytes")
+    data = fetch(file.sha256, file.size)
+    if len(data) != file.size or encoding.sha256(data) != file.sha256:
+        raise UntrustedError(f"what came is not the file {file.sha256}")
+    table = _table_of(file, fetch(file.table, MAX_TABLE_BYTES))
+    try:
+        return load_rollouts(data, table)
+    except MalformedError as error:
+        raise MalformedError(f"file {file.sha256}: {error}") from error
+
+
+def _groups_of(
+    rows: Sequence[Rollout], file: BatchFile, rules: BatchRules
+) -> list[tuple[int, tuple[Rollout, ...]]]:
+    """The groups taken of one file, by number; every check of their rows."""
+    result = []
+    for number in file.groups:
+        members = sorted((row for row in rows if row.group == number), key=lambda row: row.sample)
+        for row in members:
+            _require_row(row, file, rules)
+        _require_whole(members, number, file, rules.run)
+        result.append((number, tuple(members)))
+    return result
+
+
+def _table_of(file: BatchFile, raw: bytes) -> VerdictTable:
+    if encoding.sha256(raw) != file.table:
+        raise UntrustedError(f"what came is not the verdict table {file.table}")
+    try:
+        table = VerdictTable.model_validate_json(raw)
+    except ValueError as error:
+        raise MalformedError(f"{file.table} is not a verdict table: {error}") from error
+    expected = (file.submission_digest, file.sha256, file.policy_version)
+    if (table.submission_digest, table.sha256, table.policy_version) != expected:
+        raise UntrustedError(f"the verdict table {file.table} speaks of another submission")
+    return table
+
+
+def _require_row(row: Rollout, file: BatchFile, rules: BatchRules) -> None:
+    """What the reader of files cannot know: the file's policy, the run's limits, the vocabulary."""
+    where = f"row ({row.group}, {row.sample}) of {file.sha256}"
+    if row.policy_version != file.policy_version:
+        raise UntrustedError(f"{where} claims policy {row.policy_version}, not the file's")
+    if len(row.output_tokens) > rules.run.max_output_tokens:
+        raise MalformedError(f"{where} has {len(row.output_tokens)} output tokens")
+    if max(max(row.prompt_tokens), max(row.output_tokens)) >= rules.vocabulary:
+        raise MalformedError(f"{where} has a token outside the vocabulary")
+
+
+def _require_whole(
+    rows: Sequence[Rollout], number: int, file: BatchFile, run: RunDefinition
+) -> None:
+    """Raises UntrustedError unless these are all samples of one problem, not all rewarded alike."""
+    where = f"group {number} of {file.sha256}"
+    if [row.sample for row in rows] != list(range(run.samples_per_group)):
+        raise UntrustedError(f"{where} has {len(rows)} of {run.samples_per_group} samples")
+    asked = (rows[0].problem_id, rows[0].prompt_tokens)
+    if any((row.problem_id, row.prompt_tokens) != asked for row in rows):
+        raise UntrustedError(f"{where} mixes prompts")
+    if len({row.reward for row in rows}) == 1:
+        raise UntrustedError(f"{where} has equal rewards: it carries no gradient, so no place here")

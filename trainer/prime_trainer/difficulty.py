@@ -1,0 +1,207 @@
+"""The offline filter: which tasks are neither too easy nor hopeless for a given model.
+
+k samples a task, the share that passes, and a range of shares to keep (INTELLECT-2 kept up to 75 %
+over 8 samples of a smaller model). What is kept is a dataset of its own in the common task schema,
+named by its digest: a run definition that pins it (environment `tasks`, or `crowd` for a
+contributed one) trains on just these tasks. It is read back, and its first gold answers are graded,
+before it gets its name. An environment whose problems no dataset can hold is refused at the start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_core import encoding
+from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_core.ids import Digest
+from prime_core.run import MICRO, RunDefinition
+from prime_envs.base import Environment, Problem
+from prime_envs.crowd import CrowdEnvironment
+from prime_envs.dataset import TaskDataset
+from prime_envs.registry import environment_for, load_environment
+from prime_envs.tasks import Task
+from prime_trainer.sampling import Answered, answer, sampling_seed
+
+CHUNK = 64
+"""Tasks sampled between two lines of progress."""
+GRADED_AGAIN = 64
+"""Gold answers graded in the finished file."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Pass rates to keep, both ends included, as passes out of `samples`."""
+
+    low: float
+    high: float
+    samples: int
+
+    def keeps(self, passes: int) -> bool:
+        """Whether a task with so many passes stays."""
+        return self.low <= passes / self.samples <= self.high
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """What came of it: the file, its SHA-256 and the environment by which a run pins it, and how
+    many tasks had how many passes."""
+
+    file: str
+    environment: str
+    digest: Digest
+    asked: int
+    kept: int
+    passes: dict[str, int]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data for `--json`."""
+        return asdict(self)
+
+
+def select(answered: Sequence[Answered], wanted: Range) -> list[Answered]:
+    """Those within the range, in order; each problem once, whatever the order it came in."""
+    seen: set[str] = set()
+    kept = []
+    for one in answered:
+        if wanted.keeps(one.passes) and one.problem.problem_id not in seen:
+            seen.add(one.problem.problem_id)
+            kept.append(one)
+    return kept
+
+
+def task_of(problem: Problem, environment: Environment) -> Task:
+    """The problem as a row of a dataset. Raises UserError if the environment has none for it."""
+    task = environment.as_task(problem.index)
+    if task is None:
+        raise UserError(
+            f"problem {problem.problem_id} of the environment {environment.name!r} cannot be a row "
+            "of a dataset: no grader of task types knows it",
+            hint="filter a run of the environment tasks, crowd or reasoning_gym",
+        )
+    return task
+
+
+def row(one: Answered, environment: Environment) -> dict[str, Any]:
+    """A task in the common schema, its pass rate kept under metadata; raises as `task_of`."""
+    plain = task_of(one.problem, environment).plain()
+    rates = {
+        "index": one.problem.index,
+        "solve_rate": one.passes / len(one.grades),
+        "solve_samples": len(one.grades),
+    }
+    return plain | {"metadata": plain["metadata"] | rates}
+
+
+def head(environment: Environment) -> list[dict[str, Any]]:
+    """What stands before the rows: a packed environment's header, or nothing."""
+    if isinstance(environment, CrowdEnvironment):
+        return [environment.header.model_dump(mode="json")]
+    return []
+
+
+def read_back(file: Path, name: str, digest: Digest, run: RunDefinition) -> None:
+    """Opens a filtered dataset as a run would, and grades the first gold answers. Raises PrimeError
+    naming the row that cannot be read, or whose gold answer is not worth all."""
+    environment = load_environment(name, {"sha256": digest, "path": str(file)}, run.budgets)
+    assert isinstance(environment, TaskDataset)
+    try:
+        for index in range(min(GRADED_AGAIN, len(environment))):
+            task = environment.task(index)
+            grader = environment.grader(task.task_type)
+            gold = grader.gold(task)
+            if gold is None:
+                continue
+            score = grader.grade(task, gold)
+            if score.task_micro < MICRO and not score.uncertain:
+                raise FatalError(
+                    f"{task.problem_id} in {file.name}: its gold answer scores {score.task_micro} "
+                    f"of {MICRO} once it is a row ({score.reason}); nothing is kept"
+                )
+    finally:
+        environment.close()
+
+
+def filter_tasks(
+    model: Path,
+    run: RunDefinition,
+    wanted: Range,
+    out: Path,
+    *,
+    tasks: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Iterator[tuple[int, int]]:
+    """Samples the run's first `tasks` training problems (None: all) and writes what is kept to
+    `out` as JSONL; yields (asked, kept) as it goes. `describe` then tells the digest.
+
+    Raises UserError if nothing is kept, `out` exists or the environment's problems cannot be rows,
+    UnavailableError for a full disk.
+    """
+    total = run.environment.train_size
+    count = total if tasks is None else min(tasks, total)
+    if out.exists():
+        raise UserError(f"{out} exists already", hint="name another file by --out")
+    if out.suffix != ".jsonl":
+        raise UserError(f"{out} is written as JSON lines", hint="let --out end with .jsonl")
+    environment = environment_for(run)
+    try:
+        task_of(environment.problem(0), environment)  # before hours of sampling
+        answered: list[Answered] = []
+        for start in range(0, count, CHUNK):
+            root = sampling_seed(seed, b"filter").encode()
+            answered += answer(
+                model, run, environment, range(start, min(count, start + CHUNK)),
+                samples=wanted.samples, source=encoding.sha256(root + start.to_bytes(8, "big")),
+                device=device,
+            )  # fmt: skip
+            yield len(answered), len(select(answered, wanted))
+        kept = select(answered, wanted)
+        if not kept:
+            raise UserError(
+                f"none of {count} tasks has a pass rate in [{wanted.low:g}, {wanted.high:g}]",
+                hint="widen the range, or take another model",
+            )
+        lines = [*head(environment), *(row(one, environment) for one in kept)]
+    finally:
+        environment.close()
+    data = "".join(
+        json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in lines
+    ).encode()
+    histogram: dict[str, int] = {}
+    for one in answered:
+        histogram[str(one.passes)] = histogram.get(str(one.passes), 0) + 1
+    found = Filtered(
+        str(out), "crowd" if head(environment) else "tasks", encoding.sha256(data), count,
+        len(kept), dict(sorted(histogram.items(), key=lambda item: int(item[0]))),
+    )  # fmt: skip
+    facts = found.as_json() | {
+        "range": [wanted.low, wanted.high],
+        "samples": wanted.samples,
+        "seed": seed,
+        "model": str(model),
+        "filtered": run.environment.model_dump(mode="json"),
+    }
+    staging = out.with_name(f".{out.name}.staging{out.suffix}")
+    try:
+        staging.write_bytes(data)
+        read_back(staging, found.environment, found.digest, run)
+        _facts_of(out).write_text(json.dumps(facts, indent=1) + "\n")
+        staging.rename(out)
+    except OSError as error:
+        raise UnavailableError(f"{out} cannot be written: {error.strerror}") from error
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def describe(out: Path) -> Filtered:
+    """What `filter_tasks` wrote beside its dataset."""
+    facts = json.loads(_facts_of(out).read_text())
+    return Filtered(**{name: facts[name] for name in Filtered.__dataclass_fields__})
+
+
+def _facts_of(out: Path) -> Path:
+    return out.with_name(out.name + ".facts.json")

@@ -1,0 +1,46 @@
+"""The edge to the disk: whatever a refused write is called, it becomes one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prime_core.errors import UnavailableError
+
+
+@contextmanager
+def writing(what: str, where: Path) -> Iterator[None]:
+    """Raises UnavailableError if the disk refuses `what` (full, gone, not ours) within the block.
+
+    safetensors and torch have names of their own for it: DCP gathers every rank's failure in a
+    CheckpointException, and torch's zip writer turns a short write into RuntimeError. A
+    CheckpointException with any other cause is a defect and passes.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _refused(what, where, error) from error
+    except BaseException as error:  # a CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        from safetensors import SafetensorError
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        if isinstance(error, SafetensorError):
+            raise _refused(what, where, error) from error
+        if not isinstance(error, CheckpointException):
+            raise
+        causes = [cause for cause, _ in error.failures.values()]
+        if not causes or not all(isinstance(c, OSError | RuntimeError) for c in causes):
+            raise
+        refusals = [cause for cause in causes if isinstance(cause, OSError)]
+        raise _refused(what, where, (refusals or causes)[0]) from error
+
+
+def _refused(what: str, where: Path, cause: BaseException) -> UnavailableError:
+    why = (isinstance(cause, OSError) and cause.strerror) or str(cause).partition("\n")[0]
+    return UnavailableError(
+        f"{what} could not be written to {where}: {why}; free some space (or mend the folder's "
+        "permissions) and start again, nothing trained before is lost"
+    )

@@ -1,0 +1,249 @@
+"""Evaluation on held-out problems: reward, pass@1, pass@k, each with its 95 % interval.
+
+One answer's chance is estimated from n samples a problem; intervals are over problems, because
+samples of one problem are not independent. Base and trained model get the same problems, targets
+and noise, so their difference is taken problem by problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from prime_core import seeds
+from prime_core.errors import UserError
+from prime_core.run import RunDefinition
+from prime_envs.registry import environment_for
+from prime_trainer.sampling import Answered, answer, sampling_seed
+
+NORMAL_95 = 1.959964
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % confidence interval, over `count` problems: the normal approximation,
+    for shares Wilson's score interval."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One environment's, or one budget's, share of an evaluation."""
+
+    reward: Interval
+    pass_1: Interval
+    pass_k: Interval
+    length_error: Interval
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rewards on held-out problems; `task` is correctness alone, `length_error` the mean distance
+    from the target in the environment's own unit of length; all by the run's own grader.
+
+    `pass_1` and `pass_k`: the chance that one, or at least one of k, answers is wholly correct.
+    """
+
+    model: str
+    seed: int
+    samples: int
+    reward: Interval
+    task: Interval
+    length_error: Interval
+    pass_1: Interval
+    pass_k: Interval
+    by_target: dict[str, Interval]
+    by_budget: dict[str, Part] = field(default_factory=dict)
+    by_environment: dict[str, Part] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data for `--json`; `mean_reward` repeats `reward.mean`."""
+        return {"mean_reward": self.reward.mean, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Trained against base on the same problems and noise; the gains are paired differences."""
+
+    base: Evaluation
+    trained: Evaluation
+    reward_gain: Interval
+    pass_1_gain: Interval
+    pass_k_gain: Interval
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data for `--json`."""
+        return {
+            "mean_reward": self.trained.reward.mean,
+            **asdict(self),
+        }
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Mean and 95 % interval. Raises ValueError without values."""
+    if not values:
+        raise ValueError("no values to average")
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    half = NORMAL_95 * math.sqrt(variance / count)
+    return Interval(mean, mean - half, mean + half, count)
+
+
+def share(values: Sequence[float]) -> Interval:
+    """Mean and 95 % Wilson score interval of values in [0, 1], which it never leaves (Wilson 1927,
+    doi 10.1080/01621459.1927.10502953). Where several samples a problem make values between 0 and
+    1, it is wide rather than narrow: their variance is at most p(1 - p). Raises ValueError without
+    values, or for one outside."""
+    if not values:
+        raise ValueError("no values to average")
+    if min(values) < 0.0 or max(values) > 1.0:
+        raise ValueError("a share lies between 0 and 1")
+    count, z2 = len(values), NORMAL_95**2
+    mean = math.fsum(values) / count
+    centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
+    spread = math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
+    half = NORMAL_95 * spread / (1 + z2 / count)
+    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half), count)
+
+
+def pass_at_k(samples: int, passes: int, k: int) -> float:
+    """1 − C(n − c, k)/C(n, k): the unbiased estimate of the chance that one of k answers passes,
+    from c passes among n (Chen et al., arXiv 2107.03374). Raises ValueError unless k ≤ n."""
+    if not 1 <= k <= samples or not 0 <= passes <= samples:
+        raise ValueError(f"pass@{k} cannot be had of {passes} passes among {samples}")
+    return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
+
+
+def evaluate(
+    model: Path,
+    run: RunDefinition,
+    *,
+    problems: int,
+    seed: int,
+    samples: int = 1,
+    device: str = "cpu",
+) -> Evaluation:
+    """`samples` answers to each of `problems` held-out problems, at the run's temperature.
+
+    Targets are drawn from all that the run may ask of any speed class. Raises UserError if the run
+    holds out fewer problems, UnavailableError if `model` cannot be loaded, PolicyError if the
+    installed environment is not the run's.
+    """
+    return summary(model, seed, run, ask(model, run, problems, seed, samples, device))
+
+
+def ask(
+    model: Path, run: RunDefinition, problems: int, seed: int, samples: int, device: str
+) -> list[Answered]:
+    """The answers behind an evaluation; raises as `evaluate` does."""
+    ref = run.environment
+    if not 1 <= problems <= ref.heldout_size:
+        raise UserError(
+            f"{problems} problems were asked for; the run holds out {ref.heldout_size}",
+            hint=f"use --problems 1 to {ref.heldout_size}",
+        )
+    source = sampling_seed(seed)
+    indices = [
+        ref.train_size + index
+        for index in seeds.problem_indices(source, problems, ref.heldout_size)
+    ]
+    environment = environment_for(run)
+    return answer(model, run, environment, indices, samples=samples, source=source, device=device)
+
+
+def compare(
+    base: Path,
+    trained: Path,
+    run: RunDefinition,
+    *,
+    problems: int,
+    seed: int,
+    samples: int,
+    device: str = "cpu",
+) -> Comparison:
+    """Both models on the same problems, targets and noise; raises as `evaluate` does."""
+    before = ask(base, run, problems, seed, samples, device)
+    after = ask(trained, run, problems, seed, samples, device)
+
+    def gain(measure: Callable[[Answered], float]) -> Interval:
+        return interval([measure(b) - measure(a) for a, b in zip(before, after, strict=True)])
+
+    return Comparison(
+        base=summary(base, seed, run, before),
+        trained=summary(trained, seed, run, after),
+        reward_gain=gain(_reward),
+        pass_1_gain=gain(_pass_1),
+        pass_k_gain=gain(_pass_k),
+    )
+
+
+def summary(model: Path, seed: int, run: RunDefinition, answered: Sequence[Answered]) -> Evaluation:
+    """The figures of graded answers."""
+    whole = _part(answered)
+    by_budget = _split(answered, lambda one: str(one.target))
+    by_environment = _split(answered, lambda one: environment_name(one, run))
+    return Evaluation(
+        model=str(model),
+        seed=seed,
+        samples=len(answered[0].grades),
+        reward=whole.reward,
+        task=share([_mean([g.parts["task_micro"] / 1e6 for g in a.grades]) for a in answered]),
+        length_error=whole.length_error,
+        pass_1=whole.pass_1,
+        pass_k=whole.pass_k,
+        by_target={name: part.reward for name, part in by_budget.items()},
+        by_budget=by_budget,
+        by_environment=by_environment,
+    )
+
+
+def environment_name(one: Answered, run: RunDefinition) -> str:
+    """Where a problem comes from: what it says of itself, or the run's environment."""
+    for key in ("environment", "source"):
+        if isinstance(name := one.problem.metadata.get(key), str) and name:
+            return name
+    return run.environment.name
+
+
+def _split(answered: Sequence[Answered], key: Callable[[Answered], str]) -> dict[str, Part]:
+    found: dict[str, list[Answered]] = defaultdict(list)
+    for one in answered:
+        found[key(one)].append(one)
+    return {name: _part(members) for name, members in sorted(found.items())}
+
+
+def _part(answered: Sequence[Answered]) -> Part:
+    return Part(
+        reward=interval([_reward(a) for a in answered]),
+        pass_1=share([_pass_1(a) for a in answered]),
+        pass_k=share([_pass_k(a) for a in answered]),
+        length_error=interval(
+            [_mean([abs(g.parts["length"] - a.target) for g in a.grades]) for a in answered]
+        ),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _reward(one: Answered) -> float:
+    return _mean([grade.score for grade in one.grades])
+
+
+def _pass_1(one: Answered) -> float:
+    return pass_at_k(len(one.grades), one.passes, 1)
+
+
+def _pass_k(one: Answered) -> float:
+    return pass_at_k(len(one.grades), one.passes, len(one.grades))

@@ -1,0 +1,154 @@
+"""What the trainer gets from the orchestrator: the pool's facts, the run, sealed batches.
+
+Waiting is patient and interruptible: an orchestrator that is away is asked again, with a longer
+pause each time, until it answers or the trainer is told to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Pools
+from prime_core.deployment import Deployment
+from prime_core.errors import (
+    FatalError,
+    MalformedError,
+    NotFoundError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
+from prime_core.ids import Address, Digest
+from prime_core.messages import BatchAnswer, PoolInfo
+from prime_core.run import RunDefinition
+from prime_core.run_file import read_run
+from prime_core.signing import Domain
+from prime_core.transport.client import OrchestratorClient
+from prime_core.waiting import StoppedError, until_answered
+from prime_trainer.data import Fetch
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+POLL_SECONDS = 0.5
+"""Between two questions for a batch that is not sealed yet."""
+LONGEST_PAUSE = 15.0
+FETCH_TRIES = 6
+
+
+@dataclass(frozen=True)
+class PoolFacts:
+    """Who may sign what in this pool, and what it trains."""
+
+    info: PoolInfo
+    run: RunDefinition
+
+    def domain(self, contract: str) -> Domain:
+        """EIP-712 domain of one of the pool's contracts."""
+        return Domain(chain_id=self.info.chain_id, contract=getattr(self.info.contracts, contract))
+
+
+def insist(
+    action: Callable[[], Answer],
+    stop: threading.Event,
+    what: str,
+    *,
+    pause: float = 0.5,
+    give_up: float | None = None,
+) -> Answer:
+    """`action` until it is not UnavailableError any more, or for `give_up` seconds. Raises
+    StoppedError when told to stop."""
+
+    def tell(error: UnavailableError, wait: float) -> None:
+        log.warning("%s: %s; trying again in %.1f s", what, error, wait)
+
+    return until_answered(action, stop, tell, pause=pause, longest=LONGEST_PAUSE, give_up=give_up)
+
+
+def pool_facts(client: OrchestratorClient, run_file: Path | None) -> PoolFacts:
+    """The pool and its run, whose digest is checked. Raises UserError if `run_file` is another."""
+    info = client.pool(refresh=True)
+    if run_file is None:
+        run = RunDefinition.parse(client.request("GET", "/v1/run", b"", signed=False))
+    else:
+        run = read_run(run_file)
+    if run.digest() != info.run_digest:
+        raise UserError(
+            f"the run definition has digest {run.digest()}, but the pool trains {info.run_digest}",
+            hint="name the pool's own run file by --run, or leave it out",
+        )
+    return PoolFacts(info, run)
+
+
+def check_on_chain(facts: PoolFacts, rpc: tuple[str, ...], deployment: Deployment) -> None:
+    """The orchestrator's word against the chain's: contracts, manager, trainer and run. Raises
+    UntrustedError if they differ, UnavailableError if no endpoint answers."""
+    info = facts.info
+    if (info.chain_id, info.contracts) != (deployment.chain_id, deployment.contracts):
+        raise UntrustedError("the orchestrator names other contracts than the deployment file")
+    client = ChainClient(rpc, deployment.chain_id)
+    try:
+        pool = Pools(client, deployment).pool_of(info.pool)
+    finally:
+        client.close()
+    told = (info.manager, info.trainer, info.run_digest)
+    if (pool.manager, pool.trainer, pool.run_digest) != told:
+        raise UntrustedError(
+            f"the orchestrator's facts about pool {info.pool} are not those on chain"
+        )
+
+
+def require_trainer(facts: PoolFacts, account: Address) -> None:
+    """Raises UserError unless `account` is the pool's trainer."""
+    if account != facts.info.trainer:
+        raise UserError(
+            f"the wallet's account {account} is not the trainer of pool {facts.info.pool}, "
+            f"which is {facts.info.trainer}",
+            hint="name the trainer's keystore by --wallet",
+        )
+
+
+def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event) -> BatchAnswer:
+    """Batch `step`, once it is sealed. Raises StoppedError when told to stop before."""
+
+    def ask() -> BatchAnswer:
+        while True:
+            try:
+                return client.get(f"/v1/batches/{step}", BatchAnswer, signed=True)
+            except NotFoundError as error:
+                if stop.wait(POLL_SECONDS):
+                    raise StoppedError from error
+
+    return insist(ask, stop, f"waiting for batch {step}")
+
+
+def fetcher(client: OrchestratorClient, urls: dict[str, str], stop: threading.Event) -> Fetch:
+    """Gets objects by their signed URLs, digests checked; a few tries each. A download that fails
+    is an error, never an empty file (an ancestor marked such files as fetched)."""
+
+    def fetch(sha256: Digest, limit: int) -> bytes:
+        url = urls.get(sha256)
+        if url is None:
+            raise MalformedError(f"the orchestrator gave no URL for {sha256}")
+        for attempt in range(FETCH_TRIES):
+            try:
+                return client.download(url, limit=limit, sha256=sha256)
+            except NotFoundError as error:
+                raise UntrustedError(f"the batch names {sha256}, which is nowhere") from error
+            except MalformedError as error:
+                raise MalformedError(f"{sha256}: {error}") from error
+            except UnavailableError as error:
+                if attempt == FETCH_TRIES - 1:
+                    raise UnavailableError(f"{sha256} cannot be fetched: {error}") from error
+                log.warning("%s is not there yet: %s", sha256, error)
+                if stop.wait(0.25 * 2**attempt):
+                    raise StoppedError from error
+        raise FatalError("unreachable")
+
+    return fetch

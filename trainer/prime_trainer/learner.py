@@ -1,0 +1,285 @@
+"""One batch in, new weights out: gradient of the run's objective, clip, AdamW, a line of metrics.
+
+judge (advantages, samples cut at the limit) ─► proximal log-probabilities, if the run wants them
+  for each of `optimizer_steps` shares of the batch's groups:
+    a weight for each token of the share ─► plan ─► collate ─► forward, −J, backward … ─► step
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from prime_core.errors import FatalError
+from prime_core.rollout import Rollout
+from prime_core.run import RunDefinition
+from prime_trainer.advantages import Judged, judge
+from prime_trainer.collate import Extra, collate
+from prime_trainer.config import Objective, Settings
+from prime_trainer.data import TrainingBatch
+from prime_trainer.lora import add_adapters
+from prime_trainer.loss import policy_loss, token_weights
+from prime_trainer.metrics import Stopwatch, describe_rows
+from prime_trainer.model import Policy, Shape, load_policy, shape_of
+from prime_trainer.objectives import form_of
+from prime_trainer.packing import Plan, plan, quality
+from prime_trainer.parallel import World, accumulating, all_finite, clip_gradients, shard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What is trained and how. `reference`: the frozen base model, if the run has a KL term."""
+
+    policy: Policy
+    reference: Policy | None
+    optimizer: torch.optim.Optimizer
+    run: RunDefinition
+    settings: Settings
+    world: World
+
+    @property
+    def objective(self) -> Objective:
+        """The run's objective in plain floats."""
+        return self.settings.objective
+
+    @property
+    def shape(self) -> Shape:
+        """What the model costs."""
+        return shape_of(self.policy.lm.config)
+
+    def planned(self, lengths: Sequence[int]) -> Plan:
+        """Where samples of these lengths go; the same on every rank."""
+        return plan(
+            lengths,
+            ranks=self.world.size,
+            row_tokens=self.settings.row_tokens,
+            micro_tokens=self.settings.micro_tokens,
+            attention_cost=self.shape.attention_cost,
+        )
+
+
+def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learner:
+    """Loads the base model and shards it over all ranks. Raises UserError for a folder that is no
+    model, or an objective that is not registered."""
+    base = settings.need("model")
+    wanted = settings.objective
+    form_of(wanted.name)
+    policy = load_policy(base, run.temperature)
+    policy.entropy_gradient = bool(wanted.entropy)
+    policy.head_fp32 = settings.head_fp32
+    if settings.lora_rank:
+        add_adapters(policy, settings.lora_rank, settings.lora_alpha or 2 * settings.lora_rank)
+    shard(policy, world, bf16=settings.bf16, recompute=settings.recompute)
+    reference = None
+    if wanted.kl:
+        reference = load_policy(base, run.temperature).requires_grad_(False)
+        reference.head_fp32 = settings.head_fp32
+        reference = shard(reference, world, bf16=settings.bf16)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+    )
+    return Learner(policy, reference, optimizer, run, settings, world)
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Linear warm-up, then constant."""
+    return settings.learning_rate * min(1.0, (step + 1) / max(1, settings.warmup_steps))
+
+
+def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
+    """Rows in the batch's order, `size` of them a group."""
+    return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+
+
+def backward(
+    learner: Learner,
+    rollouts: Sequence[Rollout],
+    step: int | None = None,
+    proximal: Sequence[torch.Tensor] | None = None,
+    watch: Stopwatch | None = None,
+) -> dict[str, float]:
+    """Accumulates the gradient of all `rollouts`, ranks together; returns the statistics.
+
+    The same gradient however rows are packed, cut into micro-batches or spread over ranks. `step`:
+    the policy that this step begins with, if it has taken no step yet.
+    """
+    run, world = learner.run, learner.world
+    watch = watch or Stopwatch()
+    with watch.timed("plan"):
+        judged = judge(groups_of(rollouts, run.samples_per_group), learner.objective)
+        outputs = [len(row.output_tokens) for row in rollouts]
+        name = learner.objective.name
+        weights = token_weights(outputs, name, run.max_output_tokens, judged.counted)
+        lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
+        layout = learner.planned(lengths)
+        used = quality(layout, lengths, learner.shape.attention_cost)
+    mine = layout.ranks[world.rank]
+    dtype = next(learner.policy.parameters()).dtype
+    fresh = None if step is None else [row.policy_version == step for row in rollouts]
+    extra = Extra(proximal, fresh)
+    sums: dict[str, torch.Tensor] = {}
+    ratio_max = torch.zeros((), dtype=dtype, device=world.device)
+    for number, rows in enumerate(mine):
+        with watch.timed("collate"):
+            batch, tokens = collate(
+                rows, rollouts, judged.advantages, weights, world.device, dtype, extra
+            )
+        last = number == len(mine) - 1
+        with watch.timed("forward_backward"), accumulating(learner.policy, last=last):
+            if learner.reference is not None:
+                with torch.no_grad():
+                    tokens = replace(tokens, reference=learner.reference(batch)[0])
+            logprobs, entropy = learner.policy(batch)
+            terms = policy_loss(logprobs, entropy, tokens, learner.objective)
+            # FSDP averages over ranks; the loss is a sum.
+            torch.autograd.backward(terms.loss * world.size)
+        for name, value in {**terms.sums, "loss": terms.loss.detach().double()}.items():
+            sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        ratio_max = torch.maximum(ratio_max, terms.ratio_max)
+    names = sorted(sums)
+    with watch.timed("statistics"):  # waits for the device, and for the slowest rank
+        totals = world.sum(torch.stack([sums[name] for name in names])).tolist()
+    found = _statistics(dict(zip(names, totals, strict=True)), sum(outputs))
+    return {
+        **found,
+        **_counts(judged, rollouts),
+        "ratio_max": float(world.max(ratio_max)),
+        "padding": used.padding,
+        "packing_fill": used.fill,
+        "rank_imbalance": used.imbalance,
+    }
+
+
+def _statistics(totals: dict[str, float], count: int) -> dict[str, float]:
+    """Sums over tokens as means over tokens; the loss is a sum already."""
+    found = {"loss": totals.pop("loss")}
+    fresh = totals.pop("fresh_tokens", 0.0)
+    mismatch = totals.pop("kl_mismatch", 0.0)
+    if fresh:
+        found["kl_mismatch"] = mismatch / fresh
+    return {**found, **{name: value / count for name, value in totals.items()}}
+
+
+def _counts(judged: Judged, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rows = len(rollouts)
+    return {
+        "overlong": judged.overlong / rows,
+        "masked": 1.0 - sum(judged.counted) / rows,
+        "advantage_zero": sum(value == 0.0 for value in judged.advantages) / rows,
+    }
+
+
+def proximal_logprobs(learner: Learner, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+    """(|o_i|,) log-probabilities of every sample by the policy as it is now, on every rank."""
+    world = learner.world
+    outputs = [len(row.output_tokens) for row in rollouts]
+    lengths = [len(row.prompt_tokens) + size for row, size in zip(rollouts, outputs, strict=True)]
+    dtype = next(learner.policy.parameters()).dtype
+    starts = [0]
+    for size in outputs:
+        starts.append(starts[-1] + size)
+    whole = torch.zeros(starts[-1], dtype=dtype, device=world.device)
+    nothing = [0.0] * len(rollouts)
+    for rows in learner.planned(lengths).ranks[world.rank]:
+        batch, _ = collate(rows, rollouts, nothing, nothing, world.device, dtype)
+        with torch.no_grad():
+            logprobs, _ = learner.policy(batch)
+        done = 0
+        for sample in (sample for row in rows for sample in row):
+            size = outputs[sample]
+            whole[starts[sample] : starts[sample] + size] = logprobs[done : done + size]
+            done += size
+    world.sum(whole)
+    return list(whole.split(outputs))
+
+
+def optimizer_step(learner: Learner, loss: float, step: int) -> dict[str, Any]:
+    """Clips and steps, if loss and gradient are finite; otherwise changes nothing and says so.
+
+    Raises FatalError if the step made a weight that is not finite: nothing of it is kept.
+    """
+    norm = clip_gradients(learner.policy, learner.settings.gradient_clip)
+    applied = math.isfinite(norm) and math.isfinite(loss)
+    rate = learning_rate(learner.settings, step)
+    if applied:
+        for group in learner.optimizer.param_groups:
+            group["lr"] = rate
+        learner.optimizer.step()
+        if not all_finite(learner.policy, learner.world):
+            raise FatalError(f"step {step} made weights that are not finite; it is not kept")
+    else:
+        log.error("step %d is skipped: loss %s, gradient norm %s", step, loss, norm)
+    learner.optimizer.zero_grad(set_to_none=True)
+    return {"gradient_norm": norm, "learning_rate": rate, "applied": applied}
+
+
+def _number(value: Any) -> Any:
+    """JSON has no NaN."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _worst(norms: Sequence[float]) -> float:
+    """The first norm that is not finite, or else the largest."""
+    return next((norm for norm in norms if not math.isfinite(norm)), max(norms))
+
+
+def shares_of(groups: int, steps: int) -> list[list[int]]:
+    """Group numbers of each optimizer step: every group once, sizes within one of each other, no
+    step empty."""
+    steps = max(1, min(steps, groups))
+    return [list(range(number, groups, steps)) for number in range(steps)]
+
+
+def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict[str, Any]:
+    """`optimizer_steps` steps on one batch; the batch's line of metrics without its waits.
+
+    Its statistics are those of the first step, whose ratios are the batch's own staleness, but for
+    the largest gradient norm and ratio, and `applied`, which is true if any step was taken.
+    """
+    rollouts = batch.rollouts
+    size = learner.run.samples_per_group
+    shares = shares_of(len(batch.groups), learner.settings.optimizer_steps)
+    proximal = None
+    if learner.objective.ratio == "proximal" and len(shares) > 1:
+        with watch.timed("proximal"):
+            proximal = proximal_logprobs(learner, rollouts)
+    lines: list[dict[str, Any]] = []
+    for number, share in enumerate(shares):
+        chosen = [group * size + sample for group in share for sample in range(size)]
+        statistics = backward(
+            learner,
+            [rollouts[i] for i in chosen],
+            batch.step if number == 0 else None,
+            None if proximal is None else [proximal[i] for i in chosen],
+            watch,
+        )
+        with watch.timed("optimizer"):
+            lines.append(statistics | optimizer_step(learner, statistics["loss"], batch.step))
+    lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
+    outputs = [len(row.output_tokens) for row in rollouts]
+    line = {
+        "step": batch.step,
+        "version": batch.step + 1,
+        "batch": batch.digest,
+        "groups": len(batch.groups),
+        "groups_alike": batch.alike / batch.seen if batch.seen else 0.0,
+        "optimizer_steps": len(shares),
+        **describe_rows(rollouts, batch.step),
+        **lines[0],
+        "gradient_norm": _worst([line["gradient_norm"] for line in lines]),
+        "ratio_max": max(line["ratio_max"] for line in lines),
+        "applied": any(line["applied"] for line in lines),
+        "tokens": sum(lengths),
+        "flops": learner.shape.training_flops(lengths, outputs),
+    }
+    return {name: _number(value) for name, value in line.items()}

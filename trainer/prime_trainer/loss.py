@@ -1,0 +1,155 @@
+"""The objective of a micro-batch, as small pure functions over its generated tokens.
+
+All tensors are flat over the N generated tokens of the micro-batch, whatever rows they sat in.
+Each token carries its weight in the whole batch, computed before packing (`token_weights`), so a
+sum over micro-batches, accumulation steps and ranks is the objective itself, whatever the layout.
+
+    J = Σ_t w_t · [ c_t · surrogate(r_t, A_t) − β·KL_t + η·H_t ]
+
+    ratio = "behaviour":  r = π_θ/π_old, c = 1; π_old generated the row, its log-probabilities
+                          came with the file
+    ratio = "proximal":   r = π_θ/π_prox, c = min(π_prox/π_old, cap) without gradient; π_prox is
+                          the trainer's own policy at the start of the batch. Decoupled PPO
+                          (arXiv 2110.00641); c is also the truncated importance weight between
+                          engine and trainer
+
+`surrogate` and w_t are the registered form's (prime_trainer/objectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from prime_trainer.objectives import form_of
+from prime_trainer.objectives.base import (
+    MAX_LOG_RATIO,
+    KlForm,
+    Tokens,
+    two_sided_clip,
+)
+
+if TYPE_CHECKING:  # its settings need pydantic, which a kernel machine may lack
+    from prime_trainer.config import Objective
+
+__all__ = [
+    "MAX_LOG_RATIO",
+    "KlForm",
+    "LossTerms",
+    "Tokens",
+    "kl_estimate",
+    "policy_loss",
+    "token_weights",
+    "two_sided_clip",
+]
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """`loss` to be summed over micro-batches and ranks, and detached sums for the metrics."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    ratio_max: Tensor
+
+
+def token_weights(
+    output_lengths: Sequence[int],
+    normalisation: str,
+    max_output_tokens: int,
+    counted: Sequence[bool] | None = None,
+) -> list[float]:
+    """Weight of each token of each sample; `output_lengths` are those of the *whole* batch.
+
+    Samples that are not `counted` (masked) weigh nothing, and the others as if those were not
+    there. Raises UserError for a form that is not registered.
+    """
+    if counted is None:
+        counted = [True] * len(output_lengths)
+    kept = [length for length, counts in zip(output_lengths, counted, strict=True) if counts]
+    weights = iter(form_of(normalisation).weights(kept, max_output_tokens) if kept else ())
+    return [next(weights) if counts else 0.0 for counts in counted]
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, form: KlForm) -> Tensor:
+    """(N,) estimates of KL(π_θ ‖ π_ref) on sampled tokens (Schulman, "Approximating KL"): with
+    d = log π_ref − log π_θ, k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d. Gradients flow through
+    `logprobs`; a published ancestor computed this without gradient, for months."""
+    d = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if form == "k1":
+        return -d
+    if form == "k2":
+        return 0.5 * d * d
+    return d.exp() - 1.0 - d
+
+
+def importance(proximal: Tensor, old_logprobs: Tensor, cap: float) -> Tensor:
+    """(N,) min(π_prox/π_old, cap), without gradient (IMPALA's truncation, arXiv 1802.01561)."""
+    log_weight = (proximal - old_logprobs).detach()
+    return log_weight.clamp(max=MAX_LOG_RATIO).exp().clamp(max=cap)
+
+
+def policy_loss(
+    logprobs: Tensor, entropy: Tensor, tokens: Tokens, settings: Objective
+) -> LossTerms:
+    """−J over this micro-batch's tokens. `logprobs`, `entropy`: (N,) of the trained policy at the
+    run's temperature, with gradient. Raises ValueError if the KL term lacks its reference."""
+    form = form_of(settings.name)
+    if settings.ratio == "proximal":
+        proximal = logprobs.detach() if tokens.proximal is None else tokens.proximal
+        log_ratio = logprobs - proximal
+        correction = importance(proximal, tokens.old_logprobs, settings.importance_cap)
+        objective = correction * form.surrogate(log_ratio, tokens.advantages, settings)
+    else:
+        log_ratio = logprobs - tokens.old_logprobs
+        objective = form.surrogate(log_ratio, tokens.advantages, settings)
+    kl = None
+    if settings.kl:
+        if tokens.reference is None:
+            raise ValueError("an objective with a KL term needs the reference policy")
+        kl = kl_estimate(logprobs, tokens.reference, settings.kl_form)
+        objective = objective - settings.kl * kl
+    if settings.entropy:
+        objective = objective + settings.entropy * entropy
+    # A token without weight has no say, whatever its numbers are (0 · inf is NaN).
+    weighted = torch.where(tokens.weights != 0, objective * tokens.weights, 0.0)
+    loss = -weighted.sum()
+    with torch.no_grad():
+        sums = _statistics(logprobs, entropy, log_ratio, tokens, settings)
+        if kl is not None:
+            sums["kl_reference"] = kl.sum()
+        ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+        ratio_max = ratio.max() if ratio.numel() else ratio.new_zeros(())
+    return LossTerms(loss, {k: v.detach().double() for k, v in sums.items()}, ratio_max)
+
+
+def _statistics(
+    logprobs: Tensor, entropy: Tensor, log_ratio: Tensor, tokens: Tokens, s: Objective
+) -> dict[str, Tensor]:
+    """Sums over tokens; `kl_old` and `kl_mismatch` are k3 of KL(π_old ‖ π_θ) (tokens are samples
+    of π_old), the latter over rows that the present policy itself is said to have generated: what
+    is left there is the difference between engine and trainer."""
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    positive = tokens.advantages > 0
+    clipped = torch.where(positive, ratio > 1 + s.clip, ratio < 1 - s.clip)
+    if form_of(s.name).bounded:
+        clipped |= ~positive & (ratio > s.delta)
+    behind = (logprobs - tokens.old_logprobs).clamp(max=MAX_LOG_RATIO)
+    kl_old = behind.exp() - 1.0 - behind
+    sums = {
+        "ratio": ratio.sum(),
+        "clipped": clipped.sum(),
+        "entropy": entropy.sum(),
+        "kl_old": kl_old.sum(),
+    }
+    if s.ratio == "proximal":
+        proximal = logprobs if tokens.proximal is None else tokens.proximal
+        sums["truncated"] = ((proximal - tokens.old_logprobs).exp() > s.importance_cap).sum()
+    if tokens.fresh is not None:
+        sums["kl_mismatch"] = (kl_old * tokens.fresh).sum()
+        sums["fresh_tokens"] = tokens.fresh.sum()
+    return sums

@@ -1,0 +1,142 @@
+"""One JSON line a step, exactly once, however often the trainer is killed.
+
+The line is part of the checkpoint that it belongs to; a restart writes the newest one again if the
+file lacks it, and cuts off a line that was not finished.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prime_core.errors import UserError
+from prime_core.rollout import Rollout
+from prime_trainer.disk import writing
+
+
+class Stopwatch:
+    """Seconds spent, by name: every wait of the loop has one."""
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        begins: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._now, self._begins = now, begins
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to `name`; tells `begins` of it first."""
+        self._begins(name)
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+
+class MetricsFile:
+    """Appends to `path`; `repair` after a restart."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def repair(self, last: Mapping[str, Any] | None) -> None:
+        """Drops an unfinished line and lines newer than `last`; adds `last` if it is missing.
+
+        Raises UnavailableError if the disk refuses; the file is then as it was.
+        """
+        with writing("the metrics file", self.path):
+            self._repair(last)
+
+    def _repair(self, last: Mapping[str, Any] | None) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = []
+        if self.path.is_file():
+            text = self.path.read_text()
+            whole = text[: text.rfind("\n") + 1].splitlines()
+        newest = -1 if last is None else int(last["step"])
+        known = [(self._step_of(number, line), line) for number, line in enumerate(whole, start=1)]
+        kept = [line for step, line in known if step <= newest]
+        if last is not None and all(step != newest for step, _ in known):
+            kept.append(json.dumps(last))
+        staging = self.path.with_name(f".{self.path.name}.tmp")
+        staging.write_text("".join(line + "\n" for line in kept))
+        staging.replace(self.path)
+
+    def _step_of(self, number: int, line: str) -> int:
+        """Raises UserError naming a line that is damaged: what was measured is never thrown away
+        unasked."""
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"line {number} of {self.path} is no step's line: {error}",
+                hint="mend or move the file away; training goes on from the checkpoint",
+            ) from error
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Adds a line. Raises UnavailableError if the disk refuses; `repair` then mends the file,
+        since the line is in the checkpoint."""
+        with (
+            writing(f"the metrics of step {line['step']}", self.path),
+            self.path.open("a") as file,
+        ):
+            file.write(json.dumps(line) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file (the last may be being written). Raises UserError naming a
+    line that is none."""
+    if not path.is_file():
+        return []
+    found = []
+    text = path.read_text()
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"line {number} of {path} is not JSON: {error}") from error
+    return found
+
+
+def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
+    """What a batch's rows look like: reward and share by target, staleness, lengths, endings.
+
+    `length_error`: mean distance of all generated tokens from each target (an environment may mean
+    a part of them; its own unit is in `trainer evaluate`).
+    """
+    by_target: dict[int, list[float]] = {}
+    apart: dict[int, list[int]] = {}
+    for row in rollouts:
+        by_target.setdefault(row.target_length, []).append(row.reward)
+        off = abs(len(row.output_tokens) - row.target_length)
+        apart.setdefault(row.target_length, []).append(off)
+    count = len(rollouts)
+    return {
+        "rows": count,
+        "reward": sum(row.reward for row in rollouts) / count,
+        "reward_by_target": {
+            str(target): sum(values) / len(values) for target, values in sorted(by_target.items())
+        },
+        "share_by_target": {
+            str(target): len(values) / count for target, values in sorted(by_target.items())
+        },
+        "length_error": {
+            str(target): sum(values) / len(values) for target, values in sorted(apart.items())
+        },
+        "staleness_mean": sum(step - row.policy_version for row in rollouts) / count,
+        "staleness": {
+            str(age): rows
+            for age, rows in sorted(Counter(step - row.policy_version for row in rollouts).items())
+        },
+        "output_tokens": sum(len(row.output_tokens) for row in rollouts),
+        "output_tokens_mean": sum(len(row.output_tokens) for row in rollouts) / count,
+        "cut_at_limit": sum(row.finish_reason == "length" for row in rollouts) / count,
+    }

@@ -1,0 +1,228 @@
+"""The policy: a Hugging Face causal LM that answers one question, "how likely were these tokens?".
+
+Weights are fp32 masters; what is published is their bf16 rounding, which is also what nodes sample
+from. Log-probabilities are log softmax(logits / T) in fp32, T the run's temperature.
+
+Any decoder that transformers can load and that takes an attention function serves (Qwen2, Qwen3,
+Llama and their kind): an embedding, a list of layers, a head over the last hidden state. Caps on
+logits are refused rather than forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from prime_core.errors import FatalError, UserError
+from prime_trainer import attention
+from prime_trainer.attention import Segments
+
+PAD = -1
+"""Sequence id of padding: attends to itself only, is predicted by nobody."""
+CHUNK_LOGITS = 1 << 26
+"""Logits held at once (256 MiB in fp32); more are computed in chunks, and again in the backward
+pass."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch of R rows of L tokens.
+
+    `inputs`, `positions`, `sequences`: (R, L) int64: token ids, positions counted anew in every
+    sample, sample numbers (PAD where padded). `predict`: (N,) flat positions in R·L whose *next*
+    token is a generated one; `targets`: (N,) that token. `segments`: where each sample sits.
+    """
+
+    inputs: Tensor
+    positions: Tensor
+    sequences: Tensor
+    predict: Tensor
+    targets: Tensor
+    segments: Segments
+
+
+def block_causal_mask(sequences: Tensor) -> Tensor:
+    """(R, 1, L, L) bool: a token sees the earlier tokens of its own sample and itself, no others;
+    padding sees itself (an all-masked softmax row would be NaN). The slow statement of what
+    `attention.packed_attention` does; tests hold one against the other."""
+    length = sequences.shape[1]
+    same = sequences[:, :, None] == sequences[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=sequences.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=sequences.device)
+    return ((same & causal & (sequences != PAD)[:, None, :]) | itself)[:, None]
+
+
+class Policy(nn.Module):
+    """Wraps the language model so that one forward (which FSDP hooks) gives what the loss needs,
+    and the vocabulary is only touched where a generated token is predicted.
+
+    `entropy_gradient`: whether the objective has an entropy term; without it the entropy is only
+    measured, which costs less. `head_fp32`: where weights are narrower, the logits are still
+    computed and kept in fp32, from the very weights that are published; by default they are
+    rounded as the head's own width has it, and only the softmax is wide.
+    """
+
+    def __init__(self, lm: Any, temperature: float) -> None:
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+        self.entropy_gradient = True
+        self.head_fp32 = False
+
+    @property
+    def decoder(self) -> Any:
+        """Embedding, layers and final norm, under whatever adapters there are."""
+        return causal_lm(self.lm).get_decoder()
+
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """→ log-probability of each target and entropy of its distribution: (N,), (N,) fp32 (or
+        wider, as the weights are)."""
+        hidden = self.decoder(
+            input_ids=batch.inputs,
+            position_ids=batch.positions,
+            use_cache=False,
+            segments=batch.segments,
+        ).last_hidden_state
+        chosen = hidden.reshape(-1, hidden.shape[-1])[batch.predict]
+        head = causal_lm(self.lm).get_output_embeddings()
+        rows = max(1, CHUNK_LOGITS // int(head.weight.shape[0]))
+        if self.head_fp32 and head.weight.dtype in (torch.bfloat16, torch.float16):
+            head = wide_head(head)
+        if chosen.shape[0] <= rows:
+            return self._score(chosen, batch.targets, head)
+        parts = [
+            checkpoint(self._score, part, targets, head, use_reentrant=False)
+            for part, targets in zip(chosen.split(rows), batch.targets.split(rows), strict=True)
+        ]
+        return torch.cat([one for one, _ in parts]), torch.cat([two for _, two in parts])
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        logits = head(hidden)
+        logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+        total = torch.logsumexp(logits, dim=-1)
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            shares = torch.softmax(logits, dim=-1)
+            entropy = total - (shares * logits).sum(dim=-1)
+        return logprobs, entropy
+
+
+def wide_head(head: Any) -> Callable[[Tensor], Tensor]:
+    """The head's map in fp32, of its own weights: widened once, so that gradients of all chunks are
+    summed wide."""
+    weight = head.weight.float()
+    bias = None if getattr(head, "bias", None) is None else head.bias.float()
+    return lambda hidden: nn.functional.linear(hidden.float(), weight, bias)
+
+
+def causal_lm(lm: Any) -> Any:
+    """The transformers model, without peft's wrapping where there is one."""
+    return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+
+
+def require_model_folder(folder: Path) -> None:
+    """Raises UserError naming what a model folder lacks: configuration, tokenizer or weights."""
+    needs = {
+        "config.json": [folder / "config.json"],
+        "tokenizer": [folder / "tokenizer.json", folder / "tokenizer.model", folder / "vocab.json"],
+        "safetensors weights": list(folder.glob("*.safetensors")),
+    }
+    for what, paths in needs.items():
+        if not any(path.is_file() for path in paths):
+            raise UserError(
+                f"{folder} is no model folder: it has no {what}",
+                hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
+            )
+
+
+def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.float32) -> Policy:
+    """Loads a Hugging Face folder from disk, never from a hub. Raises UserError if it is none, or
+    of a kind that cannot be trained here."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a log is no terminal
+    require_model_folder(folder)
+    attention.register()
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation=attention.NAME,
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"the model in {folder} cannot be loaded: {first}",
+            hint="name a Hugging Face folder of a causal language model",
+        ) from error
+    if getattr(lm.config, "final_logit_softcapping", None):
+        raise UserError(
+            f"the model in {folder} caps its logits, which the trainer does not compute",
+            hint="take a Qwen2, Qwen3 or Llama model",
+        )
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"):
+        if getattr(lm.config, name, 0):
+            raise UserError(
+                f"the model in {folder} has {name} in its configuration: policies are compared "
+                "with themselves, so chance has no place in them",
+                hint=f"set {name} to 0 in config.json",
+            )
+    lm.config.use_cache = False
+    return Policy(lm, temperature)
+
+
+def require_finite(state: dict[str, Tensor]) -> None:
+    """Raises FatalError naming the first weight that is not finite."""
+    for name, tensor in state.items():
+        if not torch.isfinite(tensor).all():
+            raise FatalError(f"the weight {name} is not finite")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model costs: parameters of the layers' linear maps and of the head, and its attention
+    (layers · heads · head size)."""
+
+    layer_parameters: int
+    head_parameters: int
+    attention_width: int
+
+    @property
+    def attention_cost(self) -> float:
+        """A pair of attended tokens against one token's linear layers (see packing)."""
+        return 2.0 * self.attention_width / max(1, self.layer_parameters)
+
+    def training_flops(self, lengths: list[int], outputs: list[int]) -> float:
+        """Forward and backward of one pass over samples of `lengths` tokens of which `outputs` are
+        predicted: 6 a parameter and token, and 6·width·length² for causal attention."""
+        pairs = sum(length * length for length in lengths)
+        linear = self.layer_parameters * sum(lengths) + self.head_parameters * sum(outputs)
+        return 6.0 * linear + 6.0 * self.attention_width * pairs
+
+
+def shape_of(config: Any) -> Shape:
+    """A decoder's costs from its configuration alone."""
+    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or hidden // heads)
+    keys = int(getattr(config, "num_key_value_heads", None) or heads)
+    attention_ = hidden * size * (2 * heads + 2 * keys)
+    mlp = 3 * hidden * int(config.intermediate_size)
+    return Shape(
+        layer_parameters=layers * (attention_ + mlp),
+        head_parameters=hidden * int(config.vocab_size),
+        attention_width=layers * heads * size,
+    )

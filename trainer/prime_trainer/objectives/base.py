@@ -1,0 +1,68 @@
+"""What every objective is made of: typed inputs, one signature, and the pieces they share.
+
+An objective is a `Form`: `weights` says what one token of each sample counts in the whole batch,
+`surrogate` what a token's objective is. All tensors are flat over the N generated tokens of a
+micro-batch; everything that depends on the whole batch is in the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # its settings need pydantic, which a kernel machine may lack
+    from prime_trainer.config import Objective
+
+KlForm = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) is finite in fp32; δ and the clip decide long before it."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """(N,) each: behaviour policy's log-probability, advantage, weight in the batch; reference
+    policy's log-probability where the objective has a KL term; the proximal policy's where the
+    ratio is against it and it is not the present policy; `fresh`: 1 where the row's policy is the
+    very one that this step begins with."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    reference: Tensor | None = None
+    proximal: Tensor | None = None
+    fresh: Tensor | None = None
+
+
+Weights = Callable[[Sequence[int], int], list[float]]
+"""(output lengths of the samples that count, the run's max_output_tokens) → weight of each token
+of each sample."""
+Surrogate = Callable[[Tensor, Tensor, "Objective"], Tensor]
+"""(log r, advantages, settings) → (N,) objective, with gradient through log r."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One objective, as the registry holds it. `bounded`: whether a token of negative advantage is
+    without gradient above δ."""
+
+    weights: Weights
+    surrogate: Surrogate
+    bounded: bool = True
+
+
+def two_sided_clip(log_ratio: Tensor, advantages: Tensor, clip: float, delta: float) -> Tensor:
+    """(N,) objective: min( min(r, δ)·A, clip(r, 1−ε, 1+ε)·A ) (arXiv 2505.07291)."""
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    bounded = ratio.clamp(max=delta) * advantages
+    clipped = ratio.clamp(1.0 - clip, 1.0 + clip) * advantages
+    return torch.minimum(bounded, clipped)
+
+
+def two_sided(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> Tensor:
+    """`two_sided_clip` with the settings' bounds."""
+    return two_sided_clip(log_ratio, advantages, settings.clip, settings.delta)

@@ -1,0 +1,169 @@
+"""FSDP2 over all ranks: the same code path from one plain process to torchrun on many GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from prime_trainer.lora import is_adapted, merged
+from prime_trainer.model import Policy
+
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
+"""Ranks may wait this long for rank 0, which waits for the next batch."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place. `rank` and `size` are global, never local to a machine."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    storage: dist.ProcessGroup | None = None
+    """A CPU group for checkpoints alone, so that a thread writes one beside the loop's work."""
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0: speaks to the orchestrator, writes metrics, publishes."""
+        return self.rank == 0
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank; the others give None. Bytes and nothing else: torch's own
+        broadcast of objects unpickles what comes."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, src=0)
+        if not int(size):
+            return b""
+        box = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        if self.leads:
+            assert data is not None
+            box.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(box, src=0)
+        return box.cpu().numpy().tobytes()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Maximum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined_world() -> Iterator[World]:
+    """Joins torchrun's group (RANK, WORLD_SIZE, LOCAL_RANK set), or makes a group of one.
+
+    NCCL on CUDA, gloo on CPU, where one thread a process is used: two ranks under contention were
+    20 times slower with two.
+    """
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+    backend = "nccl" if cuda else "gloo"
+    if launched:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        storage = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        yield World(dist.get_rank(), dist.get_world_size(), device, mesh, storage)
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(policy: Policy, world: World, *, bf16: bool = False, recompute: bool = False) -> Policy:
+    """Shards parameters, gradients and optimizer state over all ranks: each decoder layer is one
+    unit, the rest another. `bf16`: compute in bf16, reduce in fp32; masters stay as loaded.
+    `recompute`: a layer's activations are computed again in the backward pass, not kept."""
+    policy.to(world.device)
+    if recompute:
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.lm.train()  # no dropout anywhere (load_policy refuses it); it only switches this on
+    precision = MixedPrecisionPolicy()
+    if bf16:
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers: nn.ModuleList = policy.decoder.layers
+    for layer in layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    return policy
+
+
+@contextmanager
+def accumulating(policy: nn.Module, *, last: bool) -> Iterator[None]:
+    """Within it, gradients are reduced over ranks only in the last micro-batch of a step."""
+    assert isinstance(policy, FSDPModule)
+    policy.set_requires_gradient_sync(last)
+    policy.set_is_last_backward(last)
+    yield
+
+
+def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
+    """What a node would load: the whole language model in bf16 on CPU, adapters merged, under the
+    base model's names. A collective; only rank 0 keeps anything."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in policy.lm.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.leads:
+            # What an adapter is added to stays wide until it is.
+            width = whole.dtype if is_adapted(name) else torch.bfloat16
+            state[name] = whole.detach().to("cpu", width, copy=True)
+    return {name: tensor.to(torch.bfloat16) for name, tensor in merged(state, policy.lm).items()}
+
+
+def full_state(policy: Policy) -> dict[str, Tensor]:
+    """The language model's whole state on every rank, fp32 on CPU, under its own names."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in policy.lm.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state[name] = whole.detach().to("cpu", copy=True)  # never a view of live weights
+    return state
+
+
+def clip_gradients(policy: nn.Module, limit: float) -> float:
+    """Scales the global gradient norm to `limit` at most; returns the norm before, maybe not
+    finite (then nothing may be stepped)."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return float(whole)
+
+
+def all_finite(policy: nn.Module, world: World) -> bool:
+    """Whether every weight on every rank is finite."""
+    bad = torch.zeros((), device=world.device)
+    for parameter in policy.parameters():
+        data = parameter.detach()
+        local = data.to_local() if isinstance(data, DTensor) else data
+        bad += (~torch.isfinite(local)).any()
+    return float(world.sum(bad)) == 0.0

@@ -1,0 +1,253 @@
+"""Wiring of `trainer run`: settings in, one process of the run until it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_broadcast.files import write_whole
+from prime_chain.keystore import load_keystore, read_password
+from prime_core.deployment import Deployment
+from prime_core.errors import PrimeError, UserError
+from prime_core.folders import held_alone, make_folder
+from prime_core.logs import log_to_stderr
+from prime_core.signing import LocalSigner
+from prime_core.stopping import until_stopped
+from prime_core.transport.client import OrchestratorClient
+from prime_core.waiting import StoppedError
+from prime_trainer.carried import wait_whole, whole_at
+from prime_trainer.config import Settings
+from prime_trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, require_trainer
+
+if TYPE_CHECKING:
+    from prime_core.run import RunDefinition
+    from prime_trainer.dryrun import Estimate
+    from prime_trainer.publish import Origin, Publisher
+
+log = logging.getLogger(__name__)
+KNOWN_RUN = "run.json"
+"""In the data folder, once the orchestrator (and the chain) has answered for the first time."""
+FINISH_SECONDS = 30.0
+"""Readers may so long finish what they began, once a policy is known to be elsewhere."""
+
+
+def unlock(settings: Settings) -> LocalSigner:
+    """The trainer's key. Raises UserError without a wallet, or if the password is wrong."""
+    wallet = settings.need("wallet")
+    password = read_password(settings.password_file, settings.password_fd)
+    return load_keystore(wallet, password)
+
+
+def known_facts(
+    settings: Settings,
+    client: OrchestratorClient,
+    stop: threading.Event,
+    give_up: float | None = None,
+) -> PoolFacts:
+    """The pool's facts, waiting for the orchestrator, checked on chain where that is set.
+
+    Raises UnavailableError if one of them does not answer for `give_up` seconds (None: waits)."""
+    facts = insist(
+        lambda: pool_facts(client, settings.run), stop, "asking for the pool", give_up=give_up
+    )
+    if settings.pool is not None and settings.pool != facts.info.pool:
+        raise UserError(
+            f"the orchestrator serves pool {facts.info.pool}, not {settings.pool}",
+            hint="name the right --orchestrator or --pool",
+        )
+    if settings.rpc:
+        deployment = Deployment.load(settings.need("deployment"))
+        insist(
+            lambda: check_on_chain(facts, settings.rpc, deployment),
+            stop,
+            "asking the chain",
+            give_up=give_up,
+        )
+    return facts
+
+
+def new_publisher(
+    settings: Settings, facts: PoolFacts, signer: LocalSigner, client: OrchestratorClient
+) -> Publisher:
+    """The publisher over `<data>/origin`."""
+    from prime_trainer.publish import Publisher
+
+    return Publisher(
+        settings.data / "origin",
+        pool=facts.info.pool,
+        base_model=facts.run.base_model,
+        signer=signer,
+        domain=facts.domain("pools"),
+        client=client,
+        delta_from=settings.delta_from,
+    )
+
+
+def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> Origin:
+    """The origin over `root`, not yet serving."""
+    from prime_broadcast.server import Limits
+    from prime_trainer.publish import Origin
+
+    url = settings.need("orchestrator")
+    return Origin(
+        root,
+        settings.origin_host,
+        settings.origin_port,
+        settings.origin_url or None,
+        lambda: OrchestratorClient(url, signer, "relay"),
+        Limits(connections_per_address=settings.origin_connections_each),
+    )
+
+
+def run_trainer(settings: Settings, stop: threading.Event) -> None:
+    """Runs this rank until `stop`, or the wished number of steps. Raises PrimeError.
+
+    What a person can have got wrong is found before torch is loaded.
+    """
+    log_to_stderr(settings.log_level)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    url = settings.need("orchestrator")
+    settings.need("model")
+    leads = os.environ.get("RANK", "0") == "0"
+    signer = unlock(settings) if leads else None
+    make_folder(settings.data)
+    known = settings.data / KNOWN_RUN
+    give_up = settings.first_answer_seconds if leads and not known.exists() else None
+    with ExitStack() as stack:
+        if leads:  # two would write one another's checkpoints, and sign two policies of a number
+            stack.enter_context(held_alone(settings.data, "trainer"))
+        client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
+        try:
+            facts = known_facts(settings, client, stop, give_up)
+        except StoppedError:
+            return
+        if signer is not None:
+            require_trainer(facts, signer.address)
+            write_whole(known, facts.run.raw())
+
+        from prime_trainer.learner import make_learner
+        from prime_trainer.observe import Observers
+        from prime_trainer.parallel import joined_world
+        from prime_trainer.publish import write_address
+        from prime_trainer.train import Trainer
+
+        world = stack.enter_context(joined_world())
+        learner = make_learner(facts.run, settings, world)
+        publisher, origin = None, None
+        if signer is not None:
+            publisher = new_publisher(settings, facts, signer, client)
+            origin = new_origin(settings, publisher.root, signer)
+            stack.enter_context(origin)
+            write_address(settings.data, origin.url)
+            print(f"origin: {origin.url}", flush=True)
+        observers = stack.enter_context(Observers.of(settings, world.leads))
+        Trainer(learner, facts, client, publisher, origin, stop, observers).run()
+        if settings.linger and origin is not None and not stop.is_set():
+            log.info("every wished batch is trained; serving policies until told to stop")
+            stop.wait()
+
+
+def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
+    """The run that would be trained, and what a batch would cost. Nothing is written, no key is
+    opened; the orchestrator is only asked where no run file is named."""
+    from prime_core.run_file import read_run
+    from prime_trainer.dryrun import cpu_peak, estimate, measured_prompt
+    from prime_trainer.model import require_model_folder
+    from prime_trainer.observe import peak_flops
+
+    require_model_folder(settings.need("model"))
+    if settings.run is not None:
+        definition = read_run(settings.run)
+    else:
+        with OrchestratorClient(settings.need("orchestrator"), None, "trainer") as client:
+            definition = pool_facts(client, None).run
+    import torch
+
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    peak = peak_flops(settings, torch.cuda.get_device_name() if cuda else "cpu")
+    if peak is None and not cuda:
+        peak = cpu_peak()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        prompt = measured_prompt(definition, settings.need("model"))
+    except PrimeError as error:
+        log.warning("the prompts' length is only assumed: %s", error)
+        prompt = None
+    return definition, estimate(definition, settings, ranks=ranks, peak=peak, prompt=prompt)
+
+
+def publish_by_hand(
+    settings: Settings,
+    model: Path,
+    version: int,
+    *,
+    serve: bool = True,
+    as_json: bool = False,
+    stop: threading.Event | None = None,
+) -> None:
+    """Signs `model` as policy `version` and hands it to the orchestrator, then serves it until a
+    relay or node is known to have all of it, or `stop` (by default Ctrl-C or SIGTERM). Safe to
+    repeat: the same folder gives the same policy, which is served again if nobody has it. Raises
+    UserError while a trainer publishes from the same folder."""
+    signer = unlock(settings)
+    make_folder(settings.data)
+    with (
+        held_alone(settings.data, "trainer"),
+        OrchestratorClient(settings.need("orchestrator"), signer, "trainer") as client,
+        ExitStack() as stack,
+    ):
+        facts = pool_facts(client, settings.run)
+        require_trainer(facts, signer.address)
+        publisher = new_publisher(settings, facts, signer, client)
+        who = whole_at(client, version) if serve else None
+        if who or not serve:
+            publish_and_say(publisher, model, version, as_json)
+            if who:
+                _say(f"{who} has all of policy {version} already: it is not served again")
+            return
+        origin = new_origin(settings, publisher.root, signer)
+        stack.enter_context(origin)  # that it cannot listen is found before anything is announced
+        publish_and_say(publisher, model, version, as_json)
+        origin.announce()
+        stop = stop or until_stopped()
+        _say(
+            f"serving policy {version} at {origin.url} until a relay, or a node's heartbeat, says "
+            "that it has all of it; Ctrl-C ends it"
+        )
+        if (who := wait_whole(client, version, stop)) is not None:
+            _say(f"{who} has all of policy {version}; who still reads it here may finish")
+            origin.stop(FINISH_SECONDS)
+            return
+    _say(
+        f"nobody is known to have all of policy {version} yet; `trainer run` with this --data "
+        "serves it, and so does this command again"
+    )
+
+
+def publish_and_say(publisher: Publisher, model: Path, version: int, as_json: bool) -> None:
+    """Publishes with a bar on a terminal, and prints the policy's digest, or all as JSON."""
+    from prime_broadcast.bars import work_bar
+
+    with work_bar(shown=not as_json):
+        signed = publisher.publish(model, version)
+    manifest = signed.manifest
+    facts = {
+        "version": version,
+        "digest": manifest.digest(),
+        "result_digest": manifest.result_digest,
+        "bytes": sum(entry.size for entry in manifest.files),
+        "deltas": {str(delta.base): delta.size for delta in manifest.deltas},
+    }
+    said = json.dumps(facts) if as_json else f"policy {version}: {facts['digest']}"
+    print(said, flush=True)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""Answers of a model to numbered problems of a run, graded by the run's own grader.
+
+The seed fixes problems, target lengths and sampling noise, so two people who sample the same
+weights with the same seed get the same answers; engine and reward are those of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_core import encoding, seeds
+from prime_core.errors import UserError
+from prime_core.ids import Digest
+from prime_core.run import MICRO, RunDefinition
+from prime_envs.base import Environment, Grade, Problem, decode_output
+
+ROWS = 256
+"""Answers generated side by side."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One problem with its target and the grades of its samples, in sample order."""
+
+    problem: Problem
+    target: int
+    grades: tuple[Grade, ...]
+
+    @property
+    def passes(self) -> int:
+        """Samples that are wholly correct, whatever their length."""
+        return sum(grade.parts["task_micro"] >= MICRO for grade in self.grades)
+
+
+def sampling_seed(seed: int, purpose: bytes = b"evaluate") -> Digest:
+    """The 32 bytes from which everything random is drawn. Raises UserError outside 64 bits."""
+    if not 0 <= seed < 1 << 64:
+        raise UserError(f"the evaluation seed {seed} is not in 0 … 2^64 − 1")
+    return encoding.sha256(b"prime/" + purpose + b"/v1" + seed.to_bytes(8, "big"))
+
+
+def answer(
+    model: Path,
+    run: RunDefinition,
+    environment: Environment,
+    indices: Sequence[int],
+    *,
+    samples: int,
+    source: Digest,
+    device: str = "cpu",
+) -> list[Answered]:
+    """`samples` answers to each problem of `indices`, at the run's temperature.
+
+    Raises UnavailableError if `model` cannot be loaded, MalformedError for a problem that is none.
+    """
+    from prime_engine.base import GenerationRequest
+    from prime_engine.plain import PlainEngine
+    from prime_verify.proofs.sampling_torch import gumbel
+
+    engine = PlainEngine(model, noise=gumbel, device=device, batch_rows=ROWS)
+    asked = [environment.problem(index) for index in indices]
+    targets = seeds.target_lengths(source, len(asked), run.budgets.targets)
+    requests = [
+        GenerationRequest(
+            prompt_tokens=tuple(environment.prompt_tokens(problem, target, engine.tokenizer)),
+            max_output_tokens=run.max_output_tokens,
+            noise_seed=seeds.noise_seed(source, number, sample),
+        )
+        for number, (problem, target) in enumerate(zip(asked, targets, strict=True))
+        for sample in range(samples)
+    ]
+    answers = iter(engine.generate(requests, run.temperature))
+    found = []
+    for problem, target in zip(asked, targets, strict=True):
+        grades = []
+        for _ in range(samples):
+            tokens = next(answers).output_tokens
+            text = decode_output(engine.tokenizer, tokens)
+            grades.append(environment.grade(problem, target, text, len(tokens)))
+        found.append(Answered(problem, target, tuple(grades)))
+    return found

@@ -1,0 +1,116 @@
+"""What rank 0 tells the other ranks of a run, as typed bytes: a batch, why one is skipped, or that
+the run stops. Nothing that could be code travels, and what does not fit its header is an error.
+
+    header's length (8 bytes) │ header (JSON) │ tokens (int32) │ log-probabilities (float32)
+
+A header names, for each row, its fields and how many prompt and output tokens are its own.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any, cast
+
+from prime_core.errors import FatalError, MalformedError, PolicyError, UntrustedError
+from prime_core.ids import Digest, Step
+from prime_core.proof_form import FinishReason
+from prime_core.rollout import Rollout
+from prime_trainer.data import TrainingBatch
+
+BadBatch = MalformedError | UntrustedError | PolicyError
+Told = TrainingBatch | BadBatch | None
+"""None: the run stops."""
+
+_BAD: dict[str, type[BadBatch]] = {
+    "malformed": MalformedError, "untrusted": UntrustedError, "policy": PolicyError,
+}  # fmt: skip
+
+
+def encode(told: Told) -> bytes:
+    """Bytes that `decode` turns back into the very same."""
+    if told is None:
+        return _framed({"kind": "stop"}, b"")
+    if not isinstance(told, TrainingBatch):
+        kind = next(name for name, bad in _BAD.items() if isinstance(told, bad))
+        return _framed({"kind": kind, "why": str(told)}, b"")
+    rows = told.rollouts
+    header = {
+        "kind": "batch",
+        "step": told.step,
+        "digest": told.digest,
+        "groups": [len(group) for group in told.groups],
+        "keys": told.keys,
+        "seen": told.seen,
+        "alike": told.alike,
+        "rows": [
+            [row.problem_id, row.group, row.sample, row.target_length, row.finish_reason,
+             row.policy_version, row.reward, len(row.prompt_tokens), len(row.output_tokens)]
+            for row in rows
+        ],
+    }  # fmt: skip
+    body = [
+        array("i", part).tobytes()
+        for row in rows
+        for part in (row.prompt_tokens, row.output_tokens)
+    ]
+    body += [array("f", row.logprobs).tobytes() for row in rows]
+    return _framed(header, b"".join(body))
+
+
+def decode(data: bytes) -> Told:
+    """What rank 0 encoded. Raises FatalError if it is nothing of the kind."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        kind = header["kind"]
+        if kind == "stop":
+            return None
+        if kind in _BAD:
+            return _BAD[kind](str(header["why"]))
+        if kind != "batch":
+            raise ValueError(f"{kind!r} is no kind of message")
+        return _batch(header, data[8 + size :])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise FatalError(f"rank 0 sent a batch that cannot be read: {error}") from error
+
+
+def _framed(header: dict[str, Any], body: bytes) -> bytes:
+    words = json.dumps(header, allow_nan=False).encode()
+    return len(words).to_bytes(8, "little") + words + body
+
+
+def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
+    prompts = sum(int(row[7]) for row in header["rows"])
+    outputs = sum(int(row[8]) for row in header["rows"])
+    middle = 4 * (prompts + outputs)
+    if len(body) != middle + 4 * outputs:
+        raise ValueError(f"{len(body)} bytes of tokens for {prompts} + {outputs}")
+    rows: list[Rollout] = []
+    at, end = 0, middle
+    for name, group, sample, target, reason, version, reward, prompt, output in header["rows"]:
+        cut, stop = at + 4 * prompt, at + 4 * (prompt + output)
+        rows.append(
+            Rollout(
+                problem_id=name,
+                group=group,
+                sample=sample,
+                prompt_tokens=array("i", body[at:cut]),
+                output_tokens=array("i", body[cut:stop]),
+                logprobs=array("f", body[end : end + 4 * output]),
+                target_length=target,
+                finish_reason=cast(FinishReason, reason),
+                policy_version=version,
+                reward=reward,
+            )
+        )
+        at, end = stop, end + 4 * output
+    if sum(header["groups"]) != len(rows):
+        raise ValueError(f"groups of {sum(header['groups'])} rows, but {len(rows)} came")
+    each = iter(rows)
+    groups = tuple(tuple(next(each) for _ in range(size)) for size in header["groups"])
+    keys = tuple((Digest(sha256), int(number)) for sha256, number in header["keys"])
+    return TrainingBatch(
+        Step(header["step"]), Digest(header["digest"]), groups, keys,
+        int(header["seen"]), int(header["alike"]),
+    )  # fmt: skip

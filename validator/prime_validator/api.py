@@ -1,0 +1,154 @@
+"""The orchestrator as a validator asks it: signed requests, and what anyone may read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
+
+from pydantic import TypeAdapter
+
+from prime_core.checkpoint import SignedManifest
+from prime_core.draws import DrawList, DrawReveal, SignedDrawCommitment
+from prime_core.encoding import sha256
+from prime_core.errors import MalformedError
+from prime_core.ids import Digest
+from prime_core.messages import PoolInfo, RelayInfo, UploadAnswer
+from prime_core.rollout import MAX_FILE_BYTES
+from prime_core.signing import Answer, Strict
+from prime_core.transport.client import OrchestratorClient
+from prime_core.validator_messages import (
+    ClaimAnswer,
+    ClaimRequest,
+    CommitRequest,
+    Job,
+    KeepRequest,
+    ObjectRequest,
+    ReleaseRequest,
+    RowsAnswer,
+    RowsRequest,
+    SealAnswer,
+    SealRequest,
+)
+from prime_core.verdict import Reason, SignedOpinion
+
+MAX_OBJECT_BYTES = 32 << 20
+Answered = TypeVar("Answered", bound=Strict)
+_RELAYS = TypeAdapter(list[RelayInfo])
+
+
+class Empty(Answer):
+    """{}"""
+
+
+class ValidatorApi:
+    """One session with an orchestrator; calls from several threads follow one another. `worker`
+    names this process among those of the same key. Raises as OrchestratorClient does."""
+
+    def __init__(self, client: OrchestratorClient, worker: str) -> None:
+        self.client = client
+        self.worker = worker
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self.client.close()
+
+    def pool(self) -> PoolInfo:
+        with self._lock:
+            return self.client.pool(refresh=True)
+
+    def commit(self, commitments: Sequence[SignedDrawCommitment]) -> None:
+        self._post("commitments", CommitRequest(commitments=tuple(commitments)), Empty)
+
+    def reveal(self, shown: DrawReveal) -> None:
+        self._post("reveals", shown, Empty)
+
+    def claim(self, most: int) -> ClaimAnswer:
+        return self._post("claims", ClaimRequest(worker=self.worker, most=most), ClaimAnswer)
+
+    def keep(self, submissions: Sequence[Digest]) -> None:
+        request = KeepRequest(worker=self.worker, submissions=tuple(submissions))
+        self._post("keep", request, Empty)
+
+    def abstain(self, submission: Digest, reason: Reason, detail: str) -> None:
+        """The file goes to another validator and does not come back."""
+        self._release(submission, "abstain", reason, detail)
+
+    def delay(self, submission: Digest, reason: Reason, detail: str, seconds: int) -> None:
+        """The file comes back after `seconds`."""
+        self._release(submission, "later", reason, detail, seconds)
+
+    def rows_seen(self, submission: Digest, marks: Mapping[str, bool]) -> frozenset[str]:
+        """Those of a file's row marks that other files have."""
+        request = RowsRequest(submission=submission, marks=dict(marks))
+        return frozenset(self._post("rows", request, RowsAnswer).marks)
+
+    def seal(self, submission: Digest, seal: Digest) -> bool:
+        """Whether the opinion is to be handed in now."""
+        request = SealRequest(worker=self.worker, submission=submission, seal=seal)
+        return self._post("seals", request, SealAnswer).reveal
+
+    def upload(self, submission: Digest, data: bytes) -> None:
+        """Uploads a table or evidence of a file that was sealed."""
+        request = ObjectRequest(submission=submission, sha256=sha256(data), size=len(data))
+        target = self._post("objects", request, UploadAnswer)
+        if not target.exists:
+            with self._lock:
+                self.client.upload(target, data)
+
+    def opinion(self, signed: SignedOpinion) -> None:
+        self._post("opinions", signed, Empty)
+
+    def file(self, job: Job) -> bytes:
+        """The bytes of a job's file, which hash to what its node signed."""
+        claim = job.submission.submission
+        with self._lock:
+            return self.client.download(job.file, limit=MAX_FILE_BYTES, sha256=claim.sha256)
+
+    def object(self, digest: Digest) -> bytes:
+        with self._lock:
+            return self.client.get_object(digest, MAX_OBJECT_BYTES)
+
+    def draw_list(self, digest: Digest) -> DrawList:
+        """Raises MalformedError if the object is none."""
+        try:
+            return DrawList.model_validate_json(self.object(digest))
+        except ValueError as error:
+            raise MalformedError("the lease's list of draw commitments does not parse") from error
+
+    def run(self, digest: Digest | None = None) -> bytes:
+        """The bytes of the pool's first run definition, or of the revision of that digest."""
+        path = "/v1/run" if digest is None else f"/v1/runs/{digest}"
+        with self._lock:
+            return self.client.request("GET", path, b"", signed=False)
+
+    def policy(self, version: int) -> SignedManifest:
+        with self._lock:
+            return self.client.get(f"/v1/policies/{version}", SignedManifest)
+
+    def relays(self) -> list[str]:
+        """URLs of the relays that serve policies."""
+        with self._lock:
+            raw = self.client.request("GET", "/v1/relays", b"", signed=False)
+        try:
+            return [relay.url for relay in _RELAYS.validate_json(raw)]
+        except ValueError as error:
+            raise MalformedError("the orchestrator's list of relays does not parse") from error
+
+    def _release(
+        self,
+        submission: Digest,
+        kind: Literal["abstain", "later"],
+        reason: Reason,
+        detail: str,
+        seconds: int = 0,
+    ) -> None:
+        request = ReleaseRequest(
+            worker=self.worker, submission=submission, kind=kind, reason=int(reason),
+            detail=detail[:2048], seconds=seconds,
+        )  # fmt: skip
+        self._post("release", request, Empty)
+
+    def _post(self, path: str, body: Strict, answer: type[Answered]) -> Answered:
+        with self._lock:
+            return self.client.post(f"/v1/validators/{path}", body, answer)

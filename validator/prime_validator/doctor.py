@@ -1,0 +1,132 @@
+"""`validator doctor`: whether this machine and account can judge, before files depend on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_chain.amounts import prime
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.flows import stake_view
+from prime_chain.keystore import keystore_address
+from prime_core.errors import PolicyError, PrimeError, UserError
+from prime_core.ids import Address
+from prime_core.transport.client import OrchestratorClient
+from prime_envs.registry import environment_for
+from prime_validator.api import ValidatorApi
+from prime_validator.pool import Pool, check_replay, find_pool, run_calibration
+from prime_validator.settings import Settings
+from prime_verify.proofs.thresholds import shipped
+
+FREE_MB = 1024
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check; `said` is what was found, or what to do."""
+
+    name: str
+    ok: bool
+    said: str
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Every check that can be made; what rests on a failed one is left out."""
+    found: list[Finding] = []
+
+    def check(name: str, ask: Callable[[], str]) -> bool:
+        try:
+            found.append(Finding(name, True, ask()))
+        except PrimeError as error:
+            hint = f" ({error.hint})" if isinstance(error, UserError) and error.hint else ""
+            found.append(Finding(name, False, f"{error}{hint}"))
+        return found[-1].ok
+
+    check("torch", _torch)
+    check("folder", lambda: _folder(settings.data))
+    client = OrchestratorClient(settings.need("orchestrator"))
+    api = ValidatorApi(client, "doctor")
+    pools: list[Pool] = []
+    try:
+        if check("pool", lambda: _pool(api, settings, pools)):
+            pool = pools[0]
+            check("replay", lambda: _replay(pool, api, settings))
+            check("environment", lambda: f"{environment_for(pool.run).name} loads")
+            check("appointment", lambda: _appointed(pool, settings))
+            check("bond", lambda: _bond(pool, settings))
+    finally:
+        client.close()
+    return found
+
+
+def _torch() -> str:
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("torch is not installed", hint="pip install 'prime-open[validator]'")
+    return "installed"
+
+
+def _folder(path: Path) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+        free = shutil.disk_usage(path).free >> 20
+    if free < FREE_MB:
+        raise UserError(f"{path} has {free} MiB free", hint=f"policies need {FREE_MB} MiB at least")
+    return f"{path} takes files; {free} MiB free"
+
+
+def _pool(api: ValidatorApi, settings: Settings, pools: list[Pool]) -> str:
+    with tempfile.TemporaryDirectory() as nowhere:  # asks anew, whatever the folder remembers
+        pool = find_pool(api, settings.need("rpc"), Path(nowhere), settings.deployment)
+    pools.append(pool)
+    return f"pool {pool.number} of chain {pool.deployment.chain_id}, run {pool.run.name!r}"
+
+
+def _replay(pool: Pool, api: ValidatorApi, settings: Settings) -> str:
+    calibration = run_calibration(pool, api) or shipped()
+    check_replay(calibration, settings.dtype, settings.device)
+    return f"{settings.dtype} on {settings.device} is calibrated"
+
+
+def _account(settings: Settings) -> Address:
+    path = settings.need("wallet")
+    found = keystore_address(path)
+    if found is None:
+        raise UserError(f"{path} does not say whose key it holds", hint="name another --wallet")
+    return found
+
+
+def _appointed(pool: Pool, settings: Settings) -> str:
+    account = _account(settings)
+    client = ChainClient(settings.need("rpc"), pool.deployment.chain_id)
+    try:
+        appointed = Contracts(client, pool.deployment).pools.is_validator(pool.number, account)
+    finally:
+        client.close()
+    if not appointed:
+        raise PolicyError(
+            f"{account} is not appointed; the manager types: orchestrator pool set-validator "
+            f"{account} --pool {pool.number}"
+        )
+    return f"{account} is appointed"
+
+
+def _bond(pool: Pool, settings: Settings) -> str:
+    account = _account(settings)
+    client = ChainClient(settings.need("rpc"), pool.deployment.chain_id)
+    try:
+        contracts = Contracts(client, pool.deployment)
+        needed = contracts.slasher.validator_bond()
+        view = stake_view(contracts, account, client.block("latest").time)
+    finally:
+        client.close()
+    if view.unbondable < needed:
+        raise PolicyError(
+            f"{prime(view.active)} bonded, {prime(needed)} needed: no slash can be proposed; "
+            "validator bond AMOUNT"
+        )
+    return f"{prime(view.active)} bonded, {prime(needed)} needed"

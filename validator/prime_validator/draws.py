@@ -1,0 +1,124 @@
+"""A validator's draw secrets: drawn and committed to ahead, used for one file each, revealed late.
+
+    prepare   commits to the secrets of this epoch and those to come; reveals what no lease needs
+    draw      the draw secret of one file, from the epoch that its lease names and the manager's
+              part, which comes with the job
+
+The epoch's secret never leaves the folder before it is due; see prime_core.draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prime_core import ids
+from prime_core.draws import (
+    DrawCommitment,
+    DrawList,
+    DrawReveal,
+    SignedDrawCommitment,
+    file_secret,
+    reveal_at,
+    rows_secret,
+)
+from prime_core.errors import UntrustedError
+from prime_core.ids import Digest
+from prime_core.signing import Signer
+from prime_core.validator_messages import Job
+from prime_validator.api import ValidatorApi
+from prime_validator.folder import Folder
+from prime_validator.pool import Pool
+
+EPOCHS_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The secret that draws one file's rows, and the validator's commitment behind it."""
+
+    secret: Digest
+    epoch: int
+    commitment: Digest
+    listed: Digest
+    """Digest of the DrawList that the lease names."""
+
+
+class Draws:
+    """`random(n)` gives n unpredictable bytes, `now` Unix seconds."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        api: ValidatorApi,
+        pool: Pool,
+        signer: Signer,
+        *,
+        random: Callable[[int], bytes],
+        now: Callable[[], float],
+    ) -> None:
+        self._folder = folder
+        self._api = api
+        self._pool = pool
+        self._signer = signer
+        self._random = random
+        self._now = now
+        self._lists: dict[Digest, DrawList] = {}
+
+    def prepare(self) -> None:
+        """Commits to what is not committed to yet, and reveals what is due."""
+        run, now = self._pool.run, self._now()
+        epoch = int(now) // run.epoch_seconds
+        secrets = [
+            self._folder.keep_secret(number, ids.digest(self._random(32)))
+            for number in range(epoch, epoch + EPOCHS_AHEAD)
+        ]
+        new = [one for one in secrets if not one.committed]
+        if new:
+            self._api.commit([self._signed(one.epoch, one.secret) for one in new])
+            self._folder.mark_committed([one.epoch for one in new])
+        for one in self._folder.unrevealed():
+            due = reveal_at(
+                one.epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds
+            )
+            if due <= now:
+                self._api.reveal(self._reveal(one.epoch, one.secret))
+                self._folder.mark_revealed(one.epoch)
+
+    def draw(self, job: Job) -> Draw:
+        """The draw of a job's file.
+
+        Raises UntrustedError or MalformedError if its lease names no commitment of this folder's
+        secrets: the file is another's. UnavailableError, NotFoundError if the list cannot be had.
+        """
+        lease = job.lease
+        if lease.opening is None or not lease.opens():
+            raise UntrustedError("the lease's salt commits to no draws")
+        name = Digest(lease.opening.draws)
+        if name not in self._lists:
+            self._lists = {name: self._api.draw_list(name)}
+        mine = self._lists[name].of(self._signer.address)
+        if mine is None:
+            raise UntrustedError(f"the lease names no draw commitment of {self._signer.address}")
+        epoch = mine.commitment.epoch
+        kept = self._folder.secret(epoch)
+        commitment = Digest(mine.commitment.commitment)
+        if kept is None or self._reveal(epoch, kept.secret).digest() != commitment:
+            raise UntrustedError(f"the secret behind the lease's commitment of {epoch} is not here")
+        own = file_secret(kept.secret, job.submission_digest)
+        return Draw(rows_secret(own, job.second), epoch, commitment, name)
+
+    def _reveal(self, epoch: int, secret: Digest) -> DrawReveal:
+        return DrawReveal(
+            pool=self._pool.number, validator=self._signer.address, epoch=epoch, secret=secret
+        )
+
+    def _signed(self, epoch: int, secret: Digest) -> SignedDrawCommitment:
+        statement = DrawCommitment(
+            pool=self._pool.number, epoch=epoch, commitment=self._reveal(epoch, secret).digest()
+        )
+        return SignedDrawCommitment(
+            commitment=statement,
+            validator=self._signer.address,
+            signature=self._signer.sign(statement, self._pool.domain(statement)),
+        )

@@ -1,0 +1,135 @@
+"""What a validator keeps in its own folder: draw secrets, and opinions until they are handed in.
+
+One SQLite file, durable before anything that rests on it leaves the machine: a secret before its
+commitment, an opinion before its seal. Several processes of one key may share it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_core.folders import make_folder
+from prime_core.ids import Digest
+from prime_core.verdict import SignedOpinion
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS draws (
+    epoch INTEGER PRIMARY KEY, secret TEXT NOT NULL,
+    committed INTEGER NOT NULL DEFAULT 0, revealed INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS opinions (
+    submission TEXT PRIMARY KEY, body TEXT NOT NULL, verdict_table BLOB, evidence BLOB,
+    given INTEGER NOT NULL DEFAULT 0);
+"""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """An opinion with the objects that it names."""
+
+    signed: SignedOpinion
+    table: bytes
+    evidence: bytes | None
+
+
+@dataclass(frozen=True)
+class Secret:
+    """One epoch's draw secret and how far it has gone."""
+
+    epoch: int
+    secret: Digest
+    committed: bool
+    revealed: bool
+
+
+class Folder:
+    """The file in `path`. Safe from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = make_folder(path)
+        path.chmod(0o700)
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(
+            path / "validator.sqlite", timeout=30, check_same_thread=False, isolation_level=None
+        )
+        for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+            self._db.execute(f"PRAGMA {pragma}")
+        self._db.executescript(_TABLES)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _run(self, sql: str, *values: object) -> list[tuple[object, ...]]:
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+    # -- draw secrets --------------------------------------------------------------------------
+
+    def keep_secret(self, epoch: int, secret: Digest) -> Secret:
+        """Keeps an epoch's secret unless there is one; returns the one that counts."""
+        self._run("INSERT OR IGNORE INTO draws (epoch, secret) VALUES (?, ?)", epoch, secret)
+        found = self.secret(epoch)
+        assert found is not None
+        return found
+
+    def secret(self, epoch: int) -> Secret | None:
+        """The secret of an epoch, or None."""
+        return next((one for one in self._secrets("WHERE epoch = ?", epoch)), None)
+
+    def unrevealed(self) -> list[Secret]:
+        """Secrets that are committed to and not shown yet, oldest first."""
+        return self._secrets("WHERE committed AND NOT revealed ORDER BY epoch")
+
+    def mark_committed(self, epochs: list[int]) -> None:
+        for epoch in epochs:
+            self._run("UPDATE draws SET committed = 1 WHERE epoch = ?", epoch)
+
+    def mark_revealed(self, epoch: int) -> None:
+        self._run("UPDATE draws SET revealed = 1 WHERE epoch = ?", epoch)
+
+    def _secrets(self, where: str, *values: object) -> list[Secret]:
+        columns = "SELECT epoch, secret, committed, revealed FROM draws "
+        rows = self._run(columns + where, *values)
+        return [
+            Secret(int(str(epoch)), Digest(str(secret)), bool(committed), bool(revealed))
+            for epoch, secret, committed, revealed in rows
+        ]
+
+    # -- opinions ------------------------------------------------------------------------------
+
+    def keep_opinion(self, sealed: Sealed) -> None:
+        """Keeps an opinion, in the place of an earlier one on the same file."""
+        self._run(
+            "INSERT OR REPLACE INTO opinions (submission, body, verdict_table, evidence, given) "
+            "VALUES (?, ?, ?, ?, 0)",
+            *(sealed.signed.opinion.submission, sealed.signed.model_dump_json()),
+            *(sealed.table, sealed.evidence),
+        )
+
+    def sealed(self, submission: Digest) -> Sealed | None:
+        """The opinion on a file that is still to be handed in, or None."""
+        rows = self._run(
+            "SELECT body, verdict_table, evidence FROM opinions WHERE submission = ? AND NOT given",
+            submission,
+        )
+        for body, table, evidence in rows:
+            assert isinstance(table, bytes)
+            assert evidence is None or isinstance(evidence, bytes)
+            return Sealed(SignedOpinion.model_validate_json(str(body)), table, evidence)
+        return None
+
+    def mark_given(self, submission: Digest) -> None:
+        """The opinion was handed in; its objects are published."""
+        self._run(
+            "UPDATE opinions SET given = 1, verdict_table = NULL, evidence = NULL "
+            "WHERE submission = ?",
+            submission,
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Number of opinions: `given` and `sealed`."""
+        rows = self._run("SELECT given, COUNT(*) FROM opinions GROUP BY given")
+        found = {bool(given): int(str(number)) for given, number in rows}
+        return {"given": found.get(True, 0), "sealed": found.get(False, 0)}

@@ -1,0 +1,348 @@
+"""Judging: claimed files become opinions, which are sealed first and handed in when they are due.
+
+    claim ─► check signatures ─► draw ─► file, policy ─► verify ─► opinion ─► seal ─► hand in
+                     └ ours fails: abstain        └ outage: later
+
+Verification decides nothing by failing: an exception, a missing policy or a lost file is never an
+opinion. The validator abstains from what it cannot judge, and the file goes to another; an outage
+only delays it. Claims are kept while the judging lasts; if the process dies, they run out, and the
+file comes back a few times before it goes to another validator.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+from prime_core import encoding
+from prime_core.errors import (
+    ConflictError,
+    MalformedError,
+    NotFoundError,
+    PolicyError,
+    UnavailableError,
+    UntrustedError,
+)
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.rollout import Receipt
+from prime_core.signing import Signer
+from prime_core.validator_messages import Job
+from prime_core.verdict import (
+    Evidence,
+    Law,
+    Opinion,
+    Outcome,
+    Reason,
+    SignedOpinion,
+    reason_digest,
+)
+from prime_validator.api import ValidatorApi
+from prime_validator.draws import Draw, Draws
+from prime_validator.folder import Folder, Sealed
+from prime_validator.policies import Policies
+from prime_validator.pool import Pool, Runs
+from prime_verify.engines import EngineProvider
+from prime_verify.packing import Packing
+from prime_verify.proofs.thresholds import Calibration, shipped
+from prime_verify.verify import Finding, verify_file
+
+log = logging.getLogger(__name__)
+
+KEEP_SECONDS = 10.0
+"""How often claims are kept while their files are judged …"""
+JUDGE_SECONDS = 900.0
+"""… and for how long at most."""
+LATER_SECONDS = 15
+
+
+class _AbstainError(Exception):
+    """This validator cannot judge the file."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class _LaterError(_AbstainError):
+    """It cannot judge it now."""
+
+
+class Validator:
+    """One validator process. `keeping` is a second session, which keeps claims while the first one
+    is busy; `version` is part of the law that opinions are formed under."""
+
+    def __init__(
+        self,
+        api: ValidatorApi,
+        keeping: ValidatorApi,
+        folder: Folder,
+        pool: Pool,
+        signer: Signer,
+        engines: EngineProvider,
+        runs: Runs,
+        policies: Policies,
+        draws: Draws,
+        *,
+        version: str,
+        now: Callable[[], float],
+        calibration: Calibration | None = None,
+    ) -> None:
+        self._api = api
+        self._keeping = keeping
+        self._folder = folder
+        self._pool = pool
+        self._signer = signer
+        self._engines = engines
+        self._runs = runs
+        self._policies = policies
+        self._draws = draws
+        self._version = version
+        self._now = now
+        self._calibration = calibration
+
+    def judge_some(self, most: int = 1) -> list[Digest]:
+        """Hands in what is due, then claims and judges up to `most` files of one policy, whose rows
+        share prefills; returns them.
+
+        Raises UnavailableError if the orchestrator does not answer; what was sealed is kept.
+        """
+        answer = self._api.claim(most)
+        for digest in answer.reveal:
+            self.hand_in(digest)
+        names = [Digest(job.submission_digest) for job in answer.jobs]
+        with self._kept(names):
+            self._judge_together(answer.jobs)
+        return names
+
+    def hand_in(self, digest: Digest) -> None:
+        """Uploads the objects of a sealed opinion and hands the opinion in."""
+        sealed = self._folder.sealed(digest)
+        if sealed is None:
+            log.error("the sealed opinion on %s is not in this folder", digest)
+            return
+        try:
+            for data in (sealed.table, sealed.evidence):
+                if data is not None:
+                    self._api.upload(digest, data)
+            self._api.opinion(sealed.signed)
+        except (ConflictError, PolicyError, UntrustedError, MalformedError) as error:
+            log.error("the opinion on %s is refused: %s", digest, error)
+            return
+        self._folder.mark_given(digest)
+
+    def _judge_together(self, jobs: Sequence[Job]) -> None:
+        if len(jobs) <= 1:
+            for job in jobs:
+                self._judge_claimed(job, self._engines)
+            return
+        packing = Packing(self._engines, len(jobs))
+
+        def judge(job: Job) -> None:
+            try:
+                self._judge_claimed(job, packing.engines())
+            finally:
+                packing.ended()
+
+        with ThreadPoolExecutor(len(jobs), "judging") as pool:
+            ended = [pool.submit(judge, job) for job in jobs]
+        for one in ended:
+            one.result()
+
+    def _judge_claimed(self, job: Job, engines: EngineProvider) -> None:
+        digest = Digest(job.submission_digest)
+        try:
+            sealed = self._judge(job, engines)
+        except _LaterError as error:
+            log.warning("%s waits: %s", digest, error)
+            self._api.delay(digest, error.reason, str(error), LATER_SECONDS)
+            return
+        except _AbstainError as error:
+            log.warning("abstains from %s: %s: %s", digest, error.reason.name, error)
+            self._api.abstain(digest, error.reason, str(error))
+            return
+        self._folder.keep_opinion(sealed)
+        try:
+            if self._api.seal(digest, sealed.signed.seal()):
+                self.hand_in(digest)
+        except ConflictError as error:
+            log.warning("the claim on %s was lost: %s", digest, error)
+
+    def _judge(self, job: Job, engines: EngineProvider) -> Sealed:
+        self._check(job)
+        try:
+            draw = self._draws.draw(job)
+        except (UntrustedError, MalformedError) as error:
+            raise _AbstainError(Reason.VALIDATOR_CRASHED, str(error)) from error
+        except (UnavailableError, NotFoundError) as error:
+            raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
+        finding = self._verify(job, draw, engines)
+        log.info("submission %s: %s: %s", job.submission_digest, finding.reason.name,
+                 finding.detail)  # fmt: skip
+        if finding.outcome is Outcome.ABSTAINED:
+            kind = _LaterError if finding.reason is Reason.POLICY_MISSING else _AbstainError
+            raise kind(finding.reason, finding.detail)
+        return self._opinion(job, draw, finding)
+
+    def _check(self, job: Job) -> None:
+        """The job's own signatures: evidence will name them."""
+        domain, claim, promise = self._pool.domain, job.submission.submission, job.lease.lease
+        receipt = job.receipt.receipt
+        try:
+            holds = (
+                claim.digest(domain(claim)) == job.submission_digest
+                and receipt.submission_digest == job.submission_digest
+                and promise.digest(domain(promise)) == claim.lease_digest
+                and claim.recover(domain(claim), job.submission.signature)
+                == job.submission.node
+                == promise.node
+                and promise.recover(domain(promise), job.lease.signature) == self._pool.manager
+                and receipt.recover(domain(Receipt), job.receipt.signature) == self._pool.manager
+            )
+        except UntrustedError as error:
+            raise _AbstainError(Reason.VALIDATOR_CRASHED, f"the job: {error}") from error
+        if not holds:
+            raise _AbstainError(
+                Reason.VALIDATOR_CRASHED, "submission, lease and receipt do not belong together"
+            )
+
+    def _verify(self, job: Job, draw: Draw, engines: EngineProvider) -> Finding:
+        claim, promise = job.submission.submission, job.lease.lease
+        digest, received_at = Digest(job.submission_digest), job.receipt.receipt.received_at
+        if received_at > min(promise.deadline, claim.valid_until):
+            return Finding(Reason.LATE, f"received at {received_at}, due by {promise.deadline}")
+        try:
+            data = self._api.file(job)
+        except (NotFoundError, UnavailableError, UntrustedError, MalformedError) as error:
+            raise _LaterError(
+                Reason.OUT_OF_RESOURCES, f"the file is not to be had: {error}"
+            ) from error
+        try:
+            self._policies.ensure(job.lease.policy_version, Digest(promise.policy_digest))
+        except UnavailableError as error:
+            raise _LaterError(Reason.POLICY_MISSING, str(error)) from error
+        except UntrustedError as error:
+            raise _AbstainError(Reason.POLICY_MISSING, str(error)) from error
+        try:
+            run = self._runs.of_lease(promise)
+            return verify_file(
+                data,
+                job.lease,
+                Digest(claim.lease_digest),
+                run,
+                self._runs.environment(run),
+                engines,
+                draw_secret=draw.secret,
+                submission_digest=digest,
+                submission=claim,
+                calibration=self._calibration,
+                draw_count=job.rows,
+                seen=partial(self._seen, digest),
+            )
+        except UnavailableError as error:
+            raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
+        except MemoryError as error:
+            raise _AbstainError(Reason.OUT_OF_RESOURCES, f"out of memory: {error}") from error
+        except Exception as error:
+            # A defect of ours is never the node's fault: it is logged in full, and another
+            # validator judges the file.
+            log.exception("judging %s failed", digest)
+            raise _AbstainError(
+                Reason.VALIDATOR_CRASHED, f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _seen(self, digest: Digest, marks: Mapping[str, bool]) -> frozenset[str]:
+        return self._api.rows_seen(digest, marks)
+
+    # -- what is said --------------------------------------------------------------------------
+
+    @property
+    def _calibrated_by(self) -> Digest:
+        return (self._calibration or shipped()).digest()
+
+    def _opinion(self, job: Job, draw: Draw, finding: Finding) -> Sealed:
+        claim, promise = job.submission.submission, job.lease.lease
+        digest = Digest(job.submission_digest)
+        table = finding.verdict_table(
+            digest, Digest(claim.sha256), job.lease.policy_version, promise.step, draw.secret
+        ).canonical()
+        evidence = None
+        if finding.outcome is Outcome.REJECTED:
+            stated = self._evidence(job, draw, finding)
+            evidence = encoding.canonical_json(stated.model_dump(mode="json"))
+        law = Law(
+            lease=claim.lease_digest,
+            run=promise.run_digest,
+            verification_class=self._calibrated_by,
+            verifier=encoding.keccak256(self._version.encode()),
+            draws=draw.listed,
+        )
+        opinion = Opinion(
+            pool=promise.pool,
+            submission=digest,
+            law=law.struct_hash(),
+            outcome=int(finding.outcome),
+            reason=reason_digest(finding.reason),
+            table=encoding.sha256(table),
+            evidence=ZERO_DIGEST if evidence is None else encoding.sha256(evidence),
+            judged_at=int(self._now()),
+        )
+        signed = SignedOpinion(
+            opinion=opinion,
+            law=law,
+            validator=self._signer.address,
+            signature=self._signer.sign(opinion, self._pool.domain(opinion)),
+        )
+        return Sealed(signed, table, evidence)
+
+    def _evidence(self, job: Job, draw: Draw, finding: Finding) -> Evidence:
+        statistics = finding.decimal_statistics() | {
+            "draw_epoch": str(draw.epoch),
+            "draw_commitment": draw.commitment,
+        }
+        return Evidence(
+            chain_id=self._pool.deployment.chain_id,
+            submission=job.submission,
+            lease=job.lease,
+            reason=int(finding.reason),
+            detail=finding.detail[:2048],
+            run_digest=job.lease.lease.run_digest,
+            validator=self._signer.address,
+            validator_version=self._version,
+            draw_secret=draw.secret,
+            rows_drawn=finding.rows_drawn,
+            statistics=statistics,
+            thresholds=finding.decimal_thresholds(),
+            calibration=self._calibrated_by if finding.thresholds else ZERO_DIGEST,
+            row_statistics=finding.decimal_row_statistics(),
+            chance=finding.decimal_chance(),
+        )
+
+    # -- keeping claims ------------------------------------------------------------------------
+
+    @contextmanager
+    def _kept(self, digests: Sequence[Digest]) -> Iterator[None]:
+        """Keeps the claims while the block runs, at most JUDGE_SECONDS."""
+        if not digests:
+            yield
+            return
+        stop = threading.Event()
+        keeper = threading.Thread(target=self._keep, args=(digests, stop), daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            keeper.join()
+
+    def _keep(self, digests: Sequence[Digest], stop: threading.Event) -> None:
+        left = int(JUDGE_SECONDS / KEEP_SECONDS)
+        while left > 0 and not stop.wait(KEEP_SECONDS):
+            left -= 1
+            try:
+                self._keeping.keep(digests)
+            except (UnavailableError, PolicyError, UntrustedError) as error:
+                log.warning("claims were not kept: %s", error)

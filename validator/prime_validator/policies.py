@@ -1,0 +1,85 @@
+"""The validator's policies: fetched over the broadcast as a node's are, verified on arrival."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from prime_broadcast.access import Passes
+from prime_broadcast.folder import PolicyFolder
+from prime_broadcast.layout import ANCHOR_EVERY
+from prime_broadcast.manifest import Trust
+from prime_broadcast.sources import SourceBook
+from prime_core.checkpoint import SignedManifest
+from prime_core.errors import NotFoundError, UnavailableError, UntrustedError
+from prime_core.ids import Digest
+from prime_validator.api import ValidatorApi
+
+log = logging.getLogger(__name__)
+
+
+class Policies:
+    """Policies under `root`/<version>/, from the pool's relays and `sources`. `keep`: how many
+    stay on disk, the newest; `passes` sign the requests to relays."""
+
+    def __init__(
+        self,
+        root: Path,
+        api: ValidatorApi,
+        trust: Trust,
+        *,
+        sources: Sequence[str] = (),
+        keep: int = 8,
+        patience: float = 20.0,
+        passes: Passes | None = None,
+    ) -> None:
+        self.folder = PolicyFolder(root, trust, book=SourceBook(passes=passes))
+        self._api = api
+        self._trust = trust
+        self._sources = tuple(sources)
+        self._keep = keep
+        self._patience = patience
+        self._known: dict[int, SignedManifest] = {}
+
+    def ensure(self, version: int, policy_digest: Digest) -> Path:
+        """The folder of policy `version`, whose manifest's digest is `policy_digest`.
+
+        Raises UnavailableError if no source has it, UntrustedError if what is published under
+        that version is another policy or not the trainer's.
+        """
+        if version in self.folder.versions():
+            present = self.folder.manifest(version).manifest.digest()
+            if present != policy_digest:
+                raise UntrustedError(f"policy {version} here is {present}, not {policy_digest}")
+            return self.folder.path(version)
+        signed = self._manifest(version)
+        if signed is None:
+            raise UnavailableError(f"policy {version} is not published yet")
+        if self._trust.check(signed).digest() != policy_digest:
+            raise UntrustedError(f"policy {version} is published as another than the lease names")
+        sources = list(dict.fromkeys([*self._sources, *self._api.relays()]))
+        if not sources:
+            raise UnavailableError(f"no relay serves policy {version}")
+        newest = max((one for one in self.folder.versions() if one < version), default=version)
+        between = range(max(newest + 1, version - ANCHOR_EVERY), version)
+        arrived = self.folder.ensure(
+            version,
+            signed,
+            sources,
+            others=[one for number in between if (one := self._manifest(number)) is not None],
+            patience=self._patience,
+        )
+        stats = arrived.stats
+        log.info("policy %d is here (%s, %d bytes)", version, stats.route, stats.bytes_received)
+        self.folder.prune(self._keep)
+        self._known = {n: one for n, one in self._known.items() if n > version - ANCHOR_EVERY}
+        return arrived.path
+
+    def _manifest(self, version: int) -> SignedManifest | None:
+        if version not in self._known:
+            try:
+                self._known[version] = self._api.policy(version)
+            except NotFoundError:
+                return None
+        return self._known[version]

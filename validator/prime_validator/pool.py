@@ -1,0 +1,164 @@
+"""Which pool is judged for: the chain says who manages and trains it and what its run is.
+
+The run definition comes from the orchestrator and is held to the chain's digest. What was found is
+kept in the folder, so that a restart needs no RPC.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.link import deployment_for
+from prime_core import encoding, ids
+from prime_core.calibration import CalibrationStatement
+from prime_core.deployment import Deployment
+from prime_core.errors import MalformedError, NotFoundError, UntrustedError, UserError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.revisions import RunHistory, read_history
+from prime_core.run import RunDefinition
+from prime_core.signing import Domain, Statement
+from prime_core.task import Lease
+from prime_engine.base import cpu_name
+from prime_envs.base import Environment
+from prime_envs.registry import environment_for
+from prime_validator.api import ValidatorApi
+from prime_verify.proofs.thresholds import Calibration, parse_signed
+
+FILE = "pool.json"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One pool on one chain."""
+
+    deployment: Deployment
+    number: int
+    manager: Address
+    trainer: Address
+    run: RunDefinition
+
+    def domain(self, statement: type[Statement] | Statement) -> Domain:
+        """EIP-712 domain under which this kind of statement is signed."""
+        return self.deployment.domain_of(statement)
+
+
+def find_pool(
+    api: ValidatorApi, rpc: tuple[str, ...], folder: Path, deployment: Path | None
+) -> Pool:
+    """The orchestrator's pool, from `folder` or else from the chain.
+
+    Raises UserError if nothing trusted names the contracts, UntrustedError if the orchestrator
+    serves another run than the chain names, UnavailableError if either does not answer.
+    """
+    kept = folder / FILE
+    if kept.exists():
+        saved = json.loads(kept.read_text())
+        return Pool(
+            Deployment.model_validate_json(json.dumps(saved["deployment"])),
+            int(saved["pool"]),
+            ids.address(saved["manager"]),
+            ids.address(saved["trainer"]),
+            RunDefinition.parse(saved["run"].encode()),
+        )
+    info = api.pool()
+    place = deployment_for(info, rpc, deployment)
+    client = ChainClient(rpc, place.chain_id)
+    try:
+        facts = Contracts(client, place).pools.pool_of(info.pool)
+    finally:
+        client.close()
+    raw = api.run()
+    if encoding.sha256(raw) != facts.run_digest:
+        raise UntrustedError("the orchestrator serves another run definition than the chain names")
+    run = RunDefinition.parse(raw)
+    place.check_run(run)
+    pool = Pool(place, info.pool, facts.manager, facts.trainer, run)
+    saved = {
+        "deployment": place.model_dump(mode="json"),
+        "pool": info.pool,
+        "manager": facts.manager,
+        "trainer": facts.trainer,
+        "run": raw.decode(),
+    }
+    draft = kept.with_suffix(".new")
+    draft.write_text(json.dumps(saved))
+    draft.replace(kept)
+    return pool
+
+
+class Runs:
+    """The pool's run and its revisions as the chain names them; the definitions come from the
+    orchestrator and are held to their digests. `revisions` gives first step and digest of each."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        api: ValidatorApi,
+        revisions: Callable[[], Iterable[tuple[int, Digest]]],
+    ) -> None:
+        self._pool = pool
+        self._api = api
+        self._revisions = revisions
+        self._history = RunHistory(pool.run)
+        self._environments: dict[Digest, Environment] = {}
+
+    def of_lease(self, lease: Lease) -> RunDefinition:
+        """The run that a lease is judged by. Raises UntrustedError if it names another than its
+        step's, UnavailableError if chain or orchestrator do not answer."""
+        try:
+            return self._history.of_lease(lease)
+        except UntrustedError:  # perhaps revised since the last look
+            first = self._pool.run.digest()
+            self._history = read_history(first, self._revisions(), self._fetch)
+            return self._history.of_lease(lease)
+
+    def environment(self, run: RunDefinition) -> Environment:
+        """The environment of a run; kept, since files of it may come for long."""
+        name = run.digest()
+        if name not in self._environments:
+            self._environments[name] = environment_for(run)
+        return self._environments[name]
+
+    def _fetch(self, digest: Digest) -> bytes:
+        return self._pool.run.raw() if digest == self._pool.run.digest() else self._api.run(digest)
+
+
+def run_calibration(pool: Pool, api: ValidatorApi) -> Calibration | None:
+    """The run's own calibration object; None where it uses the shipped one.
+
+    Raises UserError if the orchestrator has no such object, or it is not signed by the manager.
+    """
+    named = pool.run.calibration
+    if named == ZERO_DIGEST:
+        return None
+    try:
+        raw = api.object(named)
+    except NotFoundError as error:
+        raise UserError(
+            f"the run's calibration is not published: {error}",
+            hint="the manager puts the object that the run names into the object store",
+        ) from error
+    try:
+        return parse_signed(raw, pool.manager, pool.domain(CalibrationStatement))
+    except (MalformedError, UntrustedError) as error:
+        hint = "the run has to name one that its manager signed (docs/verification.md)"
+        raise UserError(str(error), hint=hint) from error
+
+
+def check_replay(calibration: Calibration, dtype: str, device: str) -> None:
+    """Raises UserError if a validator that replays so could judge nothing by this calibration."""
+    due = calibration.replay_dtype, calibration.replay_device
+    on_cpu = device == "cpu"
+    fits = due[1] == cpu_name() if on_cpu else not due[1].startswith("cpu")
+    if dtype == due[0] and fits:
+        return
+    raise UserError(
+        f"the run's calibration holds for replays in {due[0]} on {due[1]}, not in {dtype} on "
+        f"{cpu_name() if on_cpu else device}: this validator could judge no file",
+        hint="replay as it says, or measure another: orchestrator calibrate --replay-device",
+    )

@@ -1,0 +1,198 @@
+"""`validator run`: one validator process, until SIGTERM.
+
+Judging runs in the main thread, draws in another. It needs an orchestrator,
+an RPC, a keystore and a folder of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
+
+from prime_broadcast.access import Passes
+from prime_broadcast.manifest import Trust
+from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
+from prime_chain.keystore import load_keystore, read_password
+from prime_core.checkpoint import PolicyStatement
+from prime_core.errors import PolicyError, UnavailableError
+from prime_core.ids import Digest
+from prime_core.logs import log_to_stderr
+from prime_core.stopping import until_stopped
+from prime_core.transport.client import OrchestratorClient
+from prime_core.waiting import StoppedError, until_answered
+from prime_validator.api import ValidatorApi
+from prime_validator.draws import Draws
+from prime_validator.folder import Folder
+from prime_validator.judging import Validator
+from prime_validator.policies import Policies
+from prime_validator.pool import FILE, Runs, check_replay, find_pool, run_calibration
+from prime_validator.settings import Settings
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.proofs.thresholds import shipped
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DRAW_SECONDS = 1.0
+LONGEST_PAUSE = 30.0
+
+
+def run(settings: Settings) -> None:
+    """Judges until SIGTERM. Raises the first defect of a background thread."""
+    log_to_stderr(settings.log_level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    stop = until_stopped()
+    with ExitStack() as stack:
+        url, rpc = settings.need("orchestrator"), settings.need("rpc")
+        wallet = settings.need("wallet")
+        password = read_password(
+            settings.password_file, settings.password_fd, prompt=f"Password of {wallet}: "
+        )
+        signer = load_keystore(wallet, password)
+        folder = Folder(settings.data)
+        stack.callback(folder.close)
+        worker = f"{os.getpid()}:{secrets.token_hex(8)}"
+
+        def session() -> ValidatorApi:
+            client = OrchestratorClient(url, signer, "validator")
+            stack.callback(client.close)
+            return ValidatorApi(client, worker)
+
+        api = session()
+        known = (settings.data / FILE).exists()
+        patience = None if known else settings.first_answer_seconds
+        try:
+            pool = _answered(
+                lambda: find_pool(api, rpc, settings.data, settings.deployment), stop, patience
+            )
+            calibration = _answered(lambda: run_calibration(pool, api), stop, patience)
+        except StoppedError:
+            return
+        check_replay(calibration or shipped(), settings.dtype, settings.device)
+        trust = Trust(pool.trainer, pool.domain(PolicyStatement), pool.number)
+        policies = Policies(
+            settings.data / "policies",
+            session(),
+            trust,
+            sources=settings.source,
+            passes=Passes(signer, pool.deployment.domain("registry")),
+        )
+        loader = partial(
+            load_engine, dtype=settings.dtype, device=settings.device, threads=settings.threads
+        )
+        limit = settings.policy_memory_mb << 20 if settings.policy_memory_mb else None
+        engines = FolderEngines(
+            policies.folder.root, loader, keep=settings.policies, max_bytes=limit
+        )
+        chain = ChainClient(rpc, pool.deployment.chain_id)
+        stack.callback(chain.close)
+        contracts = Contracts(chain, pool.deployment)
+        runs = Runs(pool, session(), lambda: revisions_on_chain(contracts, pool.number))
+        draws = Draws(folder, session(), pool, signer, random=secrets.token_bytes, now=time.time)
+        validator = Validator(
+            api,
+            session(),
+            folder,
+            pool,
+            signer,
+            engines,
+            runs,
+            policies,
+            draws,
+            version=version(),
+            now=time.time,
+            calibration=calibration,
+        )
+        threads = Background(stop)
+        stack.callback(threads.join)
+        threads.start("draws", draws.prepare, DRAW_SECONDS)
+        print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
+        judge_until(stop, validator, settings.pack, settings.idle_seconds)
+        threads.join()
+        threads.raise_defect()
+    log.info("ended")
+
+
+def revisions_on_chain(contracts: Contracts, pool: int) -> list[tuple[int, Digest]]:
+    """First step and digest of each revision of the run that the chain names."""
+    return [(one.from_step, one.run_digest) for one in contracts.pools.revisions_of(pool)]
+
+
+def version() -> str:
+    """The verifier's version, as it enters the law of an opinion."""
+    return f"prime-open {importlib.metadata.version('prime-open')}"
+
+
+def judge_until(
+    stop: threading.Event, validator: Validator, pack: int, idle_seconds: float
+) -> None:
+    """Judges up to `pack` files together until `stop`; asks again every `idle_seconds` when there
+    is nothing, and ever later while the orchestrator refuses or does not answer."""
+    pause = idle_seconds
+    while not stop.is_set():
+        try:
+            judged = validator.judge_some(pack)
+            pause = idle_seconds
+        except (UnavailableError, PolicyError) as error:
+            pause = min(2 * pause, LONGEST_PAUSE)
+            log.warning("judging pauses for %.1f s: %s", pause, error)
+            judged = []
+        if not judged:
+            stop.wait(pause)
+
+
+def _answered(ask: Callable[[], T], stop: threading.Event, give_up: float | None) -> T:
+    def tell(error: UnavailableError, wait: float) -> None:
+        log.warning("%s; trying again in %.0f s", error, wait)
+
+    return until_answered(ask, stop, tell, give_up=give_up)
+
+
+class Background:
+    """Threads that repeat a tick until `stop` is set; a defect in one sets it."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._threads: list[threading.Thread] = []
+        self._defects: list[Exception] = []
+
+    def start(self, name: str, tick: Callable[[], object], every: float) -> None:
+        thread = threading.Thread(target=self._run, args=(name, tick, every), name=name)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, name: str, tick: Callable[[], object], every: float) -> None:
+        pause = every
+        while not self._stop.is_set():
+            try:
+                tick()
+                pause = every
+            except (UnavailableError, PolicyError) as error:
+                pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
+                log.warning("%s: tries again in %.0f s: %s", name, pause, error)
+            except Exception as error:  # a defect ends the process; its supervisor starts another
+                log.critical("%s met a defect; the process ends", name, exc_info=error)
+                self._defects.append(error)
+                self._stop.set()
+            self._stop.wait(pause)
+
+    def join(self) -> None:
+        """Ends the threads."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def raise_defect(self) -> None:
+        """Raises the first defect, if a thread met one."""
+        for error in self._defects:
+            raise error

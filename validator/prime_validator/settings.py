@@ -1,0 +1,47 @@
+"""Settings of `validator run`: flag > environment (PRIME_VALIDATOR_*) > TOML > default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from prime_core.settings import BaseSettings, Urls, UserPath, needed
+from prime_core.waiting import FIRST_ANSWER_SECONDS
+
+
+class Settings(BaseSettings):
+    """Relative paths are taken from the working directory."""
+
+    ENV_PREFIX: ClassVar[str] = "PRIME_VALIDATOR_"
+
+    orchestrator: str = ""
+    rpc: Urls = ()
+    wallet: UserPath | None = None
+    """Keystore of the validator."""
+    password_file: UserPath | None = None
+    password_fd: int | None = None
+    data: UserPath = Path("var/validator").absolute()
+    """Our own folder: draw secrets, opinions, policies."""
+    deployment: UserPath | None = None
+    """Deployment JSON; by default the shipped one of the chain, or on a test network the
+    orchestrator's word."""
+    source: Urls = ()
+    """Relays or origins to fetch policies from, before those that the orchestrator names."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int | None = Field(default=None, ge=1)
+    policies: int = Field(default=3, ge=1)
+    """Policies to keep loaded."""
+    policy_memory_mb: int = Field(default=0, ge=0)
+    """What loaded policies may take together, by the size of their files; 0: no bound."""
+    pack: int = Field(default=4, ge=1, le=64)
+    """Files of one policy whose rows share a prefill."""
+    idle_seconds: float = Field(default=0.3, gt=0)
+    first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def need(self, name: Literal["orchestrator", "rpc", "wallet"]) -> Any:
+        """A setting without default. Raises UserError if it was not given."""
+        return needed(self, name)
