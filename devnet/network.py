@@ -158,17 +158,21 @@ class Network:
         self.supervisor.wait_for("the orchestrator", self._answers, 60)
 
     def start_validators(self) -> None:
-        """Validators, each with a key and a folder of its own: nothing else is shared with them."""
+        """Starts every validator."""
         for name in self.plan.judges:
-            self.supervisor.start(
-                name,
-                [
-                    *(str(BIN / "validator"), "run", "--orchestrator", self.url),
-                    *("--rpc", self.anvil.url, "--data", str(self.root / name)),
-                    *("--threads", "1"),
-                    *self.accounts[name].flags(),
-                ],
-            )
+            self.start_validator(name)
+
+    def start_validator(self, name: str) -> None:
+        """Starts one validator with its own key and folder. It shares nothing else."""
+        self.supervisor.start(
+            name,
+            [
+                *(str(BIN / "validator"), "run", "--orchestrator", self.url),
+                *("--rpc", self.anvil.url, "--data", str(self.root / name)),
+                *("--threads", "1"),
+                *self.accounts[name].flags(),
+            ],
+        )
 
     def start_relay(self) -> None:
         """A relay between the trainer's origin and the nodes."""

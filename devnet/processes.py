@@ -59,8 +59,12 @@ class Supervisor:
     def start(self, name: str, argv: Sequence[str], *, required: bool = True) -> Child:
         """Starts `argv` with its output in `<logs>/<name>.log` (appended on a restart).
 
-        A `required` child that ends by itself fails the network (see `check`).
+        A `required` child that ends by itself fails the network (see `check`). Raises ValueError
+        if a child of that name still runs: the supervisor would lose track of it.
         """
+        running = self.children.get(name)
+        if running is not None and running.process.poll() is None:
+            raise ValueError(f"{name} is already running as process {running.process.pid}")
         log = self.logs / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(

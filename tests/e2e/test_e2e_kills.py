@@ -33,7 +33,7 @@ def test_sigkill_of_orchestrator_validator_and_trainer_loses_and_repeats_nothing
     walk = Walk(network, note=print, tick=lambda: None)
     starters = {
         "orchestrator": network.start_orchestrator,
-        "validator": network.start_validators,
+        "validator": lambda: network.start_validator("validator"),
         "trainer": network.start_trainer,
     }
     try:

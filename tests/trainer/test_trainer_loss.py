@@ -45,8 +45,8 @@ def slow_gradient(
                 "grpo_token_mean": 1 / sum(LENGTHS),
                 "dr_grpo": 1 / len(LENGTHS) / MAX_OUTPUT,
                 "one_sided": 1 / len(LENGTHS) / length,
-            }[settings.normalisation]
-            delta = math.inf if settings.normalisation == "one_sided" else settings.delta
+            }[settings.name]
+            delta = math.inf if settings.name == "one_sided" else settings.delta
             p = np.exp(logits[t] - logits[t].max())
             p /= p.sum()
             logp = math.log(p[targets[t]])
