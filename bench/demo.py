@@ -150,14 +150,18 @@ def demo(checkout: Path, name: str) -> Demo:
         if kind == "one-core":  # its children inherit it
             os.sched_setaffinity(process.pid, cores[:1])
         page: float | None = None
-        while process.poll() is None:
-            seconds = time.monotonic() - started
-            if page is None and PAGE_MARK in log.read_text(errors="replace"):
-                page = seconds
-            if seconds > LIMITS.get(kind, LIMITS["rest"]):
+        try:
+            while process.poll() is None:
+                seconds = time.monotonic() - started
+                if page is None and PAGE_MARK in log.read_text(errors="replace"):
+                    page = seconds
+                if seconds > LIMITS.get(kind, LIMITS["rest"]):
+                    break
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
                 process.wait(120)
-            time.sleep(0.2)
         whole = time.monotonic() - started
     findings, said = {}, []
     written = checkout / "var" / "devnet" / "findings.json"

@@ -223,6 +223,12 @@ class Anvil:
         """Mines `blocks`, `interval` seconds of chain time apart."""
         self.rpc("anvil_mine", hex(blocks), hex(interval))
 
+    def mine_every(self, seconds: int) -> None:
+        """From now on mines one block every `seconds`; 0 mines a block for each transaction."""
+        self.rpc("evm_setIntervalMining", seconds)
+        if seconds == 0:
+            self.rpc("evm_setAutomine", True)
+
     def forward(self, seconds: int) -> None:
         """Moves the chain's clock forward and mines a block there."""
         self.rpc("evm_increaseTime", hex(seconds))

@@ -35,6 +35,7 @@ LIARS = Path(__file__).with_name("liars.py")
 BIN = Path(sys.executable).parent
 RECORD = "network.json"
 POOL_FUNDS = 5_000 * TOKEN
+BLOCK_SECONDS = 1
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST")
 
 
@@ -54,9 +55,7 @@ class Network:
         self.supervisor = Supervisor(
             self.root / "logs", self.root / "pids.json", _environment(self.root)
         )
-        self.anvil = Anvil(
-            block_time=1, log=self.root / "logs" / "anvil.log", state=self.root / "chain.json"
-        )
+        self.anvil = Anvil(log=self.root / "logs" / "anvil.log", state=self.root / "chain.json")
         self.accounts: dict[str, Account] = {}
         self.run_file = self.root / "run.json"
         self.deployment_file = self.root / "deployment.json"
@@ -79,6 +78,7 @@ class Network:
     def revive(self) -> None:
         """Brings back what outsiders ask: the chain as it was, orchestrator, origin, relay."""
         self.anvil.start()
+        self.anvil.mine_every(BLOCK_SECONDS)
         self.start_orchestrator()
         self.start_trainer(steps=0)
         self.start_relay()
@@ -86,7 +86,10 @@ class Network:
     # -- the walk ------------------------------------------------------------------------------
 
     def start_chain(self) -> None:
-        """A local chain with blocks of one second, its contracts, and ether for every party."""
+        """Starts a local chain, deploys the contracts and gives every party ether.
+
+        Until `create_pool` ends, each transaction is mined at once; then blocks come regularly.
+        """
         self.anvil.start()
         names = (*PARTIES, *self.plan.judges[1:], *(node.name for node in self.plan.nodes))
         self.accounts = {name: make(self.root / "keys", name) for name in names}
@@ -137,6 +140,7 @@ class Network:
                 *("--pool", str(self.pool), "--amount", str(POOL_FUNDS // TOKEN)),
             ],
         )
+        self.anvil.mine_every(BLOCK_SECONDS)
 
     def start_orchestrator(self) -> None:
         """The API and its loops; returns once it answers."""
