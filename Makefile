@@ -22,11 +22,13 @@ demo: setup ## The whole network on this machine, then its six findings (≤ 12 
 demo-stop: ## Ends a demo left running
 	@if [ -x $(PY) ]; then $(PY) -m devnet stop; else echo "nothing was left running"; fi
 
-test: setup ## The tests (≤ 15 minutes); what lacks its engine is skipped by name
+test: setup ## The tests (≤ 12 minutes); what lacks its engine is skipped by name
 	@$(PY) -m pytest -rs -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
-test-all: setup ## Every test but those that need a GPU (≤ 45 minutes)
-	@PRIME_TESTS_SKIP_NOTHING=1 $(PY) -m pytest -rs -m "not gpu" $(ARGS)
+test-all: setup ## Every test but those that need a GPU (≤ 60 minutes); the slow ones one at a time
+	@export PRIME_TESTS_SKIP_NOTHING=1; failed=0; \
+	$(PY) -m pytest -rs -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS) || failed=$$?; \
+	$(PY) -m pytest -rs --durations=25 -m "slow and not gpu" $(ARGS) || failed=$$?; exit $$failed
 
 soak: setup ## Long runs by name: make soak ARGS="demo-runs"; without ARGS it lists them
 	@$(PY) -m devnet soak $(ARGS)

@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
@@ -90,7 +92,7 @@ def deployed(_deployed_once: Deployed) -> Iterator[Deployed]:
 
 
 @pytest.fixture(scope="session")
-def postgres_url() -> Iterator[str]:
+def _postgres_server() -> Iterator[str]:
     """A PostgreSQL server: PRIME_TEST_POSTGRES_URL, or one of our own from pgserver."""
     if given := os.environ.get("PRIME_TEST_POSTGRES_URL"):
         yield given
@@ -108,6 +110,18 @@ def postgres_url() -> Iterator[str]:
         server.cleanup()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_url(_postgres_server: str) -> Iterator[str]:
+    """A database of this process's own, so that parallel test runs can share one server."""
+    name = f"prime_test_{os.getpid()}"
+    with psycopg.connect(_postgres_server, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+        connection.execute(f"CREATE DATABASE {name}")
+    yield urlsplit(_postgres_server)._replace(path=f"/{name}").geturl()
+    with psycopg.connect(_postgres_server, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture
