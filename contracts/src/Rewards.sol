@@ -18,8 +18,8 @@ import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
 import { Statements } from "./libraries/Statements.sol";
 
-/// @title Holds the pools' funds and pays the nodes' providers from them.
-/// @notice A reward root promises each node a cumulative amount since the pool began. It can be
+/// @title Holds the pools' funds and pays nodes' providers and validators from them.
+/// @notice A reward root promises each node and validator a cumulative amount since the pool began. It can be
 /// posted once no leaf of its epoch can be rejected any more, reserves what it adds from the pool's
 /// free funds, and can be claimed after a public check, in which the arbiter may disable it.
 ///
@@ -44,7 +44,7 @@ contract Rewards is ReentrancyGuardTransient {
     /// @notice The root of `epoch` and all that were posted on top of it, up to the one of `last`,
     /// are void; they can be posted anew.
     event RewardRootDisabled(uint256 indexed pool, uint64 indexed epoch, uint64 last);
-    /// @notice A node's rewards were paid to its provider's payout account.
+    /// @notice Rewards were paid: a node's to its provider's payout account, a validator's to itself.
     event Claimed(uint256 indexed pool, address indexed node, address payout, uint256 amount);
 
     /// @notice One claim of a batch.
@@ -103,7 +103,7 @@ contract Rewards is ReentrancyGuardTransient {
     uint64 private immutable _rewardDelay;
     uint64 private immutable _refundDelay;
 
-    /// @notice What a node was paid so far.
+    /// @notice What was paid so far for a node or validator.
     mapping(uint256 pool => mapping(address node => uint256)) public claimed;
     mapping(uint256 pool => Funds) private _funds;
     mapping(uint256 pool => mapping(uint64 epoch => RewardRoot)) private _roots;
@@ -247,12 +247,13 @@ contract Rewards is ReentrancyGuardTransient {
         emit RewardRootDisabled(pool, epoch, last);
     }
 
-    /// @notice Pays what a node has earned and not yet been paid, to its provider's payout account.
+    /// @notice Pays what a node has earned and not yet been paid, to its provider's payout account. An
+    /// account that was ever appointed a validator of the pool, and never sat in it, is paid itself.
     /// @dev Anyone may call; the money has one place to go. No guard against reentrance: the books
     /// are closed before the token is called, and all other calls are views of our own contracts.
     /// @param pool The pool.
     /// @param epoch A live reward root's epoch; the newest claimable pays most.
-    /// @param node The node.
+    /// @param node The node or validator.
     /// @param cumulative Its cumulative amount in that root.
     /// @param proof Merkle path.
     function claim(
@@ -340,11 +341,19 @@ contract Rewards is ReentrancyGuardTransient {
         uint256 reserved = _funds[pool].reserved;
         if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);
         payout = registry.payoutOf(pools.liableFor(pool, node));
-        if (payout == address(0)) revert Errors.UnknownNode(node);
+        if (payout == address(0)) payout = _validator(pool, node);
 
         claimed[pool][node] = cumulative;
         _funds[pool].reserved = uint128(reserved - amount); // less than what 128 bits held
         emit Claimed(pool, node, payout, amount);
+    }
+
+    /// @dev Reverts unless `account` was ever appointed in the pool: then it is paid itself.
+    function _validator(uint256 pool, address account) private view returns (address) {
+        // slither-disable-next-line unused-return
+        (uint8 number,,) = pools.validatorOf(pool, account);
+        if (number == 0) revert Errors.UnknownNode(account);
+        return account;
     }
 
     function _live(uint256 pool, uint64 epoch) private view returns (RewardRoot storage r) {

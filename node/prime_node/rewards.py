@@ -1,5 +1,4 @@
-"""A node's rewards: the orchestrator tells, the chain decides, and a claim is checked before it is
-sent."""
+"""A node's rewards: what the orchestrator says, what the chain has paid, and the claim."""
 
 from __future__ import annotations
 
@@ -8,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prime_chain.amounts import prime
+from prime_chain.claims import fetch_info, payable_claim
 from prime_chain.client import Call
-from prime_chain.contracts import Claim
 from prime_chain.explain import Explanation, explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder, history_of
-from prime_core.encoding import merkle_verify, reward_leaf
-from prime_core.errors import ConflictError, UntrustedError, UserError
+from prime_core.errors import UserError
 from prime_core.ids import Address
 from prime_core.messages import RewardInfo
 from prime_core.transport.client import OrchestratorClient, run_bytes
@@ -42,10 +39,6 @@ class NodeRewards:
         return known | {"paid": paid, "payable": payable}
 
 
-def fetch_info(client: OrchestratorClient, node: Address) -> RewardInfo:
-    return client.get(f"/v1/rewards/{node}", RewardInfo)
-
-
 def read_rewards(settings: Settings, node: Address) -> NodeRewards:
     """From the orchestrator and, if an RPC is named, the chain."""
     with OrchestratorClient(settings.need_orchestrator()) as client:
@@ -59,57 +52,22 @@ def read_rewards(settings: Settings, node: Address) -> NodeRewards:
             link.close()
 
 
-def claim_calls(settings: Settings, link: Link, nodes: Sequence[Address]) -> list[Call]:
-    """The transaction that claims for one node, or for several at once; nodes that have nothing
-    payable are passed over if there are several. Raises as `payable_claim`."""
-    if len(nodes) == 1:
-        c = payable_claim(settings, link, nodes[0])
-        return [link.contracts.rewards.claim(c.pool, c.epoch, c.node, c.cumulative, c.proof)]
-    claims, why = [], UserError("this owner has no node")
-    for node in nodes:
-        try:
-            claims.append(payable_claim(settings, link, node))
-        except UserError as error:
-            why = error
+def claim_calls(settings: Settings, link: Link, accounts: Sequence[Address]) -> list[Call]:
+    """The transaction that claims for one node or validator, or for several at once. Of several,
+    those that have nothing payable are passed over. Raises as `payable_claim`."""
+    with OrchestratorClient(settings.need_orchestrator()) as client:
+        claim = partial(payable_claim, client, link.contracts, link.pool)
+        if len(accounts) == 1:
+            return [link.contracts.rewards.claim(claim(accounts[0]))]
+        claims, why = [], UserError("this owner has no node")
+        for account in accounts:
+            try:
+                claims.append(claim(account))
+            except UserError as error:
+                why = error
     if not claims:
         raise why
     return [link.contracts.rewards.claim_many(claims)]
-
-
-def payable_claim(settings: Settings, link: Link, node: Address) -> Claim:
-    """What can be claimed for a node now, its proof checked against the root on chain.
-
-    Raises UserError if there is nothing to claim or not yet, UntrustedError if the orchestrator's
-    proof does not lead to the root, ConflictError if that root was disabled.
-    """
-    with OrchestratorClient(settings.need_orchestrator()) as client:
-        info = fetch_info(client, node)
-    if info.epoch is None or int(info.cumulative) == 0:
-        raise UserError(
-            f"node {node} has no settled rewards yet",
-            hint="an epoch is settled once its last file's validity has passed; see rewards show",
-        )
-    rewards, cumulative = link.contracts.rewards, int(info.cumulative)
-    on_chain = rewards.reward_root(link.pool, info.epoch)
-    if on_chain is None:
-        raise UserError(
-            f"the reward root of epoch {info.epoch} is not on chain yet",
-            hint="try again in a little while",
-        )
-    if on_chain.disabled:
-        raise ConflictError(f"the arbiter disabled the reward root of epoch {info.epoch}")
-    if not merkle_verify(on_chain.root, reward_leaf(node, cumulative), info.proof):
-        raise UntrustedError("the orchestrator's proof does not lead to the reward root on chain")
-    paid = rewards.claimed(link.pool, node)
-    if paid >= cumulative:
-        raise UserError(f"all {prime(paid)} of epoch {info.epoch} and before are paid already")
-    now = link.client.block("latest").time
-    if now < on_chain.claimable_at:
-        raise UserError(
-            f"the rewards of epoch {info.epoch} can be claimed in {on_chain.claimable_at - now} s",
-            hint="the delay lets anyone check the root first",
-        )
-    return Claim(link.pool, info.epoch, node, cumulative, info.proof)
 
 
 def explain_rewards(settings: Settings, node: Address, epoch: int | None) -> Explanation:

@@ -11,7 +11,7 @@ import pytest
 from devnet.deployed import TEST_PERIODS, Deployed, opinions_on, pool_config
 from prime_chain import codec, events, flows
 from prime_chain import contracts as contracts_module
-from prime_chain.contracts import ETHER, Contracts, ProposalState, prime
+from prime_chain.contracts import ETHER, Claim, Contracts, ProposalState, prime
 from prime_chain.errors import ChainRevertedError
 from prime_chain.history import read_events, read_slashes, slash_of, slashes
 from prime_core.checkpoint import PolicyStatement
@@ -371,7 +371,9 @@ def test_rewards_are_funded_posted_and_claimed_to_the_payout_address(stage: Stag
     assert c.rewards.reward_root(stage.pool, epoch + 1) is None
     deployed.anvil.forward(TEST_PERIODS.reward_delay)
     before = c.token.balance_of(stage.provider.address)
-    claim = c.rewards.claim(stage.pool, epoch, node, 7 * ETHER, merkle_proof(leaves, 0))
+    claim = c.rewards.claim(
+        Claim(stage.pool, epoch, node, 7 * ETHER, tuple(merkle_proof(leaves, 0)))
+    )
     deployed.send(deployed.accounts[9], claim)
     assert c.token.balance_of(stage.provider.address) == before + 7 * ETHER
     assert c.rewards.claimed(stage.pool, node) == 7 * ETHER

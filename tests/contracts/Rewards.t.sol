@@ -234,6 +234,46 @@ contract RewardsTest is Network {
         vm.assertEq(token.balanceOf(payout), 30);
     }
 
+    function postFor(uint64 epoch, address who, uint256 amount) private {
+        vm.prank(manager);
+        rewards.postRewardRoot(pool, epoch, Statements.rewardLeaf(who, amount), amount, EVIDENCE);
+    }
+
+    function test_Claim_PaysAValidatorItself_AlsoAfterItsDismissal() public {
+        postFor(E, validator, 5);
+        vm.warp(postable(E) + DELAY);
+        vm.prank(manager);
+        pools.setValidator(pool, validator, false);
+        vm.prank(stranger);
+        rewards.claim(pool, E, validator, 5, none());
+        vm.assertEq(token.balanceOf(validator), 5);
+        vm.assertEq(rewards.claimed(pool, validator), 5);
+        assertFunds(95, 0);
+    }
+
+    /// @dev A manager must not turn a provider's pay away to the node's own key by appointing it.
+    function test_Claim_OfANodeThatIsAppointedStillPaysItsProvider() public {
+        vm.prank(manager);
+        pools.setValidator(pool, node, true);
+        postFor(E, node, 5);
+        vm.warp(postable(E) + DELAY);
+        rewards.claim(pool, E, node, 5, none());
+        vm.assertEq(token.balanceOf(payout), 5);
+        vm.assertEq(token.balanceOf(node), 0);
+    }
+
+    /// @dev Nor does an appointment in another pool count.
+    function test_Claim_RefusesAValidatorOfAnotherPool() public {
+        vm.prank(manager);
+        uint256 other = pools.create(config());
+        vm.prank(manager);
+        pools.setValidator(other, stranger, true);
+        postFor(E, stranger, 5);
+        vm.warp(postable(E) + DELAY);
+        expect(abi.encodeWithSelector(Errors.UnknownNode.selector, stranger));
+        rewards.claim(pool, E, stranger, 5, none());
+    }
+
     function test_Claim_RefusesANodeThatNeverSat() public {
         bytes32 leaf = Statements.rewardLeaf(stranger, 5);
         vm.prank(manager);

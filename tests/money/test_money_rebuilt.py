@@ -11,6 +11,7 @@ from chain_kit import ARBITER, World, make_world
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR
 from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
+from prime_chain.contracts import Claim
 from prime_chain.explain import ROOTED_LATE, explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder
@@ -169,6 +170,11 @@ def test_validators_are_paid_for_each_judged_file_whatever_the_verdict(tmp_path:
         rebuilder = Rebuilder(events, world.deployment, 1, runs, Published(world))
         said = explain(rebuilder, VALIDATOR.address)
         assert ([file.state for file in said.files], said.problems) == (["judged"] * 2, ())
+        amount, proof = settlement.proof(VALIDATOR.address)
+        world.forward(world.deployment.periods.reward_delay + 1)
+        claim = Claim(1, settlement.epoch, VALIDATOR.address, amount, tuple(proof))
+        world.send(OWNER, world.contracts.rewards.claim(claim))
+        assert world.contracts.token.balance_of(VALIDATOR.address) == 2 * TOKEN
     finally:
         world.close()
 

@@ -11,6 +11,7 @@ from chain_kit import ARBITER, DEPLOYER, FUNDS, STAKE, TREASURY, World
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, key
 from walk_kit import HONEST, LIAR, OTHER, OWNER, amounts, one, rebuild_root, settled, until
 
+from prime_chain.contracts import Claim
 from prime_core.errors import UnavailableError
 from prime_core.verdict import Reason
 from prime_orchestrator.manager.indexer import run_indexer_tick
@@ -99,7 +100,7 @@ def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World)
     amount, proof = settlement.proof(HONEST.address)
     world.forward(world.deployment.periods.reward_delay + 1)
     before = world.contracts.token.balance_of(OWNER.address)
-    claim = rewards.claim(1, settlement.epoch, HONEST.address, amount, proof)
+    claim = rewards.claim(Claim(1, settlement.epoch, HONEST.address, amount, tuple(proof)))
     world.send(key(30), claim)
     assert world.contracts.token.balance_of(OWNER.address) - before == due
     assert rewards.claimed(1, HONEST.address) == due

@@ -11,6 +11,7 @@ from anvil_kit import needs_anvil
 from chain_kit import World, make_world
 from money_kit import RUN, TOKEN, key
 
+from prime_chain.contracts import Claim
 from prime_chain.explain import Explanation, explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder
@@ -119,7 +120,9 @@ def test_what_was_claimed_is_told_beside_what_was_earned(world: World) -> None:
     settlement = rebuilder(world).published()[-1][1]
     cumulative, proof = settlement.proof(HONEST.address)
     world.forward(world.deployment.periods.reward_delay + 1)
-    claim = world.contracts.rewards.claim(1, settlement.epoch, HONEST.address, cumulative, proof)
+    claim = world.contracts.rewards.claim(
+        Claim(1, settlement.epoch, HONEST.address, cumulative, tuple(proof))
+    )
     world.send(OTHER, claim)
     found = explained(world, HONEST.address)
     assert (found.cumulative, found.claimed) == (EARNED, EARNED)

@@ -20,12 +20,13 @@ from devnet.chain import Anvil, dev_signer
 from devnet.deployed import Deployed, opinions_on
 from prime_chain import flows
 from prime_chain.amounts import ETHER
-from prime_chain.contracts import ProposalState
+from prime_chain.contracts import Claim, ProposalState
 from prime_chain.deployer import Options, deploy
 from prime_chain.keystore import save_keystore
 from prime_core.deployment import Deployment
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
 from prime_core.ids import ZERO_ADDRESS, Digest
+from prime_core.messages import RewardInfo
 from prime_core.node import NodeConsent
 from prime_core.rollout import Submission
 from prime_core.signing import LocalSigner
@@ -269,6 +270,30 @@ def test_a_validator_bonds_unbonds_rebonds_withdraws_and_resigns(office: Office)
     assert "holds" in office.refused("validator", "bond", "1", who=STRANGER)
 
 
+def test_a_validator_claims_what_it_earned_by_judging(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed, c = office.deployed, office.deployed.contracts
+    office("pool", "fund", "--amount", "10", *office.number)
+    epoch = deployed.now() // RUN.epoch_seconds
+    deployed.anvil.forward(2 * RUN.epoch_seconds + RUN.validity_seconds)
+    leaves = [reward_leaf(VALIDATOR.address, 3 * ETHER), reward_leaf(NODE.address, ETHER)]
+    root = merkle_root(leaves)
+    post = c.rewards.post_reward_root(office.pool, epoch, root, 4 * ETHER, sha256(b"object"))
+    deployed.send(MANAGER, post)
+    info = RewardInfo(
+        node=VALIDATOR.address, epoch=epoch, cumulative=str(3 * ETHER), claimable_at=None,
+        proof=tuple(merkle_proof(leaves, 0)), pending_units=0, forfeited="0",
+    )  # fmt: skip
+    monkeypatch.setattr("prime_chain.claims.fetch_info", lambda *_: info)
+    claim = ("validator", "claim", *office.number, "--orchestrator", "http://127.0.0.1:9")
+    assert "can be claimed in" in office.refused(*claim, who=VALIDATOR)
+    deployed.anvil.forward(deployed.deployment.periods.reward_delay + 1)
+    assert office(*claim, who=VALIDATOR)["paid"] == str(3 * ETHER)
+    assert c.token.balance_of(VALIDATOR.address) == 3 * ETHER
+    assert "paid already" in office.refused(*claim, who=VALIDATOR)
+
+
 @pytest.fixture
 def disputed(office: Office) -> tuple[Office, Digest]:
     """A seated node, two validators with three bonds each, one disputed proposal."""
@@ -347,7 +372,9 @@ def test_the_arbiter_disables_a_reward_root_in_time(office: Office) -> None:
     )
     deployed.send(MANAGER, post)
     # a root of another pool is no root of this one
-    claim = c.rewards.claim(office.pool + 1, epoch, NODE.address, ETHER, merkle_proof(leaves, 0))
+    claim = c.rewards.claim(
+        Claim(office.pool + 1, epoch, NODE.address, ETHER, tuple(merkle_proof(leaves, 0)))
+    )
     with pytest.raises(Exception, match="UnknownRewardRoot"):
         deployed.client.call(claim)
     assert "UnknownRewardRoot" in office.refused(

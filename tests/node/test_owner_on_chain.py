@@ -299,7 +299,7 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
             forfeited="0",
         )
 
-    monkeypatch.setattr("prime_node.rewards.fetch_info", told)
+    monkeypatch.setattr("prime_chain.claims.fetch_info", told)
     where = ("--orchestrator", "http://127.0.0.1:9")
     claim = ("rewards", "claim", "--all", *where)
     assert "can be claimed in" in owner.refused("rewards", "claim", "--node", NODE.address, *where)

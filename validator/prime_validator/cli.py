@@ -200,6 +200,25 @@ def status(
 
 
 @app.command()
+@at_desk
+def claim(
+    desk: Desk,
+    pool: PoolNumber,
+    orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
+) -> Done:
+    """Have what the account earned by judging files paid to it."""
+    from prime_chain.claims import payable_claim
+    from prime_core.transport.client import OrchestratorClient
+
+    with OrchestratorClient(orchestrator) as server:
+        found = payable_claim(server, desk.contracts, pool, desk.account)
+    paid = found.cumulative - desk.contracts.rewards.claimed(pool, desk.account)
+    desk.perform([desk.contracts.rewards.claim(found)])
+    facts = {"pool": pool, "epoch": found.epoch, "paid": str(paid)}
+    return Done(facts, f"{prime(paid)} paid to {desk.account}")
+
+
+@app.command()
 def rewards(
     orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
     account: Annotated[str, typer.Argument(help="Address of the validator.")],

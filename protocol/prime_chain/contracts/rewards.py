@@ -31,7 +31,7 @@ class RewardRoot:
 
 @dataclass(frozen=True)
 class Claim:
-    """One node's claim on a reward root; `cumulative` in wei."""
+    """One node's or validator's claim on a reward root; `cumulative` in wei."""
 
     pool: int
     epoch: int
@@ -49,7 +49,7 @@ class Rewards(Contract):
         return PoolFunds(*self.read("funds", pool, block=block))
 
     def claimed(self, pool: int, node: Address, block: BlockId = "latest") -> int:
-        """What has been paid for a node so far."""
+        """What has been paid for a node or validator so far."""
         return cast(int, self._one("claimed", pool, node, block=block))
 
     def reward_root(self, pool: int, epoch: int, block: BlockId = "latest") -> RewardRoot | None:
@@ -80,11 +80,10 @@ class Rewards(Contract):
         what = f"disable the reward root of epoch {epoch} in pool {pool}"
         return self.write("disable", pool, epoch, what=what)
 
-    def claim(
-        self, pool: int, epoch: int, node: Address, cumulative: int, proof: Sequence[Digest]
-    ) -> Call:
-        what = f"claim the rewards of node {node} in pool {pool}"
-        return self.write("claim", pool, epoch, node, cumulative, tuple(proof), what=what)
+    def claim(self, claim: Claim) -> Call:
+        c = claim
+        what = f"claim the rewards of {c.node} in pool {c.pool}"
+        return self.write("claim", c.pool, c.epoch, c.node, c.cumulative, c.proof, what=what)
 
     def claim_many(self, claims: Sequence[Claim]) -> Call:
         """Several claims at once; what is paid already is passed over."""
