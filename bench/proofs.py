@@ -14,6 +14,7 @@ figures are those measured earlier, as the rows say, and byte equality counts as
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,15 +28,93 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.forgers import accepted_on_model, passes
 from bench.form import ROOT, Row
+from bench.honest import Bench
 from bench.honest_files import honest_windows
-from bench.peers import peer_python
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.proof_form import PROOF_WINDOW
-from prime_verify.canaries.forgeries import FORGERIES
+from prime_core.verdict import Outcome
+from prime_verify import build
+from prime_verify.build import PlannedRow
+from prime_verify.canaries.forgeries import FORGERIES, Forge, forged_rows
 from prime_verify.proofs import activations
 from prime_verify.proofs.sketch import float_to_bf16
+from prime_verify.proofs.thresholds import FLOORS
+from prime_verify.rollout_file import FileRow
+
+FOLDER = ROOT / "var" / "bench"
+_MINUTES = 20
+
+
+def peer_python(name: str, check: str, steps: Sequence[Sequence[str]]) -> Path:
+    """The interpreter of peer `name`: made by `pip install` with each of `steps` in turn unless
+    `python -c check` succeeds already.
+
+    Raises UnavailableError, with pip's last line, if it cannot be made.
+    """
+    home = FOLDER / name
+    python = home / "bin" / "python"
+    if python.exists() and _run([str(python), "-c", check]).returncode == 0:
+        return python
+    print(f"bench: making {home} (minutes, once)", file=sys.stderr)
+    shutil.rmtree(home, ignore_errors=True)
+    commands = [[sys.executable, "-m", "venv", str(home)]]
+    commands += [[str(python), "-m", "pip", "install", "-q", *step] for step in steps]
+    for command in [*commands, [str(python), "-c", check]]:
+        done = _run(command)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            shutil.rmtree(home, ignore_errors=True)
+            raise UnavailableError(f"the peer {name} cannot be installed here: {last[:300]}")
+    return python
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_MINUTES * 60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def passes(proof: bytes, window: NDArray[np.uint16]) -> bool:
+    """Whether a proof passes as one of float32 states, by its window alone."""
+    try:
+        decoded = activations.decode(proof, len(window))
+    except MalformedError:
+        return False
+    match = activations.verify([decoded], [window])
+    return bool(
+        match.exponent[0] <= FLOORS["exponent"]
+        and match.sign[0] <= FLOORS["sign"]
+        and match.mantissa[0] <= FLOORS["mantissa"]
+    )
+
+
+def accepted_on_model(files: int) -> tuple[int, int]:
+    """(accepted, tried): whole files of the trained model with outlier dimensions, honest but for
+    their proofs, through every check."""
+    bench = Bench(max_output_tokens=96)
+    accepted = 0
+    for number in range(files):
+        lease, plan = bench.lease(number)
+        generations = build.generate_rows(plan, bench.run, bench.engine())
+        states = [generation.states for generation in generations]
+        for forge in FORGERIES.values():
+
+            def change(
+                rows: list[FileRow],
+                plan: Sequence[PlannedRow],
+                states: Sequence[NDArray[np.uint16]] = states,
+                forge: Forge = forge,
+            ) -> list[FileRow]:
+                return forged_rows(rows, states, forge)
+
+            made = bench.assemble(lease, plan, generations, bench.engine(), change)
+            accepted += bench.judge(made).outcome is Outcome.ACCEPTED
+    return accepted, files * len(FORGERIES)
+
 
 EARLIER_BUILD_US, EARLIER_VERIFY_US = 33.5, 19.0
 """µs a token of toploc 0.1.6 on one CPU thread, H 5120 × 4,096 tokens, measured earlier."""

@@ -16,22 +16,34 @@ kill cut off. It can be wrong about nothing but availability: whoever fetches fr
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from prime_broadcast import layout, shelf
+from blake3 import blake3
+
+from prime_broadcast import delta as deltas
+from prime_broadcast import files, layout
 from prime_broadcast.access import Rules
 from prime_broadcast.chunks import ChunkFetcher
 from prime_broadcast.content import LiveContent, LiveVersion, live_version
-from prime_broadcast.durable import appear
-from prime_broadcast.events import GivesWayError, RelayEvent, SourcesChangedError
-from prime_broadcast.files import DiskError, FullError, disk_errors, replace_file
+from prime_broadcast.durable import appear, settle
+from prime_broadcast.files import (
+    DiskError,
+    FullError,
+    disk_errors,
+    open_regular,
+    read_at,
+    remove_folder,
+    replace_file,
+    require_space,
+)
 from prime_broadcast.layout import Item, delta_items, file_items
-from prime_broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes
+from prime_broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes, total_size
 from prime_broadcast.metrics import Received, held
-from prime_broadcast.scrub import RATE, Scrubber
 from prime_broadcast.server import Counters, Limits, Server
 from prime_broadcast.sources import SourceBook, normal_url
 from prime_core.checkpoint import SignedManifest
@@ -40,7 +52,221 @@ from prime_core.errors import (
     PrimeError,
     UnavailableError,
     UntrustedError,
+    UserError,
 )
+from prime_core.ids import to_bytes
+
+
+def partial_folder(root: Path, signed: SignedManifest) -> Path:
+    """Where a version lies while it arrives."""
+    manifest = signed.manifest
+    return root / layout.POLICIES / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
+
+
+def make_folder(live: LiveVersion, root: Path) -> None:
+    """The folder of an arriving version: what rotted, if that is still in its place. Raises
+    DiskError."""
+    if layout.version_folder(root, live.signed.manifest.version).exists():
+        take_aside(live.signed, root)
+    files.make_folder(live.folder)
+
+
+def make_room(live: LiveVersion, items: Iterable[Item]) -> list[Item]:
+    """Those of `items` that are not wholly there. Raises DiskError if what is missing of them does
+    not fit."""
+    missing = [item for item in items if not live.arrivals[item.name].complete or not item.size]
+    with disk_errors():
+        there = [path for item in missing if (path := live.folder / item.name).exists()]
+        have = sum(path.stat().st_blocks * 512 for path in there)
+        require_space(live.folder, sum(item.size for item in missing) - have)
+    return missing
+
+
+def restored(root: Path, trust: Trust, history: History, keep: int) -> list[LiveVersion]:
+    """The versions that are wholly there; what kills left of versions that are no longer among the
+    newest `keep` goes. Raises UserError if they are another run's."""
+    with disk_errors():
+        settle(layout.policies_folder(root))
+    found = []
+    for version in layout.versions(root):
+        try:
+            signed = layout.manifest_of(root, version)
+            history.admit(trust.check(signed))
+        except (UntrustedError, MalformedError) as error:
+            raise UserError(
+                f"{root} holds policies of another run: {error}",
+                hint="give this relay a folder of its own with --data",
+            ) from error
+        live = live_version(signed, layout.version_folder(root, version))
+        for arrival in live.arrivals.values():
+            arrival.mark_all()
+        found.append(live)
+    _sweep(layout.policies_folder(root), layout.versions(root), keep)
+    return found
+
+
+def _sweep(folder: Path, versions: Iterable[int], keep: int) -> None:
+    for path in folder.glob(".partial-*-*"):
+        number = path.name.split("-")[1]
+        if number.isdigit() and int(number) <= max(versions, default=0) - keep:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".trash-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def to_read(content: LiveContent, versions: Iterable[int]) -> list[tuple[int, Path, list[Item]]]:
+    """What the scrubber reads of `versions`: number, folder, items."""
+    live = (content.get(version) for version in versions)
+    return [
+        (one.signed.manifest.version, one.folder, list(one.items.values()))
+        for one in live
+        if one is not None
+    ]
+
+
+def take_aside(signed: SignedManifest, root: Path) -> bool:
+    """A complete version becomes one that is arriving; False if it was dropped meanwhile. Raises
+    DiskError."""
+    partial = partial_folder(root, signed)
+    with disk_errors():
+        remove_folder(partial)
+        try:
+            layout.version_folder(root, signed.manifest.version).rename(partial)
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def outlived(present: Iterable[int], keep: int, floor: int) -> list[int]:
+    """Which of the versions `present` go, oldest first: all but the newest `keep`, and what is
+    older than `floor`."""
+    ordered = sorted(present)
+    kept = ordered[max(0, len(ordered) - keep) :]
+    return [v for v in ordered if v < floor or v not in kept]
+
+
+def remove_version(root: Path, version: int) -> None:
+    """Removes a version and what had arrived of it. Raises DiskError."""
+    with disk_errors():
+        remove_folder(layout.version_folder(root, version))
+        for path in layout.policies_folder(root).glob(f".partial-{version}-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def make_from_delta(
+    live: LiveVersion, bases: Mapping[int, LiveVersion], tell: Callable[[str], None]
+) -> bool:
+    """Makes the files of an arriving version, whose deltas are here, from one of `bases`; False if
+    none of them leads to it, or those that do are damaged, which is told."""
+    manifest = live.signed.manifest
+    for entry in sorted(manifest.deltas, key=lambda entry: entry.size):
+        base = bases.get(entry.base)
+        if base is None or base.signed.manifest.result_digest != entry.base_digest:
+            continue
+        if entry.size >= total_size(manifest):
+            continue
+        if any(live.arrivals[item.name].begun for item in file_items(manifest)):
+            return False  # a delta's bytes are verified after they are written: over nothing that
+            # is being served
+        try:
+            deltas.apply(
+                base.folder,
+                base.signed.manifest,
+                live.folder / f"delta-{entry.base}",
+                manifest,
+                live.folder,
+                on_chunk=lambda name, index: live.arrivals[name].mark(index),
+            )
+        except (UntrustedError, MalformedError) as error:
+            tell(str(error))
+            continue
+        return True
+    return False
+
+
+RATE = 8e6
+"""Bytes a second that are read again: a hundredth of a disk, a few thousandths of a core."""
+IDLE = 1.0
+"""Seconds between looks while there is nothing to read."""
+
+Shelf = Callable[[], Sequence[tuple[int, Path, Sequence[Item]]]]
+"""The complete versions now: number, folder, items."""
+
+
+def first_rotten(folder: Path, items: Iterable[Item], pause: Callable[[int], bool]) -> str | None:
+    """Which chunk does not hash any more, in words; None if all do. `pause(bytes)` is called before
+    each chunk and ends the reading by returning True."""
+    for item in items:
+        try:
+            with open_regular(folder / item.name) as fd:
+                for index, digest in enumerate(item.chunks):
+                    offset, length = item.span(index)
+                    if pause(length):
+                        return None
+                    if blake3(read_at(fd, offset, length)).digest() != to_bytes(digest):
+                        return f"chunk {index} of {item.address} has rotted on disk"
+        except (PrimeError, OSError) as error:
+            return f"{item.address} cannot be read any more: {error}"
+    return None
+
+
+class Scrubber:
+    """One thread over a shelf. `on_rot(version, why)` is called in it."""
+
+    def __init__(
+        self, shelf: Shelf, on_rot: Callable[[int, str], None], *, rate: float = RATE
+    ) -> None:
+        self._shelf = shelf
+        self._on_rot = on_rot
+        self._rate = rate
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends at the next chunk."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            versions = self._shelf()
+            for version, folder, items in versions:
+                why = first_rotten(folder, items, self._pause)
+                if why is not None and any(
+                    (v, f) == (version, folder) for v, f, _ in self._shelf()
+                ):  # else it was dropped meanwhile
+                    self._on_rot(version, why)
+                if self._stop.is_set():
+                    return
+            if not any(item.size for _, _, items in versions for item in items):
+                self._stop.wait(IDLE)
+
+    def _pause(self, count: int) -> bool:
+        return self._stop.wait(count / self._rate)
+
+
+@dataclass(frozen=True)
+class RelayEvent:
+    """Something worth a log line. `kind`: "learned", "refused", "complete", "failed", "fault",
+    "dropped", "rot"."""
+
+    kind: str
+    version: int
+    detail: str = ""
+
+
+class SourcesChangedError(UnavailableError):
+    """Try again at once, with the sources that are known now."""
+
+
+class GivesWayError(UnavailableError):
+    """A newer version goes first; this one is resumed after it."""
+
 
 __all__ = ["KEEP", "Relay", "RelayEvent"]
 
@@ -180,7 +406,7 @@ class Relay:
                 self._refused.add(key)
             self._tell(RelayEvent("refused", version, str(error)))
             return
-        self._content.put(live_version(signed, shelf.partial_folder(self._root, signed)))
+        self._content.put(live_version(signed, partial_folder(self._root, signed)))
         with self._change:
             self._wanted[version] = signed
         self._tell(RelayEvent("learned", version, signed.manifest.digest()))
@@ -192,7 +418,7 @@ class Relay:
     def _too_old(self, version: int) -> bool:
         """True for what would be dropped again at once."""
         present = {*self._complete, *self._wanted, version}
-        return version in shelf.outlived(present, self._keep, self._floor)
+        return version in outlived(present, self._keep, self._floor)
 
     def _metrics(self) -> str:
         return self._received.render() + held(self.complete())
@@ -200,13 +426,13 @@ class Relay:
     # Disk
 
     def _restore(self) -> None:
-        for live in shelf.restored(self._root, self._trust, self._history, self._keep):
+        for live in restored(self._root, self._trust, self._history, self._keep):
             self._complete.add(live.signed.manifest.version)
             self._content.put(live)
         self._drop_old()
 
     def _shelf(self) -> list[tuple[int, Path, list[Item]]]:
-        return shelf.to_read(self._content, self.complete())
+        return to_read(self._content, self.complete())
 
     def _rotted(self, version: int, why: str) -> None:
         """Takes a version off the shelf; the next offer has its wrong chunks fetched again."""
@@ -214,7 +440,7 @@ class Relay:
         if live is None:
             return
         try:
-            if not shelf.take_aside(live.signed, self._root):
+            if not take_aside(live.signed, self._root):
                 return
         except DiskError as error:  # it stays where it is, unserved, until it can be moved
             self._refusal(version, error)
@@ -285,9 +511,9 @@ class Relay:
         manifest = signed.manifest
         live = self._content.get(manifest.version)
         assert live is not None
-        shelf.make_folder(live, self._root)
-        self._get(shelf.make_room(live, delta_items(manifest)), live)  # room or not for the files
-        missing = shelf.make_room(live, file_items(manifest))
+        make_folder(live, self._root)
+        self._get(make_room(live, delta_items(manifest)), live)  # room or not for the files
+        missing = make_room(live, file_items(manifest))
         if not self._from_delta(live):
             self._get(missing, live)
         replace_file(live.folder / MANIFEST_NAME, signed_bytes(signed), durable=False)
@@ -369,9 +595,7 @@ class Relay:
         """Makes the files from a base that is here, if there is one; False if not."""
         bases = {v: base for v in self.complete() if (base := self._content.get(v)) is not None}
         version = live.signed.manifest.version
-        return shelf.make_from_delta(
-            live, bases, lambda e: self._tell(RelayEvent("fault", version, e))
-        )
+        return make_from_delta(live, bases, lambda e: self._tell(RelayEvent("fault", version, e)))
 
     def _drop_for(self, version: int) -> bool:
         """Drops the oldest complete version for a newer one that does not fit, never the newest;
@@ -386,14 +610,14 @@ class Relay:
     def _drop_old(self) -> None:
         with self._change:
             present = self._complete | set(self._wanted)
-            gone = shelf.outlived(present, self._keep, self._floor)
+            gone = outlived(present, self._keep, self._floor)
             for version in gone:
                 self._complete.discard(version)
                 self._wanted.pop(version, None)
         for version in gone:
             self._content.drop(version)
             try:
-                shelf.remove_version(self._root, version)
+                remove_version(self._root, version)
             except DiskError as error:
                 self._refusal(version, error)
             self._tell(RelayEvent("dropped", version))

@@ -9,21 +9,180 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
+import re
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from prime_broadcast.answers import Head, read_answer
-from prime_broadcast.deadline import TimedSocket
 from prime_broadcast.http1 import plain
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.transport.addresses import connect_public
 from prime_core.version import HEADER, SPOKEN
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+PATIENCE = 1.0
+"""Seconds after which `fill` comes back with what it has, so that its caller may look around."""
+
+
+class TimedSocket:
+    """What `http.client` uses of a socket. `silence`: seconds that one recv may take at most."""
+
+    def __init__(self, sock: socket.socket, silence: float) -> None:
+        self._sock = sock
+        self._silence = silence
+        self._deadline: float | None = None
+        self._encrypted = isinstance(sock, ssl.SSLSocket)
+        self._waits = False
+        # In force only while the socket blocks, which it does in `fill`.
+        limit = struct.pack("ll", int(PATIENCE), int(PATIENCE % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.settimeout(silence)
+
+    def within(self, seconds: float | None) -> None:
+        """All reads from now on end in `seconds` together; None: only silence ends them."""
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._sock.settimeout(self._silence)
+        self._waits = False
+
+    def receive(self, buffer: Buffer) -> int:
+        """One recv. Raises TimeoutError at the deadline, or after too long a silence."""
+        self._mind_deadline()
+        return self._sock.recv_into(buffer)
+
+    def receive_into(self, raw: io.RawIOBase, buffer: Buffer) -> int | None:
+        """The same through `raw`, the file that http.client reads from."""
+        self._mind_deadline()
+        return raw.readinto(buffer)
+
+    def fill(self, buffer: memoryview) -> int | None:
+        """Reads until `buffer` is full, PATIENCE is over or the stream ends: how many bytes came;
+        0 at the end of the stream, None if nothing came in time. No deadline holds here."""
+        try:
+            if self._encrypted:
+                return self._sock.recv_into(buffer)
+            if not self._waits:
+                self._sock.settimeout(None)
+                self._waits = True
+            return self._sock.recv_into(buffer, len(buffer), socket.MSG_WAITALL)
+        except (BlockingIOError, TimeoutError):
+            return None
+
+    def _mind_deadline(self) -> None:
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the deadline of an answer has passed")
+            self._sock.settimeout(min(self._silence, left))
+
+    def sendall(self, data: Buffer) -> None:
+        self._sock.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """For reading ("rb"), as HTTPResponse asks for it."""
+        assert mode == "rb"
+        return io.BufferedReader(_Raw(self, self._sock.makefile("rb", buffering=0)))
+
+    def shutdown(self, how: int) -> None:
+        self._sock.shutdown(how)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _Raw(io.RawIOBase):
+    """The unbuffered half; keeps the socket open as long as it is, as `socket.makefile` does."""
+
+    def __init__(self, timed: TimedSocket, raw: io.RawIOBase) -> None:
+        self._timed = timed
+        self._raw = raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int | None:
+        return self._timed.receive_into(self._raw, buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+MAX_HEAD = 64 << 10
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([^\r\n]*))?\Z")
+_LENGTH = re.compile(rb"[0-9]{1,19}\Z")
+
+
+@dataclass(frozen=True)
+class Head:
+    """Status and fields (names in lower case) of an answer. `length` of its body, None if it does
+    not say; `closes`: no other answer will come on its connection."""
+
+    status: int
+    reason: str
+    fields: dict[str, str]
+    length: int | None
+    closes: bool
+
+
+def parse_answer(raw: bytes) -> Head:
+    """One head, up to and including its blank line. Raises MalformedError."""
+    lines = raw[:-4].split(b"\r\n")
+    match = _STATUS.match(lines[0])
+    if match is None:
+        raise MalformedError("it does not answer in HTTP/1.1")
+    fields: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(b":")
+        if not colon or not name or name != name.strip():
+            raise MalformedError("its answer's head cannot be read")
+        key, text = name.decode("latin-1").lower(), value.strip(b" \t").decode("latin-1")
+        if key == "content-length" and fields.get(key, text) != text:
+            raise MalformedError("its answer states two lengths")
+        fields[key] = text
+    length = fields.get("content-length")
+    if length is not None and not _LENGTH.match(length.encode("latin-1")):
+        raise MalformedError("its answer states no length that could be")
+    coded = "transfer-encoding" in fields
+    connection = fields.get("connection", "").lower()
+    return Head(
+        int(match[2]),
+        (match[3] or b"").decode("latin-1"),
+        fields,
+        None if length is None or coded else int(length),
+        connection == "close" or (match[1] == b"0" and connection != "keep-alive"),
+    )
+
+
+def read_answer(receive: Callable[[memoryview], int]) -> tuple[Head, bytes]:
+    """The next final answer's head, interim ones (1xx) skipped, and what came of its body with it.
+    `receive` fills some of a buffer and returns how much. Raises ConnectionError if the stream ends
+    before, MalformedError, and what `receive` raises."""
+    buffer = memoryview(bytearray(4096))
+    held = b""
+    while True:
+        while (end := held.find(b"\r\n\r\n")) < 0:
+            if len(held) > MAX_HEAD:
+                raise MalformedError("its answer's head is too long")
+            count = receive(buffer)
+            if not count:
+                raise ConnectionResetError("it closed the connection without an answer")
+            held += buffer[:count]
+        head = parse_answer(held[: end + 4])
+        held = held[end + 4 :]
+        if head.status >= 200:
+            return head, held
+
 
 CONNECT_TIMEOUT = 5.0
 READ_TIMEOUT = 6.0

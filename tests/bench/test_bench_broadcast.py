@@ -11,10 +11,9 @@ import pytest
 
 from bench.broadcast import parts
 from bench.broadcast_delta import WARM_UP, adamw_pair, entropy_bytes, shapes, write_pair
-from bench.broadcast_floor import curls, receive
 from bench.broadcast_paper import Network, by_delta, enough_relays, levels, rate, whole
 from bench.broadcast_parts import Child, sendfile_server
-from bench.broadcast_whole import FILE, require_same
+from bench.broadcast_whole import FILE, curls, receive, require_same
 from prime_broadcast.manifest import build_manifest
 from prime_core.errors import UnavailableError, UntrustedError, UserError
 

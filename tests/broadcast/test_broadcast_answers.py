@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prime_broadcast import deadline
-from prime_broadcast.answers import MAX_HEAD, parse_answer, read_answer
-from prime_broadcast.deadline import TimedSocket
+from prime_broadcast import transfer
+from prime_broadcast.transfer import MAX_HEAD, TimedSocket, parse_answer, read_answer
 from prime_core.errors import MalformedError
 
 
@@ -103,7 +102,7 @@ def test_a_stream_that_ends_within_a_head_is_a_closed_connection() -> None:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, TimedSocket]]:
-    monkeypatch.setattr(deadline, "PATIENCE", 0.05)
+    monkeypatch.setattr(transfer, "PATIENCE", 0.05)
     ours, theirs = socket.socketpair()
     timed = TimedSocket(ours, 5.0)
     yield theirs, timed
@@ -112,7 +111,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Timed
 
 
 def test_a_piece_is_filled_by_one_call_however_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "PATIENCE", 60.0)  # a machine that stands still changes nothing
+    monkeypatch.setattr(transfer, "PATIENCE", 60.0)  # a machine that stands still changes nothing
     ours, theirs = socket.socketpair()
     timed = TimedSocket(ours, 5.0)
 

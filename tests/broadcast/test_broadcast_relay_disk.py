@@ -20,9 +20,8 @@ from prime_broadcast import layout, relay
 from prime_broadcast.client import Base, fetch
 from prime_broadcast.files import DiskError, replace_file
 from prime_broadcast.manifest import MANIFEST_NAME, total_size, verify_folder
-from prime_broadcast.relay import Relay, RelayEvent
+from prime_broadcast.relay import Relay, RelayEvent, partial_folder
 from prime_broadcast.server import Origin
-from prime_broadcast.shelf import partial_folder
 from prime_broadcast.transfer import Link
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import file_times, gpu, report
-from bench.chart import ticks
 from bench.form import Row, result
 from bench.gpu import Size, rates
 from bench.learning import MAIN, SEEDS, mean_interval, rows, wanted
-from bench.learning_page import NAMES, length_table, pictures, table, write
+from bench.learning_page import NAMES, length_table, pictures, table, ticks, write
 from bench.learning_run import MODES, Record, crossing
 from bench.learning_run import TARGETS as TARGET_LENGTHS
 from bench.trainer import packing
