@@ -6,7 +6,7 @@
 
 The header names the versions, both result digests, the base's files and the new files. The records
 follow the new files' bytes from first to last; each covers `length` bytes and says which bytes of
-the base it starts from and how they changed (prime_broadcast/py). Tensors of safetensors
+the base it starts from and how they changed (prime_broadcast/codec.py). Tensors of safetensors
 files are paired by name; a tensor that is new, or changed its shape or type, is written whole, and
 so is every byte that is not in a tensor. Memory is bounded by a few blocks, whatever the sizes.
 """
@@ -24,10 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-import zstandard
 from blake3 import blake3
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from prime_broadcast import progress
@@ -47,160 +44,6 @@ from prime_core.checkpoint import FileEntry, Manifest
 from prime_core.errors import MalformedError, UntrustedError
 from prime_core.ids import Digest, to_bytes
 from prime_core.signing import DigestField, Strict
-
-__all__ = ["MAX_BLOCK", "WIDTHS", "Block", "Buffer", "Kind", "decode_block", "encode_block"]
-
-DENSE_FROM = 0.5
-"""Share of changed words from which the dense form is smaller."""
-LEVEL = 1
-
-_UNSIGNED = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-
-
-def encode_block(old: Buffer | None, new: Buffer, width: int) -> Block:
-    """The block that turns `old` into `new` (equal lengths, a multiple of `width` bytes); without
-    `old`, the bytes themselves."""
-    if old is None:
-        return Block(Kind.RAW, _compress(new))
-    before = np.frombuffer(old, _UNSIGNED[width])
-    after = np.frombuffer(new, _UNSIGNED[width])
-    changed = before != after
-    count = int(np.count_nonzero(changed))
-    if count == 0:
-        return Block(Kind.COPY)
-    if count >= DENSE_FROM * after.size:
-        block = Block(Kind.DENSE, _compress(_planes(_zigzag(after - before, width), width)))
-    else:
-        positions = np.flatnonzero(changed)
-        values = _zigzag(after.take(positions) - before.take(positions), width)
-        block = Block(
-            Kind.SPARSE, _compress(_pack_gaps(positions)), _compress(_planes(values, width))
-        )
-    if len(block.first) + len(block.second) >= len(new):
-        raw = Block(Kind.RAW, _compress(new))
-        return min(raw, block, key=lambda b: len(b.first) + len(b.second))
-    return block
-
-
-def decode_block(block: Block, old: Buffer, length: int, width: int) -> Buffer:
-    """The new bytes. `old` are the base's (`length` of them; ignored by RAW) and, where they can
-    be written to, are changed in place. Raises MalformedError if the block is not what
-    `encode_block` makes; allocates at most a few times `length`."""
-    if block.kind is Kind.COPY:
-        return old
-    if block.kind is Kind.RAW:
-        return _decompress(block.first, length, length)
-    count = length // width
-    words = np.frombuffer(old, _UNSIGNED[width])
-    if words.size != count or count * width != length:
-        raise MalformedError("the delta's block does not fit its base")
-    after = words if words.flags.writeable else words.copy()
-    if block.kind is Kind.DENSE:
-        raw = _decompress(block.first, length, length)
-        after += _unzigzag(_unplanes(raw, width), width)
-    else:
-        positions = _unpack_gaps(_decompress(block.first, 1, 2 * count + 1), count)
-        size = positions.size * width
-        values = _unzigzag(_unplanes(_decompress(block.second, size, size), width), width)
-        values += after.take(positions)
-        after[positions] = values
-    return _bytes_of(after)
-
-
-def _bytes_of(words: NDArray[np.unsignedinteger]) -> memoryview:
-    return memoryview(words.view(np.uint8).data)
-
-
-def _zigzag(difference: NDArray[np.unsignedinteger], width: int) -> NDArray[np.unsignedinteger]:
-    """Signed n-bit differences (wrapping) as unsigned: 0, −1, 1, −2, … → 0, 1, 2, 3, … `difference`
-    is overwritten."""
-    signed = difference.view(f"<i{width}")
-    sign = signed >> (8 * width - 1)
-    signed <<= 1
-    signed ^= sign
-    return difference
-
-
-def _unzigzag(values: NDArray[np.unsignedinteger], width: int) -> NDArray[np.unsignedinteger]:
-    """The differences; `values` is overwritten."""
-    signed = values.view(f"<i{width}")
-    sign = -(signed & 1)
-    values >>= values.dtype.type(1)
-    signed ^= sign
-    return values
-
-
-def _planes(values: NDArray[np.unsignedinteger], width: int) -> bytes | memoryview:
-    """(n,) words → width byte planes of n bytes each, lowest first."""
-    octets = values.view(np.uint8)
-    if width == 1:
-        return memoryview(octets.data)
-    planes = np.empty((width, values.size), np.uint8)
-    for place in range(width):
-        planes[place] = octets[place::width]
-    return memoryview(planes.reshape(-1).data)
-
-
-def _unplanes(raw: bytes, width: int) -> NDArray[np.unsignedinteger]:
-    planes = np.frombuffer(raw, np.uint8).reshape(width, -1)
-    octets = np.empty(planes.size, np.uint8)
-    for place in range(width):
-        octets[place::width] = planes[place]
-    return octets.view(_UNSIGNED[width])
-
-
-def _pack_gaps(positions: NDArray[np.int64]) -> Buffer:
-    """Ascending positions (n,) → one byte a gap (unchanged words between), 255 = go on."""
-    gaps = np.empty_like(positions)
-    gaps[0] = positions[0]
-    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
-    gaps[1:] -= 1
-    if int(gaps.max()) < 255:
-        return memoryview(gaps.astype(np.uint8).data)
-    ends = np.cumsum(gaps // 255 + 1)
-    packed = np.full(int(ends[-1]), 255, np.uint8)
-    packed[ends - 1] = gaps % 255
-    return memoryview(packed.data)
-
-
-def _unpack_gaps(raw: bytes, count: int) -> NDArray[np.int64]:
-    """The positions, ascending and below `count`. Raises MalformedError otherwise."""
-    packed = np.frombuffer(raw, np.uint8)
-    if packed[-1] == 255:
-        raise MalformedError("the delta's gaps end in the middle")
-    positions: NDArray[np.int64] = packed.astype(np.int64)
-    if int(packed.max()) == 255:
-        ends = packed != 255
-        positions += ends
-        np.cumsum(positions, out=positions)
-        positions = positions[ends]
-    else:
-        positions += 1
-        np.cumsum(positions, out=positions)
-    positions -= 1
-    if positions[-1] >= count:
-        raise MalformedError("the delta's gaps leave their block")
-    return positions
-
-
-def _compress(data: Buffer) -> bytes:
-    return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
-
-
-def _decompress(frame: bytes, at_least: int, at_most: int) -> bytes:
-    """One zstd frame whose header states a size within the bounds, so that a crafted one cannot
-    fill the memory. Raises MalformedError."""
-    try:
-        size = zstandard.frame_content_size(frame)
-        if not at_least <= size <= at_most:
-            raise MalformedError(f"a delta's block states {size} bytes, expected {at_most}")
-        data: bytes = zstandard.ZstdDecompressor().decompress(frame)
-    except zstandard.ZstdError as error:
-        raise MalformedError(f"a delta's block does not decompress: {error}") from error
-    if len(data) != size:
-        raise MalformedError("a delta's block is shorter than it states")
-    return data
-
 
 T = TypeVar("T")
 
@@ -357,6 +200,7 @@ def encode(
     """Writes the delta from the policy in `base_folder` to the one in `new_folder` to `path` and
     returns its size in bytes. Both folders must be what their manifests say. Raises
     UnavailableError if the disk is full or a file is missing."""
+    from prime_broadcast import codec  # noqa: F401  # if numpy is missing, before any work
 
     names = [entry.name for entry in base.files]
     header = DeltaHeader(
@@ -408,6 +252,7 @@ def apply(
     bit-identical to the manifest's (the base rotted, or the delta is wrong), MalformedError if it
     does not parse, UnavailableError for the disk. The target is then to be thrown away.
     """
+    from prime_broadcast import codec  # noqa: F401  # if numpy is missing, before any work
 
     with ExitStack() as stack:
         source = stack.enter_context(open_regular(delta_path))
@@ -526,6 +371,7 @@ def _cut(span: _Span) -> Iterator[_Span]:
 
 
 def _encode_span(bases: list[int], fd: int, buffers: Buffers, span: _Span) -> bytes:
+    from prime_broadcast import codec
 
     if span.same:
         block = Block(Kind.COPY)
@@ -537,7 +383,7 @@ def _encode_span(bases: list[int], fd: int, buffers: Buffers, span: _Span) -> by
         if span.base_file != NO_BASE:
             old = memoryview(old_buffer)[: span.length]
             read_into(bases[span.base_file], old, span.base_offset)
-        block = encode_block(old, new, span.width)
+        block = codec.encode_block(old, new, span.width)
         buffers.give_back(old_buffer)
         buffers.give_back(new_buffer)
     record = Record(
@@ -617,13 +463,14 @@ def _place_record(
 ) -> tuple[Buffer, bytearray]:
     """Writes what the record stands for to `out` at `offset`. Returns those bytes, and the buffer
     that they may lie in."""
+    from prime_broadcast import codec
 
     kind = Kind(record.kind)
     buffer = buffers.take(record.length if kind is not Kind.RAW else 0)
     old = memoryview(buffer)[: record.length]
     if kind is not Kind.RAW:
         read_into(bases[record.base_file], old, record.base_offset)
-    data = decode_block(Block(kind, first, second), old, record.length, record.width)
+    data = codec.decode_block(Block(kind, first, second), old, record.length, record.width)
     write_at(out, data, offset)
     return data, buffer
 

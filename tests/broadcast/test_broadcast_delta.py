@@ -12,8 +12,9 @@ from broadcast_world import bf16, safetensors_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prime_broadcast import delta
-from prime_broadcast.delta import ChunkCheck, Kind, decode_block, encode_block
+from prime_broadcast import codec, delta
+from prime_broadcast.codec import Kind, decode_block, encode_block
+from prime_broadcast.delta import ChunkCheck
 from prime_broadcast.manifest import build_manifest, verify_folder
 from prime_core import encoding
 from prime_core.checkpoint import Manifest
@@ -46,7 +47,7 @@ class Pair:
 
 
 @given(
-    width=st.sampled_from(delta.WIDTHS),
+    width=st.sampled_from(codec.WIDTHS),
     count=st.integers(1, 3000),
     density=st.floats(0, 1),
     small=st.booleans(),
@@ -365,9 +366,9 @@ def test_a_mutated_delta_is_refused_or_still_right(
 
 
 def test_a_crafted_block_cannot_fill_the_memory() -> None:
-    bomb = delta.Block(Kind.RAW, delta._compress(b"\0" * (64 << 20)))
+    bomb = codec.Block(Kind.RAW, codec._compress(b"\0" * (64 << 20)))
     with pytest.raises(MalformedError, match="states"):
         decode_block(bomb, b"", 1024, 1)
-    gaps = delta.Block(Kind.SPARSE, delta._compress(b"\1" * (32 << 20)), b"")
+    gaps = codec.Block(Kind.SPARSE, codec._compress(b"\1" * (32 << 20)), b"")
     with pytest.raises(MalformedError, match="states"):
         decode_block(gaps, bytes(1024), 1024, 2)
