@@ -24,10 +24,11 @@ from prime_trainer.config import Settings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.feed import PoolFacts
 from prime_trainer.learner import Learner
+from prime_trainer.loading import load_policy
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.model import Policy, load_policy
+from prime_trainer.model import Policy
 from prime_trainer.parallel import World, shard
-from prime_trainer.publish import export, verify_loadable
+from prime_trainer.publish import export
 from prime_trainer.train import Trainer
 
 TARGETS = (2000, 4000, 6000, 8000, 10000)
@@ -127,7 +128,7 @@ def batch_of(rows: Sequence[Rollout], samples: int, step: int) -> TrainingBatch:
 
 class LocalTrainer(Trainer):
     """The real loop with batches at hand: no pool to wait for, no orchestrator to tell. Everything
-    else is as in a run: checkpoints, metrics, the export that would be published, loaded once."""
+    else is as in a run: checkpoints, metrics, the export that would be published."""
 
     def __init__(self, learner: Learner, rows: Sequence[Rollout]) -> None:
         zero = Address("0x" + "00" * 20)
@@ -146,7 +147,6 @@ class LocalTrainer(Trainer):
         with watch.timed("publish"):
             folder = self.data / "export"
             export(weights, self.learner.settings.need("model"), folder)
-            verify_loadable(folder)
 
     def train(self, found: Any, state: Any, watch: Stopwatch) -> dict[str, Any]:
         line = super().train(found, state, watch)

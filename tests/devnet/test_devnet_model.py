@@ -13,7 +13,7 @@ from devnet import model as demo  # noqa: E402
 from devnet.plan import Plan, run_definition  # noqa: E402
 from prime_core.ids import ZERO_DIGEST  # noqa: E402
 from prime_trainer.evaluate import evaluate  # noqa: E402
-from prime_trainer.model import load_policy  # noqa: E402
+from prime_trainer.loading import load_policy  # noqa: E402
 
 
 def test_the_committed_checkpoint_is_small_and_of_the_scripts_shape(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from prime_core.errors import FatalError, UnavailableError
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import TrainerState
+from prime_trainer.loading import load_policy
 from prime_trainer.metrics import MetricsFile
 from prime_trainer.parallel import World, full_state
-from prime_trainer.publish import WEIGHTS, export, verify_loadable
+from prime_trainer.publish import WEIGHTS, export
 
 RUN = kit.run_definition()
 
@@ -98,7 +99,16 @@ def test_a_policy_that_does_not_fit_leaves_nothing_to_publish(
     assert not folder.exists()
     export(state, model, folder)
     assert (folder / WEIGHTS).stat().st_size > 40_000
-    verify_loadable(folder)
+    load_policy(folder, 1.0)
+    name = min(state)
+    for wrong, words in (
+        ({name: state[name][:-1]}, "the base's is"),
+        ({other: tensor for other, tensor in state.items() if other != name}, "lacks"),
+    ):
+        spoiled = wrong if words == "lacks" else state | wrong
+        with pytest.raises(FatalError, match=words):
+            export(spoiled, model, tmp_path / "spoiled")
+    assert not (tmp_path / "spoiled").exists()
 
 
 def test_a_metrics_line_that_does_not_fit_is_one_sentence_and_written_at_the_restart(

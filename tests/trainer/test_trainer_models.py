@@ -18,8 +18,9 @@ from prime_trainer.collate import collate
 from prime_trainer.config import Objective
 from prime_trainer.dryrun import _gathered
 from prime_trainer.learner import backward
+from prime_trainer.loading import empty_policy, fill_weights, load_policy
 from prime_trainer.lora import add_adapters
-from prime_trainer.model import Policy, block_causal_mask, load_policy, shape_of
+from prime_trainer.model import Policy, block_causal_mask, shape_of
 from prime_trainer.parallel import World, published_state
 from prime_trainer.publish import export
 
@@ -232,10 +233,15 @@ def test_only_adapters_are_trained_and_what_is_published_holds_them(
     )
 
 
+def adapted_policy(model: Path, dtype: torch.dtype) -> Policy:
+    policy = add_adapters(empty_policy(model, 1.0, dtype), rank=4, alpha=8)
+    return fill_weights(policy, model, torch.device("cpu"))
+
+
 def test_merged_adapters_are_the_very_weights_in_wide_numbers(model: Path) -> None:
     from prime_trainer.lora import merged
 
-    policy = add_adapters(load_policy(model, 1.0, dtype=torch.float64), rank=4, alpha=8)
+    policy = adapted_policy(model, torch.float64)
     torch.manual_seed(3)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
@@ -250,9 +256,12 @@ def test_merged_adapters_are_the_very_weights_in_wide_numbers(model: Path) -> No
 
 
 def test_adapters_begin_alike_at_every_start(model: Path) -> None:
-    one, two = (add_adapters(load_policy(model, 1.0), 4, 8) for _ in range(2))
+    one, two = (adapted_policy(model, torch.float32) for _ in range(2))
     a, b = one.lm.state_dict(), two.lm.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
+    factors = [a[name] for name in a if name.endswith("lora_A.default.weight")]
+    assert not torch.equal(factors[0], factors[-1])
+    assert all(factor.any() for factor in factors)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +272,8 @@ def test_adapters_begin_alike_at_every_start(model: Path) -> None:
         ("config", "no config.json"),
         ("dropout", "attention_dropout"),
         ("kind", "cannot be loaded"),
+        ("shape", "config.json asks for"),
+        ("layer", "has no weight model.layers.2"),
     ],
 )
 def test_a_model_folder_that_cannot_serve_is_named_with_what_it_lacks(
@@ -279,6 +290,12 @@ def test_a_model_folder_that_cannot_serve_is_named_with_what_it_lacks(
         (tmp_path / "config.json").unlink()
     elif spoil == "dropout":
         (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    elif spoil == "shape":
+        wider = {"intermediate_size": 2 * config["intermediate_size"]}
+        (tmp_path / "config.json").write_text(json.dumps(config | wider))
+    elif spoil == "layer":
+        deeper = {"num_hidden_layers": config["num_hidden_layers"] + 1, "layer_types": None}
+        (tmp_path / "config.json").write_text(json.dumps(config | deeper))
     else:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-kind"}))
     with pytest.raises(UserError, match=words):

@@ -16,8 +16,9 @@ from prime_trainer import learner as learner_module
 from prime_trainer.config import load
 from prime_trainer.data import TrainingBatch
 from prime_trainer.learner import learning_rate, train_step
+from prime_trainer.loading import load_policy
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.model import Policy, load_policy
+from prime_trainer.model import Policy
 from prime_trainer.parallel import World, full_state
 
 

@@ -24,7 +24,8 @@ from prime_engine.tiny import write_tiny_model
 from prime_trainer.config import Settings
 from prime_trainer.data import BatchRules
 from prime_trainer.learner import Learner, make_learner
-from prime_trainer.model import Policy, load_policy
+from prime_trainer.loading import load_policy
+from prime_trainer.model import Policy
 from prime_trainer.parallel import World, shard
 from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 

@@ -19,7 +19,8 @@ from typing import Any
 from prime_core.errors import UserError
 from prime_core.run import RunDefinition
 from prime_trainer.config import ENV_PREFIX, Objective, Settings
-from prime_trainer.model import CHUNK_LOGITS, Shape, require_model_folder, shape_of
+from prime_trainer.loading import require_model_folder
+from prime_trainer.model import CHUNK_LOGITS, Shape, shape_of
 
 PROMPT_TOKENS = 128
 """Taken for a prompt's length where the environment is not here to ask."""

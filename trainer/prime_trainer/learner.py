@@ -22,10 +22,11 @@ from prime_trainer.advantages import Judged, judge
 from prime_trainer.collate import Extra, collate
 from prime_trainer.config import Objective, Settings
 from prime_trainer.data import TrainingBatch
+from prime_trainer.loading import empty_policy, fill_weights
 from prime_trainer.lora import add_adapters
 from prime_trainer.loss import policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch, describe_rows
-from prime_trainer.model import Policy, Shape, load_policy, shape_of
+from prime_trainer.model import Policy, Shape, shape_of
 from prime_trainer.objectives import form_of
 from prime_trainer.packing import Plan, plan, quality
 from prime_trainer.parallel import World, accumulating, all_finite, clip_gradients, shard
@@ -71,17 +72,18 @@ def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learne
     base = settings.need("model")
     wanted = settings.objective
     form_of(wanted.name)
-    policy = load_policy(base, run.temperature)
+    policy = empty_policy(base, run.temperature)
     policy.entropy_gradient = bool(wanted.entropy)
     policy.head_fp32 = settings.head_fp32
     if settings.lora_rank:
         add_adapters(policy, settings.lora_rank, settings.lora_alpha or 2 * settings.lora_rank)
     shard(policy, world, bf16=settings.bf16, recompute=settings.recompute)
+    fill_weights(policy, base, world.device)
     reference = None
     if wanted.kl:
-        reference = load_policy(base, run.temperature).requires_grad_(False)
+        reference = empty_policy(base, run.temperature).requires_grad_(False)
         reference.head_fp32 = settings.head_fp32
-        reference = shard(reference, world, bf16=settings.bf16)
+        reference = fill_weights(shard(reference, world, bf16=settings.bf16), base, world.device)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in policy.parameters() if parameter.requires_grad],
         lr=settings.learning_rate,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from prime_core.errors import UserError
@@ -20,9 +19,11 @@ BASE, DOWN, UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weig
 
 
 def add_adapters(policy: Policy, rank: int, alpha: int) -> Policy:
-    """Puts adapters of rank `rank` beside every linear map but the head; only they are trained
-    (Hu et al., arXiv 2106.09685). Raises UserError if peft is missing."""
+    """Adds adapters of rank `rank` to every linear map but the head; only they are trained (Hu et
+    al., arXiv 2106.09685). They are on the meta device until `loading.fill_weights`. Raises
+    UserError if peft is missing."""
     try:
+        from accelerate import init_empty_weights
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise UserError(
@@ -37,8 +38,7 @@ def add_adapters(policy: Policy, rank: int, alpha: int) -> Policy:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
+    with init_empty_weights(include_buffers=False):
         policy.lm = get_peft_model(policy.lm, config)
     return policy
 
@@ -46,6 +46,11 @@ def add_adapters(policy: Policy, rank: int, alpha: int) -> Policy:
 def is_adapted(name: str) -> bool:
     """Whether a state entry is part of an adapted map: its frozen weight or its two factors."""
     return BASE in name or name.endswith((DOWN, UP))
+
+
+def base_name(name: str) -> str:
+    """The base model's own name of a weight of an adapted model."""
+    return name.removeprefix(PREFIX).replace(BASE, ".")
 
 
 def merged(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
@@ -59,11 +64,8 @@ def merged(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if name.endswith((DOWN, UP)):
             continue
-        plain = name.removeprefix(PREFIX)
-        if BASE in plain:
+        if BASE in name and name.endswith("weight"):
             stem = name.split(BASE)[0]
-            if name.endswith("weight"):
-                tensor = tensor + scale * (state[stem + UP] @ state[stem + DOWN])
-            plain = plain.replace(BASE, ".")
-        found[plain] = tensor
+            tensor = tensor + scale * (state[stem + UP] @ state[stem + DOWN])
+        found[base_name(name)] = tensor
     return found

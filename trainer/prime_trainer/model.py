@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from prime_core.errors import FatalError, UserError
-from prime_trainer import attention
+from prime_core.errors import FatalError
 from prime_trainer.attention import Segments
 
 PAD = -1
@@ -127,61 +124,6 @@ def wide_head(head: Any) -> Callable[[Tensor], Tensor]:
 def causal_lm(lm: Any) -> Any:
     """The transformers model, without peft's wrapping where there is one."""
     return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
-
-
-def require_model_folder(folder: Path) -> None:
-    """Raises UserError naming what a model folder lacks: configuration, tokenizer or weights."""
-    needs = {
-        "config.json": [folder / "config.json"],
-        "tokenizer": [folder / "tokenizer.json", folder / "tokenizer.model", folder / "vocab.json"],
-        "safetensors weights": list(folder.glob("*.safetensors")),
-    }
-    for what, paths in needs.items():
-        if not any(path.is_file() for path in paths):
-            raise UserError(
-                f"{folder} is no model folder: it has no {what}",
-                hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
-            )
-
-
-def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.float32) -> Policy:
-    """Loads a Hugging Face folder from disk, never from a hub. Raises UserError if it is none, or
-    of a kind that cannot be trained here."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # a log is no terminal
-    require_model_folder(folder)
-    attention.register()
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation=attention.NAME,
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"the model in {folder} cannot be loaded: {first}",
-            hint="name a Hugging Face folder of a causal language model",
-        ) from error
-    if getattr(lm.config, "final_logit_softcapping", None):
-        raise UserError(
-            f"the model in {folder} caps its logits, which the trainer does not compute",
-            hint="take a Qwen2, Qwen3 or Llama model",
-        )
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"):
-        if getattr(lm.config, name, 0):
-            raise UserError(
-                f"the model in {folder} has {name} in its configuration: policies are compared "
-                "with themselves, so chance has no place in them",
-                hint=f"set {name} to 0 in config.json",
-            )
-    lm.config.use_cache = False
-    return Policy(lm, temperature)
 
 
 def require_finite(state: dict[str, Tensor]) -> None:

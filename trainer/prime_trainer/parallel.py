@@ -105,7 +105,6 @@ def shard(policy: Policy, world: World, *, bf16: bool = False, recompute: bool =
     """Shards parameters, gradients and optimizer state over all ranks: each decoder layer is one
     unit, the rest another. `bf16`: compute in bf16, reduce in fp32; masters stay as loaded.
     `recompute`: a layer's activations are computed again in the backward pass, not kept."""
-    policy.to(world.device)
     if recompute:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         policy.lm.train()  # no dropout anywhere (load_policy refuses it); it only switches this on

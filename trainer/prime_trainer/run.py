@@ -158,7 +158,7 @@ def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
     opened; the orchestrator is only asked where no run file is named."""
     from prime_core.run_file import read_run
     from prime_trainer.dryrun import cpu_peak, estimate, measured_prompt
-    from prime_trainer.model import require_model_folder
+    from prime_trainer.loading import require_model_folder
     from prime_trainer.observe import peak_flops
 
     require_model_folder(settings.need("model"))
