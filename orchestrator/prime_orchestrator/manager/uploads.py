@@ -87,14 +87,11 @@ def _keep(objects: ObjectStore, staged: str, sha256: Digest) -> None:
     kept = digest_key(sha256)
     if not objects.exists(kept):
         try:
-            size, pieces = objects.size(staged), objects.chunks(staged)
+            objects.copy(staged, kept)
         except NotFoundError:
             if objects.exists(kept):  # by another orchestrator meanwhile
                 return
             raise
-        with objects.receive(kept, size=size, sha256=sha256) as sink:
-            for piece in pieces:
-                sink.write(piece)
     objects.delete(staged)
 
 

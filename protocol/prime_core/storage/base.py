@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -22,6 +21,8 @@ CHUNK_BYTES = 1 << 18
 """Objects are read and written in pieces of this size."""
 MAX_KEY_LENGTH = 512
 DIGEST_PREFIX = "sha256/"
+CHECKSUM_HEADER = "x-amz-checksum-sha256"
+"""Header of an upload with the base64 of the body's SHA-256; an S3 server refuses other bytes."""
 
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*\Z")
 _DIGEST_KEY = re.compile(r"sha256/[0-9a-f]{64}\Z")
@@ -47,6 +48,13 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_prefix(prefix: str) -> str:
+    """Returns `prefix`. Raises MalformedError if it leaves the store."""
+    if prefix.startswith("/") or ".." in prefix.split("/"):
+        raise MalformedError(f"not a key prefix: {prefix[:80]!r}")
+    return prefix
+
+
 def named_digest(key: str) -> Digest | None:
     """The SHA-256 that `key` promises, or None if the key is not content-addressed."""
     return Digest("0x" + key[len(DIGEST_PREFIX) :]) if _DIGEST_KEY.match(key) else None
@@ -61,19 +69,13 @@ class SignedUrl:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Writer(Protocol):
-    """Takes an object piece by piece; nothing is visible before the enclosing block ends."""
-
-    def write(self, data: bytes) -> None: ...
-
-
 @runtime_checkable
 class ObjectStore(Protocol):
     """Bytes under keys. Calls are safe from several threads and processes at once.
 
     Every method raises MalformedError on a bad key and UnavailableError when the medium fails
-    (full disk, network); `get`, `chunks`, `size` and `digest` raise NotFoundError if there is no
-    such object.
+    (full disk, network); `copy`, `get`, `chunks`, `size` and `digest` raise NotFoundError if there
+    is no such object. A key that names an object must not be the folder of another key.
     """
 
     def put(self, key: str, data: bytes) -> None:
@@ -84,11 +86,9 @@ class ObjectStore(Protocol):
         """Stores a copy of the file at `path`, whole or not at all."""
         ...
 
-    def receive(
-        self, key: str, *, size: int, sha256: Digest | None = None
-    ) -> AbstractContextManager[Writer]:
-        """Stores what is written inside the block, if it is exactly `size` bytes and (where
-        given) has that digest. Raises MalformedError as soon as it cannot be."""
+    def copy(self, source: str, target: str) -> None:
+        """Stores the bytes of one object under a second key, inside the store. Raises
+        MalformedError if the second key names another digest."""
         ...
 
     def get(self, key: str, limit: int) -> bytes:
@@ -104,7 +104,7 @@ class ObjectStore(Protocol):
     def size(self, key: str) -> int: ...
 
     def digest(self, key: str) -> Digest:
-        """SHA-256 of the object as it lies there now."""
+        """SHA-256 of the object as it lies there now, or as the server checked it on arrival."""
         ...
 
     def delete(self, key: str) -> None:
@@ -112,11 +112,12 @@ class ObjectStore(Protocol):
         ...
 
     def keys(self, prefix: str = "") -> Iterator[str]:
-        """Keys that begin with `prefix`, sorted."""
+        """Keys that begin with `prefix`, in no stated order."""
         ...
 
     def signed_put(self, key: str, size: int, sha256: Digest, expires_at: int) -> SignedUrl:
-        """Lets its holder PUT exactly these bytes until `expires_at` (Unix seconds)."""
+        """Lets its holder PUT exactly these bytes until `expires_at` (Unix seconds), or for as long
+        as the store can sign for; the answer says until when."""
         ...
 
     def signed_get(self, key: str, expires_at: int) -> str:

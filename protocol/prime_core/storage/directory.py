@@ -19,7 +19,13 @@ from prime_core import ids
 from prime_core.encoding import sha256 as sha256_digest
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError
 from prime_core.ids import Digest
-from prime_core.storage.base import CHUNK_BYTES, SignedUrl, check_key, named_digest
+from prime_core.storage.base import (
+    CHUNK_BYTES,
+    SignedUrl,
+    check_key,
+    check_prefix,
+    named_digest,
+)
 from prime_core.storage.signing import UrlGrant, sign_url, verify_url
 
 _TEMPORARY = ".tmp-"
@@ -51,8 +57,16 @@ class DirectoryStore:
                 while block := source.read(CHUNK_BYTES):
                     sink.write(block)
 
+    def copy(self, source: str, target: str) -> None:
+        size, pieces = self.size(source), self.chunks(source)
+        with self.receive(target, size=size) as sink:
+            for piece in pieces:
+                sink.write(piece)
+
     @contextmanager
     def receive(self, key: str, *, size: int, sha256: Digest | None = None) -> Iterator[_Sink]:
+        """Stores what is written inside the block, if it is exactly `size` bytes and (where
+        given) has that digest. Raises MalformedError as soon as it cannot be."""
         target = self._path(key)
         promised = {name for name in (sha256, named_digest(key)) if name is not None}
         if len(promised) > 1:
@@ -111,9 +125,7 @@ class DirectoryStore:
         return ids.digest(running.digest())
 
     def keys(self, prefix: str = "") -> Iterator[str]:
-        start = self.root / prefix.rpartition("/")[0]
-        if prefix and ".." in prefix.split("/"):
-            raise MalformedError(f"not a key prefix: {prefix[:80]!r}")
+        start = self.root / check_prefix(prefix).rpartition("/")[0]
         found = (
             path.relative_to(self.root).as_posix()
             for path in start.rglob("*")

@@ -6,6 +6,7 @@ before it ends; the account's key signs the grant and nothing else.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import secrets
 import sys
@@ -37,6 +38,7 @@ from prime_core.messages import (
 )
 from prime_core.node import SessionGrant
 from prime_core.signing import Answer, ContractName, Domain, Signer, Strict
+from prime_core.storage.base import CHECKSUM_HEADER
 from prime_core.transport.addresses import (
     PrivateAddressError,
     authority,
@@ -203,7 +205,11 @@ class OrchestratorClient:
     def upload(self, target: UploadAnswer, body: bytes | Path) -> None:
         """PUT a file to a signed URL. We set the headers; the party that names the URL does not."""
         content = body.read_bytes() if isinstance(body, Path) else body
-        headers = {"Content-Type": UPLOAD_TYPE, "Content-Length": str(len(content))}
+        headers = {
+            "Content-Type": UPLOAD_TYPE,
+            "Content-Length": str(len(content)),
+            CHECKSUM_HEADER: base64.b64encode(hashlib.sha256(content).digest()).decode(),
+        }
         response = self._send("PUT", self._absolute(target.url), content, headers)
         if response.status_code not in (200, 201, 204):
             raise from_problem(response.status_code, response.content)

@@ -1,0 +1,348 @@
+"""Objects in a bucket of an S3-compatible server (AWS, Cloudflare R2, MinIO, SeaweedFS).
+
+Nodes PUT to and validators and the trainer GET from presigned URLs, so the server of the pool does
+not carry those bytes. A presigned PUT signs the length and the SHA-256 of the body: the bucket
+refuses any other bytes. `check` tries this, because some servers ignore the checksum.
+
+Credentials come from boto3's own chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the file that
+AWS_SHARED_CREDENTIALS_FILE names, or the machine's role. They are never settings of ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from prime_core import ids
+from prime_core.encoding import sha256 as sha256_digest
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UserError
+from prime_core.ids import Digest
+from prime_core.storage.base import (
+    CHECKSUM_HEADER,
+    CHUNK_BYTES,
+    SignedUrl,
+    check_key,
+    check_prefix,
+    named_digest,
+)
+
+try:
+    import boto3
+    from boto3.s3.transfer import TransferConfig
+    from botocore.config import Config
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        HTTPClientError,
+        NoCredentialsError,
+        PartialCredentialsError,
+    )
+    from botocore.exceptions import (
+        ConnectionError as NoConnectionError,
+    )
+except ImportError as missing:
+    raise UserError(
+        "an S3 object store needs boto3, which is not installed",
+        hint="pip install 'prime-open[s3]'",
+    ) from missing
+
+PART_BYTES = 16 << 20
+"""A larger file goes up in parts of this size (multipart upload)."""
+MAX_PUT_BYTES = 5 << 30
+"""S3's own bound on an object that one PUT or one copy writes."""
+LONGEST_SECONDS = 7 * 86_400
+"""S3's own bound on the life of a presigned URL."""
+_TYPE = "application/octet-stream"
+_MISSING = ("404", "NoSuchKey", "NotFound")
+_REFUSED = ("400", "401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",
+            "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed",
+            "RequestTimeTooSkewed")  # fmt: skip
+
+
+class S3Store:
+    """ObjectStore over one folder (`prefix`) of a bucket.
+
+    `endpoint` is the server's URL, "" for AWS itself; `public_endpoint` is the same server as
+    nodes, validators and the trainer reach it, if that differs. Raises UserError if boto3 cannot
+    use these settings.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        prefix: str = "",
+        endpoint: str = "",
+        public_endpoint: str = "",
+        region: str = "us-east-1",
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.bucket = bucket
+        self.prefix = check_key(prefix.rstrip("/")) + "/" if prefix else ""
+        self.endpoint = endpoint
+        self._now = now
+        self._client = _client(endpoint, region)
+        self._signer = _client(public_endpoint, region) if public_endpoint else self._client
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.bucket}/{self.prefix} at {self.endpoint or 'AWS'})"
+
+    def check(self) -> None:
+        """Tries what the pool will need of the bucket.
+
+        Raises UserError if the bucket is missing, the credentials are missing or refused, or the
+        server takes bytes that do not have the announced SHA-256; UnavailableError if the server
+        does not answer.
+        """
+        probe = self._at(f"probe-{secrets.token_hex(8)}")  # others may try at the same time
+        try:
+            self._client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix, MaxKeys=1)
+            self._client.put_object(**probe, Body=b"probe")
+            self._client.get_object(**probe)["Body"].close()
+            self._client.delete_object(**probe)
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            raise UserError(
+                "there are no credentials for the S3 object store",
+                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a file by "
+                "AWS_SHARED_CREDENTIALS_FILE",
+            ) from error
+        except ClientError as error:
+            code = _code(error)
+            if code == "NoSuchBucket":
+                raise UserError(
+                    f"there is no bucket {self.bucket} at {self.endpoint or 'AWS'}",
+                    hint="create it first, or correct --s3-bucket",
+                ) from error
+            if code in _REFUSED:
+                raise UserError(
+                    f"the S3 object store refuses these credentials for bucket {self.bucket} "
+                    f"({code})",
+                    hint="check the key, its rights to list, read, write and delete, --s3-region, "
+                    "and the machine's clock",
+                ) from error
+            raise self._trouble("check", error) from error
+        except BotoCoreError as error:
+            raise self._trouble("check", error) from error
+        try:
+            self._client.put_object(
+                **probe, Body=b"probe", ChecksumSHA256=_base64(sha256_digest(b"other"))
+            )
+        except ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 400:
+                return
+            raise self._trouble("check", error) from error
+        except BotoCoreError as error:
+            raise self._trouble("check", error) from error
+        self._client.delete_object(**probe)
+        raise UserError(
+            f"the S3 server at {self.endpoint or 'AWS'} does not compare an upload with its "
+            "SHA-256, so a node could store other bytes than it announced",
+            hint="use AWS, R2, MinIO, SeaweedFS 4 or newer, or another server that checks "
+            f"{CHECKSUM_HEADER}",
+        )
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes) -> None:
+        place, name = self._at(key), sha256_digest(data)
+        _promised(key, name)
+        with self._errors("write", key):
+            self._client.put_object(
+                **place, Body=data, ContentType=_TYPE, ChecksumSHA256=_base64(name)
+            )
+
+    def put_file(self, key: str, path: Path) -> None:
+        place = self._at(key)
+        with path.open("rb") as file:
+            name = Digest("0x" + hashlib.file_digest(file, "sha256").hexdigest())
+            _promised(key, name)
+            size = file.tell()
+            file.seek(0)
+            with self._errors("write", key):
+                if size <= PART_BYTES:
+                    self._client.put_object(
+                        **place, Body=file, ContentType=_TYPE, ChecksumSHA256=_base64(name)
+                    )
+                else:  # each part carries its own SHA-256; the object appears with the last one
+                    self._client.upload_fileobj(
+                        file,
+                        place["Bucket"],
+                        place["Key"],
+                        ExtraArgs={"ContentType": _TYPE, "ChecksumAlgorithm": "SHA256"},
+                        Config=TransferConfig(
+                            multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES
+                        ),
+                    )
+
+    def copy(self, source: str, target: str) -> None:
+        place, tag = self._at(target), self._head(source)["ETag"]
+        if named_digest(target) is not None:
+            _promised(target, self.digest(source))
+        with self._errors("copy", source):  # the ETag: the bytes that were just looked at
+            self._client.copy_object(**place, CopySource=self._at(source), CopySourceIfMatch=tag)
+
+    def delete(self, key: str) -> None:
+        place = self._at(key)
+        with self._errors("delete", key):
+            self._client.delete_object(**place)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get(self, key: str, limit: int) -> bytes:
+        place = self._at(key)
+        with self._errors("read", key):
+            answer = self._client.get_object(**place)
+            with closing(answer["Body"]) as body:
+                fits = answer["ContentLength"] <= limit
+                data: bytes = body.read() if fits else b""
+        if not fits:
+            raise MalformedError(f"object {key} is larger than {limit} bytes")
+        name = named_digest(key)
+        if name is not None and sha256_digest(data) != name:
+            raise UnavailableError(f"object {key} is damaged: its bytes have another digest")
+        return data
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        place = self._at(key)
+        with self._errors("read", key):
+            body = self._client.get_object(**place)["Body"]
+        return self._blocks(key, body)
+
+    def exists(self, key: str) -> bool:
+        try:
+            self._head(key)
+        except NotFoundError:
+            return False
+        return True
+
+    def size(self, key: str) -> int:
+        return int(self._head(key)["ContentLength"])
+
+    def digest(self, key: str) -> Digest:
+        kept = self._head(key).get("ChecksumSHA256", "")
+        if kept and "-" not in kept:  # with a dash it is a checksum of the parts' checksums
+            return ids.digest(base64.b64decode(kept))
+        running = hashlib.sha256()
+        for block in self.chunks(key):
+            running.update(block)
+        return ids.digest(running.digest())
+
+    def keys(self, prefix: str = "") -> Iterator[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=self.prefix + check_prefix(prefix)
+        )
+        with self._errors("list", prefix):
+            for page in pages:
+                for entry in page.get("Contents", ()):
+                    yield entry["Key"][len(self.prefix) :]
+
+    # -- signed URLs ---------------------------------------------------------------------------
+
+    def signed_put(self, key: str, size: int, sha256: Digest, expires_at: int) -> SignedUrl:
+        if size > MAX_PUT_BYTES:
+            raise MalformedError(f"one upload has at most {MAX_PUT_BYTES} bytes")
+        checksum, seconds = _base64(sha256), self._seconds(expires_at)
+        bound = {"ContentLength": size, "ContentType": _TYPE, "ChecksumSHA256": checksum}
+        url = self._presigned("put_object", {**self._at(key), **bound}, seconds)
+        headers = {
+            "Content-Type": _TYPE,
+            "Content-Length": str(size),
+            CHECKSUM_HEADER: checksum,
+        }
+        return SignedUrl(url=url, expires_at=int(self._now()) + seconds, headers=headers)
+
+    def signed_get(self, key: str, expires_at: int) -> str:
+        return self._presigned("get_object", self._at(key), self._seconds(expires_at))
+
+    # -- below ---------------------------------------------------------------------------------
+
+    def _at(self, key: str) -> dict[str, str]:
+        return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
+
+    def _head(self, key: str) -> dict[str, Any]:
+        place = self._at(key)
+        with self._errors("read", key):
+            answer: dict[str, Any] = self._client.head_object(**place, ChecksumMode="ENABLED")
+        return answer
+
+    def _blocks(self, key: str, body: Any) -> Iterator[bytes]:
+        with self._errors("read", key), closing(body):
+            yield from body.iter_chunks(CHUNK_BYTES)
+
+    def _seconds(self, expires_at: int) -> int:
+        """How long a URL lives that should end at `expires_at`: at least a second, at most what S3
+        allows."""
+        return max(1, min(expires_at - int(self._now()), LONGEST_SECONDS))
+
+    def _presigned(self, method: str, parameters: dict[str, Any], seconds: int) -> str:
+        with self._errors("sign a URL for", parameters["Key"]):
+            url: str = self._signer.generate_presigned_url(
+                method, Params=parameters, ExpiresIn=seconds
+            )
+        return url
+
+    @contextmanager
+    def _errors(self, what: str, key: str) -> Iterator[None]:
+        """Turns boto3's errors into ours."""
+        try:
+            yield
+        except ClientError as error:
+            if _code(error) in _MISSING:
+                raise NotFoundError(f"there is no object {key}") from error
+            raise self._trouble(f"{what} {key}", error) from error
+        except BotoCoreError as error:
+            raise self._trouble(f"{what} {key}", error) from error
+
+    def _trouble(self, what: str, error: Exception) -> UnavailableError:
+        """One sentence without boto3's text, which may quote a signed URL."""
+        if isinstance(error, ClientError):
+            why = f"the server answered {_code(error)}"
+        elif isinstance(error, NoConnectionError | HTTPClientError):
+            why = f"{self.endpoint or 'AWS'} does not answer"
+        else:
+            why = type(error).__name__
+        return UnavailableError(f"cannot {what} in bucket {self.bucket}: {why}")
+
+
+def _client(endpoint: str, region: str) -> Any:
+    config = Config(
+        signature_version="s3v4",
+        # A bucket's name as a host needs DNS, which only AWS has for certain.
+        s3={"addressing_style": "path" if endpoint else "auto"},
+        connect_timeout=5,
+        read_timeout=30,
+        retries={"total_max_attempts": 3, "mode": "standard"},
+        max_pool_connections=50,
+        # SHA-256 is given where it counts; other servers do not know the newer CRC trailers.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    try:  # a session of its own: boto3's keeps the credentials that it found first
+        return boto3.Session().client(
+            "s3", endpoint_url=endpoint or None, region_name=region, config=config
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise UserError(
+            f"the S3 object store cannot be opened: {error}",
+            hint="check --s3-endpoint and --s3-region",
+        ) from error
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", "an error"))
+
+
+def _base64(name: Digest) -> str:
+    return base64.b64encode(bytes.fromhex(name[2:])).decode()
+
+
+def _promised(key: str, name: Digest) -> None:
+    """Raises MalformedError if `key` names another digest than `name`."""
+    if named_digest(key) not in (None, name):
+        raise MalformedError("the bytes do not have the digest that their key names")

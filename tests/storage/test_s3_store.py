@@ -1,0 +1,258 @@
+"""What only the S3 store does: presigned URLs, multipart, and what it says when S3 is not there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+pytest.importorskip("boto3", reason="S3: pip install 'prime-open[s3]'")
+
+from s3_server import BUCKET, SECRET_KEY, S3Server
+from served import served
+
+from devnet.chain import free_port
+from prime_core.encoding import sha256
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UserError
+from prime_core.ids import Digest
+from prime_core.messages import UploadAnswer
+from prime_core.storage.base import digest_key
+from prime_core.storage.s3 import LONGEST_SECONDS, MAX_PUT_BYTES, PART_BYTES, S3Store
+from prime_core.transport.client import OrchestratorClient
+
+DATA = b"a rollout file"
+
+
+def opened(server: S3Server, prefix: str = "", **changes: str) -> S3Store:
+    return S3Store(
+        changes.pop("bucket", BUCKET),
+        prefix=prefix or f"test/{secrets.token_hex(8)}",
+        endpoint=changes.pop("endpoint", server.url),
+        **changes,
+    )
+
+
+@pytest.fixture
+def store(s3: S3Server) -> S3Store:
+    return opened(s3)
+
+
+def soon() -> int:
+    return int(time.time()) + 60
+
+
+# -- presigned URLs ------------------------------------------------------------------------------
+
+
+def test_a_presigned_put_takes_exactly_the_announced_bytes(store: S3Store) -> None:
+    target = store.signed_put("uploads/1", len(DATA), sha256(DATA), soon())
+    other = bytes(reversed(DATA))
+    with httpx.Client(trust_env=False) as http:
+
+        def put(data: bytes, **headers: str) -> int:
+            return http.put(target.url, content=data, headers=target.headers | headers).status_code
+
+        own = store.signed_put("uploads/1", len(DATA), sha256(other), soon()).headers
+        checksum = "x-amz-checksum-sha256"
+        assert put(other) == 400, "other bytes of the same length"
+        assert put(other, **{checksum: own[checksum]}) == 403, "with their own checksum"
+        assert put(DATA + b"!", **{"Content-Length": str(len(DATA) + 1)}) == 403, "longer"
+        without = {name: v for name, v in target.headers.items() if name != checksum}
+        assert http.put(target.url, content=DATA, headers=without).status_code == 403
+        assert http.put(target.url.replace("uploads/1", "uploads/2"), content=DATA,
+                        headers=target.headers).status_code == 403  # fmt: skip
+        assert http.get(target.url).status_code == 403
+        assert list(store.keys()) == []
+        assert put(DATA) == 200
+        assert put(DATA) == 200, "again, after an answer that was lost"
+        assert put(other) == 400
+    assert store.get("uploads/1", 100) == DATA
+    assert store.digest("uploads/1") == sha256(DATA)
+
+
+def test_the_client_of_nodes_uploads_to_a_bucket_and_downloads_from_it(
+    store: S3Store, tmp_path: Path
+) -> None:
+    """It takes no header from the party that names the URL."""
+    signed = store.signed_put("uploads/1", len(DATA), sha256(DATA), soon())
+    target = UploadAnswer(url=signed.url, headers={}, expiry=signed.expires_at)
+    (tmp_path / "file").write_bytes(DATA)
+    (tmp_path / "other").write_bytes(DATA[::-1])
+    with OrchestratorClient("http://127.0.0.1:9") as client:
+        with pytest.raises(MalformedError):
+            client.upload(target, tmp_path / "other")
+        client.upload(target, tmp_path / "file")
+        found = client.download(store.signed_get("uploads/1", soon()), limit=100)
+        assert found == DATA
+        with pytest.raises(NotFoundError):
+            client.download(store.signed_get("uploads/2", soon()), limit=100)
+
+
+def test_a_presigned_get_reads_one_object_until_it_ends(store: S3Store) -> None:
+    store.put("a", DATA)
+    url = store.signed_get("a", soon())
+    assert httpx.get(url, trust_env=False).content == DATA
+    assert httpx.put(url, content=b"x", trust_env=False).status_code == 403
+    assert httpx.get(url.replace("Expires=", "Expires=9"), trust_env=False).status_code == 403
+
+
+def test_a_url_never_lives_longer_than_was_asked_or_s3_allows(s3: S3Server) -> None:
+    store = S3Store(BUCKET, endpoint=s3.url, now=lambda: 1000.0)
+    assert "Expires=50&" in store.signed_get("a", 1050)
+    assert store.signed_put("a", 1, sha256(b"x"), 1050).expires_at == 1050
+    far = store.signed_put("a", 1, sha256(b"x"), 1 << 40)
+    assert far.expires_at == 1000 + LONGEST_SECONDS
+    assert f"Expires={LONGEST_SECONDS}&" in far.url
+    with pytest.raises(MalformedError, match="at most"):
+        store.signed_put("a", MAX_PUT_BYTES + 1, sha256(b"x"), 1050)
+
+
+def test_urls_name_the_endpoint_that_others_reach_and_the_secret_stays_here(s3: S3Server) -> None:
+    store = opened(s3, public_endpoint="https://objects.example:9000")
+    signed = store.signed_put("a", 1, sha256(b"x"), soon())
+    for url in (signed.url, store.signed_get("a", soon())):
+        assert urlsplit(url).netloc == "objects.example:9000"
+        assert SECRET_KEY not in url
+    store.put("a", b"here")
+    assert store.get("a", 9) == b"here"
+    assert SECRET_KEY not in repr(store)
+
+
+# -- what lies in the bucket -----------------------------------------------------------------------
+
+
+def test_pools_in_one_bucket_do_not_see_one_another(s3: S3Server) -> None:
+    folder = f"test/{secrets.token_hex(8)}"
+    one, other = opened(s3, f"{folder}/1"), opened(s3, f"{folder}/11")
+    one.put("a", b"1")
+    other.put("b", b"11")
+    assert (list(one.keys()), list(other.keys())) == (["a"], ["b"])
+    assert not other.exists("a")
+
+
+def test_a_large_file_goes_up_in_parts_and_appears_whole(
+    store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(PART_BYTES + 12345)
+    (tmp_path / "large").write_bytes(data)
+    name = sha256(data)
+    with pytest.raises(MalformedError, match="digest"):
+        store.put_file(digest_key(sha256(b"other")), tmp_path / "large")
+    with monkeypatch.context() as patched:
+        complete = store._client.complete_multipart_upload
+
+        def seen(**arguments: object) -> object:
+            assert not store.exists(digest_key(name)), "nothing is visible before the last part"
+            return complete(**arguments)
+
+        patched.setattr(store._client, "complete_multipart_upload", seen)
+        store.put_file(digest_key(name), tmp_path / "large")
+    assert "-" in store._head(digest_key(name)).get("ETag", ""), "it went up in parts"
+    assert store.digest(digest_key(name)) == name
+    assert store.get(digest_key(name), len(data)) == data
+    store.copy(digest_key(name), "copy")
+    assert store.size("copy") == len(data)
+
+
+def test_a_damaged_object_is_never_handed_out(s3: S3Server) -> None:
+    store = opened(s3)
+    key = digest_key(sha256(b"precious"))
+    store._client.put_object(Bucket=BUCKET, Key=store.prefix + key, Body=b"precious?")
+    with pytest.raises(UnavailableError, match="damaged"):
+        store.get(key, 100)
+    store.put(key, b"precious")
+    assert store.get(key, 100) == b"precious"
+
+
+def test_a_digest_is_computed_where_the_server_keeps_none(store: S3Store) -> None:
+    store._client.put_object(Bucket=BUCKET, Key=store.prefix + "plain", Body=DATA)
+    assert "ChecksumSHA256" not in store._head("plain")
+    assert store.digest("plain") == Digest("0x" + hashlib.sha256(DATA).hexdigest())
+
+
+# -- errors in one sentence ------------------------------------------------------------------------
+
+
+def test_a_bucket_that_serves_passes_the_check_and_nothing_is_left_in_it(store: S3Store) -> None:
+    store.check()
+    assert list(store.keys()) == []
+
+
+def test_a_missing_bucket_is_named(s3: S3Server) -> None:
+    with pytest.raises(UserError, match="there is no bucket elsewhere"):
+        opened(s3, bucket="elsewhere").check()
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_wrong_credentials_are_refused_in_one_sentence(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "wrong-one")
+    store = opened(s3)
+    with pytest.raises(UserError, match="refuses these credentials") as caught:
+        store.check()
+    assert "wrong-one" not in str(caught.value)
+    with pytest.raises(UnavailableError, match=r"cannot read a in bucket pools: .* 403"):
+        store.size("a")
+
+
+def test_missing_credentials_are_asked_for_and_a_file_of_them_is_taken(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    lines = [f"{name.lower()} = {value}" for name, value in s3.environment.items()]
+    for name in s3.environment:
+        monkeypatch.delenv(name)
+    with pytest.raises(UserError, match="no credentials") as caught:
+        opened(s3).check()
+    assert "AWS_SHARED_CREDENTIALS_FILE" in caught.value.hint
+    file.write_text("\n".join(["[default]", *lines]))
+    opened(s3).check()
+
+
+def test_a_server_that_is_down_is_unavailable_to_every_call(s3: S3Server) -> None:
+    address = f"http://127.0.0.1:{free_port()}"
+    store = opened(s3, endpoint=address)
+    for call in (
+        store.check,
+        lambda: store.put("a", b"x"),
+        lambda: store.get("a", 1),
+        lambda: store.exists("a"),
+        lambda: store.copy("a", "b"),
+        lambda: store.delete("a"),
+        lambda: list(store.keys()),
+    ):
+        with pytest.raises(UnavailableError, match=f"{address} does not answer"):
+            call()
+    assert store.signed_get("a", soon()), "no call is needed to sign"
+
+
+def test_a_server_that_ignores_checksums_is_refused(s3: S3Server) -> None:
+    class Careless(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_DELETE = answer  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with served(Careless) as url, pytest.raises(UserError, match="does not compare"):
+        opened(s3, endpoint=url).check()
