@@ -50,6 +50,7 @@ def run(quick: bool) -> list[Row]:
             peer_name=ANCESTOR),
         Row("claim_empty_account", gas["later claim to an empty account"], "gas", 100_000),
         Row("claim_in_batch", gas["batch claim, each of 63"], "gas", 75_000),
+        Row("post_table", gas["table of two validators"], "gas", 220_000),
         Row("reject_leaf", gas["reject of a leaf"], "gas", 100_000, peer=216_000,
             peer_name=ANCESTOR),
     ]  # fmt: skip

@@ -83,10 +83,12 @@ abstract contract PoolState is EIP712 {
     /// @param on Whether its opinions count now.
     /// @param countsFrom Submissions that are valid until then or longer are of leases signed after
     /// the present appointment.
+    /// @param resigned Whether it gave the role up itself and was not appointed since.
     struct Validator {
         uint8 number;
         bool on;
         uint40 countsFrom;
+        bool resigned;
     }
 
     /// @notice A node's seat. It stays on record when given up: who answered for the node's work
@@ -224,6 +226,21 @@ abstract contract PoolState is EIP712 {
             }
             last = v.number;
             numbers |= uint24(last) << uint24(8 * i);
+        }
+    }
+
+    /// @notice Reverts unless the accounts are as many as the pool's quorum asks for, in rising order of
+    /// their numbers, and none of them resigned. Dismissed ones count: a manager that does not pay must not
+    /// silence those who say what it owes.
+    function checkTableAuthors(uint256 pool, address[] calldata authors) external view {
+        uint256 needed = _known(pool).quorum;
+        if (authors.length != needed) revert Errors.NoQuorum(authors.length, needed);
+        uint8 previous;
+        for (uint256 i; i < needed; ++i) {
+            Validator memory v = _validators[pool][authors[i]];
+            if (v.number == 0 || v.resigned) revert Errors.NotAllowed(authors[i]);
+            if (v.number <= previous) revert Errors.OpinionsOutOfOrder(previous, v.number);
+            previous = v.number;
         }
     }
 

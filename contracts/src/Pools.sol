@@ -111,7 +111,10 @@ contract Pools is PoolState {
             v.number = ++p.validators;
             validatorAt[pool][v.number] = validator;
         }
-        if (on && !v.on) v.countsFrom = uint40(block.timestamp + p.leaseSeconds);
+        if (on && !v.on) {
+            v.countsFrom = uint40(block.timestamp + p.leaseSeconds);
+            v.resigned = false;
+        }
         v.on = on;
         emit ValidatorSet(pool, validator, on);
     }
@@ -230,12 +233,13 @@ contract Pools is PoolState {
 
     // ---------------------------------------------------------------------------- the validator's
 
-    /// @notice Gives the caller's role up, as a validator whose key is no longer safe does. Its open
-    /// proposals stay, and it still answers for them.
+    /// @notice Gives the caller's role up, as a validator whose key is no longer safe does, also a dismissed
+    /// one. Its open proposals stay, and it still answers for them.
     function resign(uint256 pool) external {
         Validator storage v = _validators[pool][msg.sender];
-        if (!v.on) revert Errors.NotAllowed(msg.sender);
+        if (v.number == 0 || v.resigned) revert Errors.NotAllowed(msg.sender);
         v.on = false;
+        v.resigned = true;
         emit ValidatorSet(pool, msg.sender, false);
     }
 

@@ -6,6 +6,8 @@ import { SafeERC20 } from "@openzeppelin/contracts/token/ERC20/utils/SafeERC20.s
 import {
     ReentrancyGuardTransient
 } from "@openzeppelin/contracts/utils/ReentrancyGuardTransient.sol";
+import { ECDSA } from "@openzeppelin/contracts/utils/cryptography/ECDSA.sol";
+import { EIP712 } from "@openzeppelin/contracts/utils/cryptography/EIP712.sol";
 import { MerkleProof } from "@openzeppelin/contracts/utils/cryptography/MerkleProof.sol";
 import { Math } from "@openzeppelin/contracts/utils/math/Math.sol";
 import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
@@ -16,21 +18,27 @@ import { Slasher } from "./Slasher.sol";
 import { StakeVault } from "./StakeVault.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
-import { Statements } from "./libraries/Statements.sol";
+import { RewardTable, Statements } from "./libraries/Statements.sol";
 
 /// @title Holds the pools' funds and pays nodes' providers and validators from them.
 /// @notice A reward root promises each node and validator a cumulative amount since the pool began. It can be
 /// posted once no leaf of its epoch can be rejected any more, reserves what it adds from the pool's
 /// free funds, and can be claimed after a public check, in which the arbiter may disable it.
+/// While the manager posts no root, anyone may post a table that the pool's quorum of validators
+/// signed; it draws on the free funds, then on the manager's bond.
 ///
-/// Tokens held = Σ free + Σ reserved, over all pools.
-contract Rewards is ReentrancyGuardTransient {
+/// Tokens held = Σ free + Σ reserved + Σ bond, over all pools.
+contract Rewards is EIP712, ReentrancyGuardTransient {
     using SafeCast for uint256;
     using SafeERC20 for IERC20;
 
     /// @notice A pool received funds.
     event Funded(uint256 indexed pool, address indexed from, uint256 amount);
-    /// @notice Free funds of an ended pool went back to its manager.
+    /// @notice The bond that stands behind a pool's unpaid work grew.
+    event BondAdded(uint256 indexed pool, address indexed from, uint256 amount);
+    /// @notice A table needed more than the pool's free funds; this much of the bond was added to them.
+    event BondDrawn(uint256 indexed pool, uint256 amount);
+    /// @notice Free funds of an ended pool, and its bond, went back to its manager.
     event Refunded(uint256 indexed pool, address indexed to, uint256 amount);
     /// @notice A reward root was posted. `object` is the digest of the published table behind it.
     event RewardRootPosted(
@@ -66,29 +74,36 @@ contract Rewards is ReentrancyGuardTransient {
     /// @param reserved Promised by the live roots and not yet claimed.
     /// @param liveRoots Number of live roots.
     /// @param nextEpoch The earliest epoch that the next root can be for.
+    /// @param quietSince When the last live root that promised something was posted; before the first,
+    /// when money came first.
     struct Funds {
         uint128 free;
         uint128 total;
         uint128 reserved;
-        uint64 liveRoots;
+        uint32 liveRoots;
         uint64 nextEpoch;
+        uint32 quietSince;
     }
 
     /// @param claimableAt When the public check ends.
     /// @param index Its place among the live roots; it is live while that is below `liveRoots`.
     /// @param previousNextEpoch `nextEpoch` before this root.
+    /// @param previousQuietSince `quietSince` before this root.
     /// @param previousTotal Cumulative total before this root.
     struct RewardRoot {
         bytes32 root;
         uint64 claimableAt;
         uint64 index;
         uint64 previousNextEpoch;
+        uint32 previousQuietSince;
         uint128 previousTotal;
     }
 
     /// @notice How long after its funds could be refunded a pool's rewards can surely be claimed. Afterwards
     /// the manager may take back what nobody claimed: a reserve without an owner must not be stuck for ever.
     uint64 public constant CLAIM_PERIOD = 365 days;
+    /// @notice After so many epochs and a validity without a new root, anyone may post the validators' table.
+    uint64 public constant SILENT_EPOCHS = 24;
 
     /// @notice What rewards are counted in.
     IERC20 public immutable token;
@@ -102,7 +117,10 @@ contract Rewards is ReentrancyGuardTransient {
     uint64 private immutable _validity;
     uint64 private immutable _rewardDelay;
     uint64 private immutable _refundDelay;
+    uint64 private immutable _silence;
 
+    /// @notice What stands behind a pool's unpaid work besides its funds.
+    mapping(uint256 pool => uint256) public bondOf;
     /// @notice What was paid so far for a node or validator.
     mapping(uint256 pool => mapping(address node => uint256)) public claimed;
     mapping(uint256 pool => Funds) private _funds;
@@ -121,7 +139,7 @@ contract Rewards is ReentrancyGuardTransient {
         Pools pools_,
         StakeVault vault_,
         Slasher slasher_
-    ) {
+    ) EIP712("Prime", "1") {
         if (
             address(token_) == address(0) || address(registry_) == address(0)
                 || address(pools_) == address(0) || address(slasher_) == address(0)
@@ -134,6 +152,7 @@ contract Rewards is ReentrancyGuardTransient {
         _epochLength = p.epochLength;
         _validity = p.validity;
         _rewardDelay = p.rewardDelay;
+        _silence = SILENT_EPOCHS * p.epochLength + p.validity;
         // The last work's way to its pay. A file comes up to an epoch after the end, its node roots it by
         // itself an epoch and a validity later, it is judged for a validity, its pay is held while a slash
         // is open; the next epoch's reward root decides it, and is posted again if the arbiter voids it.
@@ -147,23 +166,31 @@ contract Rewards is ReentrancyGuardTransient {
         if (amount == 0) revert Errors.ZeroAmount();
         _funds[pool].free += amount.toUint128();
         emit Funded(pool, msg.sender, amount);
-
-        uint256 before = token.balanceOf(address(this));
-        token.safeTransferFrom(msg.sender, address(this), amount);
-        uint256 received = token.balanceOf(address(this)) - before;
-        if (received != amount) revert Errors.TokenNotPlain(amount, received);
+        _receive(pool, amount);
     }
 
-    /// @notice Takes back what nobody is promised; one `CLAIM_PERIOD` later also what nobody claimed. By the
-    /// manager, from `refundableAt` on: until then the last work's rewards can be promised.
+    /// @notice Adds to the bond that pays the pool's work when its manager does not. By anyone, while the pool
+    /// runs; it goes back to the manager only as the free funds do. Needs an allowance.
+    function bond(uint256 pool, uint256 amount) external nonReentrant {
+        if (pools.hasEnded(pool)) revert Errors.PoolHasEnded(pool);
+        if (amount == 0) revert Errors.ZeroAmount();
+        bondOf[pool] += amount;
+        emit BondAdded(pool, msg.sender, amount);
+        _receive(pool, amount);
+    }
+
+    /// @notice Takes back the bond and what nobody is promised; one `CLAIM_PERIOD` later also what nobody
+    /// claimed. By the manager, from `refundableAt` on: until then the last work's rewards can be promised,
+    /// by it or by a table of the validators.
     function refund(uint256 pool) external nonReentrant {
         if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
         uint256 from = refundableAt(pool);
         if (from == 0) revert Errors.PoolNotEnded(pool);
         if (block.timestamp < from) revert Errors.RefundNotYet(pool, from);
         Funds storage f = _funds[pool];
-        uint256 amount = f.free;
+        uint256 amount = f.free + bondOf[pool];
         f.free = 0;
+        bondOf[pool] = 0;
         if (block.timestamp >= from + CLAIM_PERIOD) {
             amount += f.reserved;
             f.reserved = 0;
@@ -190,6 +217,60 @@ contract Rewards is ReentrancyGuardTransient {
         if (pools.managerOf(pool) != msg.sender) {
             revert Errors.NotAllowed(msg.sender);
         }
+        _post(pool, epoch, root, cumulativeTotal, object);
+    }
+
+    /// @notice Posts a table in the manager's place, once it has posted no root that promises more for
+    /// `SILENT_EPOCHS` and a validity. By anyone. What the free funds lack is drawn from the bond. Delay and veto are those of a
+    /// root of the manager's.
+    /// @param table The root, as `postRewardRoot` takes it; it promises more than the last one.
+    /// @param signatures ECDSA signatures over the table of as many validators of the pool as its quorum asks
+    /// for, in rising order of their numbers. A dismissed validator's counts; that of one that resigned
+    /// does not.
+    function postTable(RewardTable calldata table, bytes[] calldata signatures) external {
+        uint256 pool = table.pool;
+        uint256 from = silentFrom(pool);
+        if (from == 0 || block.timestamp < from) revert Errors.ManagerNotSilent(pool, from);
+        bytes32 digest = rewardTableDigest(table);
+        address[] memory authors = new address[](signatures.length);
+        for (uint256 i; i < signatures.length; ++i) {
+            authors[i] = ECDSA.recoverCalldata(digest, signatures[i]);
+        }
+        pools.checkTableAuthors(pool, authors);
+
+        Funds storage f = _funds[pool];
+        uint256 added = Math.saturatingSub(table.cumulativeTotal, f.total);
+        if (added == 0) revert Errors.ZeroAmount();
+        if (added > f.free) _draw(pool, f, added);
+        _post(pool, table.epoch, table.root, table.cumulativeTotal, table.object);
+    }
+
+    /// @dev Frees as much of the bond as the funds lack.
+    function _draw(uint256 pool, Funds storage f, uint256 needed) private {
+        uint256 missing = needed - f.free;
+        uint256 bonded = bondOf[pool];
+        if (missing > bonded) revert Errors.InsufficientFunds(pool, f.free + bonded, needed);
+        bondOf[pool] = bonded - missing;
+        f.free += missing.toUint128();
+        emit BondDrawn(pool, missing);
+    }
+
+    /// @dev Takes tokens in; the silence that lets a table in counts from the first of them.
+    function _receive(uint256 pool, uint256 amount) private {
+        if (_funds[pool].quietSince == 0) _funds[pool].quietSince = uint32(block.timestamp);
+        uint256 before = token.balanceOf(address(this));
+        token.safeTransferFrom(msg.sender, address(this), amount);
+        uint256 received = token.balanceOf(address(this)) - before;
+        if (received != amount) revert Errors.TokenNotPlain(amount, received);
+    }
+
+    function _post(
+        uint256 pool,
+        uint64 epoch,
+        bytes32 root,
+        uint256 cumulativeTotal,
+        bytes32 object
+    ) private {
         if (root == 0 || object == 0) revert Errors.ZeroDigest();
         // The epoch's last leaf can be rejected up to and including (epoch + 1) · length − 1 +
         // validity.
@@ -213,6 +294,7 @@ contract Rewards is ReentrancyGuardTransient {
             claimableAt: claimableAt,
             index: f.liveRoots,
             previousNextEpoch: f.nextEpoch,
+            previousQuietSince: f.quietSince,
             previousTotal: f.total
         });
         // `added` is at most `free`, and `cumulativeTotal` the sum of two 128-bit numbers' parts.
@@ -221,13 +303,15 @@ contract Rewards is ReentrancyGuardTransient {
             reserved: f.reserved + added.toUint128(),
             total: cumulativeTotal.toUint128(),
             liveRoots: f.liveRoots + 1,
-            nextEpoch: epoch + 1
+            nextEpoch: epoch + 1,
+            quietSince: added == 0 ? f.quietSince : uint32(block.timestamp)
         });
         emit RewardRootPosted(pool, epoch, root, cumulativeTotal, object, claimableAt);
     }
 
     /// @notice Voids a root that cannot be claimed yet, and with it all later ones, which build on
-    /// it. By the arbiter.
+    /// it. By the arbiter. What they reserved is free again, also what came from the bond; the manager's
+    /// silence counts as if they had not been posted.
     function disable(uint256 pool, uint64 epoch) external {
         if (msg.sender != slasher.arbiter()) revert Errors.NotAllowed(msg.sender);
         RewardRoot memory r = _live(pool, epoch);
@@ -242,8 +326,9 @@ contract Rewards is ReentrancyGuardTransient {
         f.free += taken;
         f.reserved -= taken;
         f.total = r.previousTotal;
-        f.liveRoots = r.index;
+        f.liveRoots = uint32(r.index);
         f.nextEpoch = r.previousNextEpoch;
+        f.quietSince = r.previousQuietSince;
         emit RewardRootDisabled(pool, epoch, last);
     }
 
@@ -300,12 +385,26 @@ contract Rewards is ReentrancyGuardTransient {
         return (_funds[pool].total, _funds[pool].nextEpoch);
     }
 
-    /// @notice From when on the manager may take back a pool's free funds (Unix time); zero while it runs.
-    /// Later than the pool's end by the time in which its last work is rooted, judged and promised its pay,
-    /// a dispute included. An ended pool never runs again, so this does not move.
+    /// @notice From when on the manager may take back a pool's free funds and bond (Unix time); zero while it
+    /// runs. Later than the pool's end by the time in which its last work is rooted, judged and promised its
+    /// pay, a dispute included; and later than its last root by the time in which the validators' table can
+    /// follow, be voided once, and follow again.
     function refundableAt(uint256 pool) public view returns (uint256) {
         uint256 endedAt = pools.endedAt(pool);
-        return endedAt == 0 ? 0 : endedAt + _refundDelay;
+        if (endedAt == 0) return 0;
+        uint256 tabled = uint256(_funds[pool].quietSince) + _silence + _epochLength + _rewardDelay;
+        return Math.max(endedAt + _refundDelay, tabled);
+    }
+
+    /// @notice From when on anyone may post the validators' table (Unix time); zero: the pool never had money.
+    function silentFrom(uint256 pool) public view returns (uint256) {
+        uint256 since = _funds[pool].quietSince;
+        return since == 0 ? 0 : since + _silence;
+    }
+
+    /// @notice EIP-712 digest of a reward table under this contract's domain.
+    function rewardTableDigest(RewardTable calldata table) public view returns (bytes32) {
+        return _hashTypedDataV4(Statements.hash(table));
     }
 
     /// @notice The reward root last posted for an epoch, zeros if none was.

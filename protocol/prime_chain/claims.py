@@ -30,24 +30,32 @@ def payable_claim(
             f"{account} has no settled rewards yet",
             hint="an epoch is settled once its last file's validity has passed",
         )
-    rewards, cumulative = contracts.rewards, int(info.cumulative)
-    on_chain = rewards.reward_root(pool, info.epoch)
+    return checked_claim(
+        contracts, Claim(pool, info.epoch, account, int(info.cumulative), info.proof)
+    )
+
+
+def checked_claim(contracts: Contracts, claim: Claim) -> Claim:
+    """`claim`, checked against the root on chain, whoever its proof is from. Raises as
+    `payable_claim`."""
+    rewards = contracts.rewards
+    on_chain = rewards.reward_root(claim.pool, claim.epoch)
     if on_chain is None:
         raise UserError(
-            f"the reward root of epoch {info.epoch} is not on chain yet",
+            f"the reward root of epoch {claim.epoch} is not on chain yet",
             hint="try again in a little while",
         )
     if on_chain.disabled:
-        raise ConflictError(f"the arbiter disabled the reward root of epoch {info.epoch}")
-    if not merkle_verify(on_chain.root, reward_leaf(account, cumulative), info.proof):
-        raise UntrustedError("the orchestrator's proof does not lead to the reward root on chain")
-    paid = rewards.claimed(pool, account)
-    if paid >= cumulative:
-        raise UserError(f"all {prime(paid)} of epoch {info.epoch} and before are paid already")
+        raise ConflictError(f"the arbiter disabled the reward root of epoch {claim.epoch}")
+    if not merkle_verify(on_chain.root, reward_leaf(claim.node, claim.cumulative), claim.proof):
+        raise UntrustedError("the proof does not lead to the reward root on chain")
+    paid = rewards.claimed(claim.pool, claim.node)
+    if paid >= claim.cumulative:
+        raise UserError(f"all {prime(paid)} of epoch {claim.epoch} and before are paid already")
     now = contracts.client.block("latest").time
     if now < on_chain.claimable_at:
         raise UserError(
-            f"the rewards of epoch {info.epoch} can be claimed in {on_chain.claimable_at - now} s",
+            f"the rewards of epoch {claim.epoch} can be claimed in {on_chain.claimable_at - now} s",
             hint="the delay lets anyone check the root first",
         )
-    return Claim(pool, info.epoch, account, cumulative, info.proof)
+    return claim

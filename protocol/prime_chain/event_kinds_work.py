@@ -51,6 +51,21 @@ class Funded(Event):
 
 
 @dataclass(frozen=True)
+class BondAdded(Event):
+    CONTRACT = "rewards"
+    pool: int
+    origin: Address
+    amount: int
+
+
+@dataclass(frozen=True)
+class BondDrawn(Event):
+    CONTRACT = "rewards"
+    pool: int
+    amount: int
+
+
+@dataclass(frozen=True)
 class RewardRootPosted(Event):
     CONTRACT = "rewards"
     pool: int

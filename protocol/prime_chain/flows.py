@@ -77,6 +77,12 @@ def fund_pool(contracts: Contracts, funder: Address, pool: int, amount: int) -> 
     return [*_allow(contracts, funder, rewards, amount), rewards.fund(pool, amount)]
 
 
+def bond_pool(contracts: Contracts, account: Address, pool: int, amount: int) -> list[Call]:
+    """Moves `amount` wei of `account`'s tokens into the bond behind the pool's unpaid work."""
+    rewards = contracts.rewards
+    return [*_allow(contracts, account, rewards, amount), rewards.bond(pool, amount)]
+
+
 def created_pool(contracts: Contracts, receipt: TxReceipt) -> int:
     """Number of the pool that a mined `create` made. Raises FatalError if it made none."""
     for event in of_receipt(receipt, 0, contracts.deployment):

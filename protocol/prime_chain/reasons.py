@@ -41,6 +41,8 @@ SENTENCES: dict[str, str] = {
     "InviteUsed": "the invite was used: a later one is needed",
     "LateSubmission": "the file came after its lease's deadline",
     "LeafMismatch": "submission, lease and receipt do not belong together",
+    "ManagerNotSilent": "the manager of pool {pool} posts its roots itself: "
+    "orchestrator pool show says from when on anyone may post a table",
     "MovedRecently": "node {node} was moved lately: wait until its old work is no longer liable",
     "NoFaucet": "the faucet exists on test networks only",
     "NoQuorum": "{given} opinions are given, {needed} must agree",

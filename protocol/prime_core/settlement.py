@@ -17,14 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from prime_core import encoding
-from prime_core.errors import MalformedError
+from prime_core.errors import MalformedError, UserError
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
-from prime_core.signing import AddressField, DigestField, SignatureField, Strict
+from prime_core.signing import (
+    U64,
+    U256,
+    AddressField,
+    ContractName,
+    DigestField,
+    SignatureField,
+    Statement,
+    Strict,
+)
 from prime_core.verdict import Outcome, Verdict
 
 FORFEIT_SECONDS = 86_400
@@ -72,6 +82,18 @@ class SettledSlash(Strict):
     state: Literal["open", "executed"]
 
 
+class RewardTable(Statement):
+    """What a pool owes up to an epoch, as its validators sign it when the manager does not post it.
+    Members as `Rewards.postRewardRoot` takes them; `object` is the settlement's digest."""
+
+    CONTRACT: ClassVar[ContractName] = "rewards"
+    pool: U256
+    epoch: U64
+    root: DigestField
+    cumulative_total: U256
+    object: DigestField
+
+
 class RewardEntry(Strict):
     """One leaf of the reward tree; `cumulative` in wei as decimal text."""
 
@@ -114,12 +136,32 @@ class Settlement(Strict):
         """The reward root. Raises MalformedError if nobody is owed anything."""
         return encoding.merkle_root(self.leaves())
 
+    def table(self) -> RewardTable:
+        """What validators sign of it. Raises MalformedError if nobody is owed anything."""
+        return RewardTable(
+            pool=self.pool,
+            epoch=self.epoch,
+            root=self.root(),
+            cumulative_total=int(self.cumulative_total),
+            object=self.digest(),
+        )
+
     def proof(self, node: Address) -> tuple[int, list[Digest]]:
         """Cumulative wei and Merkle proof of `node`. Raises MalformedError if it has no entry."""
         for index, entry in enumerate(self.entries):
             if entry.node == node:
                 return int(entry.cumulative), encoding.merkle_proof(self.leaves(), index)
         raise MalformedError(f"{node} has no entry in the settlement of epoch {self.epoch}")
+
+
+def read_settlement(path: Path) -> Settlement:
+    """A settlement from its file. Raises UserError if it cannot be read or is none."""
+    try:
+        return Settlement.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"the settlement {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} holds no settlement") from error
 
 
 @dataclass(frozen=True)

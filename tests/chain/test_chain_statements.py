@@ -20,6 +20,7 @@ from prime_core.draws import DrawCommitment
 from prime_core.ids import Digest, address
 from prime_core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
 from prime_core.rollout import Receipt, Submission
+from prime_core.settlement import RewardTable
 from prime_core.signing import DOMAIN_NAME, DOMAIN_VERSION, Domain, LocalSigner, Statement
 from prime_core.task import Lease
 from prime_core.verdict import Law, Opinion
@@ -32,6 +33,7 @@ KINDS: dict[str, type[Statement]] = {
     for kind in (
         BatchStatement, Invite, Lease, NodeConsent, PolicyStatement, Receipt, SessionGrant,
         SessionRevocation, Submission, Law, Opinion, DrawCommitment, CalibrationStatement,
+        RewardTable,
     )
 }  # fmt: skip
 
@@ -43,6 +45,7 @@ DIGEST_VIEWS: dict[type[Statement], str] = {
     Submission: "submissionDigest",
     Receipt: "receiptDigest",
     Opinion: "opinionDigest",
+    RewardTable: "rewardTableDigest",
 }
 
 

@@ -7,6 +7,7 @@ import {
     Invite,
     NodeConsent,
     Opinions,
+    RewardTable,
     Statements,
     Submission
 } from "../../contracts/src/libraries/Statements.sol";
@@ -247,6 +248,16 @@ contract GasTest is Network {
         slasher.execute(id);
         gas += vm.snapshotGasLastCall("Gas", string.concat("execute", which));
         vm.snapshotValue("Gas", string.concat("propose and execute", which), gas);
+    }
+
+    function test_PostTable() public {
+        RewardTable memory t =
+            RewardTable(pool, E, Statements.rewardLeaf(node, 900e18), 900e18, EVIDENCE);
+        addBond(500e18);
+        vm.warp(rewards.silentFrom(pool));
+        bytes[] memory signatures = tabled(t, judges);
+        rewards.postTable(t, signatures);
+        bar("table of two validators", 220_000);
     }
 
     function test_Claim() public {

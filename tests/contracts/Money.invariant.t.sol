@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](30);
+        bytes4[] memory s = new bytes4[](32);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -78,6 +78,8 @@ contract MoneyInvariant {
         s[27] = handler.bringBack.selector;
         s[28] = handler.haste.selector;
         s[29] = handler.objectToSlash.selector;
+        s[30] = handler.bondMore.selector;
+        s[31] = handler.postTable.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }
@@ -127,7 +129,7 @@ contract MoneyInvariant {
         }
         invariant_Money();
         handler.drain();
-        bytes32[30] memory names = [
+        bytes32[33] memory names = [
             bytes32("addStake"),
             "unbond",
             "rebond",
@@ -157,7 +159,10 @@ contract MoneyInvariant {
             "heldBack",
             "bringBack",
             "haste",
-            "objectToSlash"
+            "objectToSlash",
+            "bondMore",
+            "postTable",
+            "bondDrawn"
         ];
         for (uint256 i; i < names.length; ++i) {
             emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));
@@ -242,11 +247,14 @@ contract MoneyInvariant {
                 vm.assertEq(rewards.claimed(id, handler.nodes(n)), handler.paid(id, n), "claimed");
             }
             vm.assertEq(
-                free + reserved, handler.funded(id) - handler.refunded(id) - paid, "pool's books"
+                free + reserved,
+                handler.funded(id) + handler.drawn(id) - handler.refunded(id) - paid,
+                "pool's books"
             );
+            vm.assertEq(rewards.bondOf(id), handler.bondLeft(id), "bond");
             (uint256 total,) = rewards.progress(id);
             vm.assertEq(reserved, total - paid, "reserved is promised less paid");
-            sum += free + reserved;
+            sum += free + reserved + rewards.bondOf(id);
         }
         vm.assertEq(token.balanceOf(address(rewards)), sum, "rewards");
     }

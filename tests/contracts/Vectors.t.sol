@@ -6,6 +6,7 @@ import { MessageHashUtils } from "@openzeppelin/contracts/utils/cryptography/Mes
 
 import { Pools } from "../../contracts/src/Pools.sol";
 import { Registry } from "../../contracts/src/Registry.sol";
+import { Rewards } from "../../contracts/src/Rewards.sol";
 import { Work } from "../../contracts/src/Work.sol";
 import {
     BatchStatement,
@@ -15,6 +16,7 @@ import {
     Opinion,
     PolicyStatement,
     Receipt,
+    RewardTable,
     SessionGrant,
     SessionRevocation,
     Statements,
@@ -31,6 +33,7 @@ contract VectorsTest is Network {
     Registry private registryThere;
     Pools private poolsThere;
     Work private workThere;
+    Rewards private rewardsThere;
 
     function setUp() public {
         deployNetwork();
@@ -41,6 +44,7 @@ contract VectorsTest is Network {
         registryThere = Registry(there("registry", address(registry)));
         poolsThere = Pools(there("pools", address(pools)));
         workThere = Work(there("work", address(work)));
+        rewardsThere = Rewards(there("rewards", address(rewards)));
     }
 
     function there(string memory name, address here) private returns (address at_) {
@@ -216,6 +220,20 @@ contract VectorsTest is Network {
             s.evidence = word(a, "evidence");
             s.judgedAt = uint64(num(a, "judgedAt"));
             assertDigest(a, workThere.opinionDigest(s));
+        }
+    }
+
+    function test_RewardTable() public view {
+        for (uint256 i; i < 2; ++i) {
+            string memory a = entry("RewardTable", i);
+            RewardTable memory s = RewardTable(
+                num(a, "pool"),
+                uint64(num(a, "epoch")),
+                word(a, "root"),
+                num(a, "cumulativeTotal"),
+                word(a, "object")
+            );
+            assertDigest(a, rewardsThere.rewardTableDigest(s));
         }
     }
 

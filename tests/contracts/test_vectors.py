@@ -19,6 +19,7 @@ from prime_core.errors import UntrustedError
 from prime_core.ids import address, digest, signature
 from prime_core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
 from prime_core.rollout import Receipt, Submission
+from prime_core.settlement import RewardTable
 from prime_core.signing import Domain, Statement
 from prime_core.task import Lease
 from prime_core.verdict import Law, Opinion
@@ -29,7 +30,7 @@ KINDS: dict[str, type[Statement]] = {
     for kind in (
         NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
         Lease, Submission, Receipt, BatchStatement, DrawCommitment,
-        CalibrationStatement, Opinion, Law,
+        CalibrationStatement, Opinion, Law, RewardTable,
     )
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ from prime_core.ids import ZERO_ADDRESS, Digest
 from prime_core.messages import RewardInfo
 from prime_core.node import NodeConsent
 from prime_core.rollout import Submission
+from prime_core.settlement import entries_of, settle
 from prime_core.signing import LocalSigner
 from prime_orchestrator.cli.main import main as orchestrator
 from prime_validator.cli import main as validator
@@ -248,6 +249,49 @@ def test_an_ended_pool_is_refunded_once_and_not_before_its_last_rewards(office: 
     assert office("pool", "refund", *office.number)["refunded"] == str(5 * ETHER)
     assert "NothingToRefund" in office.refused("pool", "refund", *office.number)
     assert "PoolHasEnded" in office.refused("pool", "fund", "--amount", "5", *office.number)
+
+
+def test_anyone_posts_what_validators_signed_where_the_manager_is_silent(
+    office: Office,
+) -> None:
+    deployed, c = office.deployed, office.deployed.contracts
+    office("pool", "set-validator", SECOND.address, *office.number)
+    office("pool", "fund", "--amount", "3", *office.number)
+    assert office("pool", "bond", "--amount", "10", *office.number)["bond"] == str(10 * ETHER)
+    epoch = deployed.now() // RUN.epoch_seconds
+    settlement = settle(
+        chain_id=31337, pool=office.pool, epoch=epoch, as_of_block=1, previous=None,
+        leaves=[], slashes=[],
+    ).model_copy(
+        update={
+            "entries": entries_of({VALIDATOR.address: 4 * ETHER, SECOND.address: 5 * ETHER}),
+            "cumulative_total": str(9 * ETHER),
+        }
+    )  # fmt: skip
+    path = office.folder / "settlement.json"
+    path.write_bytes(settlement.canonical())
+    sign = ("validator", "sign-table", str(path), *office.number)
+    signed = [office(*sign, who=who)["signature"] for who in (VALIDATOR, SECOND)]
+    post = ("rewards", "post-table", str(path), *reversed(signed))
+    assert "ManagerNotSilent" in office.refused(*post, who=STRANGER)
+    silent = office("pool", "show", *office.number, who=None)["silent_from"]
+    deployed.anvil.forward(silent - deployed.now())
+    strange = office(*sign, who=STRANGER)["signature"]
+    said = office.refused("rewards", "post-table", str(path), signed[0], strange, who=STRANGER)
+    assert "never a validator" in said
+    office(*post, who=STRANGER)
+    shown = office("pool", "show", *office.number, who=None)
+    assert (shown["free"], shown["reserved"], shown["bond"]) == (
+        "0", str(9 * ETHER), str(4 * ETHER)
+    )  # fmt: skip
+    claim = ("rewards", "claim", str(path), SECOND.address)
+    assert "can be claimed in" in office.refused(*claim, who=STRANGER)
+    deployed.anvil.forward(deployed.deployment.periods.reward_delay + 1)
+    assert office(*claim, who=STRANGER)["paid"] == str(5 * ETHER)
+    assert c.token.balance_of(SECOND.address) == 5 * ETHER
+    assert "paid already" in office.refused(*claim, who=STRANGER)
+    path.write_bytes(settlement.model_copy(update={"cumulative_total": "1"}).canonical())
+    assert "do not sum" in office.refused(*sign, who=VALIDATOR)
 
 
 def test_a_validator_bonds_unbonds_rebonds_withdraws_and_resigns(office: Office) -> None:

@@ -25,6 +25,7 @@ from prime_core import ids
 from prime_core.command_line import program
 from prime_core.command_line import run as run_program
 from prime_core.deployment import Deployment
+from prime_core.errors import UserError
 from prime_core.settings import load_settings, settings_file
 from prime_core.times import utc
 
@@ -216,6 +217,29 @@ def claim(
     desk.perform([desk.contracts.rewards.claim(found)])
     facts = {"pool": pool, "epoch": found.epoch, "paid": str(paid)}
     return Done(facts, f"{prime(paid)} paid to {desk.account}")
+
+
+@app.command("sign-table")
+@at_desk
+def sign_table(
+    desk: Desk,
+    pool: PoolNumber,
+    settlement: Annotated[Path, typer.Argument(help="File of the settlement.")],
+) -> Done:
+    """Sign what the pool owes, for `orchestrator rewards post-table`; sends nothing.
+
+    Checks that the settlement is of this pool and adds up, not that the files earned it.
+    """
+    from prime_core.settlement import read_settlement
+
+    found = read_settlement(settlement)
+    if (found.chain_id, found.pool) != (desk.deployment.chain_id, pool):
+        raise UserError(f"the settlement is of pool {found.pool} on chain {found.chain_id}")
+    if sum(found.amounts().values()) != int(found.cumulative_total):
+        raise UserError("the settlement's amounts do not sum to its total")
+    table = found.table()
+    signature = desk.require_signer().sign(table, desk.deployment.domain_of(table))
+    return Done({"epoch": table.epoch, "root": table.root, "signature": signature}, signature)
 
 
 @app.command()

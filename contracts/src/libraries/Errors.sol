@@ -158,6 +158,9 @@ library Errors {
     error ReserveExceeded(uint256 reserved, uint256 asked);
     /// @notice The pool's free funds can be refunded from `from` on; its last rewards come first.
     error RefundNotYet(uint256 pool, uint256 from);
+    /// @notice The manager has posted a root not long ago: anyone may post a table from `from` on; zero: the
+    /// pool never had money.
+    error ManagerNotSilent(uint256 pool, uint256 from);
     /// @notice Nothing is free to be refunded.
     error NothingToRefund(uint256 pool);
 

@@ -98,6 +98,16 @@ struct Opinion {
     uint64 judgedAt;
 }
 
+/// @notice What a pool owes for its work up to an epoch, as its validators sign it when the manager does not
+/// post it. The members are those of `Rewards.postRewardRoot`.
+struct RewardTable {
+    uint256 pool;
+    uint64 epoch;
+    bytes32 root;
+    uint256 cumulativeTotal;
+    bytes32 object;
+}
+
 /// @notice One validator's part of an opinion, with its signature.
 struct Voice {
     bytes32 reason;
@@ -140,6 +150,10 @@ library Statements {
         keccak256("BatchStatement(uint256 pool,uint64 step,bytes32 manifestDigest)");
     bytes32 internal constant OPINION = keccak256(
         "Opinion(uint256 pool,bytes32 submission,bytes32 law,uint8 outcome,bytes32 reason,bytes32 table,bytes32 evidence,uint64 judgedAt)"
+    );
+
+    bytes32 internal constant REWARD_TABLE = keccak256(
+        "RewardTable(uint256 pool,uint64 epoch,bytes32 root,uint256 cumulativeTotal,bytes32 object)"
     );
 
     /// @notice EIP-712 struct hash.
@@ -204,6 +218,11 @@ library Statements {
     /// @notice EIP-712 struct hash.
     function hash(Opinion memory s) internal pure returns (bytes32) {
         return keccak256(abi.encode(OPINION, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(RewardTable memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(REWARD_TABLE, s));
     }
 
     /// @notice Leaf of a reward root: keccak256(keccak256(abi.encode(node, cumulative))).

@@ -132,6 +132,22 @@ def fund(desk: Desk, pool: PoolNumber, amount: Amount) -> Done:
 
 
 @app.command()
+@at_desk
+def bond(desk: Desk, pool: PoolNumber, amount: Amount) -> Done:
+    """Add to the bond that pays the pool's work if its manager does not. Anyone may.
+
+    It comes back by `refund` alone, when the pool has ended and its last work is paid.
+    """
+    wei = parse_amount(amount)
+    desk.require_tokens(wei)
+    desk.pool(pool)
+    desk.perform(flows.bond_pool(desk.contracts, desk.account, pool, wei))
+    bonded = desk.contracts.rewards.bond_of(pool)
+    facts = {"pool": pool, "added": str(wei), "bond": str(bonded)}
+    return Done(facts, f"pool {pool} has a bond of {prime(bonded)}")
+
+
+@app.command()
 def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False) -> None:
     """What the chain says of a pool: who runs it, its members, its money."""
     place = Deployment.load(deployment)
@@ -142,6 +158,7 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
         rules, funds = contracts.pools.rules_of(pool), contracts.rewards.funds(pool)
         judgement = contracts.pools.judgement_of(pool)
         refundable_at = contracts.rewards.refundable_at(pool)
+        bonded, silent = contracts.rewards.bond_of(pool), contracts.rewards.silent_from(pool)
         validators = history.validators(client, place, pool)
     finally:
         client.close()
@@ -151,7 +168,9 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
         "slash_amount": str(judgement.slash_amount),
         "free": str(funds.free),
         "reserved": str(funds.reserved),
+        "bond": str(bonded),
         "refundable_at": refundable_at,
+        "silent_from": silent,
         "validators": validators,
     }
     if doubt := too_few(validators, judgement.quorum):
@@ -171,6 +190,9 @@ def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False
     typer.echo(f"  nodes     {found.members} of {found.capacity}")
     typer.echo(f"  stake     {prime(found.stake_per_class)} a speed class")
     typer.echo(f"  rewards   {prime(funds.free)} free, {prime(funds.reserved)} promised")
+    typer.echo(f"  bond      {prime(bonded)}")
+    if silent is not None:
+        typer.echo(f"            without a root, anyone may post a table from {utc(silent)} on")
     if refundable_at is not None:
         typer.echo(f"            what is free can be refunded from {utc(refundable_at)} on")
 
@@ -193,7 +215,8 @@ def end(desk: Desk, pool: PoolNumber) -> Done:
 @app.command()
 @at_desk
 def refund(desk: Desk, pool: PoolNumber) -> Done:
-    """Take back what an ended pool has promised to nobody; a year later also what nobody claimed.
+    """Take back the bond of an ended pool and what it promised to nobody; a year later also what
+    nobody claimed.
 
     Not before its last work can have been rooted, judged and promised its pay: `show` says when.
     """
@@ -206,7 +229,7 @@ def refund(desk: Desk, pool: PoolNumber) -> Done:
 
 def _money(contracts: Contracts, pool: int) -> int:
     funds = contracts.rewards.funds(pool)
-    return funds.free + funds.reserved
+    return funds.free + funds.reserved + contracts.rewards.bond_of(pool)
 
 
 pool_members_cli.add_to(app)

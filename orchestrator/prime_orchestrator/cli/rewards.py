@@ -1,4 +1,4 @@
-"""`orchestrator rewards list|explain|rebuild`: reward roots as the chain holds them, by anyone."""
+"""`orchestrator rewards`: reward roots and tables on chain, by anyone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import Annotated
 
 import typer
 
+from prime_chain.claims import checked_claim
 from prime_chain.client import ChainClient
-from prime_chain.contracts import prime
+from prime_chain.contracts import Claim, prime
+from prime_chain.desk import Desk, Done, at_desk
 from prime_chain.explain import explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder, history_of
 from prime_core import ids
 from prime_core.command_line import group
 from prime_core.deployment import Deployment
-from prime_core.errors import NotFoundError
+from prime_core.errors import NotFoundError, UserError
+from prime_core.ids import Signature
+from prime_core.settlement import read_settlement
 from prime_core.times import utc
 from prime_core.transport.client import OrchestratorClient, run_bytes
 
@@ -119,6 +123,55 @@ def explain_node(
     typer.echo(json.dumps(found.as_json()) if json_output else "\n".join(found.lines()))
     if found.problems:
         raise typer.Exit(1)
+
+
+@app.command("post-table")
+@at_desk
+def post_table(
+    desk: Desk,
+    settlement: Annotated[Path, typer.Argument(help="File of the settlement.")],
+    signature: Annotated[list[str], typer.Argument(help="As `validator sign-table` gives it.")],
+) -> Done:
+    """Post the validators' table in the place of a manager that posts no reward root. Anyone may.
+
+    Paid from the pool's free funds, then from the manager's bond.
+    """
+    table = read_settlement(settlement).table()
+    domain = desk.deployment.domain_of(table)
+    signed: dict[int, Signature] = {}
+    for one in map(ids.signature, signature):
+        author = table.recover(domain, one)
+        role = desk.contracts.pools.validator_of(table.pool, author)
+        if role is None:
+            raise UserError(
+                f"{author}, who signed, was never a validator of pool {table.pool}",
+                hint="a signature over another settlement recovers to another account",
+            )
+        signed[role.number] = one
+    post = desk.contracts.rewards.post_table(table, [signed[n] for n in sorted(signed)])
+    desk.perform([post])
+    facts = {"pool": table.pool, "epoch": table.epoch, "root": table.root}
+    return Done(facts, f"the table of epoch {table.epoch} of pool {table.pool} is posted")
+
+
+@app.command("claim")
+@at_desk
+def claim(
+    desk: Desk,
+    settlement: Annotated[Path, typer.Argument(help="File of the settlement, from any source.")],
+    account: Annotated[str, typer.Argument(help="Node or validator.")],
+) -> Done:
+    """Have a node or validator paid from a copy of the settlement, without the orchestrator."""
+    found = read_settlement(settlement)
+    payee = ids.address(account)
+    cumulative, proof = found.proof(payee)
+    paid = desk.contracts.rewards.claimed(found.pool, payee)
+    one = checked_claim(
+        desk.contracts, Claim(found.pool, found.epoch, payee, cumulative, tuple(proof))
+    )
+    desk.perform([desk.contracts.rewards.claim(one)])
+    facts = {"pool": found.pool, "epoch": found.epoch, "paid": str(cumulative - paid)}
+    return Done(facts, f"{prime(cumulative - paid)} paid for {payee}")
 
 
 @contextmanager

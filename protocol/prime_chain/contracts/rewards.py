@@ -9,7 +9,8 @@ from typing import cast
 from prime_chain.amounts import prime
 from prime_chain.client import BlockId, Call
 from prime_chain.contracts.base import Contract
-from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
+from prime_core.settlement import RewardTable
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,24 @@ class Rewards(Contract):
     def fund(self, pool: int, amount: int) -> Call:
         """Needs an allowance for this contract."""
         return self.write("fund", pool, amount, what=f"fund pool {pool} with {prime(amount)}")
+
+    def bond_of(self, pool: int, block: BlockId = "latest") -> int:
+        """What stands behind the pool's unpaid work besides its funds."""
+        return cast(int, self._one("bondOf", pool, block=block))
+
+    def bond(self, pool: int, amount: int) -> Call:
+        """Needs an allowance for this contract. It comes back by `refund` alone."""
+        return self.write("bond", pool, amount, what=f"bond {prime(amount)} for pool {pool}")
+
+    def silent_from(self, pool: int, block: BlockId = "latest") -> int | None:
+        """From when on anyone may post the validators' table (Unix seconds); None: the pool never
+        had money."""
+        return cast(int, self._one("silentFrom", pool, block=block)) or None
+
+    def post_table(self, table: RewardTable, signatures: Sequence[Signature]) -> Call:
+        """In the place of a silent manager; signatures in rising order of validators' numbers."""
+        what = f"post the validators' table of epoch {table.epoch} in pool {table.pool}"
+        return self.write("postTable", table, tuple(signatures), what=what)
 
     def refundable_at(self, pool: int, block: BlockId = "latest") -> int | None:
         """From when on its manager may refund an ended pool (Unix seconds); None while it runs."""

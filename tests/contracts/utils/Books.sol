@@ -74,6 +74,9 @@ abstract contract Books is Network {
     mapping(bytes32 => uint256) internal depositOf;
     bytes32[] internal ids;
     mapping(uint256 => uint256) public funded;
+    mapping(uint256 => uint256) public bonded;
+    mapping(uint256 => uint256) public drawn;
+    mapping(uint256 => uint256) public bondBack;
     mapping(uint256 => uint256) public refunded;
     mapping(uint256 => mapping(uint256 => uint256)) public paid;
     uint256 public thefts;

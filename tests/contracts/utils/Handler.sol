@@ -7,6 +7,7 @@ import { Slasher } from "../../../contracts/src/Slasher.sol";
 import {
     Invite,
     NodeConsent,
+    RewardTable,
     Statements,
     Submission
 } from "../../../contracts/src/libraries/Statements.sol";
@@ -25,7 +26,57 @@ contract Handler is StakeActs {
 
     function fundMore(uint256 where, uint256 amount) external {
         uint256 id = poolIds[where % 2];
-        if (!pools.hasEnded(id)) fundPool(id, 1 + amount % (10 * PAY));
+        if (!pools.hasEnded(id)) fundPool(id, 1 + amount % (2 * PAY));
+    }
+
+    function bondMore(uint256 where, uint256 amount) external {
+        uint256 id = poolIds[where % 2];
+        if (pools.hasEnded(id)) return;
+        pool = id;
+        amount = 1 + amount % (10 * PAY);
+        addBond(amount);
+        bonded[id] += amount;
+        did("bondMore");
+    }
+
+    /// @dev Anyone posts what the validators say that the pool owes, in the place of a silent manager.
+    function postTable(uint256 where) external {
+        uint256 id = poolIds[where % 2];
+        uint256 silent = rewards.silentFrom(id);
+        (uint256 free,) = rewards.funds(id);
+        // So much work now and then that the free funds do not pay it.
+        if ((where >> 65) % 2 == 0 && free < 12 * PAY) {
+            for (uint256 i; i <= free / PAY; ++i) {
+                work_(i, where);
+            }
+            wait(0, postable(uint64(block.timestamp / EPOCH)));
+        }
+        wait(where >> 64, silent);
+        uint64 epoch = uint64((block.timestamp - VALIDITY) / EPOCH - 1);
+        (uint256 total, uint64 next) = rewards.progress(id);
+        if (epoch < next) return;
+        uint256 sum = tabulate(id, epoch);
+        bytes32 root = Tree.root(leavesOf(tables[tables.length - 1]));
+        RewardTable memory t = RewardTable(id, epoch, root, sum, keccak256("t"));
+        (bool done,) =
+            address(rewards).call(abi.encodeCall(rewards.postTable, (t, tabled(t, bothKeys()))));
+        bool covered = sum > total && sum - total <= free + bondLeft(id);
+        vm.assertEq(done, block.timestamp >= silent && covered);
+        if (!done) {
+            tables.pop();
+            return;
+        }
+        if (sum - total > free) {
+            drawn[id] += sum - total - free;
+            did("bondDrawn");
+        }
+        credit(id, epoch);
+        did("postTable");
+    }
+
+    /// @dev What is left of a pool's bond by our own books.
+    function bondLeft(uint256 id) public view returns (uint256) {
+        return bonded[id] - drawn[id] - bondBack[id];
     }
 
     /// @dev Pays `PAY` for every work of the pool that was rooted up to `epoch` and not rejected.
@@ -145,7 +196,7 @@ contract Handler is StakeActs {
             return;
         }
         (uint256 free,) = rewards.funds(id);
-        if (free == 0) return;
+        if (free + bondLeft(id) == 0) return;
         // The manager tries too early, always; until then the last work can be promised its pay.
         uint256 last = pools.endedAt(id) + EPOCH + VALIDITY + VALIDITY + WINDOW + DISPUTE;
         wait(seed >> 64, rewards.refundableAt(id));
@@ -155,6 +206,7 @@ contract Handler is StakeActs {
         if (!done) return;
         vm.assertLt(last + EPOCH + DELAY, block.timestamp, "refunded before the last rewards");
         refunded[id] += free;
+        bondBack[id] += bondLeft(id);
         did("refund");
     }
 
@@ -238,7 +290,7 @@ contract Handler is StakeActs {
         address target;
         amount = 1 + amount % STAKE;
         address victim = pick(seed);
-        what %= 20;
+        what %= 21;
         // What nobody could do anyway proves nothing: there is a dispute to judge, a slash to dispute.
         if (what == 11 || what == 19) proposeSlash(seed & ~uint256(1));
         if (what == 11) disputeSlash(0);
@@ -288,6 +340,7 @@ contract Handler is StakeActs {
         }
         if (what == 18) data = abi.encodeCall(slasher.acceptGovernor, ());
         if (what == 19) data = abi.encodeCall(slasher.dispute, (id));
+        if (what == 20) (target, data) = (address(rewards), forge(poolIds[seed % 2]));
         uint256 lent = what == 19 ? depositAt[id] : 0;
         give(stranger, lent);
         vm.startPrank(stranger);
@@ -296,6 +349,16 @@ contract Handler is StakeActs {
         if (done) ++thefts;
         else token.transfer(address(this), lent);
         vm.stopPrank();
+    }
+
+    /// @dev A table that pays the thief, signed by one validator and the thief.
+    function forge(uint256 id) internal view returns (bytes memory) {
+        (uint256 total, uint64 next) = rewards.progress(id);
+        bytes32 root = Statements.rewardLeaf(stranger, 1);
+        RewardTable memory t = RewardTable(id, next, root, total + 1, keccak256("t"));
+        uint256[] memory who = bothKeys();
+        who[1] = THIEF_KEY;
+        return abi.encodeCall(rewards.postTable, (t, tabled(t, who)));
     }
 
     /// @dev An invite to the thief's own pool, signed by its manager.
@@ -386,7 +449,7 @@ contract Handler is StakeActs {
             pools.end(id);
         }
         (uint256 free,) = rewards.funds(id);
-        if (free > 0) {
+        if (free + bondLeft(id) > 0) {
             if (block.timestamp < rewards.refundableAt(id)) vm.warp(rewards.refundableAt(id));
             vm.prank(manager);
             rewards.refund(id);

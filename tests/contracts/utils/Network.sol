@@ -15,6 +15,7 @@ import {
     NodeConsent,
     Opinion,
     Opinions,
+    RewardTable,
     Statements,
     Submission,
     Voice
@@ -151,6 +152,14 @@ abstract contract Network {
         vm.stopPrank();
     }
 
+    function addBond(uint256 amount) internal {
+        give(manager, amount);
+        vm.startPrank(manager);
+        token.approve(address(rewards), amount);
+        rewards.bond(pool, amount);
+        vm.stopPrank();
+    }
+
     // --------------------------------------------------------------------------------- signatures
 
     function sign(uint256 key, bytes32 digest) internal pure returns (bytes memory) {
@@ -272,6 +281,19 @@ abstract contract Network {
                 Statements.hash(Opinion(s.pool, leaf, LAW, outcome, REASON, 0, evidence, at_))
             );
             o.voices[i] = Voice(REASON, 0, evidence, at_, sign(keys_[i], digest));
+        }
+    }
+
+    /// @dev What the keys sign of a reward table, in this order.
+    function tabled(RewardTable memory table, uint256[] memory keys_)
+        internal
+        view
+        returns (bytes[] memory signatures)
+    {
+        signatures = new bytes[](keys_.length);
+        bytes32 digest = rewards.rewardTableDigest(table);
+        for (uint256 i; i < keys_.length; ++i) {
+            signatures[i] = sign(keys_[i], digest);
         }
     }
 
