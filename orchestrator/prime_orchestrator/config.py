@@ -16,6 +16,9 @@ from pydantic import Field, field_validator
 from prime_core import ids
 from prime_core.errors import MalformedError, UserError
 from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
+from prime_core.storage.base import ObjectStore
+from prime_core.storage.directory import DirectoryStore
+from prime_core.storage.signing import load_secret
 from prime_orchestrator.api.connections import Proxies
 from prime_orchestrator.manager.planting import Planted
 from prime_verify.canaries.planting import read_secret
@@ -41,6 +44,15 @@ class Settings(BaseSettings):
     """sqlite:///PATH or postgresql://…; by default a SQLite file under `data`."""
     objects: UserPath | None = None
     """Folder of the object store; by default under `data`."""
+    s3_bucket: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$")
+    """Keep objects in this bucket instead of a folder (docs/storage.md). Credentials come from
+    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_SHARED_CREDENTIALS_FILE or the machine's role;
+    they are no settings."""
+    s3_endpoint: str = ""
+    """URL of the S3 server; by default AWS."""
+    s3_public_endpoint: str = ""
+    """The same server as nodes, validators and the trainer reach it; by default s3_endpoint."""
+    s3_region: str = "us-east-1"
     deployment: UserPath | None = None
     rpc: Urls = ()
     rpc_quorum: int | None = Field(default=None, ge=1)
@@ -83,11 +95,13 @@ class Settings(BaseSettings):
         Proxies(value)
         return value
 
-    @field_validator("public_url")
+    @field_validator("public_url", "s3_endpoint", "s3_public_endpoint")
     @classmethod
     def _plain_url(cls, value: str) -> str:
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("a URL begins with http:// or https://")
+        if "@" in value:
+            raise ValueError("credentials do not belong into a URL")
         return value.rstrip("/")
 
     @property
@@ -101,6 +115,35 @@ class Settings(BaseSettings):
     def objects_folder(self) -> Path:
         """Where objects lie."""
         return self.objects or self.data / "objects"
+
+    def open_objects(self, url: str, place: str) -> ObjectStore:
+        """The object store: a folder whose signed URLs are served at `url`, or the part of the
+        bucket that is named `place`, after it was tried.
+
+        Raises UserError if the settings contradict one another or the bucket cannot be used,
+        UnavailableError if the S3 server does not answer.
+        """
+        if not self.s3_bucket:
+            if self.s3_endpoint or self.s3_public_endpoint:
+                raise UserError("an S3 endpoint was given without a bucket", hint="add --s3-bucket")
+            secret = load_secret(self.data / "store.secret")
+            return DirectoryStore(self.objects_folder, url, secret)
+        if self.objects is not None:
+            raise UserError(
+                "objects lie in a folder or in a bucket, not in both",
+                hint="give either --objects or --s3-bucket",
+            )
+        from prime_core.storage.s3 import S3Store  # boto3 is an extra
+
+        bucket = S3Store(
+            self.s3_bucket,
+            prefix=place,
+            endpoint=self.s3_endpoint,
+            public_endpoint=self.s3_public_endpoint,
+            region=self.s3_region,
+        )
+        bucket.check()
+        return bucket
 
     def planted_nodes(self) -> Planted:
         """The planted nodes. Raises UserError if they have no secret, or one that others read."""

@@ -46,8 +46,6 @@ from prime_core.ids import Address
 from prime_core.logs import log_to_stderr
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
-from prime_core.storage.directory import DirectoryStore
-from prime_core.storage.signing import load_secret
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Proxies, behind
@@ -98,7 +96,6 @@ def run(settings: Settings) -> None:
         listener = bind(settings.host, settings.port)
         stack.callback(listener.close)
         url = settings.public_url or address_of(listener)
-        secret = load_secret(settings.data / "store.secret")
         context = PoolContext(
             deployment=deployment,
             pool=settings.need("pool"),
@@ -108,7 +105,7 @@ def run(settings: Settings) -> None:
         backend = Backend(
             context=context,
             store=store,
-            objects=DirectoryStore(settings.objects_folder, url, secret),
+            objects=settings.open_objects(url, place_of(deployment, settings.need("pool"))),
             manager=signer,
             trainer=trainer,
             audience=url,
@@ -138,7 +135,8 @@ def run(settings: Settings) -> None:
 def set_up_logging(level: str) -> None:
     """One line an event on stderr, for every long-running program here."""
     log_to_stderr(level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
-    for name in ("alembic", "httpx", "uvicorn"):  # their everyday business is not ours
+    # Their everyday business is not ours, and what boto3's parts log at debug carries signatures.
+    for name in ("alembic", "boto3", "botocore", "httpx", "s3transfer", "urllib3", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -292,7 +290,7 @@ def check_pool(
     Raises UserError if key, run definition or database belong to another pool, UnavailableError if
     the chain was never asked and does not answer.
     """
-    place = f"{deployment.chain_id}/{deployment.contracts.pools}/{pool}"
+    place = place_of(deployment, pool)
     with store.read() as connection:
         known, facts = meta.get(connection, "serves"), meta.get(connection, "pool_facts")
     if known is not None and known != place:
@@ -330,6 +328,11 @@ def check_pool(
             meta.put(connection, "serves", place)
             meta.put(connection, "pool_facts", facts)
     return ids.address(trainer)
+
+
+def place_of(deployment: Deployment, pool: int) -> str:
+    """The pool's name among all pools: in the database, and as its prefix in a bucket."""
+    return f"{deployment.chain_id}/{deployment.contracts.pools}/{pool}"
 
 
 def holder_of(data: Path) -> str:

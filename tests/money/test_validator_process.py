@@ -12,9 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -25,14 +28,33 @@ import uvicorn
 from court_kit import MODEL, small_run
 from judges import appoint, judge_of
 from money_kit import MANAGER, TRAINER, VALIDATOR, Clock, Shop, key, open_shop
+from s3_server import BUCKET, S3Server
 
 from prime_broadcast.manifest import build_manifest, signed_bytes
 from prime_chain.keystore import save_keystore
+from prime_core.batch import BatchStatement
 from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.encoding import sha256
+from prime_core.ids import Digest
+from prime_core.messages import (
+    BatchAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    ReceiptAnswer,
+    UploadAnswer,
+    UploadRequest,
+)
+from prime_core.rollout import SignedSubmission, Submission
+from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.storage.directory import DirectoryStore
+from prime_core.transport.client import OrchestratorClient
+from prime_engine.base import Engine
 from prime_envs.registry import environment_for
 from prime_orchestrator.api.app import create_app
+from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.store import schema
+from prime_trainer.data import BatchRules, assemble
+from prime_trainer.feed import fetcher
 from prime_verify.build import build_rollout_file
 from prime_verify.engines import load_engine
 
@@ -79,9 +101,13 @@ class Party:
         with self.shop.store.read() as connection:
             return list(connection.execute(sa.select(schema.assignments.c.status)).scalars())
 
+    @cached_property
+    def engine(self) -> Engine:
+        """The node's engine on policy 0."""
+        return load_engine(self.folder / "data" / "policies" / "0")
+
     def submit(self, files: int) -> None:
-        run = self.shop.context.run
-        engine = load_engine(self.folder / "data" / "policies" / "0")
+        run, engine = self.shop.context.run, self.engine
         environment = environment_for(run)
         for _ in range(files):
             self.shop.submit(
@@ -90,6 +116,34 @@ class Party:
                     lease, digest, run, engine, environment
                 ),
             )
+
+    def hand_in(self, client: OrchestratorClient) -> Digest:
+        """Lease, file, upload and submission over the API, as a node does; the file's digest."""
+        run = self.shop.context.run
+        answer = client.post("/v1/leases", LeaseRequest(policy_version=0), LeaseAnswer)
+        assert answer.lease is not None, answer.reason
+        lease = answer.lease.lease
+        digest = lease.digest(client.domain("work"))
+        data = build_rollout_file(answer.lease, digest, run, self.engine, environment_for(run))
+        name = sha256(data)
+        request = UploadRequest(sha256=name, size=len(data))
+        client.upload(client.post(f"/v1/leases/{digest}/upload", request, UploadAnswer), data)
+        claim = Submission(
+            pool=lease.pool,
+            lease_digest=digest,
+            node=lease.node,
+            step=lease.step,
+            policy_digest=lease.policy_digest,
+            sha256=name,
+            size=len(data),
+            rows=run.rows_per_lease,
+            valid_until=int(time.time()) + 600,
+        )
+        signed = SignedSubmission(
+            submission=claim, node=lease.node, signature=NODE.sign(claim, client.domain("work"))
+        )
+        client.post("/v1/submissions", signed, ReceiptAnswer, signed=False)
+        return name
 
     def wait_for(self, holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
         """Decides on opinions, as the manager's loop does, until `holds`."""
@@ -103,8 +157,9 @@ class Party:
 
 
 @contextmanager
-def parties(tmp_path: Path) -> Iterator[Party]:
-    """The manager's folders and the validator's, side by side; they share nothing."""
+def parties(tmp_path: Path, objects: Callable[[str], ObjectStore] | None = None) -> Iterator[Party]:
+    """The manager's folders and the validator's, side by side; they share nothing. `objects` opens
+    another object store than a folder, for the API at a URL."""
     manager, folder = tmp_path / "manager", tmp_path / "validator"
     for one in (manager, folder):
         one.mkdir()
@@ -113,7 +168,8 @@ def parties(tmp_path: Path) -> Iterator[Party]:
     shop = open_shop(manager, run=small_run())
     shop.now = RealClock()
     shop.audience = url
-    shop.objects = DirectoryStore(manager / "objects", url, b"s" * 32)
+    folder_of_objects = DirectoryStore(manager / "objects", url, b"s" * 32)
+    shop.objects = objects(url) if objects else folder_of_objects  # type: ignore[assignment]
     context = shop.context
 
     policy = folder / "data" / "policies" / "0"
@@ -241,3 +297,51 @@ def test_a_validator_judges_as_another_user_who_cannot_read_the_managers_folders
             process.kill()
             process.wait()
         assert (party.folder / "data" / "validator.sqlite").stat().st_uid == OTHER_USER
+
+
+def test_a_lease_becomes_a_sealed_batch_whose_bytes_pass_by_the_api(
+    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On S3: node, validator and trainer exchange files with the bucket by presigned URLs."""
+    from prime_core.storage.s3 import S3Store
+
+    carried: list[str] = []
+    for name in ("chunks", "get"):  # how this process would read an object
+        real = getattr(S3Store, name)
+
+        def seen(store: S3Store, key: str, *rest: object, real: Any = real) -> object:
+            carried.append(key)
+            return real(store, key, *rest)
+
+        monkeypatch.setattr(S3Store, name, seen)
+    bucket = S3Store(BUCKET, prefix="31337/flow/1", endpoint=s3.url)
+    with ExitStack() as stack:
+        party = stack.enter_context(parties(tmp_path, lambda _: bucket))
+        process = subprocess.Popen(party.command(), env=party.environment(), cwd=ROOT)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        party.wait_for(lambda: committed(party), process)
+        node = stack.enter_context(OrchestratorClient(party.url, NODE))
+        shop, files = party.shop, [party.hand_in(node)]
+        while not seal_ready_batches(shop.store, bucket, MANAGER, shop.context, shop.now):
+            files.append(party.hand_in(node))  # until three groups have unequal rewards
+            assert len(files) < 12
+            party.wait_for(lambda: party.statuses() == ["accepted"] * len(files), process)
+        trainer = stack.enter_context(OrchestratorClient(party.url, TRAINER, "trainer"))
+        answer = trainer.get("/v1/batches/0", BatchAnswer, signed=True)
+        assert {urlsplit(url).netloc for url in answer.urls.values()} == {urlsplit(s3.url).netloc}
+        rules = BatchRules(
+            run=shop.context.run,
+            pool=1,
+            manager=MANAGER.address,
+            domain=shop.context.domain(BatchStatement),
+            vocabulary=1 << 16,
+        )
+        fetch = fetcher(trainer, answer.urls, threading.Event())
+        batch = assemble(answer.batch, 0, rules, fetch)
+        assert len(batch.keys) == shop.context.run.groups_per_batch
+        assert {key[0] for key in batch.keys} <= set(files)
+    assert carried, "it reads tables and lists of draws"
+    assert not {digest_key(name) for name in files} & set(carried), "and no file"
+    assert not any(key.startswith("uploads/") for key in carried)
+    assert list(bucket.keys("uploads/")) == []

@@ -23,8 +23,9 @@ from operator_kit import (
     register,
 )
 from orchestrator_world import run_definition
+from s3_server import BUCKET, SECRET_KEY, S3Server
 
-from devnet.chain import Anvil
+from devnet.chain import Anvil, free_port
 from prime_chain.keystore import save_keystore
 from prime_core.encoding import sha256
 from prime_core.errors import PrimeError, UnavailableError, UserError
@@ -34,7 +35,7 @@ from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.signing import load_secret
 from prime_core.transport.client import OrchestratorClient
 from prime_orchestrator.config import load
-from prime_orchestrator.serve import Loops, address_of, bind, run
+from prime_orchestrator.serve import Loops, address_of, bind, place_of, run
 from prime_orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
 
 
@@ -164,6 +165,52 @@ def test_an_upload_that_breaks_off_leaves_nothing(operator: Operator) -> None:
     eventually(lambda: not any(folder.iterdir()))
     assert httpx.put(target.url, content=data, headers=target.headers).status_code == 204
     assert httpx.get(objects.signed_get(key, expires)).content == data
+
+
+def test_files_go_to_a_bucket_past_the_orchestrator(
+    operator: Operator, s3: S3Server, store: Store
+) -> None:
+    place = {"s3_bucket": BUCKET, "s3_endpoint": s3.url}
+    register(operator.deployed, operator.pool)
+    database = store.engine.url.render_as_string(hide_password=False)
+    child = operator.serve(database=database, log_level="debug", **place)
+    with OrchestratorClient(operator.url, NODE) as client:
+        publish(operator, client)
+        admit(client)
+        beat = Heartbeat(policy_version=0)
+        eventually(lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work")
+        commit_draws(operator, store)
+        signed, _ = hand_in(client, b"a file")
+        found = client.get_object(signed.submission.sha256)
+        assert found == b"a file"
+        moved = httpx.get(f"{operator.url}/v1/objects/{signed.submission.sha256}")
+        assert moved.headers["location"].startswith(f"{s3.url}/{BUCKET}/{place_of_pool(operator)}/")
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(120) == 0
+    assert not (operator.data / "objects").exists()
+    log = (operator.folder / "serve.log").read_text()
+    assert "serving pool" in log
+    assert SECRET_KEY not in log
+    assert "X-Amz-Signature" not in log
+
+
+def place_of_pool(operator: Operator) -> str:
+    return place_of(operator.deployed.deployment, operator.pool)
+
+
+def test_a_bucket_that_cannot_serve_is_said_in_one_sentence(
+    operator: Operator, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"s3_bucket": BUCKET, "s3_endpoint": s3.url}
+    assert "there is no bucket" in operator.refused(**here | {"s3_bucket": "elsewhere"})
+    assert "not in both" in operator.refused(**here, objects=str(operator.folder / "objects"))
+    assert "without a bucket" in operator.refused(s3_endpoint=s3.url)
+    assert "begins with http" in operator.refused(**here | {"s3_endpoint": "localhost:9000"})
+    assert "credentials" in operator.refused(**here | {"s3_endpoint": "http://a:b@localhost"})
+    with pytest.raises(UnavailableError, match="does not answer"):
+        run(load(operator.flags(**here | {"s3_endpoint": f"http://127.0.0.1:{free_port()}"})))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    assert "refuses these credentials" in operator.refused(**here)
 
 
 # -- the parts, without a process ---------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_what_was_put_is_got_whole_and_in_chunks(store: ObjectStore) -> None:
     assert b"".join(pieces) == data
     assert max(map(len, pieces)) <= CHUNK_BYTES
     assert store.size("policies/3/model.bin") == len(data)
-    assert store.digest("policies/3/model.bin") == sha256(data)
+    assert store.stat("policies/3/model.bin").sha256 == sha256(data)
 
 
 def test_an_empty_object_is_an_object(store: ObjectStore) -> None:
@@ -127,7 +127,7 @@ def test_what_is_missing_is_not_found(store: ObjectStore) -> None:
         lambda: store.get("none", 1),
         lambda: store.chunks("none"),
         lambda: store.size("none"),
-        lambda: store.digest("none"),
+        lambda: store.stat("none"),
         lambda: store.copy("none", "other"),
     ):
         with pytest.raises(NotFoundError):
@@ -160,7 +160,7 @@ def test_a_copy_is_a_second_object_and_keeps_the_promise_of_its_key(store: Objec
     store.copy("uploads/1", digest_key(name))
     store.delete("uploads/1")
     assert store.get(digest_key(name), 4) == b"data"
-    assert store.digest(digest_key(name)) == name
+    assert store.stat(digest_key(name)).sha256 == name
     store.put("uploads/1", b"dat4")
     with pytest.raises(MalformedError, match="digest"):
         store.copy("uploads/1", digest_key(name))
@@ -179,7 +179,7 @@ def test_tricks_in_keys_are_refused_by_every_method(store: ObjectStore, key: str
         lambda: store.chunks(key),
         lambda: store.exists(key),
         lambda: store.size(key),
-        lambda: store.digest(key),
+        lambda: store.stat(key),
         lambda: store.delete(key),
         lambda: store.copy(key, "b"),
         lambda: store.copy("b", key),

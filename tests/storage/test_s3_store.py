@@ -74,7 +74,7 @@ def test_a_presigned_put_takes_exactly_the_announced_bytes(store: S3Store) -> No
         assert put(DATA) == 200, "again, after an answer that was lost"
         assert put(other) == 400
     assert store.get("uploads/1", 100) == DATA
-    assert store.digest("uploads/1") == sha256(DATA)
+    assert store.stat("uploads/1").sha256 == sha256(DATA)
 
 
 def test_the_client_of_nodes_uploads_to_a_bucket_and_downloads_from_it(
@@ -155,7 +155,7 @@ def test_a_large_file_goes_up_in_parts_and_appears_whole(
         patched.setattr(store._client, "complete_multipart_upload", seen)
         store.put_file(digest_key(name), tmp_path / "large")
     assert "-" in store._head(digest_key(name)).get("ETag", ""), "it went up in parts"
-    assert store.digest(digest_key(name)) == name
+    assert store.stat(digest_key(name)).sha256 == name
     assert store.get(digest_key(name), len(data)) == data
     store.copy(digest_key(name), "copy")
     assert store.size("copy") == len(data)
@@ -174,7 +174,7 @@ def test_a_damaged_object_is_never_handed_out(s3: S3Server) -> None:
 def test_a_digest_is_computed_where_the_server_keeps_none(store: S3Store) -> None:
     store._client.put_object(Bucket=BUCKET, Key=store.prefix + "plain", Body=DATA)
     assert "ChecksumSHA256" not in store._head("plain")
-    assert store.digest("plain") == Digest("0x" + hashlib.sha256(DATA).hexdigest())
+    assert store.stat("plain").sha256 == Digest("0x" + hashlib.sha256(DATA).hexdigest())
 
 
 # -- errors in one sentence ------------------------------------------------------------------------

@@ -89,10 +89,11 @@ def _check_open(row: LeaseRow, now: float) -> None:
 
 def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> None:
     """The stored object must be exactly what the node signed for."""
-    claim, objects = signed.submission, backend.objects
-    if uploads.ask(deadline, claim.sha256, objects.size) != claim.size:
+    claim = signed.submission
+    stored = uploads.ask(deadline, claim.sha256, backend.objects.stat)
+    if stored.size != claim.size:
         raise UntrustedError("the stored file has another size than the submission says")
-    if uploads.ask(deadline, claim.sha256, objects.digest) != claim.sha256:
+    if stored.sha256 != claim.sha256:
         raise UntrustedError("the stored file has another SHA-256 than the submission says")
 
 

@@ -219,11 +219,13 @@ def upload(
         if step_lease(open_state, "submitted", backend.now())[0].status != "submitted":
             ended = "past its deadline" if row.status == "open" else row.status
             raise ConflictError(f"the lease is {ended} and takes no file")
-        if row.upload_sha256 != request.sha256:
+        first = row.upload_sha256 != request.sha256
+        if first:
             if row.uploads >= MAX_UPLOADS:
                 raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
             leases.announce_upload(connection, digest, sha256=request.sha256, size=request.size)
-    if uploads.size_of(backend.objects, row.deadline, request.sha256) == request.size:
+    there = None if first else uploads.size_of(backend.objects, row.deadline, request.sha256)
+    if there == request.size:
         return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
     key = uploads.staged_key(row.deadline, request.sha256)
     target = backend.objects.signed_put(key, request.size, request.sha256, row.deadline)

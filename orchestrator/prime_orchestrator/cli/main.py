@@ -81,6 +81,16 @@ def serve(
     data: Data = None,
     database: Database = None,
     objects: Annotated[Path | None, typer.Option(help="Folder of the object store.")] = None,
+    s3_bucket: Annotated[
+        str | None, typer.Option(help="Keep objects in this bucket; credentials: docs/storage.md.")
+    ] = None,
+    s3_endpoint: Annotated[
+        str | None, typer.Option(help="URL of the S3 server (default: AWS).")
+    ] = None,
+    s3_public_endpoint: Annotated[
+        str | None, typer.Option(help="URL at which nodes reach it, if that is another.")
+    ] = None,
+    s3_region: Annotated[str | None, typer.Option(help="Its region (default: us-east-1).")] = None,
     deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
     rpc: Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")] = None,
     pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,

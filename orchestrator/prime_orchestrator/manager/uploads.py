@@ -85,13 +85,12 @@ def keep(objects: ObjectStore, deadline: int, sha256: Digest) -> None:
 
 def _keep(objects: ObjectStore, staged: str, sha256: Digest) -> None:
     kept = digest_key(sha256)
-    if not objects.exists(kept):
-        try:
-            objects.copy(staged, kept)
-        except NotFoundError:
-            if objects.exists(kept):  # by another orchestrator meanwhile
-                return
-            raise
+    try:
+        objects.copy(staged, kept)
+    except NotFoundError:
+        if objects.exists(kept):  # by another orchestrator meanwhile
+            return
+        raise
     objects.delete(staged)
 
 

@@ -69,12 +69,20 @@ class SignedUrl:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ObjectStat:
+    """What an object is: its bytes and their digest."""
+
+    size: int
+    sha256: Digest
+
+
 @runtime_checkable
 class ObjectStore(Protocol):
     """Bytes under keys. Calls are safe from several threads and processes at once.
 
     Every method raises MalformedError on a bad key and UnavailableError when the medium fails
-    (full disk, network); `copy`, `get`, `chunks`, `size` and `digest` raise NotFoundError if there
+    (full disk, network); `copy`, `get`, `chunks`, `size` and `stat` raise NotFoundError if there
     is no such object. A key that names an object must not be the folder of another key.
     """
 
@@ -103,8 +111,9 @@ class ObjectStore(Protocol):
 
     def size(self, key: str) -> int: ...
 
-    def digest(self, key: str) -> Digest:
-        """SHA-256 of the object as it lies there now, or as the server checked it on arrival."""
+    def stat(self, key: str) -> ObjectStat:
+        """Size and SHA-256 of the object as it lies there now, or as the server checked it on
+        arrival."""
         ...
 
     def delete(self, key: str) -> None:

@@ -21,6 +21,7 @@ from prime_core.errors import MalformedError, NotFoundError, UnavailableError
 from prime_core.ids import Digest
 from prime_core.storage.base import (
     CHUNK_BYTES,
+    ObjectStat,
     SignedUrl,
     check_key,
     check_prefix,
@@ -118,11 +119,12 @@ class DirectoryStore:
         with self._open(key) as file:
             return os.fstat(file.fileno()).st_size
 
-    def digest(self, key: str) -> Digest:
-        running = hashlib.sha256()
+    def stat(self, key: str) -> ObjectStat:
+        running, size = hashlib.sha256(), 0
         for block in self.chunks(key):
             running.update(block)
-        return ids.digest(running.digest())
+            size += len(block)
+        return ObjectStat(size, ids.digest(running.digest()))
 
     def keys(self, prefix: str = "") -> Iterator[str]:
         start = self.root / check_prefix(prefix).rpartition("/")[0]

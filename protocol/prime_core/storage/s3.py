@@ -26,6 +26,7 @@ from prime_core.ids import Digest
 from prime_core.storage.base import (
     CHECKSUM_HEADER,
     CHUNK_BYTES,
+    ObjectStat,
     SignedUrl,
     check_key,
     check_prefix,
@@ -181,11 +182,13 @@ class S3Store:
                     )
 
     def copy(self, source: str, target: str) -> None:
-        place, tag = self._at(target), self._head(source)["ETag"]
+        place, head = self._at(target), self._head(source)
         if named_digest(target) is not None:
-            _promised(target, self.digest(source))
+            _promised(target, self._stat(source, head).sha256)
         with self._errors("copy", source):  # the ETag: the bytes that were just looked at
-            self._client.copy_object(**place, CopySource=self._at(source), CopySourceIfMatch=tag)
+            self._client.copy_object(
+                **place, CopySource=self._at(source), CopySourceIfMatch=head["ETag"]
+            )
 
     def delete(self, key: str) -> None:
         place = self._at(key)
@@ -224,14 +227,8 @@ class S3Store:
     def size(self, key: str) -> int:
         return int(self._head(key)["ContentLength"])
 
-    def digest(self, key: str) -> Digest:
-        kept = self._head(key).get("ChecksumSHA256", "")
-        if kept and "-" not in kept:  # with a dash it is a checksum of the parts' checksums
-            return ids.digest(base64.b64decode(kept))
-        running = hashlib.sha256()
-        for block in self.chunks(key):
-            running.update(block)
-        return ids.digest(running.digest())
+    def stat(self, key: str) -> ObjectStat:
+        return self._stat(key, self._head(key))
 
     def keys(self, prefix: str = "") -> Iterator[str]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -270,6 +267,15 @@ class S3Store:
         with self._errors("read", key):
             answer: dict[str, Any] = self._client.head_object(**place, ChecksumMode="ENABLED")
         return answer
+
+    def _stat(self, key: str, head: dict[str, Any]) -> ObjectStat:
+        size, kept = int(head["ContentLength"]), head.get("ChecksumSHA256", "")
+        if kept and "-" not in kept:  # with a dash it is a checksum of the parts' checksums
+            return ObjectStat(size, ids.digest(base64.b64decode(kept)))
+        running = hashlib.sha256()
+        for block in self.chunks(key):
+            running.update(block)
+        return ObjectStat(size, ids.digest(running.digest()))
 
     def _blocks(self, key: str, body: Any) -> Iterator[bytes]:
         with self._errors("read", key), closing(body):
