@@ -22,6 +22,7 @@ from prime_core.errors import PrimeError
 BENCHES = {
     "learning": "Samples to a reward: synchronous, stale, with liars; and ablations (CPU hours)",
     "trainer": "Packing, overhead, tokens a second beside TRL, one gradient on any ranks",
+    "plan": "Memory of a training step as planned, over what a real one takes",
     "gpu": "Tokens a second and MFU of the trainer on one GPU, beside prime-rl's published figure",
     "environments": "Programs a second in the sandbox, graders, file times by speed class",
     "file_times": "Files' times on a live devnet, one of its nodes slowed fourfold",

@@ -16,7 +16,6 @@ from prime_engine.tiny import character_tokenizer
 from prime_trainer.attention import packed_attention, wants_whole_heads
 from prime_trainer.collate import collate
 from prime_trainer.config import Objective
-from prime_trainer.dryrun import _gathered
 from prime_trainer.learner import backward
 from prime_trainer.loading import empty_policy, fill_weights, load_policy
 from prime_trainer.lora import add_adapters
@@ -313,18 +312,6 @@ def test_a_models_costs_come_from_its_configuration(model: Path) -> None:
     # 6 a parameter and token, and nothing for tokens that are only read
     one = shape.training_flops([10], [4])
     assert one == 6 * (10 * layers + 4 * shape.head_parameters) + 6 * shape.attention_width * 100
-
-
-@pytest.mark.parametrize(("tied", "ends"), [(True, 1), (False, 2)])
-def test_a_plan_counts_embedding_and_head_among_what_a_rank_holds_whole(
-    tied: bool, ends: int
-) -> None:
-    from transformers import Qwen3Config
-
-    config = Qwen3Config(**(SIZES | {"tie_word_embeddings": tied}))
-    shape = shape_of(config)
-    layer = shape.layer_parameters // SIZES["num_hidden_layers"]
-    assert _gathered(config, shape) == 2 * layer + ends * 64 * 32
 
 
 def test_a_truncated_weights_file_is_one_sentence(model: Path, tmp_path: Path) -> None:

@@ -117,6 +117,36 @@ def run(
 
 
 @app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="Folder with the model's config.json.")],
+    run: Annotated[Path, typer.Option(help="The run definition.")],
+    ranks: Annotated[list[int], typer.Option(min=1, help="Devices; repeat to compare.")],
+    config: Config = None,
+    sample_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Longest sample (default: the run's limits).")
+    ] = None,
+    memory_gib: Annotated[float, typer.Option(min=0, help="Of one device; 0: unknown.")] = 0,
+    peak_tflops: Annotated[float | None, typer.Option(help="A device's peak.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Memory, traffic and computing time of a training step, simulated without weights or GPUs."""
+    from prime_core.run_file import read_run
+    from prime_trainer.config import load
+    from prime_trainer.dryrun import PROMPT_TOKENS, compare_plans
+
+    definition = read_run(run)
+    settings = load({"model": model, "peak_tflops": peak_tflops}, config)
+    longest = sample_tokens or PROMPT_TOKENS + definition.max_output_tokens
+    rows = compare_plans(definition, settings, ranks, longest, memory_gib)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    from prime_trainer.tables import plan_table
+
+    print(plan_table(rows))
+
+
+@app.command()
 def evaluate(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to evaluate.")],
     run: Annotated[Path, typer.Option(help="The run definition, whose reward it is.")],

@@ -72,11 +72,11 @@ def collate(
         ).to(device),
         segments=_whole(segments),
     )
-    counts = torch.tensor([len(rollouts[i].output_tokens) for i in order], dtype=torch.long)
+    counts = [len(rollouts[i].output_tokens) for i in order]
 
     def spread(values: Sequence[float]) -> torch.Tensor:
-        each = torch.tensor([values[sample] for sample in order], dtype=dtype)
-        return each.repeat_interleave(counts).to(device)
+        each = np.array([values[sample] for sample in order], dtype=np.float64)
+        return torch.from_numpy(np.repeat(each, counts)).to(device, dtype)
 
     old = _join([np.asarray(rollouts[i].logprobs, dtype=np.float64) for i in order], np.float64)
     proximal = fresh = None

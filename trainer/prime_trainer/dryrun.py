@@ -1,17 +1,18 @@
 """`trainer run --dry-run`: what would be trained, with which settings from where, at what cost.
 
-Sizes are exact (from the weights' own headers); memory and time are estimates, each with what it
-assumes. Pure but for reading the model's folder and, on a CPU, timing one matrix product.
+Sizes come from the weights' own headers, device memory from a simulated step (planning.py), time
+from the operations of a batch and a share of the device's peak.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import time
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from prime_core.errors import UserError
 from prime_core.run import RunDefinition
 from prime_trainer.config import ENV_PREFIX, Objective, Settings
 from prime_trainer.loading import require_model_folder
-from prime_trainer.model import CHUNK_LOGITS, Shape, shape_of
+from prime_trainer.model import shape_of
+from prime_trainer.planning import StepPlan, plan_step, samples_of_micro_batch
 
 PROMPT_TOKENS = 128
 """Taken for a prompt's length where the environment is not here to ask."""
@@ -30,40 +32,23 @@ MAX_HEADER = 64 << 20
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank's device, and on a host: the copy that is written and published, and the
-    batch that trains with the one ahead of it."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    gathered: int
-    activations: int
-    logits: int
-    host: int
-    batches: int
-
-    @property
-    def device(self) -> int:
-        """All of it on the device."""
-        return int(sum(asdict(self).values())) - self.host - self.batches
-
-
-@dataclass(frozen=True)
 class Estimate:
-    """What a batch costs. `parameters` exact; seconds of computing, without any wait."""
+    """What a batch costs. `seconds_per_batch`: computing, without any wait."""
 
     parameters: int
-    trained_parameters: int
     ranks: int
     rows_per_batch: int
     tokens_per_sample: int
     tokens_per_batch: int
     flops_per_batch: float
-    memory: Memory
+    step: StepPlan
+    """Memory and traffic of one rank."""
+    host: int
+    """Bytes of the copies that are written and published, on rank 0's host."""
+    batches: int
+    """Bytes of the batch that trains and of the one ahead of it."""
     seconds_per_batch: float | None
-    """None where nobody knows the device's peak."""
+    """None where the device's peak is not known."""
     assumes: str
 
 
@@ -119,8 +104,11 @@ def estimate(
     peak: float | None,
     prompt: int | None = None,
 ) -> Estimate:
-    """Costs of one batch on `ranks` devices of `peak` operations a second each; `prompt` tokens
-    each, as measured (None: assumed)."""
+    """Costs of one batch on `ranks` devices of `peak` operations a second each.
+
+    `prompt`: tokens of a prompt, as measured (None: assumed). Raises UserError for a folder that is
+    no model.
+    """
     folder: Path = settings.need("model")
     require_model_folder(folder)
     try:
@@ -133,28 +121,74 @@ def estimate(
     output = min(run.max_output_tokens, round(sum(targets) / len(targets)))
     length = (PROMPT_TOKENS if prompt is None else prompt) + output
     rows = run.groups_per_batch * run.samples_per_group
-    held = 2 * rows * 4 * (length + output)  # two batches: tokens, and log-probabilities
-    passes = _passes(settings)
-    flops = shape.training_flops([length] * rows, [output] * rows) * passes
-    trained = parameters
-    if settings.lora_rank:
-        trained = min(parameters, _adapter_parameters(config, settings.lora_rank))
-    memory = _memory(settings, config, shape, parameters, trained, ranks, held)
+    flops = shape.training_flops([length] * rows, [output] * rows) * _passes(settings)
+    asked = length - output
+    step = plan_step(
+        run, settings, ranks=ranks, sample_tokens=asked + run.max_output_tokens, prompt_tokens=asked
+    )
     return Estimate(
         parameters=parameters,
-        trained_parameters=trained,
         ranks=ranks,
         rows_per_batch=rows,
         tokens_per_sample=length,
         tokens_per_batch=length * rows,
         flops_per_batch=flops,
-        memory=memory,
+        step=step,
+        host=2 * parameters + step.kept,
+        batches=2 * rows * 4 * (length + output),  # tokens, and log-probabilities of the output
         seconds_per_batch=None if peak is None else flops / (peak * ASSUMED_MFU * ranks),
         assumes=f"{'a guess of' if prompt is None else 'as the first prompts have,'} "
-        f"{PROMPT_TOKENS if prompt is None else prompt} tokens a prompt, the mean "
-        "of the run's targets generated, "
-        f"{ASSUMED_MFU:.0%} of the device's peak",
+        f"{asked} tokens a prompt, the mean of the run's targets generated (memory: of the longest "
+        f"samples), {ASSUMED_MFU:.0%} of the device's peak",
     )
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A batch on one number of ranks, if every sample is as long as it may be."""
+
+    step: StepPlan
+    fits: bool | None
+    """Whether the step's peak fits a device; None where its memory is not known."""
+    micro_batches: int
+    """Of each rank, in a batch."""
+    traffic: int
+    """Bytes that a rank receives by all-gathers and hands to reduce-scatters in a batch."""
+    seconds_per_batch: float | None
+    """Of computing; None where the device's peak is not known."""
+
+
+def compare_plans(
+    run: RunDefinition,
+    settings: Settings,
+    ranks: Sequence[int],
+    sample_tokens: int,
+    memory_gib: float,
+) -> list[PlanRow]:
+    """One row a number of ranks. `sample_tokens`: prompt and output of the longest sample;
+    `memory_gib`: of one device, 0 if unknown. Raises UserError for a folder without config.json."""
+    folder: Path = settings.need("model")
+    prompt = min(PROMPT_TOKENS, sample_tokens - 1)
+    rows = run.groups_per_batch * run.samples_per_group
+    found = []
+    for size in ranks:
+        step = plan_step(
+            run, settings, ranks=size, sample_tokens=sample_tokens, prompt_tokens=prompt
+        )
+        shape = shape_of(SimpleNamespace(**json.loads((folder / "config.json").read_text())))
+        flops = shape.training_flops([sample_tokens] * rows, [sample_tokens - prompt] * rows)
+        peak = settings.peak_tflops * 1e12 * ASSUMED_MFU * size
+        batches = math.ceil(rows / (samples_of_micro_batch(settings, sample_tokens) * size))
+        found.append(
+            PlanRow(
+                step=step,
+                fits=step.peak <= memory_gib * 2**30 if memory_gib else None,
+                micro_batches=batches,
+                traffic=batches * (step.gathered + step.reduced),
+                seconds_per_batch=flops * _passes(settings) / peak if peak else None,
+            )
+        )
+    return found
 
 
 def _passes(settings: Settings) -> float:
@@ -165,52 +199,6 @@ def _passes(settings: Settings) -> float:
     proximal = settings.objective.ratio == "proximal"
     forwards += 1.0 if proximal and settings.optimizer_steps > 1 else 0.0
     return forwards / 3.0
-
-
-def _adapter_parameters(config: Any, rank: int) -> int:
-    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
-    heads = int(config.num_attention_heads)
-    size = int(getattr(config, "head_dim", None) or hidden // heads)
-    keys = int(getattr(config, "num_key_value_heads", None) or heads)
-    q, kv, inner = heads * size, keys * size, int(config.intermediate_size)
-    sides = 2 * (hidden + q) + 2 * (hidden + kv) + 3 * (hidden + inner)
-    return layers * rank * sides
-
-
-def _memory(
-    settings: Settings, config: Any, shape: Shape, parameters: int, trained: int, ranks: int,
-    held: int,
-) -> Memory:  # fmt: skip
-    width = 2 if settings.bf16 else 4
-    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
-    inner = int(config.intermediate_size)
-    tokens = max(settings.row_tokens, settings.micro_tokens)
-    attention = shape.attention_width // layers
-    layer = tokens * width * (6 * hidden + 4 * attention + 4 * inner)
-    kept = tokens * width * hidden * layers + layer if settings.recompute else layer * layers
-    whole = parameters + trained if settings.lora_rank else parameters
-    logits = min(CHUNK_LOGITS, tokens * int(config.vocab_size))
-    wide = 2 * 4 * shape.head_parameters if settings.bf16 and settings.head_fp32 else 0
-    return Memory(
-        weights=4 * whole // ranks,
-        gradients=4 * trained // ranks,
-        optimizer=8 * trained // ranks,
-        reference=4 * parameters // ranks if settings.objective.kl else 0,
-        gathered=0 if ranks == 1 and not settings.bf16 else width * _gathered(config, shape),
-        activations=kept,
-        logits=3 * 4 * logits + wide,
-        host=2 * parameters + (4 * whole + 8 * trained) // ranks,
-        batches=held,
-    )
-
-
-def _gathered(config: Any, shape: Shape) -> int:
-    """Weights whole on a rank at once: two layers, one of them on its way, and embedding and head,
-    which stay from the first layer to the last."""
-    ends = 1 if getattr(config, "tie_word_embeddings", False) else 2
-    return 2 * shape.layer_parameters // int(config.num_hidden_layers) + ends * (
-        shape.head_parameters
-    )
 
 
 def cpu_peak() -> float:
@@ -255,7 +243,7 @@ def report(
     resolved: Mapping[str, tuple[str, str]],
 ) -> str:
     """The plan as a person reads it."""
-    o, m = objective, found.memory
+    o = objective
     lines = [f"run {run.name} ({run.digest()})", ""]
     lines += [
         f"  {name:16} {value:44} {origin}"
@@ -271,13 +259,11 @@ def report(
         f"{found.rows_per_batch} rows, about {found.tokens_per_batch:,} tokens, "
         f"at most {run.max_staleness} policies old",
         f"selection   by {run.selection}, {run.surplus_groups} groups of surplus",
-        f"model       {found.parameters:,} weights, {found.trained_parameters:,} trained",
-        f"device      {_bytes(m.device)} on each of {found.ranks}: weights {_bytes(m.weights)}, "
-        f"gradients {_bytes(m.gradients)}, optimizer {_bytes(m.optimizer)}, "
-        f"reference {_bytes(m.reference)}, gathered {_bytes(m.gathered)}, "
-        f"activations {_bytes(m.activations)}, logits {_bytes(m.logits)}",
-        f"host        {_bytes(m.host)} for the copy that is written and published, "
-        f"{_bytes(m.batches)} for two batches",
+        f"model       {found.parameters:,} weights, {found.step.trained:,} trained",
+        f"device      {in_bytes(found.step.peak)} at most on each of {found.ranks}, of which "
+        f"{in_bytes(found.step.kept)} are weights, reference and optimizer",
+        f"host        {in_bytes(found.host)} for the copies that are written and published, "
+        f"{in_bytes(found.batches)} for two batches",
         f"work        {found.flops_per_batch:.3g} operations a batch, "
         + (
             "time unknown: name --peak-tflops"
@@ -289,7 +275,8 @@ def report(
     return "\n".join(lines)
 
 
-def _bytes(number: int) -> str:
+def in_bytes(number: int) -> str:
+    """A number of bytes as people read it."""
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

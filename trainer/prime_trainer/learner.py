@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.model import Policy, Shape, shape_of
 from prime_trainer.objectives import form_of
 from prime_trainer.packing import Plan, plan, quality
-from prime_trainer.parallel import World, accumulating, all_finite, clip_gradients, shard
+from prime_trainer.parallel import World, all_finite, clip_gradients, shard
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,21 @@ class Learner:
         )
 
 
+Fill = Callable[[Policy, Path, torch.device], Policy]
+"""Gives the parameters of a policy on the meta device their values."""
+
+
 def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learner:
     """Loads the base model and shards it over all ranks. Raises UserError for a folder that is no
     model, or an objective that is not registered."""
+    return filled_learner(*empty_policies(run, settings, world), run, settings, world)
+
+
+def empty_policies(
+    run: RunDefinition, settings: Settings, world: World
+) -> tuple[Policy, Policy | None]:
+    """The policy to train and, if there is a KL term, its reference: sharded, on the meta device.
+    Raises UserError as `make_learner` does."""
     base = settings.need("model")
     wanted = settings.objective
     form_of(wanted.name)
@@ -78,12 +91,27 @@ def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learne
     if settings.lora_rank:
         add_adapters(policy, settings.lora_rank, settings.lora_alpha or 2 * settings.lora_rank)
     shard(policy, world, bf16=settings.bf16, recompute=settings.recompute)
-    fill_weights(policy, base, world.device)
     reference = None
     if wanted.kl:
-        reference = empty_policy(base, run.temperature).requires_grad_(False)
+        width = torch.bfloat16 if settings.bf16 else torch.float32  # it is never stepped
+        reference = empty_policy(base, run.temperature, width).requires_grad_(False)
         reference.head_fp32 = settings.head_fp32
-        reference = fill_weights(shard(reference, world, bf16=settings.bf16), base, world.device)
+        shard(reference, world, bf16=settings.bf16)
+    return policy, reference
+
+
+def filled_learner(
+    policy: Policy,
+    reference: Policy | None,
+    run: RunDefinition,
+    settings: Settings,
+    world: World,
+    fill: Fill = fill_weights,
+) -> Learner:
+    """A learner of `empty_policies`, whose parameters `fill` gives their values."""
+    for one in (policy, reference):
+        if one is not None:
+            fill(one, settings.need("model"), world.device)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in policy.parameters() if parameter.requires_grad],
         lr=settings.learning_rate,
@@ -131,13 +159,12 @@ def backward(
     extra = Extra(proximal, fresh)
     sums: dict[str, torch.Tensor] = {}
     ratio_max = torch.zeros((), dtype=dtype, device=world.device)
-    for number, rows in enumerate(mine):
+    for rows in mine:
         with watch.timed("collate"):
             batch, tokens = collate(
                 rows, rollouts, judged.advantages, weights, world.device, dtype, extra
             )
-        last = number == len(mine) - 1
-        with watch.timed("forward_backward"), accumulating(learner.policy, last=last):
+        with watch.timed("forward_backward"):
             if learner.reference is not None:
                 with torch.no_grad():
                     tokens = replace(tokens, reference=learner.reference(batch)[0])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ from prime_trainer.lora import DOWN, SEED, UP, base_name
 from prime_trainer.model import Policy
 
 
-def require_model_folder(folder: Path) -> None:
-    """Raises UserError naming what a model folder lacks: configuration, tokenizer or weights."""
+def require_model_folder(folder: Path, *, weights: bool = True) -> None:
+    """Raises UserError naming what a model folder lacks: configuration, tokenizer or weights.
+    Without `weights`, a configuration is enough."""
     needs = {
         "config.json": [folder / "config.json"],
         "tokenizer": [folder / "tokenizer.json", folder / "tokenizer.model", folder / "vocab.json"],
         "safetensors weights": list(folder.glob("*.safetensors")),
     }
     for what, paths in needs.items():
-        if not any(path.is_file() for path in paths):
+        if (weights or what == "config.json") and not any(path.is_file() for path in paths):
             raise UserError(
                 f"{folder} is no model folder: it has no {what}",
                 hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
@@ -49,7 +51,7 @@ def empty_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.fl
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    require_model_folder(folder)
+    require_model_folder(folder, weights=False)
     attention.register()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -81,12 +83,22 @@ def empty_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.fl
 
 
 def fill_weights(policy: Policy, folder: Path, device: torch.device) -> Policy:
-    """Gives every parameter on the meta device its values, in place, and returns `policy`.
+    """Gives every parameter on the meta device its values from `folder`; returns `policy`.
 
     A parameter that is sharded by FSDP2 is read row by row from this rank's share; adapters get
     their initial values (Hu et al., arXiv 2106.09685). Raises UserError if a weight is missing or
     has another shape.
     """
+    require_model_folder(folder)
+    with _weight_files(folder) as stored:
+        return place_weights(policy, device, partial(_values, stored=stored, folder=folder))
+
+
+def place_weights(
+    policy: Policy, device: torch.device, values: Callable[[list[str], nn.Parameter], Tensor]
+) -> Policy:
+    """Replaces every parameter on the meta device by `values(its names, it)`, this rank's rows of
+    it, on `device`; returns `policy`. Tied names share one parameter."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
@@ -94,20 +106,21 @@ def fill_weights(policy: Policy, folder: Path, device: torch.device) -> Policy:
             names.setdefault(id(parameter), []).append(name)
             parameters[id(parameter)] = parameter
     filled: dict[str, nn.Parameter] = {}
-    with _weight_files(folder) as stored:
-        for key, parameter in parameters.items():
-            values = _values(names[key], parameter, stored, folder)
-            local = values.to(device=device, dtype=parameter.dtype)
-            sharded = parameter.data
-            if isinstance(sharded, DTensor):
-                local = DTensor.from_local(
-                    local, sharded.device_mesh, sharded.placements, run_check=False,
-                    shape=sharded.shape, stride=sharded.stride(),
-                )  # fmt: skip
-            new = nn.Parameter(local, requires_grad=parameter.requires_grad)
-            filled |= dict.fromkeys(names[key], new)  # tied names share one parameter
+    for key, parameter in parameters.items():
+        local = values(names[key], parameter).to(device=device, dtype=parameter.dtype)
+        sharded = parameter.data
+        if isinstance(sharded, DTensor):
+            local = DTensor.from_local(
+                local, sharded.device_mesh, sharded.placements, run_check=False,
+                shape=sharded.shape, stride=sharded.stride(),
+            )  # fmt: skip
+        new = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        filled |= dict.fromkeys(names[key], new)
     policy.load_state_dict(filled, strict=False, assign=True)
-    return policy.to(device)
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return policy
 
 
 def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.float32) -> Policy:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from prime_trainer.lora import is_adapted, merged
@@ -103,8 +103,9 @@ def joined_world() -> Iterator[World]:
 
 def shard(policy: Policy, world: World, *, bf16: bool = False, recompute: bool = False) -> Policy:
     """Shards parameters, gradients and optimizer state over all ranks: each decoder layer is one
-    unit, the rest another. `bf16`: compute in bf16, reduce in fp32; masters stay as loaded.
-    `recompute`: a layer's activations are computed again in the backward pass, not kept."""
+    unit, the rest another. Gradients are reduced after every micro-batch, because a rank cannot
+    hold those of a whole large model. `bf16`: compute in bf16, reduce in fp32; masters stay as
+    loaded. `recompute`: a layer's activations are computed again in the backward pass, not kept."""
     if recompute:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         policy.lm.train()  # no dropout anywhere (load_policy refuses it); it only switches this on
@@ -114,17 +115,10 @@ def shard(policy: Policy, world: World, *, bf16: bool = False, recompute: bool =
     layers: nn.ModuleList = policy.decoder.layers
     for layer in layers:
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    # A reference has no backward pass in which embedding and head would be used again.
+    frozen = not any(parameter.requires_grad for parameter in policy.parameters())
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frozen)
     return policy
-
-
-@contextmanager
-def accumulating(policy: nn.Module, *, last: bool) -> Iterator[None]:
-    """Within it, gradients are reduced over ranks only in the last micro-batch of a step."""
-    assert isinstance(policy, FSDPModule)
-    policy.set_requires_gradient_sync(last)
-    policy.set_is_last_backward(last)
-    yield
 
 
 def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
@@ -160,9 +154,9 @@ def clip_gradients(policy: nn.Module, limit: float) -> float:
 
 def all_finite(policy: nn.Module, world: World) -> bool:
     """Whether every weight on every rank is finite."""
-    bad = torch.zeros((), device=world.device)
+    bad = torch.zeros((), dtype=torch.int64, device=world.device)
     for parameter in policy.parameters():
         data = parameter.detach()
         local = data.to_local() if isinstance(data, DTensor) else data
         bad += (~torch.isfinite(local)).any()
-    return float(world.sum(bad)) == 0.0
+    return int(world.sum(bad)) == 0

@@ -1,7 +1,10 @@
-"""Evaluations as a person reads them."""
+"""Evaluations and plans as a person reads them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from prime_trainer.dryrun import PlanRow, in_bytes
 from prime_trainer.evaluate import Comparison, Evaluation, Interval
 
 
@@ -51,3 +54,18 @@ def comparison_table(both: Comparison) -> str:
 
 def _show(value: Interval) -> str:
     return f"{value.mean:7.4f}  [{value.low:.4f}, {value.high:.4f}]"
+
+
+def plan_table(rows: Sequence[PlanRow]) -> str:
+    """One line a number of ranks."""
+    columns = ("ranks", "kept", "peak", "fits", "micro-batches", "traffic", "computing")
+    words = {True: "yes", False: "no", None: "?"}
+    lines = [columns]
+    for row in rows:
+        seconds = row.seconds_per_batch
+        lines.append((
+            str(row.step.ranks), in_bytes(row.step.kept), in_bytes(row.step.peak),
+            words[row.fits], str(row.micro_batches), in_bytes(row.traffic),
+            "?" if seconds is None else f"{seconds:.3g} s",
+        ))  # fmt: skip
+    return "\n".join("  ".join(f"{cell:>13}" for cell in line) for line in lines)

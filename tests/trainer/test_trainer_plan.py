@@ -1,0 +1,71 @@
+"""A plan's memory is what a step of the trainer really allocates."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_kit as kit
+from typer.testing import CliRunner
+
+from prime_trainer.cli import app
+from prime_trainer.dryrun import parameters_of
+from prime_trainer.loading import fill_weights
+from prime_trainer.parallel import joined_world
+from prime_trainer.planning import counted_step, plan_step
+
+TOKENS = {"sample_tokens": 48, "prompt_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"recompute": True}, {"lora_rank": 4}, {"bf16": True}, {"optimizer_steps": 2}],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_the_simulated_step_allocates_what_the_real_one_does(
+    model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    run = kit.run_definition()
+    settings = kit.settings(model, tmp_path, **changes)
+    planned = plan_step(run, settings, ranks=1, **TOKENS)
+    with joined_world() as world:
+        real = counted_step(run, settings, world, 48, 8, fill_weights, nullcontext())
+    assert abs(planned.kept - real.kept) < 0.01 * real.kept
+    assert abs(planned.peak - real.peak) < 0.02 * real.peak
+    assert planned.peak > planned.kept
+
+
+def test_more_ranks_hold_less_and_talk_more(model: Path, tmp_path: Path) -> None:
+    run, settings = kit.run_definition(), kit.settings(model, tmp_path)
+    one, four = (plan_step(run, settings, ranks=ranks, **TOKENS) for ranks in (1, 4))
+    weights = parameters_of(model)
+    assert one.trained == four.trained == weights
+    assert 12 * weights <= one.kept < 1.02 * 12 * weights
+    assert 3 * weights <= four.kept < 1.1 * 3 * weights
+    assert one.gathered == one.reduced == 0
+    assert four.reduced >= 4 * weights
+    assert four.gathered >= 4 * weights
+
+
+def test_a_plan_needs_the_models_configuration_only(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    run = tmp_path / "run.json"
+    run.write_bytes(kit.run_definition().raw())
+    words = ["plan", "--model", str(tmp_path), "--run", str(run), "--ranks", "1", "--ranks", "2"]
+    ended = CliRunner().invoke(app, [*words, "--memory-gib", "0.00001", "--json"])
+    assert ended.exit_code == 0, ended.output
+    one, two = json.loads(ended.stdout)
+    assert one["fits"] is False
+    assert one["micro_batches"] >= two["micro_batches"] >= 1
+    assert two["step"]["ranks"] == 2
+    assert two["traffic"] > 0
+    plain = CliRunner().invoke(app, words)
+    assert "micro-batches" in plain.stdout
+    (tmp_path / "config.json").unlink()
+    failed = CliRunner().invoke(app, words)
+    assert "no config.json" in str(failed.exception)
+    assert not torch.distributed.is_initialized()
