@@ -19,7 +19,6 @@ from prime_core.rollout import Rollout
 from prime_core.run import MICRO, LengthBudgets, RunDefinition
 from prime_core.task import Task
 from prime_engine.plain import PlainEngine
-from prime_envs.base import decode_output
 from prime_envs.registry import environment_ref, load_environment
 from prime_trainer.config import Settings
 from prime_trainer.data import TrainingBatch
@@ -75,8 +74,9 @@ def batch_of(run: RunDefinition, engine: PlainEngine, step: int) -> TrainingBatc
             rows.append(PlannedRow(group, sample, problem, target, prompt, key))
     rollouts: list[Rollout] = []
     for row, made in zip(rows, generate_rows(rows, run, engine), strict=True):
-        text = decode_output(engine.tokenizer, made.output_tokens)
-        grade = environment.grade(row.problem, row.target_length, text, len(made.output_tokens))
+        grade = environment.grade_output(
+            row.problem, row.target_length, made.output_tokens, engine.tokenizer
+        )
         rollouts.append(
             Rollout(
                 problem_id=row.problem.problem_id,

@@ -24,8 +24,11 @@ life."""
 
 def check_revision(before: RunDefinition, after: RunDefinition) -> None:
     """Raises PolicyError that names every field that a revision may not change."""
-    old, new = before.model_dump(), after.model_dump()
-    fixed = sorted(name for name in old if old[name] != new[name] and name not in REVISABLE)
+    fixed = sorted(
+        name
+        for name in RunDefinition.model_fields
+        if getattr(before, name) != getattr(after, name) and name not in REVISABLE
+    )
     if fixed:
         raise PolicyError(
             f"a revision cannot change {', '.join(fixed)}: it may change "

@@ -86,6 +86,32 @@ class LengthBudgets(Strict):
         return self.by_class[str(max(known))] if known else self.targets
 
 
+BUDGET_WORDING = "Think for {tokens} tokens before giving a response."
+"""How a prompt asks for a length (INTELLECT-2's wording)."""
+
+
+class Chat(Strict):
+    """How a problem becomes the prompt of a chat model (prime_envs/chat.py)."""
+
+    template: DigestField
+    """SHA-256 of the text of the model folder's chat template."""
+    system: str = Field(default="", max_length=65_536)
+    """The system prompt; empty: none of the run's."""
+    budget: str = Field(default=BUDGET_WORDING, max_length=4096)
+    """The sentence that asks for the target length, with `{tokens}` for it; empty: none."""
+    budget_in: Literal["system", "user"] = "system"
+    """The message that the sentence is the last paragraph of."""
+    length: Literal["output", "thinking"] = "output"
+    """What the length reward counts: all generated tokens (or what the environment counts), or
+    those up to the end of `</think>`."""
+
+    @model_validator(mode="after")
+    def _names_the_target(self) -> Chat:
+        if self.budget and "{tokens}" not in self.budget:
+            raise ValueError("the budget's sentence has no {tokens} in it")
+        return self
+
+
 class SpeedClasses(Strict):
     """How nodes are sorted by speed relative to one another (prime_orchestrator/manager/speed.py).
 
@@ -113,7 +139,8 @@ class RunDefinition(Strict):
     canonical JSON.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 1
+    """2 for a run with `chat`, which earlier programs would ignore."""
     name: str = Field(max_length=64)
     base_model: DigestField
     """`result_digest` of the version-0 policy folder (prime_core.checkpoint)."""
@@ -135,6 +162,8 @@ class RunDefinition(Strict):
     """Which groups a batch takes of those: the oldest policy's first, or those whose mean reward is
     nearest to one half. Groups without any difference are never taken."""
     budgets: LengthBudgets
+    chat: Chat | None = Field(default=None, exclude_if=lambda chat: chat is None)
+    """None: prompts are the environment's plain text, as a base model continues it."""
     speed: SpeedClasses = SpeedClasses()
     requirements: Requirements = Requirements()
     task: Task
@@ -199,6 +228,8 @@ class RunDefinition(Strict):
 
     @model_validator(mode="after")
     def _rows_fit(self) -> RunDefinition:
+        if (self.chat is not None) != (self.schema_version == 2):
+            raise ValueError("a run with chat has schema_version 2, one without has 1")
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
         return self

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from prime_core import encoding
 from prime_core.errors import MalformedError
 from prime_core.ids import Digest
-from prime_core.run import MICRO, LengthBudgets
+from prime_core.run import MICRO, Chat, LengthBudgets
+from prime_envs.chat import THINK, prompt_of, thinking_tokens
 from prime_envs.lengths import length_reward
 from prime_envs.tasks import Task
 
@@ -34,6 +35,12 @@ class Tokenizer(Protocol):
         skip_special_tokens: bool,
         clean_up_tokenization_spaces: bool,
     ) -> str: ...
+
+    @property
+    def chat_template(self) -> Any: ...
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ class Environment(ABC):
     """Raised by hand with every change that can alter a problem, a prompt or a score."""
     may_give_up: bool = False
     """Whether grading may end at a limit of time or memory, in a process or a sandbox."""
+    chat: Chat | None = None
+    """The run's (registry.environment_for). None: prompts are `prompt_text`."""
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         self.arguments = dict(arguments)
@@ -115,11 +124,15 @@ class Environment(ABC):
 
     @abstractmethod
     def prompt_text(self, problem: Problem, target_length: int) -> str:
-        """The whole prompt, length instruction included."""
+        """The whole prompt of a base model, length instruction included."""
 
     @abstractmethod
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
         """Correctness of one answer. Bounded in time, deterministic unless `uncertain`."""
+
+    def question(self, problem: Problem) -> str:
+        """What a chat model is asked, without the length instruction."""
+        return problem.prompt
 
     def as_task(self, index: int) -> Task | None:
         """Problem `index` as a row of a dataset that the environment `tasks` (or our own kind)
@@ -143,19 +156,50 @@ class Environment(ABC):
     def prompt_tokens(
         self, problem: Problem, target_length: int, tokenizer: Tokenizer
     ) -> list[int]:
-        """Token ids of the prompt, without any special token added."""
-        text = self.prompt_text(problem, target_length)
+        """Token ids of the prompt: by the chat template that the run pins, or the plain text. No
+        token is added. Raises as chat.prompt_of."""
+        text = self._prompt(problem, target_length, tokenizer)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
+    def _prompt(self, problem: Problem, target_length: int, tokenizer: Tokenizer) -> str:
+        if self.chat is None:
+            return self.prompt_text(problem, target_length)
+        return prompt_of(self.chat, self.question(problem), target_length, tokenizer)
+
+    def grade_output(
+        self,
+        problem: Problem,
+        target_length: int,
+        output_tokens: Sequence[int],
+        tokenizer: Tokenizer,
+    ) -> Grade:
+        """The run's reward of generated tokens, the end token included: node, validator and trainer
+        all grade by this. Thinking that the prompt has begun counts as the answer's own."""
+        text, thought = decode_output(tokenizer, output_tokens), None
+        if self.chat is not None:
+            opened = self._prompt(problem, target_length, tokenizer).rstrip().endswith(THINK)
+            if opened:
+                text = THINK + text
+            if self.chat.length == "thinking":
+                thought = thinking_tokens(tokenizer, output_tokens, opened)
+        return self.grade(problem, target_length, text, len(output_tokens), thought)
+
     def grade(
-        self, problem: Problem, target_length: int, output_text: str, output_tokens: int
+        self,
+        problem: Problem,
+        target_length: int,
+        output_text: str,
+        output_tokens: int,
+        length: int | None = None,
     ) -> Grade:
         """The run's reward: correctness and length together (see lengths.py).
 
-        `output_text` as `decode_output` gives it; `output_tokens` counts the end token.
+        `output_text` as `decode_output` gives it; `output_tokens` counts the end token; `length` is
+        what the budget speaks of (None: what the environment counts).
         """
         score = self.check(problem, output_text[:MAX_OUTPUT_CHARACTERS], output_tokens)
-        actual = output_tokens if score.actual_length is None else score.actual_length
+        counted = output_tokens if score.actual_length is None else score.actual_length
+        actual = counted if length is None else length
         reward, given_up = (
             length_reward(
                 task_micro,
@@ -189,7 +233,7 @@ class Environment(ABC):
 
 
 def decode_output(tokenizer: Tokenizer, output_tokens: Sequence[int]) -> str:
-    """The text that is graded: node, validator and trainer all decode by this one line."""
+    """The text of generated tokens, without special tokens."""
     return tokenizer.decode(
         list(output_tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )

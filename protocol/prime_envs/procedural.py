@@ -109,6 +109,9 @@ class ReasoningGym(Environment):
     def prompt_text(self, problem: Problem, target_length: int) -> str:
         return f"{with_budget(problem.prompt, target_length)} {ENDING}\n"
 
+    def question(self, problem: Problem) -> str:
+        return f"{problem.prompt}\n\n{ENDING}"
+
     def as_task(self, index: int) -> Task | None:
         """The entry for the grader of the task type `reasoning_gym`; None where a family's entries
         hold what JSON does not."""
@@ -119,7 +122,7 @@ class ReasoningGym(Environment):
         return Task(
             problem_id=problem.problem_id,
             task_type="reasoning_gym",
-            prompt=f"{problem.prompt}\n\n{ENDING}",
+            prompt=self.question(problem),
             verification_info={"answer": problem.answer, "metadata": metadata},
             source=f"reasoning-gym {self._family}",
             gold_standard_solution=problem.answer or None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from prime_core.run import BUDGET_WORDING
+
 
 def think_for(target_length: int) -> str:
     """The sentence that asks for `target_length` tokens of thought (INTELLECT-2's wording)."""
-    return f"Think for {target_length} tokens before giving a response."
+    return BUDGET_WORDING.replace("{tokens}", str(target_length))
 
 
 def with_budget(prompt: str, target_length: int) -> str:

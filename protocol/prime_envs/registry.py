@@ -49,7 +49,10 @@ def load_environment(
 
 
 def environment_for(run: RunDefinition) -> Environment:
-    """The run's environment. Raises PolicyError unless it is bit for bit what the run pinned."""
+    """The run's environment, which asks in the run's chat format.
+
+    Raises PolicyError unless it is bit for bit what the run pinned.
+    """
     ref = run.environment
     environment = load_environment(ref.name, ref.arguments, run.budgets)
     if environment.digest() != ref.digest:
@@ -62,6 +65,7 @@ def environment_for(run: RunDefinition) -> Environment:
             f"The run wants {ref.train_size} + {ref.heldout_size} problems; "
             f"{ref.name!r} has {len(environment)}."
         )
+    environment.chat = run.chat
     return environment
 
 

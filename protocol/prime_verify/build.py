@@ -16,7 +16,7 @@ from prime_core.proof_form import PROOF_WINDOW
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import Lease, SignedLease
 from prime_engine.base import Engine, Generation, GenerationRequest, StateSink
-from prime_envs.base import Environment, Problem, decode_output
+from prime_envs.base import Environment, Problem
 from prime_verify.proofs import activations, sketch
 from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
@@ -117,11 +117,8 @@ def grade_rows(
 ) -> list[float]:
     """The node's own reward of each row; a validator grades again."""
     return [
-        environment.grade(
-            row.problem,
-            row.target_length,
-            decode_output(tokenizer, generation.output_tokens),
-            len(generation.output_tokens),
+        environment.grade_output(
+            row.problem, row.target_length, generation.output_tokens, tokenizer
         ).reward_micro
         / MICRO
         for row, generation in zip(plan, generations, strict=True)

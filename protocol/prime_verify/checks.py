@@ -14,7 +14,7 @@ from prime_core.run import MICRO, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason, VerdictRow
 from prime_engine.base import Engine
-from prime_envs.base import Environment, Grade, decode_output
+from prime_envs.base import Environment, Grade
 from prime_verify.build import PlannedRow
 from prime_verify.proofs import activations, sampling, sketch
 from prime_verify.proofs.tails import LEAST_CHANCE
@@ -169,10 +169,11 @@ def check_rewards(
     """
     table = []
     for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
-        text = decode_output(engine.tokenizer, row.output_tokens)
 
-        def graded(due: PlannedRow = due, row: FileRow = row, text: str = text) -> Grade:
-            return environment.grade(due.problem, due.target_length, text, len(row.output_tokens))
+        def graded(due: PlannedRow = due, row: FileRow = row) -> Grade:
+            return environment.grade_output(
+                due.problem, due.target_length, row.output_tokens, engine.tokenizer
+            )
 
         grade = graded()
         if grade.refutes(row.reward) and graded().refutes(row.reward):

@@ -14,7 +14,7 @@ from prime_core import encoding, seeds
 from prime_core.errors import UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
-from prime_envs.base import Environment, Grade, Problem, decode_output
+from prime_envs.base import Environment, Grade, Problem
 
 ROWS = 256
 """Answers generated side by side."""
@@ -77,7 +77,6 @@ def answer(
         grades = []
         for _ in range(samples):
             tokens = next(answers).output_tokens
-            text = decode_output(engine.tokenizer, tokens)
-            grades.append(environment.grade(problem, target, text, len(tokens)))
+            grades.append(environment.grade_output(problem, target, tokens, engine.tokenizer))
         found.append(Answered(problem, target, tuple(grades)))
     return found

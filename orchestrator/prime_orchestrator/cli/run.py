@@ -25,6 +25,7 @@ from prime_core.messages import RevisionRequest, RunList, RunRevision
 from prime_core.run import LengthBudgets, RunDefinition
 from prime_core.run_file import read_run
 from prime_core.transport.client import OrchestratorClient
+from prime_envs.chat import chat_from
 from prime_envs.lengths import budgets_from
 from prime_envs.registry import environment_ref
 
@@ -119,6 +120,10 @@ def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
         )
         base = build_manifest(model, pool=0, version=0, step=0).result_digest
         whole = {**values, "environment": environment.model_dump(mode="json"), "base_model": base}
+        chat = chat_from(values.get("chat"), model)
+        whole.pop("chat", None)
+        if chat is not None:
+            whole |= {"chat": chat.model_dump(mode="json"), "schema_version": 2}
         return RunDefinition.model_validate_json(json.dumps(whole))
     except KeyError as error:
         raise UserError(

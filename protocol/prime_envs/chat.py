@@ -1,0 +1,226 @@
+"""Chat templates: a problem as the conversation that a chat model answers.
+
+The template is the model folder's, pinned by the run (prime_core.run.Chat), and rendered as
+transformers renders it: the same extensions in jinja2's immutable sandbox. Node, validator and
+trainer must get the same text on any day and machine, so a template that asks for the date or for
+chance is refused, and so is one that writes memory addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import ValidationError
+
+from prime_core import encoding
+from prime_core.errors import PolicyError, UserError
+from prime_core.run import Chat
+
+TEMPLATE_FILE = "chat_template.jinja"
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+MAX_TEMPLATE = 1 << 20
+_CHANGING = frozenset({"strftime_now", "random", "lipsum"})
+"""Functions and filters of templates whose result is another each day or each time."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
+_HINT = f'change {TEMPLATE_FILE} in the model folder, or say: prompts = "raw"'
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote. The marks are for training on examples; the
+    text within is all that counts here."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(maxsize=8)
+def _compiled(text: str) -> Template:
+    """The template of `text`. Raises UserError if it is none, or is not deterministic."""
+    if len(text) > MAX_TEMPLATE:
+        raise UserError(f"a chat template of {len(text)} characters is too long", hint=_HINT)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    try:
+        for line, kind, value in environment.lex(text):
+            named = value.strip("'\"") if kind == "string" else value
+            if kind in ("name", "string") and named in _CHANGING:
+                raise UserError(
+                    f"the chat template uses {named} in line {line}: its prompts would differ from "
+                    "one time to the next",
+                    hint=_HINT,
+                )
+        return environment.from_string(text)
+    except TemplateError as error:
+        raise UserError(f"the chat template cannot be parsed: {error}", hint=_HINT) from error
+
+
+def render(text: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
+    """The conversation as text, up to where the model's answer begins.
+
+    Args: `text` of the template; `special`, the tokenizer's special tokens by name (bos_token …).
+    Raises UserError if the template is not deterministic or cannot render these messages.
+    """
+    try:
+        return _compiled(text).render(
+            **special, messages=messages, tools=None, documents=None, add_generation_prompt=True
+        )
+    except UserError:
+        raise
+    except Exception as error:  # a template may do anything that a sandbox allows
+        raise UserError(f"the chat template cannot be rendered: {error}", hint=_HINT) from error
+
+
+def messages_of(chat: Chat, question: str, target_length: int) -> list[dict[str, str]]:
+    """The conversation that asks `question` with a target length."""
+    budget = chat.budget.replace("{tokens}", str(target_length))
+    parts = {"system": [chat.system], "user": [question]}
+    parts[chat.budget_in].append(budget)
+    texts = {role: "\n\n".join(filter(None, some)) for role, some in parts.items()}
+    return [{"role": role, "content": text} for role, text in texts.items() if text]
+
+
+def prompt_of(chat: Chat, question: str, target_length: int, tokenizer: Any) -> str:
+    """The prompt of `question` by the tokenizer's chat template. Raises PolicyError if that is not
+    the one that the run pins, UserError if it cannot be rendered."""
+    text = _only(tokenizer.chat_template)
+    if text is None or encoding.sha256(text.encode()) != chat.template:
+        found = "none" if text is None else encoding.sha256(text.encode())
+        raise PolicyError(
+            f"the policy's chat template has digest {found}, but the run pins {chat.template}"
+        )
+    special = {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if not isinstance(token, list)
+    }
+    return render(text, messages_of(chat, question, target_length), special)
+
+
+def thinking_tokens(tokenizer: Any, output_tokens: Sequence[int], opened: bool) -> int:
+    """How many tokens an answer thinks: up to the end of the first `</think>`; all of them if the
+    thinking does not end; 0 without any. `opened`: the prompt ends with `<think>`."""
+
+    def text(count: int) -> str:
+        decoded: str = tokenizer.decode(
+            list(output_tokens[:count]),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        return decoded
+
+    whole = text(len(output_tokens))
+    if END_OF_THOUGHT not in whole:
+        return len(output_tokens) if opened or THINK in whole else 0
+    low, high = 1, len(output_tokens)
+    while low < high:
+        middle = (low + high) // 2
+        if END_OF_THOUGHT in text(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+# ── a new run ────────────────────────────────────────────────────────────────────────────────────
+
+
+def chat_from(values: Mapping[str, Any] | None, folder: Path) -> Chat | None:
+    """A TOML's `[chat]` for the model in `folder`; None for raw prompts.
+
+    `prompts` is "template" (the default within the table) or "raw"; the rest are fields of Chat.
+    Raises UserError if the model has a template and the TOML does not say whether to use it, if it
+    wants one that the model lacks, and for a template that fails or is not deterministic.
+    """
+    text, special = _template_in(folder)
+    if values is None:
+        if text is None:
+            return None
+        raise UserError(
+            f"{folder} is a chat model, and the run does not say whether its template is used",
+            hint='add a table [chat] with prompts = "template" or prompts = "raw"',
+        )
+    given = dict(values)
+    prompts = given.pop("prompts", "template")
+    if prompts == "raw":
+        if given:
+            raise UserError(f"chat: raw prompts have no {sorted(given)[0]}")
+        return None
+    if prompts != "template":
+        raise UserError(f'chat.prompts is {prompts!r}, not "template" or "raw"')
+    if text is None:
+        raise UserError(
+            f"{folder} has no chat template",
+            hint='name an instruct model, or say [chat] prompts = "raw"',
+        )
+    try:
+        chat = Chat.model_validate({**given, "template": encoding.sha256(text.encode())})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in ("chat", *first["loc"]))
+        raise UserError(f"{where}: {first['msg']}") from error
+    asked = "How many days has a week?"
+    shown = render(text, messages_of(chat, asked, 100), special)
+    if _ADDRESS.search(shown):
+        raise UserError("the chat template writes addresses of memory", hint=_HINT)
+    missing = [part for part in (chat.system.strip(), asked) if part not in shown]
+    if missing:
+        raise UserError(f"the chat template leaves out {missing[0]!r}", hint=_HINT)
+    return chat
+
+
+def _template_in(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """A model folder's template and special tokens, without transformers. Raises UserError."""
+    config: dict[str, Any] = {}
+    try:
+        if (folder / "tokenizer_config.json").is_file():
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        special = {
+            name: token["content"] if isinstance(token, dict) else str(token)
+            for name, token in config.items()
+            if name.endswith("_token") and isinstance(token, str | dict)
+        }
+        if (folder / TEMPLATE_FILE).is_file():
+            return (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), special
+        return _only(config.get("chat_template")), special
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
+
+
+def _only(found: Any) -> str | None:
+    """One template of what a folder or tokenizer has: named "default" if there are several."""
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found if isinstance(found, str) else None
