@@ -62,7 +62,8 @@ def check_rows(
             )
         if row.problem_id != due.problem.problem_id or row.prompt_tokens != due.prompt_tokens:
             raise RulingError(
-                Reason.WRONG_PROMPTS, f"row {number} is not problem {due.problem.problem_id!r}"
+                Reason.WRONG_PROMPTS,
+                f"row {number} was not asked problem {due.problem.problem_id!r} in the run's words",
             )
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from prime_core import encoding
 from prime_core.errors import MalformedError
 from prime_core.ids import ZERO_DIGEST
-from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition, SpeedClasses
+from prime_core.run import Chat, EnvironmentRef, LengthBudgets, RunDefinition, SpeedClasses
 from prime_core.run_file import read_run
 from prime_core.task import Task
 
@@ -70,9 +70,21 @@ def test_an_older_peer_reads_a_later_run_and_passes_its_bytes_on(tmp_path: Path)
 
 
 def test_a_run_of_a_later_schema_is_refused_with_the_upgrade_command() -> None:
-    later = json.loads(made().raw()) | {"schema_version": 2}
+    later = json.loads(made().raw()) | {"schema_version": 3}
     with pytest.raises(MalformedError, match="pip install --upgrade"):
         RunDefinition.parse(json.dumps(later).encode())
+
+
+def test_chat_raises_the_schema_and_leaves_the_digest_of_runs_without_it() -> None:
+    """A program that does not know `chat` would ask without the template and be slashed for it."""
+    plain = made()
+    assert plain.digest() == "0xba27b71a66c7cc4b7bf1cf3df4e32e0ef06ab5ec7fc59184084192c4a74b7ca3"
+    chat = Chat(template=ZERO_DIGEST, system="be kind")
+    asked = plain.model_copy(update={"chat": chat, "schema_version": 2})
+    assert RunDefinition.parse(asked.raw(), exact=True).chat == chat
+    for wrong in ({"chat": chat.model_dump()}, {"schema_version": 2}):
+        with pytest.raises(MalformedError, match="a run with chat has schema_version 2"):
+            RunDefinition.parse(json.dumps(json.loads(plain.raw()) | wrong).encode())
 
 
 def test_a_changed_copy_has_bytes_of_its_own() -> None:

@@ -13,7 +13,7 @@ from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, PolicyError, UntrustedError
 from prime_core.ids import ZERO_DIGEST, Address
 from prime_core.revisions import REVISABLE, RunHistory, check_revision, read_history
-from prime_core.run import RunDefinition
+from prime_core.run import Chat, RunDefinition
 from prime_core.task import Lease
 
 FIRST = made()
@@ -47,6 +47,9 @@ def test_every_field_but_those_named_stays_for_the_pools_life() -> None:
         changed = part.model_copy(update={field: other(value)})
         check_revision(FIRST, FIRST.model_copy(update={name: changed}))
     check_revision(FIRST, OTHERS[0])
+    chat = Chat(template=ZERO_DIGEST)
+    with pytest.raises(PolicyError, match="chat"):
+        check_revision(FIRST, FIRST.model_copy(update={"chat": chat}))
 
 
 def lease(step: int, run: RunDefinition) -> Lease:
