@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TRAINED, World
 
 from prime_core.verdict import Outcome, Reason
 from prime_engine.base import Generation
@@ -19,22 +19,23 @@ from prime_verify.build import PlannedRow
 from prime_verify.calibrate import synthetic_run
 from prime_verify.engines import load_engine
 
+TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 TEMPLATE = """{% for message in messages %}{{ message.content }}
 {%- if message.role == 'system' %}|{% else %}>{% endif %}{% endfor %}"""
 
 
 @pytest.fixture(scope="module")
-def chatting(tmp_path_factory: pytest.TempPathFactory) -> World:
+def chatting(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The demo's model with a template, which makes `6|tate>` of a word."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(TRAINED, folder)
     (folder / TEMPLATE_FILE).write_text(TEMPLATE)
     chat = chat_from({"budget": "{tokens}"}, folder)
     run = synthetic_run(24).model_copy(update={"chat": chat, "schema_version": 2})
-    return World(run, environment_for(run), load_engine(folder))
+    return type(world)(run, environment_for(run), load_engine(folder))
 
 
-def test_prompts_by_the_template_are_accepted(chatting: World) -> None:
+def test_prompts_by_the_template_are_accepted(chatting: Any) -> None:
     (first, *_) = plan = chatting.plan(chatting.lease(0))
     text = chatting.engine.tokenizer.decode(first.prompt_tokens)
     assert text == f"{first.target_length}|{first.problem.prompt}>"
@@ -43,7 +44,7 @@ def test_prompts_by_the_template_are_accepted(chatting: World) -> None:
     assert [row.prompt_tokens for row in finding.table] == [len(p.prompt_tokens) for p in plan]
 
 
-def _asked(world: World, how: Any) -> Any:
+def _asked(world: Any, how: Any) -> Any:
     """A file of `world` whose rows were asked as `how` says, and say so."""
 
     def otherwise(plan: Sequence[PlannedRow]) -> list[PlannedRow]:
@@ -62,7 +63,7 @@ def _asked(world: World, how: Any) -> Any:
     return world.made(0, generate=generate, change=change)
 
 
-def test_a_prompt_without_the_template_is_rejected(chatting: World) -> None:
+def test_a_prompt_without_the_template_is_rejected(chatting: Any) -> None:
     plain = environment_for(synthetic_run(24))
     tokenizer = chatting.engine.tokenizer
 
@@ -74,9 +75,7 @@ def test_a_prompt_without_the_template_is_rejected(chatting: World) -> None:
     assert "row 0 was not asked problem" in finding.detail
 
 
-def test_a_template_where_the_run_asks_in_plain_text_is_rejected(
-    world: World, chatting: World
-) -> None:
+def test_a_template_where_the_run_asks_in_plain_text_is_rejected(world: Any, chatting: Any) -> None:
     def by_template(row: PlannedRow) -> list[int]:
         return chatting.environment.prompt_tokens(
             row.problem, row.target_length, chatting.engine.tokenizer
