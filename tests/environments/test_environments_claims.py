@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_core.run import LengthBudgets
+from prime_core.ids import ZERO_DIGEST
+from prime_core.run import BUDGET_WORDING, Chat, LengthBudgets
 from prime_envs.base import Grade
 from prime_envs.crowd_check import NAMES as FINDINGS
 from prime_envs.dataset import TaskDataset
@@ -48,7 +49,10 @@ def test_only_environments_that_grade_in_processes_may_give_up(tmp_path: Path) -
 def test_the_documents_examples_are_right() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    budgets = budgets_from(tomllib.loads(blocks[1])["budgets"])
+    tables = {name: table for block in blocks for name, table in tomllib.loads(block).items()}
+    assert tables["chat"].pop("prompts") == "template"
+    assert Chat(template=ZERO_DIGEST, **tables["chat"]).budget == BUDGET_WORDING
+    budgets = budgets_from(tables["budgets"])
     assert LengthBudgets.model_validate_json(json.dumps(budgets)).preferred(1)[0] == 1000
     assert all(f"`{name}`" in text for name in (*ENVIRONMENTS, *BUILT_IN))
     assert all(finding in text for finding in FINDINGS)
