@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "an entry in the queue matures early", "libraries/Queue.sol",
-        " && queue[done].matureAt <= block.timestamp", "", money=True,
+        " && queue[done].matureAt <= time", "", money=True,
     ),
     Mutant(
         "unbonding matures at once", "StakeVault.sol",
@@ -84,7 +84,7 @@ MUTANTS = (
         "if (invite.speedClass == 0) revert Errors.ZeroClass();", ""),
     Mutant(
         "leaves are liable for ever", "Work.sol",
-        "if (block.timestamp > until) revert Errors.ValidityOver(until, block.timestamp);", "",
+        "if (time > until) revert Errors.ValidityOver(until, time);", "",
         money=True,
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         "no window before execution", "Slasher.sol",
         "Entry memory p = _in(leaf, State.Proposed);\n"
-        "        if (block.timestamp < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);",
+        "        if (windowTime() < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);",
         "Entry memory p = _in(leaf, State.Proposed);",
         money=True,
     ),
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "unclaimed rewards are taken back at once", "Rewards.sol",
-        "if (block.timestamp >= from + CLAIM_PERIOD) {", "if (true) {", money=True,
+        "if (time >= from + CLAIM_PERIOD) {", "if (true) {", money=True,
     ),
     Mutant(
         "a pool that runs is refunded", "Rewards.sol",
@@ -234,7 +234,7 @@ MUTANTS = (
     ),
     Mutant(
         "free funds are taken back before the last rewards", "Rewards.sol",
-        "if (block.timestamp < from) revert Errors.RefundNotYet(pool, from);", "", money=True,
+        "if (time < from) revert Errors.RefundNotYet(pool, from);", "", money=True,
     ),
     Mutant(
         "the refund's delay forgets the dispute", "Rewards.sol",
@@ -255,7 +255,7 @@ MUTANTS = (
     ),
     Mutant(
         "terms act at once", "Terms.sol",
-        "if (block.timestamp < _actAt) revert Errors.TooEarly(_actAt, block.timestamp);", "",
+        "if (windowTime() < _actAt) revert Errors.TooEarly(_actAt, block.timestamp);", "",
     ),
     Mutant(
         "anyone announces terms", "Terms.sol",
@@ -279,8 +279,8 @@ MUTANTS = (
     ),
     Mutant(
         "a stranger judges", "Slasher.sol",
-        "if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);\n        if (block",
-        "if (block", money=True,
+        "if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);\n        if (windowTime",
+        "if (windowTime", money=True,
     ),
     Mutant(
         "anyone cancels", "Slasher.sol",
@@ -310,7 +310,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node posts its leaf before the manager's time is up", "Work.sol",
-        "if (block.timestamp < from || block.timestamp > from + _validity) {", "if (false) {",
+        "if (block.timestamp < from || windowTime() > from + _validity) {", "if (false) {",
     ),
     Mutant("fewer opinions than the quorum count", "PoolState.sol",
         "if (authors.length != quorum) revert Errors.NoQuorum(authors.length, quorum);",
@@ -349,7 +349,7 @@ MUTANTS = (
     Mutant("new terms change an open proposal's bond", "Slasher.sol",
         "uint256 bond = _terms[p.terms].bond;", "uint256 bond = _current.bond;"),
     Mutant("the arbiter is replaced at once", "Terms.sol",
-        "if (block.timestamp < _arbiterAt) revert Errors.TooEarly(_arbiterAt, block.timestamp);",
+        "if (windowTime() < _arbiterAt) revert Errors.TooEarly(_arbiterAt, block.timestamp);",
         ""),
     Mutant("anyone announces an arbiter", "Terms.sol",
         "if (msg.sender != arbiter && msg.sender != governor) "
@@ -362,10 +362,10 @@ MUTANTS = (
         "if (root == 0 || object == 0) revert Errors.ZeroDigest();",
         "if (root == 0) revert Errors.ZeroDigest();"),
     Mutant("a table comes before the manager is silent", "Rewards.sol",
-        "if (from == 0 || block.timestamp < from) revert Errors.ManagerNotSilent(pool, from);",
+        "if (from == 0 || windowTime() < from) revert Errors.ManagerNotSilent(pool, from);",
         "if (from == 0) revert Errors.ManagerNotSilent(pool, from);", money=True),
     Mutant("a pool that never had money is silent", "Rewards.sol",
-        "if (from == 0 || block.timestamp < from)", "if (block.timestamp < from)"),
+        "if (from == 0 || windowTime() < from)", "if (windowTime() < from)"),
     Mutant("a root that promises nothing ends the silence", "Rewards.sol",
         "quietSince: added == 0 ? f.quietSince : uint32(block.timestamp)",
         "quietSince: uint32(block.timestamp)"),
@@ -399,4 +399,25 @@ MUTANTS = (
         "bondOf[pool] += amount;"),
     Mutant("the refund comes before the validators' table", "Rewards.sol",
         "return Math.max(endedAt + _refundDelay, tabled);", "return endedAt + _refundDelay;"),
+    Mutant("windows close while the sequencer is down", "WindowTime.sol",
+        "if (answer != 0) since = Math.saturatingSub(startedAt, 1);", ""),
+    Mutant("windows close as soon as the sequencer is up", "WindowTime.sol",
+        "else if (startedAt + GRACE <= next) break;", "else if (startedAt <= next) break;"),
+    Mutant("a late report opens what has closed", "WindowTime.sol",
+        "Math.min(block.timestamp - REPORT_DELAY, _lastOutage());", "_lastOutage();"),
+    Mutant("the grace counts from now on, for older outages too", "WindowTime.sol",
+        "next = startedAt;", ""),
+    Mutant("stake leaves in an outage", "StakeVault.sol",
+        "account.queueLength, available, windowTime()",
+        "account.queueLength, available, block.timestamp"),
+    Mutant("rewards are claimed before the arbiter is back", "Rewards.sol",
+        "if (windowTime() < r.claimableAt) {", "if (block.timestamp < r.claimableAt) {"),
+    Mutant("pay is promised before an outage's rejections", "Rewards.sol",
+        "if (windowTime() < from) revert Errors.EpochStillOpen",
+        "if (block.timestamp < from) revert Errors.EpochStillOpen"),
+    Mutant("a proposal executes before its outage is over", "Slasher.sol",
+        "Entry memory p = _in(leaf, State.Proposed);\n"
+        "        if (windowTime() < p.deadline)",
+        "Entry memory p = _in(leaf, State.Proposed);\n"
+        "        if (block.timestamp < p.deadline)"),
 )  # fmt: skip

@@ -40,6 +40,7 @@ PARTS = {
     "PoolState.sol": ("Pools",),
     "Terms.sol": ("Slasher",),
     "libraries/Queue.sol": ("StakeVault",),
+    "WindowTime.sol": ("StakeVault", "Work", "Slasher", "Rewards"),
     "libraries/Statements.sol": CONTRACTS,
 }
 """Contracts whose code a file that is none of them is part of. They know each other by call only,

@@ -16,6 +16,7 @@ import { Pools } from "./Pools.sol";
 import { Registry } from "./Registry.sol";
 import { Slasher } from "./Slasher.sol";
 import { StakeVault } from "./StakeVault.sol";
+import { WindowTime } from "./WindowTime.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
 import { RewardTable, Statements } from "./libraries/Statements.sol";
@@ -28,7 +29,7 @@ import { RewardTable, Statements } from "./libraries/Statements.sol";
 /// signed; it draws on the free funds, then on the manager's bond.
 ///
 /// Tokens held = Σ free + Σ reserved + Σ bond, over all pools.
-contract Rewards is EIP712, ReentrancyGuardTransient {
+contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     using SafeCast for uint256;
     using SafeERC20 for IERC20;
 
@@ -139,7 +140,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient {
         Pools pools_,
         StakeVault vault_,
         Slasher slasher_
-    ) EIP712("Prime", "1") {
+    ) EIP712("Prime", "1") WindowTime(vault_.uptimeFeed()) {
         if (
             address(token_) == address(0) || address(registry_) == address(0)
                 || address(pools_) == address(0) || address(slasher_) == address(0)
@@ -186,12 +187,13 @@ contract Rewards is EIP712, ReentrancyGuardTransient {
         if (pools.managerOf(pool) != msg.sender) revert Errors.NotAllowed(msg.sender);
         uint256 from = refundableAt(pool);
         if (from == 0) revert Errors.PoolNotEnded(pool);
-        if (block.timestamp < from) revert Errors.RefundNotYet(pool, from);
+        uint256 time = windowTime();
+        if (time < from) revert Errors.RefundNotYet(pool, from);
         Funds storage f = _funds[pool];
         uint256 amount = f.free + bondOf[pool];
         f.free = 0;
         bondOf[pool] = 0;
-        if (block.timestamp >= from + CLAIM_PERIOD) {
+        if (time >= from + CLAIM_PERIOD) {
             amount += f.reserved;
             f.reserved = 0;
         }
@@ -230,7 +232,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient {
     function postTable(RewardTable calldata table, bytes[] calldata signatures) external {
         uint256 pool = table.pool;
         uint256 from = silentFrom(pool);
-        if (from == 0 || block.timestamp < from) revert Errors.ManagerNotSilent(pool, from);
+        if (from == 0 || windowTime() < from) revert Errors.ManagerNotSilent(pool, from);
         bytes32 digest = rewardTableDigest(table);
         address[] memory authors = new address[](signatures.length);
         for (uint256 i; i < signatures.length; ++i) {
@@ -275,7 +277,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient {
         // The epoch's last leaf can be rejected up to and including (epoch + 1) · length − 1 +
         // validity.
         uint256 from = (uint256(epoch) + 1) * _epochLength + _validity;
-        if (block.timestamp < from) revert Errors.EpochStillOpen(epoch, from);
+        if (windowTime() < from) revert Errors.EpochStillOpen(epoch, from);
         Funds memory f = _funds[pool];
         if (epoch < f.nextEpoch) revert Errors.EpochNotNext(epoch, f.nextEpoch);
         if (cumulativeTotal < f.total) revert Errors.TotalShrank(f.total, cumulativeTotal);
@@ -315,9 +317,8 @@ contract Rewards is EIP712, ReentrancyGuardTransient {
     function disable(uint256 pool, uint64 epoch) external {
         if (msg.sender != slasher.arbiter()) revert Errors.NotAllowed(msg.sender);
         RewardRoot memory r = _live(pool, epoch);
-        if (block.timestamp >= r.claimableAt) {
-            revert Errors.CheckOver(r.claimableAt, block.timestamp);
-        }
+        uint256 time = windowTime();
+        if (time >= r.claimableAt) revert Errors.CheckOver(r.claimableAt, time);
 
         Funds storage f = _funds[pool];
         uint64 last = f.nextEpoch - 1;
@@ -427,8 +428,8 @@ contract Rewards is EIP712, ReentrancyGuardTransient {
         bytes32[] calldata proof
     ) private returns (uint256 amount, address payout) {
         RewardRoot storage r = _live(pool, epoch);
-        if (block.timestamp < r.claimableAt) {
-            revert Errors.NotClaimableYet(r.claimableAt, block.timestamp);
+        if (windowTime() < r.claimableAt) {
+            revert Errors.NotClaimableYet(r.claimableAt, windowTime());
         }
         bytes32 leaf = Statements.rewardLeaf(node, cumulative);
         if (!MerkleProof.verifyCalldata(proof, r.root, leaf)) {
@@ -437,13 +438,15 @@ contract Rewards is EIP712, ReentrancyGuardTransient {
         uint256 paid = claimed[pool][node];
         if (cumulative <= paid) return (0, address(0));
         amount = cumulative - paid;
-        uint256 reserved = _funds[pool].reserved;
-        if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);
+        claimed[pool][node] = cumulative;
+        {
+            Funds storage f = _funds[pool];
+            uint256 reserved = f.reserved;
+            if (amount > reserved) revert Errors.ReserveExceeded(reserved, amount);
+            f.reserved = uint128(reserved - amount); // less than what 128 bits held
+        }
         payout = registry.payoutOf(pools.liableFor(pool, node));
         if (payout == address(0)) payout = _validator(pool, node);
-
-        claimed[pool][node] = cumulative;
-        _funds[pool].reserved = uint128(reserved - amount); // less than what 128 bits held
         emit Claimed(pool, node, payout, amount);
     }
 

@@ -159,7 +159,8 @@ contract Slasher is Terms, ReentrancyGuardTransient {
             roles.arbiter,
             roles.disputeDeposit,
             roles.validatorBond,
-            vault_.periods().unbonding
+            vault_.periods().unbonding,
+            vault_.uptimeFeed()
         )
     {
         if (address(pools_) == address(0) || address(work_) == address(0)) {
@@ -214,7 +215,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     /// @notice Carries out an undisputed proposal once its window has closed. By anyone.
     function execute(bytes32 leaf) external nonReentrant {
         Entry memory p = _in(leaf, State.Proposed);
-        if (block.timestamp < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);
+        if (windowTime() < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);
         _execute(leaf, p);
     }
 
@@ -277,7 +278,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     /// @notice Ends a dispute or objection that was not judged in time: the deposit goes back. By anyone.
     function lapse(bytes32 leaf) external nonReentrant {
         Entry memory p = _stopped(leaf);
-        if (block.timestamp < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);
+        if (windowTime() < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);
         _letGo(leaf, p, pools.authorsOf(p.pool, p.authors));
     }
 
@@ -316,14 +317,14 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     function _judged(bytes32 leaf) private view returns (Entry memory p) {
         p = _stopped(leaf);
         if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);
-        if (block.timestamp >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
+        if (windowTime() >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
     }
 
     /// @dev The provider stops its proposal within the window.
     function _stop(bytes32 leaf, State state) private returns (Entry memory p, uint64 judgeBy) {
         p = _in(leaf, State.Proposed);
         if (msg.sender != p.provider) revert Errors.NotAllowed(msg.sender);
-        if (block.timestamp >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
+        if (windowTime() >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
         judgeBy = uint64(block.timestamp) + _disputeWindow;
         _entries[leaf].state = state;
         _entries[leaf].deadline = uint32(judgeBy);

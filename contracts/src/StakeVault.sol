@@ -11,6 +11,7 @@ import {
 import { Math } from "@openzeppelin/contracts/utils/math/Math.sol";
 import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
+import { IUptimeFeed, WindowTime } from "./WindowTime.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
 import { MAX_UNBONDINGS, Queue, Unbonding } from "./libraries/Queue.sol";
@@ -31,7 +32,7 @@ import { MAX_UNBONDINGS, Queue, Unbonding } from "./libraries/Queue.sol";
 /// An account answers to one manager at a time: to the one in whose pools its seats commit stake, or it
 /// proposes as a validator, and for an unbonding period after the last seat or proposal. Else whoever
 /// made a pool of its own could take its stake there ahead of the pool that it lied to.
-contract StakeVault is ReentrancyGuardTransient {
+contract StakeVault is ReentrancyGuardTransient, WindowTime {
     using Queue for Unbonding[MAX_UNBONDINGS];
     using SafeCast for uint256;
     using SafeERC20 for IERC20;
@@ -111,7 +112,14 @@ contract StakeVault is ReentrancyGuardTransient {
     /// @param p The network's periods; all contracts take them from here.
     /// @param treasury_ Receives what slashes take; zero burns it.
     /// @param slashCap_ The most that slashes take of one account within a validity window.
-    constructor(IERC20 token_, Periods memory p, address treasury_, uint256 slashCap_) {
+    /// @param feed Says when the sequencer was down; zero where there is none. All contracts take it from here.
+    constructor(
+        IERC20 token_,
+        Periods memory p,
+        address treasury_,
+        uint256 slashCap_,
+        IUptimeFeed feed
+    ) WindowTime(feed) {
         if (address(token_) == address(0)) revert Errors.ZeroAddress();
         if (slashCap_ == 0) revert Errors.ZeroAmount();
         if (
@@ -211,7 +219,8 @@ contract StakeVault is ReentrancyGuardTransient {
         Account storage account = _accounts[msg.sender];
         (, uint256 available) = _split(account);
         uint8 left;
-        (amount, left) = _queues[msg.sender].takeMature(account.queueLength, available);
+        (amount, left) =
+            _queues[msg.sender].takeMature(account.queueLength, available, windowTime());
         if (amount == 0) revert Errors.NothingToWithdraw(msg.sender);
         account.queueLength = left;
         account.queued -= amount.toUint96();
@@ -388,7 +397,7 @@ contract StakeVault is ReentrancyGuardTransient {
     function boundTo(address provider) external view returns (address manager, uint256 until) {
         Account storage account = _accounts[provider];
         until = _boundUntil(account);
-        if (until != 0 && block.timestamp >= until) return (address(0), 0);
+        if (until != 0 && windowTime() >= until) return (address(0), 0);
         return (account.manager, until);
     }
 
@@ -458,7 +467,7 @@ contract StakeVault is ReentrancyGuardTransient {
         if (bound == manager) return;
         if (bound != address(0)) {
             uint256 until = _boundUntil(account);
-            if (until == 0 || block.timestamp < until) {
+            if (until == 0 || windowTime() < until) {
                 revert Errors.StakeBound(owner, bound, until);
             }
         }

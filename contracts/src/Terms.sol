@@ -3,6 +3,7 @@ pragma solidity 0.8.37;
 
 import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
+import { IUptimeFeed, WindowTime } from "./WindowTime.sol";
 import { Errors } from "./libraries/Errors.sol";
 
 /// @title The two sums at risk in a slash, the arbiter, and the role that may move them.
@@ -11,7 +12,7 @@ import { Errors } from "./libraries/Errors.sol";
 /// provider and validator that does not like them can leave with its stake. A proposal keeps the terms
 /// in force when it was made. The arbiter or the governor announces another arbiter in the same way.
 /// The governor can do nothing else; it can hand its role to another account, or give it up for good.
-abstract contract Terms {
+abstract contract Terms is WindowTime {
     using SafeCast for uint256;
 
     /// @notice The governor offered its role.
@@ -56,7 +57,15 @@ abstract contract Terms {
     /// @param deposit What a dispute costs if it is lost.
     /// @param bond Active stake that a proposer must have.
     /// @param delay How long announced terms wait.
-    constructor(address governor_, address arbiter_, uint256 deposit, uint256 bond, uint64 delay) {
+    /// @param feed Says when the sequencer was down.
+    constructor(
+        address governor_,
+        address arbiter_,
+        uint256 deposit,
+        uint256 bond,
+        uint64 delay,
+        IUptimeFeed feed
+    ) WindowTime(feed) {
         if (arbiter_ == address(0)) revert Errors.ZeroAddress();
         governor = governor_;
         arbiter = arbiter_;
@@ -108,7 +117,7 @@ abstract contract Terms {
     function applyTerms() external {
         // slither-disable-next-line incorrect-equality
         if (_actAt == 0) revert Errors.NothingAnnounced();
-        if (block.timestamp < _actAt) revert Errors.TooEarly(_actAt, block.timestamp);
+        if (windowTime() < _actAt) revert Errors.TooEarly(_actAt, block.timestamp);
         Sums memory next = _announced;
         uint8 last = _current.number;
         if (last == type(uint8).max) revert Errors.TooManyTerms(last);
@@ -133,7 +142,7 @@ abstract contract Terms {
     function applyArbiter() external {
         // slither-disable-next-line incorrect-equality
         if (_arbiterAt == 0) revert Errors.NothingAnnounced();
-        if (block.timestamp < _arbiterAt) revert Errors.TooEarly(_arbiterAt, block.timestamp);
+        if (windowTime() < _arbiterAt) revert Errors.TooEarly(_arbiterAt, block.timestamp);
         emit ArbiterChanged(arbiter, _nextArbiter);
         arbiter = _nextArbiter;
         _arbiterAt = 0;

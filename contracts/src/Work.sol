@@ -7,6 +7,7 @@ import { MerkleProof } from "@openzeppelin/contracts/utils/cryptography/MerklePr
 
 import { Pools } from "./Pools.sol";
 import { StakeVault } from "./StakeVault.sol";
+import { WindowTime } from "./WindowTime.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
 import {
@@ -24,7 +25,7 @@ import {
 /// node. The manager roots leaves in batches; a node that is ignored roots its own. A leaf can be
 /// rejected, and its node slashed for it, up to and including `postedAt + validity`, by as many
 /// opinions of the pool's validators as its quorum asks for.
-contract Work is EIP712 {
+contract Work is EIP712, WindowTime {
     /// @notice A batch of leaves was rooted. `leavesObject` is the digest of the object that lists
     /// them; it is zero for a leaf that its node posted: there, the root is the leaf.
     event RootPosted(
@@ -73,7 +74,10 @@ contract Work is EIP712 {
 
     /// @param pools_ The training runs.
     /// @param vault_ Says the network's periods.
-    constructor(Pools pools_, StakeVault vault_) EIP712("Prime", "1") {
+    constructor(Pools pools_, StakeVault vault_)
+        EIP712("Prime", "1")
+        WindowTime(vault_.uptimeFeed())
+    {
         if (address(pools_) == address(0)) revert Errors.ZeroAddress();
         Periods memory p = vault_.periods();
         pools = pools_;
@@ -121,7 +125,7 @@ contract Work is EIP712 {
         _checkBelong(lease, submission, receipt, leaf);
         if (isPosted[leaf]) revert Errors.AlreadyPosted(leaf);
         uint256 from = uint256(receipt.receivedAt) + _epochLength;
-        if (block.timestamp < from || block.timestamp > from + _validity) {
+        if (block.timestamp < from || windowTime() > from + _validity) {
             revert Errors.NotYourTurn(from, from + _validity);
         }
         _checkInTime(submission, uint64(block.timestamp));
@@ -318,7 +322,8 @@ contract Work is EIP712 {
         Root memory r = _roots[pool][seq];
         if (r.root == 0) revert Errors.UnknownRoot(pool, seq);
         uint256 until = uint256(r.postedAt) + _validity;
-        if (block.timestamp > until) revert Errors.ValidityOver(until, block.timestamp);
+        uint256 time = windowTime();
+        if (time > until) revert Errors.ValidityOver(until, time);
         if (!MerkleProof.verifyCalldata(proof, r.root, leaf)) {
             revert Errors.NotInRoot(pool, seq, leaf);
         }

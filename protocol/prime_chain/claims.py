@@ -52,7 +52,7 @@ def checked_claim(contracts: Contracts, claim: Claim) -> Claim:
     paid = rewards.claimed(claim.pool, claim.node)
     if paid >= claim.cumulative:
         raise UserError(f"all {prime(paid)} of epoch {claim.epoch} and before are paid already")
-    now = contracts.client.block("latest").time
+    now = contracts.vault.window_time()
     if now < on_chain.claimable_at:
         raise UserError(
             f"the rewards of epoch {claim.epoch} can be claimed in {on_chain.claimable_at - now} s",

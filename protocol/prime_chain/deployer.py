@@ -64,6 +64,8 @@ class Options:
     """Receives what slashes take; zero: burned."""
     slash_cap: int = DEFAULT_CAP
     """The most that slashes take of one account within a validity window."""
+    uptime_feed: Address = ZERO_ADDRESS
+    """Says when the L2's sequencer was down, so that windows wait; zero: nothing does."""
 
     def roles(self) -> Roles:
         """Who has which power once the contracts are made."""
@@ -109,7 +111,9 @@ def constructor_arguments(name: ContractName, options: Options, known: Known) ->
             return ()
         case "vault":
             periods = options.periods.as_tuple()
-            return known["token"], periods, options.treasury, options.slash_cap
+            return (
+                known["token"], periods, options.treasury, options.slash_cap, options.uptime_feed,
+            )  # fmt: skip
         case "pools":
             return known["registry"], known["vault"]
         case "work":
@@ -162,6 +166,11 @@ def check_options(options: Options, client: ChainClient) -> None:
         raise UserError(f"a faucet on {client.network.name} would give real value away")
     if not client.network.testnet:
         _check_roles(options, client)
+    if options.uptime_feed != ZERO_ADDRESS and not client.code(options.uptime_feed):
+        raise UserError(
+            f"the sequencer uptime feed {options.uptime_feed} is no contract here",
+            hint="--uptime-feed names it; the zero address means that there is none",
+        )
 
 
 def _check_roles(options: Options, client: ChainClient) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prime_core.errors import UserError
+from prime_core.ids import ZERO_ADDRESS, Address, address
 
 BlockTag = Literal["latest", "safe", "finalized"]
 
@@ -18,6 +19,7 @@ class Network:
     events and receipts count. `min_agreeing`: RPC endpoints that must give the same answer where
     stake is at risk. The tags name how deep a fact must lie: to admit a node, to count stake or
     queue a slash, to release a payout. `max_fee_wei`: default cap on the fee per gas.
+    `uptime_feed`: Chainlink's L2 sequencer uptime feed, zero where there is none.
     """
 
     name: str
@@ -30,13 +32,17 @@ class Network:
     admit_tag: BlockTag = "latest"
     stake_tag: BlockTag = "safe"
     payout_tag: BlockTag = "finalized"
+    uptime_feed: Address = ZERO_ADDRESS
 
 
 GWEI = 10**9
 
 LOCAL = Network("local", 31337, 1.0, 0, 1, True, 500 * GWEI)
 BASE_SEPOLIA = Network("base-sepolia", 84532, 2.0, 2, 1, True, 50 * GWEI)
-BASE = Network("base", 8453, 2.0, 5, 2, False, 20 * GWEI)
+BASE = Network(
+    "base", 8453, 2.0, 5, 2, False, 20 * GWEI,
+    uptime_feed=address("0xBCF85224fc0756B9Fa45aA7892530B47e10b6433"),
+)  # fmt: skip
 
 NETWORKS: tuple[Network, ...] = (LOCAL, BASE_SEPOLIA, BASE)
 

@@ -26,7 +26,7 @@ contract BlanksTest is Network {
     }
 
     function test_Wire_RefusesZero() public {
-        StakeVault v = new StakeVault(token, periods(), treasury, CAP);
+        StakeVault v = new StakeVault(token, periods(), treasury, CAP, NO_FEED);
         Pools p = new Pools(registry, v);
         for (uint256 i; i < 3; ++i) {
             address[3] memory told = [address(1), address(2), address(3)];

@@ -205,7 +205,7 @@ contract DisputesTest is Network {
     }
 
     function test_Confirm_WithoutTreasuryBurnsBoth() public {
-        StakeVault burns = new StakeVault(token, periods(), address(0), CAP);
+        StakeVault burns = new StakeVault(token, periods(), address(0), CAP, NO_FEED);
         vm.etch(address(vault), address(burns).code);
         bytes32 id = propose(1);
         dispute(id);

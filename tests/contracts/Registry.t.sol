@@ -261,7 +261,7 @@ contract RegistryTest is Network {
 
     function test_Wire_RefusesZero() public {
         PrimeToken t = new PrimeToken(true, address(this), 0);
-        StakeVault v = new StakeVault(t, periods(), treasury, CAP);
+        StakeVault v = new StakeVault(t, periods(), treasury, CAP, NO_FEED);
         expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
         v.wire(address(1), address(0), address(2));
         Pools p = new Pools(registry, v);

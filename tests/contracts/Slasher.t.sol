@@ -371,7 +371,7 @@ contract SlasherTest is Network {
     }
 
     function test_Execute_TakesAtMostTheCapInAValidityWindow() public {
-        StakeVault capped = new StakeVault(token, periods(), treasury, 3 * STAKE / 2);
+        StakeVault capped = new StakeVault(token, periods(), treasury, 3 * STAKE / 2, NO_FEED);
         vm.etch(address(vault), address(capped).code);
         bytes32[3] memory ids = [propose(1), propose(2), propose(3)];
         uint256 next = (START + WINDOW) / VALIDITY * VALIDITY + VALIDITY;

@@ -73,9 +73,9 @@ contract StakeVaultTest is Network {
         Periods memory p = periods();
         p.unbonding = p.validity + p.slashWindow + p.disputeWindow;
         expect(abi.encodeWithSelector(Errors.UnbondingTooShort.selector, p.unbonding, p.unbonding));
-        new StakeVault(token, p, treasury, CAP);
+        new StakeVault(token, p, treasury, CAP, NO_FEED);
         p.unbonding += 1;
-        new StakeVault(token, p, treasury, CAP);
+        new StakeVault(token, p, treasury, CAP, NO_FEED);
     }
 
     function test_Constructor_RefusesZeroPeriodsAndNoToken() public {
@@ -87,19 +87,19 @@ contract StakeVaultTest is Network {
             if (i == 3) p.disputeWindow = 0;
             if (i == 4) p.rewardDelay = 0;
             expect(abi.encodeWithSelector(Errors.ZeroPeriod.selector));
-            new StakeVault(token, p, treasury, CAP);
+            new StakeVault(token, p, treasury, CAP, NO_FEED);
         }
         expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
-        new StakeVault(IERC20(address(0)), periods(), treasury, CAP);
+        new StakeVault(IERC20(address(0)), periods(), treasury, CAP, NO_FEED);
         expect(abi.encodeWithSelector(Errors.ZeroAmount.selector));
-        new StakeVault(token, periods(), treasury, 0);
+        new StakeVault(token, periods(), treasury, 0, NO_FEED);
     }
 
     function test_Constructor_OverflowingPeriodsAreRefused() public {
         Periods memory p = periods();
         p.validity = type(uint64).max;
         vm.expectPartialRevert(Errors.UnbondingTooShort.selector);
-        new StakeVault(token, p, treasury, CAP);
+        new StakeVault(token, p, treasury, CAP, NO_FEED);
     }
 
     function test_Wire_OnceAndByDeployerOnly() public {
@@ -148,7 +148,7 @@ contract StakeVaultTest is Network {
 
     function test_Deposit_RefusesATokenThatKeepsAFee() public {
         Taxed taxed = new Taxed();
-        StakeVault v = new StakeVault(taxed, periods(), treasury, CAP);
+        StakeVault v = new StakeVault(taxed, periods(), treasury, CAP, NO_FEED);
         taxed.approve(address(v), 100);
         expect(abi.encodeWithSelector(Errors.TokenNotPlain.selector, 100, 99));
         v.deposit(100);
@@ -351,7 +351,7 @@ contract StakeVaultTest is Network {
     function test_SettleSlash_WithoutTreasuryBurns() public {
         uint256 supply = token.totalSupply();
         open(STAKE);
-        StakeVault burns = new StakeVault(token, periods(), address(0), CAP);
+        StakeVault burns = new StakeVault(token, periods(), address(0), CAP, NO_FEED);
         vm.etch(address(vault), address(burns).code);
         settle(STAKE);
         vm.assertEq(token.totalSupply(), supply - STAKE);

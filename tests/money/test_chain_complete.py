@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from prime_chain.watcher import Watcher
 from prime_core.errors import UnavailableError
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.members import active_stake
+from prime_orchestrator.manager.settlement import chain_clock
 from prime_orchestrator.store import chain, meta, schema
 from prime_orchestrator.store.chain import STATE_EVENTS
 
@@ -77,7 +79,7 @@ def test_the_logs_of_our_own_transaction_that_were_left_out_are_fetched_again_an
     world.start_of_an_epoch()
     world.shop.submit(HONEST)
     hiding.hidden = frozenset({1})
-    world.loops = type(world.loops)(**{**vars(world.loops), "watcher": _watch(world, hiding.url)})
+    world.loops = replace(world.loops, watcher=_watch(world, hiding.url))
     with pytest.raises(UnavailableError, match="our own transaction"):
         world.until_rooted()
     assert hiding.hid > 0
@@ -86,6 +88,26 @@ def test_the_logs_of_our_own_transaction_that_were_left_out_are_fetched_again_an
     hiding.hidden = frozenset()
     world.ticks()
     assert one(world, schema.roots)["chain_seq"] == 1
+
+
+def test_windows_close_by_the_contracts_time_and_never_later_than_the_blocks(
+    members: World,
+) -> None:
+    """Around an outage of the L2 the contracts' time stands still."""
+    shop = members.shop
+
+    def closing(window_time: Callable[[], int] | None) -> int:
+        members.anvil.mine()
+        run_indexer_tick(shop.store, shop.context, members.loops.watcher, shop.now, window_time)
+        with shop.store.read() as connection:
+            clock = chain_clock(connection)
+        assert clock is not None
+        return clock.time
+
+    assert closing(lambda: 1000) == 1000
+    assert closing(lambda: 2**40) <= members.loops.contracts.client.block("latest").time
+    assert members.loops.window_time is None, "no feed on a local chain"
+    assert closing(None) > 1000
 
 
 def test_a_work_root_that_was_left_out_is_found_by_its_number(

@@ -16,6 +16,7 @@ import pytest
 from anvil_kit import needs_anvil
 
 from devnet.chain import Anvil, dev_signer
+from prime_chain import networks
 from prime_chain.amounts import ETHER
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
@@ -34,7 +35,13 @@ A_FEE = 10**9
 ORACLE = "0x36633b9aca00025f5260205ff3"
 
 
+FEED = networks.BASE.uptime_feed
 pytestmark = needs_anvil
+
+
+def feed(answer: int, since: int) -> str:
+    """A sequencer uptime feed of one round: MSTORE 1, answer, since at 0, 32, 64; RETURN 160."""
+    return f"0x60015f5260{answer:02x}60205263{since:08x}60405260a05ff3"
 
 
 class Deployer:
@@ -119,6 +126,9 @@ def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_not
     assert "--multisig" in said
     deployer.anvil.rpc("anvil_setCode", MULTISIG, "0x00")
     deployer.anvil.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
+    status, _, said = deployer.deploy("base", "--multisig", MULTISIG, "--dry-run")
+    assert (status, f"uptime feed {FEED} is no contract" in said) == (64, True)
+    deployer.anvil.rpc("anvil_setCode", FEED, feed(0, 0))
     status, out, said = deployer.deploy("base", "--multisig", MULTISIG, "--dry-run", "--json")
     assert status == 0, said
     plan = json.loads(out)
@@ -142,6 +152,15 @@ def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_not
     names = {one["name"]: one["ok"] for one in found["checks"]}
     assert names["arbiter is a multisig"]
     assert names["deployer is not governor"]
+    client = ChainClient([deployer.anvil.url], 8453, quorum=1)
+    vault = Contracts(client, made).vault
+    assert vault.uptime_feed() == FEED
+    block = client.block("latest")
+    assert vault.window_time(block.number) == block.time - 3600
+    down = block.time - 5000
+    deployer.anvil.rpc("anvil_setCode", FEED, feed(1, down))
+    assert vault.window_time() == down - 1
+    client.close()
 
 
 def test_a_dry_run_on_the_local_chain_says_that_there_is_no_l1_data_fee(

@@ -62,18 +62,21 @@ library Queue {
         return uint8(length);
     }
 
-    /// @notice Takes up to `most` off the oldest entries, as far as they are mature now.
+    /// @notice Takes up to `most` off the oldest entries, as far as they are mature.
     /// @param queue The entries.
     /// @param length How many are in use.
     /// @param most What may be taken.
+    /// @param time What matured until then is mature.
     /// @return amount What was taken.
     /// @return left The new length.
-    function takeMature(Unbonding[MAX_UNBONDINGS] storage queue, uint256 length, uint256 most)
-        internal
-        returns (uint256 amount, uint8 left)
-    {
+    function takeMature(
+        Unbonding[MAX_UNBONDINGS] storage queue,
+        uint256 length,
+        uint256 most,
+        uint256 time
+    ) internal returns (uint256 amount, uint8 left) {
         uint256 done;
-        while (done < length && amount < most && queue[done].matureAt <= block.timestamp) {
+        while (done < length && amount < most && queue[done].matureAt <= time) {
             uint256 part = Math.min(queue[done].amount, most - amount);
             amount += part;
             if (part < queue[done].amount) {

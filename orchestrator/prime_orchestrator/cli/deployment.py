@@ -58,6 +58,9 @@ def deploy(
     slash_cap: Annotated[
         str, typer.Option(help="Most that one account loses in a validity window, in whole tokens.")
     ] = "10000",
+    uptime_feed: Annotated[
+        str, typer.Option(help="Chainlink's sequencer uptime feed (default: the network's).")
+    ] = "",
     governor: Annotated[
         str, typer.Option(help="May move deposit and bond after a delay; none: nobody ever.")
     ] = "",
@@ -107,6 +110,7 @@ def deploy(
         arbiter=address(arbiter) if arbiter else given or sender,
         treasury=address(treasury) if treasury else ZERO_ADDRESS,
         slash_cap=parse_amount(slash_cap),
+        uptime_feed=address(uptime_feed) if uptime_feed else chain.uptime_feed,
         governor=_governor(governor, given or sender),
         dispute_deposit=_tokens(dispute_deposit),
         validator_bond=_bond(validator_bond, chain),

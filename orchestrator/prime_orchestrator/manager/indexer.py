@@ -44,10 +44,15 @@ SEEN_SECONDS = 2.0
 
 
 def run_indexer_tick(
-    store: Store, context: PoolContext, watcher: Watcher, now: Callable[[], float]
+    store: Store,
+    context: PoolContext,
+    watcher: Watcher,
+    now: Callable[[], float],
+    window_time: Callable[[], int] | None = None,
 ) -> list[Event]:
     """Takes in what the chain has confirmed or retracted since the last tick; returns the new
-    events of this pool. Each step is one transaction, with its cursor.
+    events of this pool. Each step is one transaction, with its cursor. `window_time` says by which
+    time windows close, where that may be earlier than the chain's time.
 
     Raises UnavailableError if no endpoint answers, or something is missing from what they answer:
     the next tick goes on where this one was.
@@ -59,6 +64,7 @@ def run_indexer_tick(
     for step in watcher.poll(trail):
         steps += 1
         if isinstance(step, Confirmed):
+            time = step.block_time if window_time is None else min(step.block_time, window_time())
             mine = _of_pool(step.events, context.pool)
             mine += _missing_roots(store, context, watcher, mine, step.block.number)
         with store.begin() as connection:
@@ -71,7 +77,7 @@ def run_indexer_tick(
                 chain.fold(connection, others, step.block.number)
                 chain.add_step(connection, step.block.number, step.block.hash)
                 meta.put(connection, CHAIN_BLOCK, str(step.block.number))
-                meta.put(connection, CHAIN_TIME, str(step.block_time))
+                meta.put(connection, CHAIN_TIME, str(time))
                 taken += mine
                 cursor = step.block
             else:

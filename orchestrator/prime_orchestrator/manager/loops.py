@@ -56,9 +56,17 @@ class ManagerLoops:
         """Sends what is queued, then takes in what the chain shows; returns new events."""
         queue_executions(self.store, self.context.manager, self.now)
         run_outbox_tick(self.store, self.context, self.contracts, self.sender, self.now)
-        events = run_indexer_tick(self.store, self.context, self.watcher, self.now)
+        events = run_indexer_tick(
+            self.store, self.context, self.watcher, self.now, self.window_time
+        )
         settle_revisions(self.store, self.contracts)
         return events
+
+    @cached_property
+    def window_time(self) -> Callable[[], int] | None:
+        """The contracts' time by which windows close, where that may not be the chain's."""
+        vault = self.contracts.vault
+        return None if vault.uptime_feed() is None else vault.window_time
 
     @cached_property
     def judge(self) -> Judge:

@@ -72,7 +72,8 @@ class _Looked(BaseModel):
 
 @dataclass(frozen=True)
 class ChainClock:
-    """The newest block that the indexer has taken in: number and time (Unix seconds)."""
+    """The newest block that the indexer has taken in, and the time by which windows close (Unix
+    seconds): that block's, or an earlier one around an outage of the L2."""
 
     block: int
     time: int

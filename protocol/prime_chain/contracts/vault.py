@@ -42,6 +42,14 @@ class Vault(Contract):
 
     NAME = "vault"
 
+    def uptime_feed(self) -> Address | None:
+        """What says when the L2's sequencer was down; None: nothing does."""
+        return or_none(self._one("uptimeFeed"))
+
+    def window_time(self, block: BlockId = "latest") -> int:
+        """The time by which windows close (Unix seconds): it stands still around an outage."""
+        return cast(int, self._one("windowTime", block=block))
+
     def active(self, provider: Address, block: BlockId = "latest") -> int:
         """Stake that counts for membership."""
         return cast(int, self._one("active", provider, block=block))

@@ -7,6 +7,7 @@ import { Registry } from "../../../contracts/src/Registry.sol";
 import { Rewards } from "../../../contracts/src/Rewards.sol";
 import { Slasher } from "../../../contracts/src/Slasher.sol";
 import { StakeVault } from "../../../contracts/src/StakeVault.sol";
+import { IUptimeFeed } from "../../../contracts/src/WindowTime.sol";
 import { Work } from "../../../contracts/src/Work.sol";
 import { Errors } from "../../../contracts/src/libraries/Errors.sol";
 import { Periods } from "../../../contracts/src/libraries/Periods.sol";
@@ -40,6 +41,7 @@ abstract contract Network {
     /// @dev What each validator has: bonds for ten open proposals.
     uint256 internal constant BONDS = 10 * BOND;
     uint256 internal constant CAP = 1e24;
+    IUptimeFeed internal constant NO_FEED = IUptimeFeed(address(0));
     uint32 internal constant CAPACITY = 4;
     bytes32 internal constant RUN = keccak256("run");
     bytes32 internal constant EVIDENCE = keccak256("evidence");
@@ -87,7 +89,7 @@ abstract contract Network {
         vm.warp(START);
         token = token_;
         registry = new Registry();
-        vault = new StakeVault(token, periods(), treasury, CAP);
+        vault = new StakeVault(token, periods(), treasury, CAP, feed());
         pools = new Pools(registry, vault);
         work = new Work(pools, vault);
         slasher = new Slasher(vault, pools, work, Slasher.Roles(arbiter, DEPOSIT, BOND, governor));
@@ -99,6 +101,11 @@ abstract contract Network {
         bondValidator(validator);
         bondValidator(validator2);
         _inviteDeadline = START + 365 days;
+    }
+
+    /// @dev Says when the sequencer was down.
+    function feed() internal virtual returns (IUptimeFeed) {
+        return NO_FEED;
     }
 
     function periods() internal pure returns (Periods memory) {
