@@ -292,7 +292,7 @@ def check_pool(
     """
     place = place_of(deployment, pool)
     with store.read() as connection:
-        known, facts = meta.get(connection, "serves"), meta.get(connection, "pool_facts")
+        known, facts = meta.get(connection, meta.SERVES), meta.get(connection, "pool_facts")
     if known is not None and known != place:
         raise UserError(
             f"the database belongs to pool {known}, not {place}",
@@ -325,7 +325,7 @@ def check_pool(
         )
     if known is None:
         with store.begin() as connection:
-            meta.put(connection, "serves", place)
+            meta.put(connection, meta.SERVES, place)
             meta.put(connection, "pool_facts", facts)
     return ids.address(trainer)
 

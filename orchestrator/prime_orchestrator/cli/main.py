@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prime_core.command_line import group, program
 from prime_core.command_line import run as run_program
+
+if TYPE_CHECKING:
+    from prime_orchestrator.config import Settings
+    from prime_orchestrator.store import Store
 
 _ELSEWHERE = {
     "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
@@ -64,6 +70,12 @@ Database = Annotated[
     str | None,
     typer.Option("--database", help="sqlite:///PATH or postgresql://… (default: in --data)."),
 ]
+Objects = Annotated[Path | None, typer.Option(help="Folder of the object store.")]
+Bucket = Annotated[
+    str | None, typer.Option(help="Keep objects in this bucket; credentials: docs/storage.md.")
+]
+Endpoint = Annotated[str | None, typer.Option(help="URL of the S3 server (default: AWS).")]
+Region = Annotated[str | None, typer.Option(help="Its region (default: us-east-1).")]
 
 
 @app.command()
@@ -80,17 +92,13 @@ def serve(
     ] = None,
     data: Data = None,
     database: Database = None,
-    objects: Annotated[Path | None, typer.Option(help="Folder of the object store.")] = None,
-    s3_bucket: Annotated[
-        str | None, typer.Option(help="Keep objects in this bucket; credentials: docs/storage.md.")
-    ] = None,
-    s3_endpoint: Annotated[
-        str | None, typer.Option(help="URL of the S3 server (default: AWS).")
-    ] = None,
+    objects: Objects = None,
+    s3_bucket: Bucket = None,
+    s3_endpoint: Endpoint = None,
     s3_public_endpoint: Annotated[
         str | None, typer.Option(help="URL at which nodes reach it, if that is another.")
     ] = None,
-    s3_region: Annotated[str | None, typer.Option(help="Its region (default: us-east-1).")] = None,
+    s3_region: Region = None,
     deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
     rpc: Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")] = None,
     pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,
@@ -151,6 +159,95 @@ def migrate(config: Config = None, data: Data = None, database: Database = None)
     finally:
         store.close()
     typer.echo("the schema is up to date")
+
+
+@store_app.command()
+def check(
+    config: Config = None,
+    data: Data = None,
+    database: Database = None,
+    objects: Objects = None,
+    s3_bucket: Bucket = None,
+    s3_endpoint: Endpoint = None,
+    s3_region: Region = None,
+    read: Annotated[
+        bool, typer.Option("--read", help="Check each object's SHA-256, not only that it is there.")
+    ] = False,
+) -> None:
+    """Look for every object that the database names; exit code 1 if one is absent or damaged."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.store import backup
+
+    with _opened(flags, config) as (settings, store):
+        place = backup.place(store)
+        found = backup.check(store, settings.open_objects("", place), read=read)
+    for name in found.absent:
+        typer.echo(f"absent or damaged: {name}")
+    typer.echo(f"pool {place}: {found.rows} rows, {found.objects} objects, "
+               f"{len(found.absent)} absent or damaged")  # fmt: skip
+    if found.absent:
+        raise typer.Exit(1)
+
+
+@store_app.command("backup")
+def save(
+    folder: Annotated[Path, typer.Argument(help="New folder, or one with older objects.")],
+    config: Config = None,
+    data: Data = None,
+    database: Database = None,
+    objects: Objects = None,
+    s3_bucket: Bucket = None,
+    s3_endpoint: Endpoint = None,
+    s3_region: Region = None,
+) -> None:
+    """Copy database and objects into a folder, while `serve` goes on."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.store import backup
+
+    with _opened(flags, config) as (settings, store):
+        place = backup.place(store)
+        made = backup.backup(store, settings.open_objects("", place), folder.absolute())
+    typer.echo(f"pool {place}: {made.rows} rows and {made.objects} new objects in {folder}")
+
+
+@store_app.command()
+def restore(
+    folder: Annotated[Path, typer.Argument(help="What `store backup` made.")],
+    config: Config = None,
+    data: Data = None,
+    database: Database = None,
+    objects: Objects = None,
+    s3_bucket: Bucket = None,
+    s3_endpoint: Endpoint = None,
+    s3_region: Region = None,
+) -> None:
+    """Fill an empty database and an object store (of any kind) from a backup."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.store import backup
+
+    saved = backup.open_backup(folder.absolute())
+    try:
+        place = backup.place(saved)
+    finally:
+        saved.close()
+    with _opened(flags, config) as (settings, store):
+        made = backup.restore(folder.absolute(), store, settings.open_objects("", place))
+    typer.echo(f"pool {place}: {made.rows} rows and {made.objects} objects restored")
+
+
+@contextmanager
+def _opened(flags: dict[str, object], config: Path | None) -> Iterator[tuple[Settings, Store]]:
+    """The settings that a command's arguments name, and the open database."""
+    from prime_orchestrator.config import Settings, load
+    from prime_orchestrator.store import open_store
+
+    named = {name: flags[name] for name in Settings.model_fields if name in flags}
+    settings = load(named, config)
+    store = open_store(settings.database_url)
+    try:
+        yield settings, store
+    finally:
+        store.close()
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ from sqlalchemy import Connection
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import upsert
 
+SERVES = "serves"
+"""Which pool the database belongs to: `<chain id>/<Pools contract>/<pool>`."""
 CHAIN_SEEN_AT = "chain_seen_at"
 """Unix seconds (decimal text) of the indexer's last good look at the chain."""
 CHAIN_GAPS = "chain_gaps"

@@ -1,0 +1,205 @@
+"""A pool's backup: one moment of the database, and every object that it may name.
+
+    backup     database first (one read view), then uploads/, then sha256/
+    restore    objects first, then the database in one transaction
+
+An object is stored before the row that names it and never deleted, and a file that was handed in
+moves from uploads/ to sha256/: so what is copied later holds all that was written down before. The
+backup is a folder with a SQLite file and a directory store, whatever the pool itself runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.errors import NotFoundError, UserError
+from prime_core.folders import make_folder
+from prime_core.ids import Digest
+from prime_core.storage.base import ObjectStore, digest_key
+from prime_core.storage.directory import DirectoryStore
+from prime_orchestrator.store import meta, schema
+from prime_orchestrator.store.engine import Store, open_store, sqlite_url
+from prime_orchestrator.store.migrate import current, head
+
+ROWS_AT_ONCE = 1000
+_S = schema.submissions.c
+_NAMED = (
+    _S.sha256, _S.verdict, _S.verdict_table, _S.evidence, schema.batches.c.digest,
+    schema.roots.c.leaves_object, schema.reward_roots.c.object, schema.slashes.c.evidence,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Copied:
+    """How much a backup or a restore copied; objects that were there already do not count."""
+
+    rows: int
+    objects: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` looked at, and the objects that it did not find or that are damaged."""
+
+    rows: int
+    objects: int
+    absent: tuple[Digest, ...]
+
+
+def place(store: Store) -> str:
+    """The pool that the database belongs to, as `<chain>/<Pools contract>/<pool>`. Raises UserError
+    if no `serve` has used it."""
+    with store.read() as connection:
+        known = current(connection)
+        found = meta.get(connection, meta.SERVES) if known else None
+    if found is None:
+        raise UserError("the database belongs to no pool yet", hint="name another --database")
+    if known != head():
+        raise UserError(
+            f"the database's schema is {known}, not {head()}", hint="orchestrator store migrate"
+        )
+    return found
+
+
+def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
+    """Copies the pool into `folder` while it goes on serving. A folder that holds an earlier backup
+    of the objects gets only those it lacks; its database must be moved away first.
+
+    Raises UserError if there is a database in it, MalformedError if an object is damaged.
+    """
+    make_folder(folder).chmod(0o700)  # the database holds draw secrets
+    file = folder / "store.sqlite"
+    if file.exists():
+        raise UserError(f"{file} is another backup", hint="name a new folder, or move it away")
+    draft = folder / "store.sqlite.part"
+    draft.unlink(missing_ok=True)
+    target = open_store(sqlite_url(draft))
+    try:
+        target.migrate()
+        with store.read() as source, target.begin() as connection:
+            rows = _copy_rows(source, connection)
+    finally:
+        target.close()  # the last connection writes everything into the one file
+    copied = _save(objects, DirectoryStore(folder / "objects"))
+    draft.rename(file)
+    return Copied(rows, copied)
+
+
+def restore(folder: Path, store: Store, objects: ObjectStore) -> Copied:
+    """Fills an empty database and an object store from a backup.
+
+    Raises UserError if the database holds anything, MalformedError if an object of the backup is
+    damaged: the database is then still empty.
+    """
+    source = open_backup(folder)
+    try:
+        store.migrate()
+        with store.read() as connection:
+            _refuse_full(connection)
+        saved, copied = DirectoryStore(folder / "objects"), 0
+        for key in saved.keys(""):
+            if not objects.exists(key):
+                objects.put_file(key, saved.root / key)
+                copied += 1
+        with source.read() as rows, store.begin() as connection:
+            _refuse_full(connection)
+            return Copied(_copy_rows(rows, connection), copied)
+    finally:
+        source.close()
+
+
+def open_backup(folder: Path) -> Store:
+    """The database of a backup. Raises UserError if there is none."""
+    file = folder / "store.sqlite"
+    if not file.is_file():
+        raise UserError(f"{folder} holds no backup", hint="orchestrator store backup FOLDER")
+    return open_store(sqlite_url(file))
+
+
+def check(store: Store, objects: ObjectStore, *, read: bool = False) -> Checked:
+    """Looks for every object that the database names; with `read`, at its SHA-256 too."""
+    absent: list[Digest] = []
+    with store.read() as connection:
+        rows = sum(
+            connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+            for table in _tables()
+        )
+        named = dict(_named(connection))
+    for name, staged in named.items():
+        if not any(_is_there(objects, key, name, read) for key in (digest_key(name), *staged)):
+            absent.append(name)
+    return Checked(rows, len(named), tuple(sorted(absent)))
+
+
+def _is_there(objects: ObjectStore, key: str, name: Digest, read: bool) -> bool:
+    try:
+        return objects.stat(key).sha256 == name if read else objects.exists(key)
+    except NotFoundError:
+        return False
+
+
+def _named(connection: Connection) -> Iterator[tuple[Digest, tuple[str, ...]]]:
+    """Every object that a column names, and where it may lie besides under its own name."""
+    for column in _NAMED:
+        found = sa.select(column).where(column.is_not(None)).distinct()
+        for (name,) in connection.execute(found):
+            yield Digest(name), ()
+    leases = schema.leases.c
+    joined = sa.select(_S.sha256, leases.deadline).join(
+        schema.leases, leases.digest == _S.lease_digest
+    )
+    for name, deadline in connection.execute(joined):
+        yield Digest(name), (f"uploads/{deadline}-{name[2:]}",)
+
+
+def _tables() -> list[sa.Table]:
+    return schema.metadata.sorted_tables
+
+
+def _copy_rows(source: Connection, target: Connection) -> int:
+    copied = 0
+    for table in _tables():
+        rows = source.execute(table.select().execution_options(yield_per=ROWS_AT_ONCE))
+        for part in rows.mappings().partitions():
+            target.execute(table.insert(), [dict(row) for row in part])
+            copied += len(part)
+        number = table.autoincrement_column
+        if number is not None and target.dialect.name == "postgresql":
+            target.execute(
+                sa.select(
+                    sa.func.setval(
+                        sa.func.pg_get_serial_sequence(table.name, number.name),
+                        sa.func.coalesce(sa.func.max(number), 1),
+                        sa.func.max(number).is_not(None),
+                    )
+                )
+            )
+    return copied
+
+
+def _refuse_full(connection: Connection) -> None:
+    if any(connection.execute(table.select().limit(1)).first() for table in _tables()):
+        raise UserError("the database is not empty", hint="name a new one by --data or --database")
+
+
+def _save(objects: ObjectStore, target: DirectoryStore) -> int:
+    """Copies what `target` lacks; how many objects."""
+    copied = 0
+    for prefix in ("uploads/", "sha256/"):
+        for key in objects.keys(prefix):
+            if target.exists(key):
+                continue
+            try:
+                pieces = objects.chunks(key)
+                with target.receive(key, size=objects.size(key)) as sink:
+                    for piece in pieces:
+                        sink.write(piece)
+            except NotFoundError:  # it moved to sha256/, which is copied next, or was not handed in
+                continue
+            copied += 1
+    return copied
