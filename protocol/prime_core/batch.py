@@ -1,13 +1,17 @@
-"""A sealed batch: the immutable list of what one optimizer step trains on."""
+"""A sealed batch: the immutable list of what one optimizer step trains on, and its choice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from prime_core import encoding
 from prime_core.ids import Digest
+from prime_core.run import MICRO
 from prime_core.signing import (
     U64,
     U256,
@@ -66,3 +70,54 @@ class SignedBatch(Strict):
     def statement(self) -> BatchStatement:
         m = self.manifest
         return BatchStatement(pool=m.pool, step=m.step, manifest_digest=m.digest())
+
+
+@dataclass(frozen=True)
+class FreeGroup:
+    """An accepted group that no batch has taken. `reward_micro_sum` in millionths; `accepted_at`
+    in Unix seconds; `sha256`, `size` (bytes) and `table` are its file's."""
+
+    submission_digest: Digest
+    group_no: int
+    policy_version: int
+    rows: int
+    informative: bool
+    reward_micro_sum: int
+    accepted_at: float
+    sha256: Digest
+    size: int
+    table: Digest
+
+
+def choose(
+    free: Iterable[FreeGroup],
+    *,
+    step: int,
+    groups_per_batch: int,
+    max_staleness: int,
+    surplus: int = 0,
+    selection: Literal["arrival", "difficulty"] = "arrival",
+) -> tuple[FreeGroup, ...] | None:
+    """The groups of batch `step`, or None while there are too few.
+
+    Informative and fresh (0 ≤ step − policy version ≤ max_staleness) ones, once `surplus` more of
+    them lie ready than the batch takes. By arrival: those of the oldest policy first, then by
+    acceptance. By difficulty: those whose mean reward is nearest to one half, then as by arrival.
+    Ties by name, so the input's order plays no part.
+    """
+    fit = [g for g in free if g.informative and 0 <= step - g.policy_version <= max_staleness]
+    if len(fit) < groups_per_batch + surplus:
+        return None
+
+    def rank(group: FreeGroup) -> tuple[Fraction, int, float, str, int]:
+        off = Fraction(0)
+        if selection == "difficulty":
+            off = abs(Fraction(group.reward_micro_sum, group.rows) - MICRO // 2)
+        return (off, group.policy_version, group.accepted_at, *_name(group))
+
+    fit.sort(key=rank)
+    return tuple(fit[:groups_per_batch])
+
+
+def _name(group: FreeGroup) -> tuple[str, int]:
+    return group.submission_digest, group.group_no

@@ -10,6 +10,7 @@ import pytest
 
 from prime_orchestrator.cli.run import define
 from prime_trainer.config import load
+from prime_trainer.local import POOL_ONLY
 from prime_trainer.objectives import form_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -23,8 +24,10 @@ def test_a_run_definition_is_read(path: Path, model: Path) -> None:
     values = tomllib.loads(path.read_text())
     if values["environment"]["name"] == "tasks":  # its dataset is the operator's own
         values["environment"] = {"name": "reverse", "train_size": 1000, "heldout_size": 64}
+    if path.stem == "run-local":
+        values = {**POOL_ONLY, **values}
     run = define(values, path, model)
-    assert run.groups_per_batch * run.samples_per_group in (512, 4096)
+    assert run.groups_per_batch * run.samples_per_group in (128, 512, 4096)
     longest = max(run.budgets.targets)
     assert longest < run.max_output_tokens
 

@@ -147,6 +147,49 @@ def plan(
 
 
 @app.command()
+def local(
+    source: Annotated[Path, typer.Argument(help="TOML file of the run; see docs/tutorial.md.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face folder of the base model.")],
+    out: Annotated[Path, typer.Option(help="New folder: metrics, samples, the trained model.")],
+    steps: Annotated[int, typer.Option(min=1, help="Batches to train.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="TOML file of settings (default: RUN.trainer.toml, if it is there).",
+        ),
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="AdamW's peak rate.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for event files.")] = None,
+    engine: Annotated[str, typer.Option(help="plain or vllm.")] = "plain",
+    dtype: Annotated[str, typer.Option(help="The engine's: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="The engine's: cpu or cuda.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads on a CPU (default: torch's own choice).")
+    ] = None,
+    evaluate_every: Annotated[
+        int, typer.Option(min=0, help="Steps between evaluations; 0: none at all.")
+    ] = 10,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems of each.")] = 64,
+    samples: Annotated[int, typer.Option(min=0, help="Answers of a step to write down.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes tasks and noise.")] = 0,
+) -> None:
+    """Train from a run's TOML in this process: no chain, no keys, no pool."""
+    from prime_trainer.config import load
+    from prime_trainer.local import Options, run_local
+
+    beside = source.with_suffix(".trainer.toml")
+    flags = {
+        "model": model, "data": out, "steps": steps, "learning_rate": learning_rate,
+        "lora_rank": lora_rank, "tensorboard": tensorboard,
+    }  # fmt: skip
+    settings = load(flags, config or (beside if beside.is_file() else None))
+    options = Options(engine, dtype, device, threads, evaluate_every, problems, seed, samples)
+    run_local(source, settings, options, until_stopped())
+
+
+@app.command()
 def evaluate(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to evaluate.")],
     run: Annotated[Path, typer.Option(help="The run definition, whose reward it is.")],

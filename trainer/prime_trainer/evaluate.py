@@ -16,6 +16,7 @@ from pathlib import Path
 from prime_core import seeds
 from prime_core.errors import UserError
 from prime_core.run import RunDefinition
+from prime_engine.base import Engine
 from prime_envs.registry import environment_for
 from prime_trainer.sampling import Answered, answer, sampling_seed
 
@@ -143,9 +144,15 @@ def evaluate(
 
 
 def ask(
-    model: Path, run: RunDefinition, problems: int, seed: int, samples: int, device: str
+    model: Path,
+    run: RunDefinition,
+    problems: int,
+    seed: int,
+    samples: int,
+    device: str,
+    engine: Engine | None = None,
 ) -> list[Answered]:
-    """The answers behind an evaluation; raises as `evaluate` does."""
+    """The answers behind an evaluation; `engine` as in sampling.answer. Raises as `evaluate`."""
     ref = run.environment
     if not 1 <= problems <= ref.heldout_size:
         raise UserError(
@@ -158,7 +165,13 @@ def ask(
         for index in seeds.problem_indices(source, problems, ref.heldout_size)
     ]
     environment = environment_for(run)
-    return answer(model, run, environment, indices, samples=samples, source=source, device=device)
+    try:
+        return answer(
+            model, run, environment, indices, samples=samples, source=source, device=device,
+            engine=engine,
+        )  # fmt: skip
+    finally:
+        environment.close()
 
 
 def compare(
@@ -174,6 +187,18 @@ def compare(
     """Both models on the same problems, targets and noise; raises as `evaluate` does."""
     before = ask(base, run, problems, seed, samples, device)
     after = ask(trained, run, problems, seed, samples, device)
+    return compared(base, trained, run, seed, before, after)
+
+
+def compared(
+    base: Path,
+    trained: Path,
+    run: RunDefinition,
+    seed: int,
+    before: Sequence[Answered],
+    after: Sequence[Answered],
+) -> Comparison:
+    """The figures of both models' answers to the same questions."""
 
     def gain(measure: Callable[[Answered], float]) -> Interval:
         return interval([measure(b) - measure(a) for a, b in zip(before, after, strict=True)])

@@ -14,6 +14,7 @@ from prime_core import encoding, seeds
 from prime_core.errors import UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
+from prime_engine.base import Engine, GenerationRequest
 from prime_envs.base import Environment, Grade, Problem
 
 ROWS = 256
@@ -50,16 +51,17 @@ def answer(
     samples: int,
     source: Digest,
     device: str = "cpu",
+    engine: Engine | None = None,
 ) -> list[Answered]:
     """`samples` answers to each problem of `indices`, at the run's temperature.
 
+    Args: `engine`, with `model` loaded; None: a plain one for `device` is loaded.
     Raises UnavailableError if `model` cannot be loaded, MalformedError for a problem that is none.
     """
-    from prime_engine.base import GenerationRequest
     from prime_engine.plain import PlainEngine
     from prime_verify.proofs.sampling_torch import gumbel
 
-    engine = PlainEngine(model, noise=gumbel, device=device, batch_rows=ROWS)
+    engine = engine or PlainEngine(model, noise=gumbel, device=device, batch_rows=ROWS)
     asked = [environment.problem(index) for index in indices]
     targets = seeds.target_lengths(source, len(asked), run.budgets.targets)
     requests = [

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from prime_broadcast.manifest import build_manifest
 from prime_chain.keystore import load_keystore, read_password
@@ -22,12 +20,10 @@ from prime_core.command_line import group
 from prime_core.errors import ConflictError, UserError
 from prime_core.folders import make_folder
 from prime_core.messages import RevisionRequest, RunList, RunRevision
-from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_core.transport.client import OrchestratorClient
-from prime_envs.chat import chat_from
-from prime_envs.lengths import budgets_from
-from prime_envs.registry import environment_ref
+from prime_envs.definition import read_toml, require_config, run_from
 
 app = group("Make and read run definitions.")
 
@@ -42,7 +38,7 @@ def new(
     """Write a run definition, its environment and base model pinned by digest."""
     if out.exists():
         raise UserError(f"{out} exists already", hint="name another file by --out")
-    run = define(_toml(source), source, model)
+    run = define(read_toml(source), source, model)
     make_folder(out.parent)
     out.write_bytes(run.raw())
     _show(run, out, json_output)
@@ -101,50 +97,11 @@ def revise(
 
 
 def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
-    """The run that `values` describe. Raises UserError with the name of what is wrong."""
-    if not (model / "config.json").is_file():
-        raise UserError(
-            f"{model} is no model folder: it has no config.json",
-            hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
-        )
-    try:
-        values["budgets"] = budgets_from(values["budgets"])
-        budgets = LengthBudgets.model_validate_json(json.dumps(values["budgets"]))
-        wanted = values.pop("environment")
-        environment = environment_ref(
-            wanted["name"],
-            wanted.get("arguments", {}),
-            budgets,
-            train_size=wanted["train_size"],
-            heldout_size=wanted["heldout_size"],
-        )
-        base = build_manifest(model, pool=0, version=0, step=0).result_digest
-        whole = {**values, "environment": environment.model_dump(mode="json"), "base_model": base}
-        chat = chat_from(values.get("chat"), model)
-        whole.pop("chat", None)
-        if chat is not None:
-            whole |= {"chat": chat.model_dump(mode="json"), "schema_version": 2}
-        return RunDefinition.model_validate_json(json.dumps(whole))
-    except KeyError as error:
-        raise UserError(
-            f"{source} does not say {error}", hint="see docs/examples/run.toml"
-        ) from error
-    except (ValidationError, TypeError) as error:
-        raise UserError(f"{source} is no run: {_first(error)}") from error
-
-
-def _toml(source: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(source.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{source} cannot be read as TOML: {error}") from error
-
-
-def _first(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-    return str(error)
+    """The run that `values` describe, for the base model in `model`. Raises UserError with the
+    name of what is wrong."""
+    require_config(model)
+    base = build_manifest(model, pool=0, version=0, step=0).result_digest
+    return run_from(values, source, model, base)
 
 
 def _show(run: RunDefinition, file: Path, json_output: bool) -> None:

@@ -7,27 +7,31 @@ that every row of a batch is at most that many policies old when it is trained.
 A file that was handed in and is not kept yet (uploads.py) waits for a later batch: the
 trainer could not fetch it.
 
-`choose` decides, `make_manifest` writes down, `seal_ready_batches` performs.
+`choose` (prime_core/batch.py) decides, `make_manifest` writes down, `seal_ready_batches` performs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
 
 from sqlalchemy import and_, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
 from prime_core import encoding
-from prime_core.batch import BatchFile, BatchManifest, BatchStatement, SignedBatch
+from prime_core.batch import (
+    BatchFile,
+    BatchManifest,
+    BatchStatement,
+    FreeGroup,
+    SignedBatch,
+    choose,
+)
 from prime_core.errors import ConflictError, FatalError
 from prime_core.ids import Address, Digest, to_bytes
-from prime_core.run import MICRO, RunDefinition
+from prime_core.run import RunDefinition
 from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore, digest_key, put_object
 from prime_orchestrator.context import PoolContext
@@ -39,57 +43,6 @@ from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.schema import groups, submissions
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FreeGroup:
-    """An accepted group that no batch has taken. `reward_micro_sum` in millionths; `accepted_at`
-    in Unix seconds; `sha256`, `size` (bytes) and `table` are its file's."""
-
-    submission_digest: Digest
-    group_no: int
-    policy_version: int
-    rows: int
-    informative: bool
-    reward_micro_sum: int
-    accepted_at: float
-    sha256: Digest
-    size: int
-    table: Digest
-
-
-def choose(
-    free: Iterable[FreeGroup],
-    *,
-    step: int,
-    groups_per_batch: int,
-    max_staleness: int,
-    surplus: int = 0,
-    selection: Literal["arrival", "difficulty"] = "arrival",
-) -> tuple[FreeGroup, ...] | None:
-    """The groups of batch `step`, or None while there are too few.
-
-    Informative and fresh (0 ≤ step − policy version ≤ max_staleness) ones, once `surplus` more of
-    them lie ready than the batch takes. By arrival: those of the oldest policy first, then by
-    acceptance. By difficulty: those whose mean reward is nearest to one half, then as by arrival.
-    Ties by name, so the input's order plays no part.
-    """
-    fit = [g for g in free if g.informative and 0 <= step - g.policy_version <= max_staleness]
-    if len(fit) < groups_per_batch + surplus:
-        return None
-
-    def rank(group: FreeGroup) -> tuple[Fraction, int, float, str, int]:
-        off = Fraction(0)
-        if selection == "difficulty":
-            off = abs(Fraction(group.reward_micro_sum, group.rows) - MICRO // 2)
-        return (off, group.policy_version, group.accepted_at, *_name(group))
-
-    fit.sort(key=rank)
-    return tuple(fit[:groups_per_batch])
-
-
-def _name(group: FreeGroup) -> tuple[str, int]:
-    return group.submission_digest, group.group_no
 
 
 def may_seal(step: int, latest_version: int | None, max_staleness: int) -> bool:

@@ -1,0 +1,79 @@
+"""A run definition from the TOML that a person writes; digests come from what is installed here."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from prime_core.errors import UserError
+from prime_core.ids import Digest
+from prime_core.run import LengthBudgets, RunDefinition
+from prime_envs.chat import chat_from
+from prime_envs.lengths import budgets_from
+from prime_envs.registry import environment_ref
+
+
+def read_toml(source: Path) -> dict[str, Any]:
+    """The values of a TOML file. Raises UserError if it cannot be read or is none."""
+    try:
+        return tomllib.loads(source.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{source} cannot be read as TOML: {error}") from error
+
+
+def require_config(model: Path) -> None:
+    """Raises UserError unless the folder holds a model's configuration."""
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"{model} is no model folder: it has no config.json",
+            hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
+        )
+
+
+def run_from(
+    values: Mapping[str, Any], source: Path, model: Path, base_model: Digest
+) -> RunDefinition:
+    """The run that `values` of the file `source` describe.
+
+    Args: `model`, the base model's folder, whose chat template may be pinned; `base_model`, its
+    digest. Raises UserError with the name of what is wrong.
+    """
+    try:
+        shaped = budgets_from(values["budgets"])
+        budgets = LengthBudgets.model_validate_json(json.dumps(shaped))
+        wanted = values["environment"]
+        environment = environment_ref(
+            wanted["name"],
+            wanted.get("arguments", {}),
+            budgets,
+            train_size=wanted["train_size"],
+            heldout_size=wanted["heldout_size"],
+        )
+        chat = chat_from(values.get("chat"), model)
+        whole = {
+            **{name: value for name, value in values.items() if name != "chat"},
+            "budgets": shaped,
+            "environment": environment.model_dump(mode="json"),
+            "base_model": base_model,
+        }
+        if chat is not None:
+            whole |= {"chat": chat.model_dump(mode="json"), "schema_version": 2}
+        return RunDefinition.model_validate_json(json.dumps(whole))
+    except KeyError as error:
+        raise UserError(
+            f"{source} does not say {error}", hint="see docs/examples/run.toml"
+        ) from error
+    except (ValidationError, TypeError) as error:
+        raise UserError(f"{source} is no run: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return str(error)

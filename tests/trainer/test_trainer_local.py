@@ -1,0 +1,185 @@
+"""`trainer local`: the loop of a run in one process, from a TOML file to a model folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from prime_core.errors import UserError
+from prime_core.run import MICRO
+from prime_core.run_file import read_run
+from prime_envs.registry import environment_for
+from prime_orchestrator.cli.run import define
+from prime_trainer.config import Settings, load
+from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
+from prime_trainer.metrics import read_lines
+from prime_trainer.observe import Observers
+from prime_trainer.parallel import World
+from prime_verify.engines import load_engine
+
+DEMO = Path(__file__).parents[2] / "devnet" / "model"
+RUN = """name = "words"
+max_output_tokens = 24
+samples_per_group = 4
+groups_per_lease = 2
+groups_per_batch = 2
+{more}
+[environment]
+name = "reverse"
+train_size = 1000
+heldout_size = 32
+
+[budgets]
+targets = [2, 6]
+penalty_micro = {penalty}
+form = "clip"
+"""
+TRAINER = """learning_rate = 1e-3
+warmup_steps = 0
+
+[objective]
+name = "dr_grpo"
+advantage = "mean"
+"""
+
+
+def written(folder: Path, more: str = "", penalty: int = 150_000) -> Path:
+    """A run's TOML in `folder`, with the trainer's settings beside it."""
+    folder.mkdir(exist_ok=True)
+    source = folder / "run.toml"
+    source.write_text(RUN.format(more=more, penalty=penalty))
+    (folder / "run.trainer.toml").write_text(TRAINER)
+    return source
+
+
+def command(source: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    words = ["local", str(source), "--model", str(DEMO), "--out", str(out), *options]
+    return subprocess.run(
+        [sys.executable, "-m", "prime_trainer.cli", *words],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_one_command_goes_from_a_toml_file_to_a_trained_model(tmp_path: Path) -> None:
+    source, out = written(tmp_path / "in"), tmp_path / "out"
+    done = command(source, out, "--steps", "3", "--evaluate-every", "2", "--problems", "8")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in out.iterdir()} == {
+        "run.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "curve.svg", "model",
+    }  # fmt: skip
+
+    lines = read_lines(out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["applied"] and line["rows"] == 8 for line in lines)
+    assert all(line["generated_rows"] % 8 == 0 and line["kl_mismatch"] < 1e-3 for line in lines)
+    assert all(0 <= line["pass_1"] <= line["pass_k"] <= 1 for line in lines)
+    assert [text.split(":")[0] for text in done.stdout.splitlines()] == [
+        "policy 0, 8 held-out problems", "step 0", "step 1", "policy 2, 8 held-out problems",
+        "step 2", "policy 3, 8 held-out problems", "policy 3",
+    ]  # fmt: skip
+
+    run = read_run(out / "run.json", exact=True)
+    environment = environment_for(run)
+    tokenizer = load_engine(DEMO, threads=1).tokenizer
+    samples = read_lines(out / "samples.jsonl")
+    assert {sample["step"] for sample in samples} == {0, 1, 2}
+    for sample in samples:
+        problem = environment.problem(int(sample["problem"].removeprefix("reverse-")))
+        assert sample["prompt"] == environment.prompt_text(problem, sample["target"])
+        tokens = tokenizer.encode(sample["output"], add_special_tokens=False)
+        grade = environment.grade(problem, sample["target"], sample["output"], len(tokens))
+        assert (grade.reward_micro / MICRO, dict(grade.parts)) == (
+            sample["reward"], sample["parts"],
+        )  # fmt: skip
+
+    evaluations = read_lines(out / "evaluations.jsonl")
+    assert [found["version"] for found in evaluations] == [0, 2, 3]
+    gain = evaluations[-1]["reward"]["mean"] - evaluations[0]["reward"]["mean"]
+    assert evaluations[-1]["gain"]["reward"]["mean"] == pytest.approx(gain)
+
+    trained = load_file(out / "model" / "model.safetensors")
+    base = load_file(DEMO / "model.safetensors")
+    assert trained.keys() == base.keys()
+    assert any((trained[name] != base[name]).any() for name in base)
+    used = json.loads((out / "model" / "trainer.json").read_text())
+    assert (used["learning_rate"], used["objective"]["name"]) == (1e-3, "dr_grpo")
+    assert load_engine(out / "model", threads=1).vocabulary == len(tokenizer)
+
+
+def settings_for(out: Path, model: Path = DEMO, **more: Any) -> Settings:
+    return load({"model": model, "data": out, "steps": 1, **more})
+
+
+def test_a_pool_of_the_same_file_has_the_same_run(tmp_path: Path) -> None:
+    source = written(tmp_path, more="price_per_unit = 7\nschema_version = 1")
+    local = local_run(source, DEMO)
+    pool = define({**POOL_ONLY, **tomllib.loads(source.read_text())}, source, DEMO)
+    assert local.digest() == pool.digest()
+    assert local.price_per_unit == 7
+
+
+def test_answers_that_are_all_rewarded_alike_end_the_run_in_one_sentence(
+    tmp_path: Path, model: Path, world: World
+) -> None:
+    """The model has random weights and never answers a word."""
+    run = local_run(written(tmp_path / "in", penalty=0), model)
+    out = tmp_path / "out"
+    local = Local(run, settings_for(out, model), Options(), world, Observers.none(), print)
+    with pytest.raises(UserError, match=r"step 0: 40 groups of 4 .* in 40 of them all are"):
+        local.batch()
+    local.close()
+
+
+def test_groups_left_over_are_trained_while_they_are_fresh(tmp_path: Path, world: World) -> None:
+    """Three of five groups a lease are left over, and the next step takes two of them."""
+    source = written(tmp_path / "in", more="max_staleness = 1")
+    run = local_run(source, DEMO).model_copy(update={"groups_per_lease": 6})
+    local = Local(
+        run, settings_for(tmp_path / "out"), Options(), world, Observers.none(), lambda _: None
+    )
+    first, made = local.batch()
+    assert made.groups == 6
+    left = {group.key for group in local.waiting}
+    assert len(left) == made.groups - made.alike - 2
+    local.version = 1
+    second, made = local.batch()
+    assert made == Made()
+    assert set(second.keys) <= left
+    assert not set(second.keys) & set(first.keys)
+    local.version = 2
+    local.waiting = local.waiting[:1]
+    third, made = local.batch()
+    assert made.groups
+    assert not set(third.keys) & left
+    local.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"steps": None}, "the number of steps is not given"),
+        ({"problems": 33}, "33 held-out problems were asked for; the run holds out 32"),
+        ({"full": True}, "is not empty"),
+        ({"toml": "style = 3"}, "is no run: style"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    source, out = written(tmp_path / "in", more=more.get("toml", "")), tmp_path / "out"
+    if more.get("full"):
+        written(out)
+    settings = settings_for(out).model_copy(update={"steps": more.get("steps", 1)})
+    options = Options(problems=more.get("problems", 32))
+    before = sorted(out.rglob("*"))
+    with pytest.raises(UserError, match=said):
+        run_local(source, settings, options, threading.Event())
+    assert sorted(out.rglob("*")) == before
