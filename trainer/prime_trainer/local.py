@@ -392,8 +392,11 @@ class Local:
         else:
             both = compared(self.base, self.folder, run, seed, self.first, answered)
             line["gain"] = {"reward": asdict(both.reward_gain), "pass_1": asdict(both.pass_1_gain)}
-            gain = both.pass_1_gain
-            said += f" ({gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] since policy 0)"
+            gains = {"reward": both.reward_gain, "correct": both.pass_1_gain}
+            said += "; since policy 0 " + ", ".join(
+                f"{name} {gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+                for name, gain in gains.items()
+            )
         self._append("evaluations.jsonl", [line])
         self.say(said)
 
