@@ -400,7 +400,7 @@ MUTANTS = (
     Mutant("the refund comes before the validators' table", "Rewards.sol",
         "return Math.max(endedAt + _refundDelay, tabled);", "return endedAt + _refundDelay;"),
     Mutant("windows close while the sequencer is down", "WindowTime.sol",
-        "if (answer != 0) since = Math.saturatingSub(startedAt, 1);", ""),
+        "if (answer != 0) since = Math.saturatingSub(startedAt, 1);", "if (answer != 0) { }"),
     Mutant("windows close as soon as the sequencer is up", "WindowTime.sol",
         "else if (startedAt + GRACE <= next) break;", "else if (startedAt <= next) break;"),
     Mutant("a late report opens what has closed", "WindowTime.sol",
