@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from prime_core.errors import UserError
 from prime_core.run import MICRO
 from prime_core.run_file import read_run
 from prime_envs.registry import environment_for
 from prime_orchestrator.cli.run import define
+from prime_trainer.cli import app
 from prime_trainer.config import Settings, load
 from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
 from prime_trainer.metrics import read_lines
 from prime_trainer.observe import Observers
 from prime_trainer.parallel import World
+from prime_trainer.samples import chosen_samples
 from prime_verify.engines import load_engine
 
 DEMO = Path(__file__).parents[2] / "devnet" / "model"
@@ -183,3 +186,33 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match=said):
         run_local(source, settings, options, threading.Event())
     assert sorted(out.rglob("*")) == before
+
+
+def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_path: Path) -> None:
+    lines = [
+        {
+            "step": step, "policy": step, "problem": f"reverse-{number}", "target": 2,
+            "prompt": "02|tate>", "output": "..=etat", "tokens": 8, "finish": "end",
+            "reason": "right", "reward": number / 4,
+            "parts": {"task_micro": 1_000_000, "length": 2},
+        }
+        for step in (0, 1)
+        for number in (2, 4, 1)
+    ]  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def shown(*options: str) -> str:
+        found = CliRunner().invoke(app, ["samples", str(tmp_path), *options])
+        assert found.exit_code == 0, found.output
+        return found.stdout
+
+    best = shown("--step", "0", "--order", "best", "--count", "2")
+    assert "step 0, policy 0, reverse-4: reward 1.000 (task_micro 1000000, length 2; right)" in best
+    assert best.index("reverse-4") < best.index("reverse-2")
+    assert "reverse-1" not in best
+    assert best.count("02|tate>..=etat\n8 tokens, ended by end") == 2
+    worst = [json.loads(line) for line in shown("--order", "worst", "--json").splitlines()]
+    assert worst == [lines[5], lines[3], lines[4]]
+    for folder, step in ((tmp_path, 7), (tmp_path / "absent", None)):
+        with pytest.raises(UserError, match="has no samples of"):
+            chosen_samples(folder, step=step, order="best", count=1)

@@ -190,6 +190,24 @@ def local(
 
 
 @app.command()
+def samples(
+    folder: Annotated[Path, typer.Argument(help="The folder that `trainer local` wrote.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Of this step (default: last).")] = None,
+    order: Annotated[str, typer.Option(help="written, best or worst first.")] = "written",
+    count: Annotated[int, typer.Option(min=1, help="At most so many.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Prompts and answers of a local run with rewards and what they are made of."""
+    from prime_trainer.samples import chosen_samples, samples_text
+
+    found = chosen_samples(folder, step=step, order=order, count=count)
+    if as_json:
+        print("\n".join(json.dumps(sample, ensure_ascii=False) for sample in found))
+        return
+    typer.echo(samples_text(found, lambda text, part: typer.style(text, dim=part == "prompt")))
+
+
+@app.command()
 def evaluate(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to evaluate.")],
     run: Annotated[Path, typer.Option(help="The run definition, whose reward it is.")],

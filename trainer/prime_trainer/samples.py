@@ -1,0 +1,53 @@
+"""`trainer samples`: what a local run's policy was asked and answered, with its rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_core.errors import UserError
+from prime_trainer.metrics import read_lines
+
+ORDERS = ("written", "best", "worst")
+
+
+def chosen_samples(
+    folder: Path, *, step: int | None, order: str, count: int
+) -> list[dict[str, Any]]:
+    """At most `count` samples of a step (None: the last one) in the folder of a `trainer local`.
+
+    Raises UserError if there are none, `order` is none of ORDERS, or the file is damaged.
+    """
+    if order not in ORDERS:
+        raise UserError(f"the order {order!r} is none of {', '.join(ORDERS)}")
+    path = folder / "samples.jsonl"
+    lines = read_lines(path)
+    known = sorted({int(line["step"]) for line in lines})
+    wanted = known[-1] if step is None and known else step
+    found = [line for line in lines if line["step"] == wanted]
+    if not found:
+        steps = f"it has steps {known[0]} to {known[-1]}" if known else "there are none in it"
+        raise UserError(
+            f"{path} has no samples of {'any step' if wanted is None else f'step {wanted}'}",
+            hint=f"{steps}; name the folder that `trainer local --out` wrote",
+        )
+    if order != "written":
+        found.sort(key=lambda line: float(line["reward"]), reverse=order == "best")
+    return found[:count]
+
+
+def sample_text(sample: Mapping[str, Any], style: Callable[[str, str], str]) -> str:
+    """One sample as a person reads it; `style` colors a text as "prompt" or "answer"."""
+    parts = ", ".join(f"{name} {value}" for name, value in sample["parts"].items())
+    return (
+        f"step {sample['step']}, policy {sample['policy']}, {sample['problem']}: "
+        f"reward {sample['reward']:.3f} ({parts}; {sample['reason']})\n"
+        f"{style(sample['prompt'], 'prompt')}{style(sample['output'], 'answer')}\n"
+        f"{sample['tokens']} tokens, ended by {sample['finish']}"
+    )
+
+
+def samples_text(samples: Sequence[Mapping[str, Any]], style: Callable[[str, str], str]) -> str:
+    """All of them, with a blank line between two."""
+    return "\n\n".join(sample_text(sample, style) for sample in samples)
