@@ -1,15 +1,15 @@
-"""Who may read from a server: requests that carry a pass, signed by the reader's account.
+"""Read access to a server: requests carry a pass signed by the reader's account.
 
-A pass is the EIP-712 statement with which accounts open sessions elsewhere, too (SessionGrant):
-scope "read", bound to one server's URL and to at most an hour. It travels as
+A pass is a SessionGrant, the EIP-712 statement that also opens sessions with the orchestrator. Its
+scope is "read", it names one server's URL, and it is valid for at most an hour. It travels as
 
     Authorization: Pass <base64url of the signed grant>          (a signed request)
-    GET …?pass=<the same>                                        (a signed URL, for curl and co.)
+    GET …?pass=<the same>                                        (a signed URL, for curl)
 
-A reader makes one a server and uses it for every request until it runs out; a server recovers the
-signer once and remembers. A pass proves who reads, so that limits can be per account and strangers
-can be kept out; it protects no secret (policies are public), and over plain HTTP an onlooker can
-use it, at that server only, until it ends.
+A reader makes one pass per server and uses it for every request until it expires. A server recovers
+the signer once and caches the result. A pass identifies the reader, so that a server can limit
+requests per account and admit members only. It protects no secret: policies are public. Over plain
+HTTP an observer can reuse a pass, at that server only, until it expires.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from prime_core.signing import Domain, LocalSigner, SignatureField, Signer, Stri
 SCOPE = "read"
 SCHEME = "Pass "
 LIFETIME = 3600
-"""Seconds that a pass lives at most."""
+"""Maximum validity of a pass, in seconds."""
 SKEW = 300
-"""Seconds that the clocks of reader and server may differ."""
+"""Accepted difference between the clocks of reader and server, in seconds."""
 MAX_TOKEN = 2048
 REMEMBERED = 4096
 
 
 class SignedPass(Strict):
-    """What a token holds."""
+    """The content of a token."""
 
     grant: SessionGrant
     signature: SignatureField
 
 
 class Passes:
-    """A reader's passes, one a server, made when needed. Safe from several threads. `domain` is
-    the registry contract's, `now` Unix time in seconds."""
+    """Makes and caches a reader's passes, one per server. Thread-safe. `domain` is the registry
+    contract's EIP-712 domain; `now` returns Unix time in seconds."""
 
     def __init__(
         self, signer: Signer, domain: Domain, *, now: Callable[[], float] = time.time
@@ -63,8 +63,8 @@ class Passes:
         self._tokens: dict[str, tuple[str, float]] = {}
 
     def token(self, url: str) -> str:
-        """A token that the server at base URL `url` takes now. Raises MalformedError if `url` is
-        no base URL."""
+        """Returns a token that is valid now for the server at base URL `url`. Raises MalformedError
+        if `url` is not a base URL."""
         url, now = normal_url(url), self._now()
         with self._lock:
             known = self._tokens.get(url)
@@ -84,27 +84,27 @@ class Passes:
             return token
 
     def header(self, url: str) -> str:
-        """The Authorization field for requests to `url`."""
+        """Returns the Authorization header value for requests to `url`."""
         return SCHEME + self.token(url)
 
 
 def ephemeral_signer() -> LocalSigner:
-    """A key for readers who have none: auditors, relays without a wallet."""
+    """Returns a random key for readers without an account: auditors, relays without a wallet."""
     return LocalSigner(secrets.token_bytes(32))
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Who is let in. `members` (None: anybody who signs) is asked at each request and must be
-    quick."""
+    """Who may read. `members` is called on each request and must be fast; None admits every
+    signer."""
 
     domain: Domain
     members: Callable[[], Collection[Address]] | None = None
 
 
 class Gate:
-    """A server's judgement of passes; belongs to one thread. `audience`: the server's own URL, by
-    which readers know it; `now` Unix time."""
+    """Checks the passes that a server receives. Not thread-safe. `audience` is the server's public
+    URL; `now` returns Unix time in seconds."""
 
     def __init__(self, rules: Rules, audience: str, now: Callable[[], float] = time.time) -> None:
         self._rules = rules
@@ -114,12 +114,13 @@ class Gate:
 
     @property
     def exclusive(self) -> bool:
-        """Whether only members come in."""
+        """Whether only members are admitted."""
         return self._rules.members is not None
 
     def admit(self, token: str | None) -> Address:
-        """The account behind a token. Raises UntrustedError, saying why, for none or one that
-        does not hold; MalformedError if it is no token."""
+        """Returns the account that signed the token. Raises UntrustedError if the token is missing,
+        expired, for another server, badly signed or not a member's; MalformedError if it does not
+        parse."""
         if not token:
             raise UntrustedError("sign the request: this server takes a pass")
         grant = self._known.get(token)
@@ -161,7 +162,8 @@ class Gate:
 
 
 def token_of(authorization: str | None, query: str | None) -> str | None:
-    """The token of a request: its Authorization field, else its query's `pass`."""
+    """Returns a request's token: from its Authorization header, else from its `pass` query
+    parameter."""
     if authorization is not None and authorization.startswith(SCHEME):
         return authorization.removeprefix(SCHEME).strip()
     return query

@@ -1,4 +1,4 @@
-"""Bars on a terminal's stderr; elsewhere nothing is drawn."""
+"""Progress bars on stderr if it is a terminal; otherwise nothing is drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prime_broadcast.progress import watched_by
 
 @contextmanager
 def transfer_bar(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is told (bytes done, bytes in all)."""
+    """Yields a function that updates the bar; it takes (bytes done, total bytes)."""
     with _bars(shown) as bars:
         task = bars.add_task(name, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
@@ -28,7 +28,8 @@ def transfer_bar(name: str, *, shown: bool) -> Iterator[Callable[[int, int], Non
 
 @contextmanager
 def work_bar(*, shown: bool) -> Iterator[None]:
-    """A bar for each part of the work within: hashing, comparing, applying (progress.py)."""
+    """Draws one bar for each part of the work inside: hashing, comparing, applying
+    (progress.py)."""
     with _bars(shown) as bars, watched_by(_Parts(bars)):
         yield
 
@@ -59,5 +60,5 @@ def _bars(shown: bool) -> Progress:
 
 
 def console() -> Console:
-    """Where bars are drawn."""
+    """Returns the console on which bars are drawn."""
     return Console(stderr=True)

@@ -1,4 +1,4 @@
-"""The words of a delta's blocks; their bytes are codec's, which needs numpy."""
+"""Types of a delta's blocks. Encoding and decoding are in codec.py, which needs numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Kind(IntEnum):
-    """How a block is written."""
+    """How a block is encoded."""
 
     COPY = 0
     SPARSE = 1

@@ -1,19 +1,17 @@
-"""The engine under every fetch: named chunks from several sources into sized files, in place.
+"""Downloads chunks with known digests from several sources into preallocated files.
 
-A worker takes the next chunk and the best free source, hashes and writes the chunk as it comes,
-once, where it belongs (landing.py), and tells of it only if it is right. Failures:
+A worker takes the next chunk and the best free source. It hashes and writes the chunk once, at its
+final offset, as it arrives (landing.py), and reports it only if the digest matches. Failures:
 
-- bytes that do not hash: the sender is banned and named, the chunk is fetched elsewhere;
-- a dead, slow or refusing source rests, each time longer, and the others go on;
-- when the queue is empty, the slowest chunks still under way are asked of a second source too;
-- a source that never delivered gets one chunk of its own to prove itself, which the others fetch
-  too: it holds nothing up;
-- while every worker waits for an answer, further workers ask further sources;
-- a server that knows no ranges is read from the beginning, and gives what passes by.
+- wrong digest: the source is banned and named, and the chunk is fetched from another source;
+- a dead, slow or refusing source is paused, longer each time; the others continue;
+- when the queue is empty, the slowest chunks in flight are also requested from a second source;
+- an untried source gets one chunk as a trial, which proven sources fetch too, so it delays nothing;
+- while every worker waits for an answer, more workers start and ask other sources;
+- a server without range support is read from the beginning; every missing chunk is kept.
 
-The folder holds verified chunks, beginnings of chunks, and holes, so a killed fetch resumes by
-looking: there is no journal to disagree with the data. What had arrived is not fetched again, but
-for the last few pages of each chunk under way.
+The folder holds verified chunks, prefixes of chunks, and holes. A killed fetch resumes by reading
+the files; there is no journal. Only the last few pages of each chunk in flight are fetched again.
 """
 
 from __future__ import annotations
@@ -39,23 +37,24 @@ from prime_core.errors import UnavailableError
 from prime_core.ids import to_bytes
 
 PATIENCE = 60.0
-"""Seconds without one verified chunk after which a fetch gives up."""
+"""A fetch gives up after this many seconds without a verified chunk."""
 STALLED = 0.5
-"""Seconds without a verified chunk after which further workers ask further sources."""
+"""After this many seconds without a verified chunk, more workers ask other sources."""
 MOST_WORKERS = 16
 JOIN_SECONDS = 1.0
-"""How long a finished fetch waits for its threads to notice, in all."""
+"""Total time that a finished fetch waits for its threads to end."""
 PER_SOURCE = 2
-"""Connections to one source: while one chunk is hashed and written, the next is on its way."""
+"""Connections per source: while one chunk is hashed and written, the next one is received."""
 
 
 class ChunkFetcher:
-    """Fetches every chunk of `items` from `urls` into files `folder/<item name>`. Once `run` has
-    returned, each file is what its manifest says: its digest is made of its chunks'.
+    """Fetches every chunk of `items` from `urls` into the files `folder/<item name>`. When `run`
+    returns, each file matches its manifest entry.
 
-    `on_chunk(item, index)` is called (from worker threads) once a chunk is verified and on disk,
-    for those already there too; `progress(done, total)` after each, in bytes. Sources of the role
-    `last_resort` are asked only when no other is left; `stop()` turning true ends the run.
+    `on_chunk(item, index)` is called from worker threads for each chunk that is verified and on
+    disk, including those already present; `progress(done, total)`, in bytes, after each. Sources
+    with the role `last_resort` are used only when no other source is left. The run ends when
+    `stop()` returns true.
     """
 
     def __init__(
@@ -99,8 +98,9 @@ class ChunkFetcher:
         self.stats = ChunkStats()
 
     def run(self) -> ChunkStats:
-        """Returns when every chunk is on disk. Raises UnavailableError, naming each source's last
-        failure, when none delivers for `patience` seconds or all are banned; or for the disk."""
+        """Returns the statistics once every chunk is on disk. Raises UnavailableError, with each
+        source's last failure, if no chunk is verified for `patience` seconds, if all sources are
+        banned, or if the disk fails."""
         self._look_around()
         if not self._open:
             return self.stats
@@ -112,7 +112,7 @@ class ChunkFetcher:
             thread.start()
         most = max(self._workers, min(MOST_WORKERS, len(self._urls) * self._per_source))
         try:
-            while not self._over.wait(0.25):  # no chunk wakes this thread but the last one
+            while not self._over.wait(0.25):  # only the last chunk wakes this thread
                 if self._stop():
                     raise UnavailableError("the fetch was stopped; it can be resumed")
                 if self.idle_seconds > STALLED:
@@ -129,7 +129,7 @@ class ChunkFetcher:
             for thread in threads:
                 thread.join(max(0.0, until - time.monotonic()))
             with self._change:
-                for task in self._open:  # whoever still waits for an answer writes nothing any more
+                for task in self._open:  # a thread still waiting for an answer must not write
                     task.claim.take()
         if self._error is not None:
             raise self._error
@@ -141,7 +141,7 @@ class ChunkFetcher:
         return self._clock() - self._last_success
 
     def _look_around(self) -> None:
-        """Makes the files, keeps the chunks that verify, queues the rest in order."""
+        """Creates the files, keeps the chunks that verify, and queues the rest in order."""
         for item in self._items:
             path = self._folder / item.name
             fresh = not path.exists()
@@ -170,8 +170,8 @@ class ChunkFetcher:
         return Link(source.url, signed, public_only=self._book.public_only)
 
     def _try_newcomers(self) -> None:
-        """Asks each source that never delivered for one chunk, apart from the fetch: what comes is
-        checked and dropped, so whatever it does, the fetch does not wait for it."""
+        """Requests one chunk from each untried source, outside the fetch. The chunk is checked and
+        discarded, so the fetch never waits for an untried source."""
         tried: set[str] = set()
         while not self._over.wait(0.1):
             left = [url for url in self._urls if url not in tried]
@@ -236,14 +236,14 @@ class ChunkFetcher:
                 self._attempt(task, source, link, buffer)
         except BaseException as error:  # handed to run(), which raises it
             if choice is not None and choice[1].url in choice[0].running:
-                self._book.release(choice[1])  # this machine's trouble, not the source's
+                self._book.release(choice[1])  # a local failure, not the source's
             self._fail(error)
         finally:
             for link in links.values():
                 link.close()
 
     def _next(self) -> tuple[Task, Source] | None:
-        """The next chunk and whom to ask for it; None when nothing is left to do."""
+        """Returns the next chunk and its source; None when no work is left."""
         with self._change:
             while True:
                 if not self._open or self._error is not None:
@@ -291,7 +291,7 @@ class ChunkFetcher:
         return None
 
     def _hopeless(self) -> bool:
-        """Nothing is under way, and nobody can be asked in time."""
+        """Whether nothing is in flight and no source can be asked in time."""
         if any(task.running for task in self._open):
             return False
         if self._clock() - self._last_success > self._patience:
@@ -304,7 +304,8 @@ class ChunkFetcher:
     def _attempt(self, task: Task, source: Source, link: Link, buffer: memoryview) -> None:
         offset, length = task.item.span(task.index)
         begun = self._clock()
-        alone = len(task.running) == 1  # else the one before is writing, until it is verified
+        # Otherwise the earlier fetch keeps writing until the chunk is verified.
+        alone = len(task.running) == 1
         have = task.beginning if alone else 0
         try:
             if source.role == "unknown":
@@ -332,14 +333,15 @@ class ChunkFetcher:
             source.whole_only |= isinstance(error, WholeOnlyError)
             if isinstance(error, WholeOnlyError) and source.in_use == 1:
                 self._stream(task, source, link)
-            else:  # a server without ranges sends the whole over one connection
+            else:  # a server without ranges sends the whole file over one connection
                 self._put_back(task, source)
                 self._book.release(source)
         except TransferError as error:
             self._note_failure(task, source, error)
 
     def _stream(self, asked: Task, source: Source, link: Link) -> None:
-        """Reads the whole file that `asked` is of, and keeps every chunk that is still missing."""
+        """Reads the whole file that contains `asked` and keeps every chunk that is still
+        missing."""
         item, begun, index = asked.item, self._clock(), 0
         buffer = memoryview(bytearray(min(item.chunk_size, item.size)))
         try:
@@ -365,7 +367,7 @@ class ChunkFetcher:
             self._note_failure(asked, source, error)
             return
         except BaseException:
-            asked.running.setdefault(source.url, begun)  # still held: `_work` gives it back
+            asked.running.setdefault(source.url, begun)  # still in use: `_work` releases it
             raise
         self._put_back(asked, source)
         self._book.good(
@@ -373,8 +375,8 @@ class ChunkFetcher:
         )
 
     def _unneeded(self, task: Task, source: Source, begun: float) -> bool:
-        """True once another source was faster. Raises TransferError for one that crawls while
-        others deliver."""
+        """Returns true once another source delivered the chunk. Raises TransferError if the source
+        is much slower than usual while others deliver."""
         spent, usual = self._clock() - begun, self._usual
         if usual and spent > max(TOO_SLOW, 10 * usual) and len(self._urls) > 1:
             raise TransferError(f"it is slow: {spent:.1f} s where {usual:.1f} s are usual", 10.0)
@@ -383,7 +385,7 @@ class ChunkFetcher:
     def _store(
         self, task: Task, source: Source, landing: Landing, received: int, seconds: float
     ) -> None:
-        """A chunk is verified: the rest of it is written, if nobody was first."""
+        """Records a verified chunk and writes the rest of it, unless another fetch was first."""
         with self._change:
             task.running.pop(source.url, None)
             self.stats.bytes_received += received
@@ -416,7 +418,8 @@ class ChunkFetcher:
             self._put_back(task, source)
             self._book.release(source)
             return
-        if error.gone or (error.missing and source.role == "mirror"):  # nobody feeds a mirror now
+        # A mirror has no upstream to wait for.
+        if error.gone or (error.missing and source.role == "mirror"):
             self._exclude(task.item, source)
             self._put_back(task, source)
             self._book.release(source)
@@ -429,7 +432,7 @@ class ChunkFetcher:
         self._put_back(task, source)
 
     def _exclude(self, item: Item, source: Source) -> None:
-        """The source will not have this item, which is no fault."""
+        """Stops asking the source for this item. This is not a fault of the source."""
         with self._change:
             for task in self._open:
                 if task.item is item:

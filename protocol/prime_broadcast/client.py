@@ -1,14 +1,14 @@
-"""A policy arrives: the cheapest way, verified, whole or not at all.
+"""Fetches one policy into a folder by the cheapest route; the folder appears complete or not at
+all.
 
-fetch()   1  plan (prime_broadcast/plans.py): the cheapest of one whole download and of any
-             chain of deltas from what is here
-          2  get the chunks (prime_broadcast/chunks.py), resuming what an earlier try left
-          3  apply the deltas, if that was the way; a damaged base falls back to the whole, and
-             where nobody has the whole any more, to an anchor and the deltas from it
-          4  put the manifest beside the files, every chunk of which was verified as it was written
-          5  the folder appears under its name by one rename (prime_broadcast/durable.py)
+fetch()   1  plan the route (plans.py): a whole download, or a chain of deltas from a local version
+          2  get the chunks (chunks.py), resuming what an earlier attempt left
+          3  apply the deltas, if any. If the base is damaged, fetch the whole policy; if no source
+             has it whole, fetch an older whole policy and the deltas from it
+          4  write the manifest next to the files; every chunk was verified when it was written
+          5  rename the folder to its final name (durable.py)
 
-The signature on the manifest is the caller's to check (`Trust`), before anything is fetched.
+The caller checks the manifest's signature (`Trust`) before calling.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from prime_core.errors import MalformedError, UnavailableError, UntrustedError
 __all__ = ["Base", "FetchStats", "Plan", "Progress", "fetch", "plan_route"]
 
 DELTA_PATIENCE = 10.0
-"""Seconds without a chunk of a delta after which the whole is fetched instead."""
+"""After this many seconds without a chunk of a delta, the whole policy is fetched instead."""
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 
 @dataclass
 class FetchStats:
-    """How a policy came: for logs, metrics and tests. `refetched` counts chunks, times are in
-    seconds; `route` is "present" if it was already there."""
+    """How a policy was fetched, for logs, metrics and tests. `refetched` counts chunks; times are
+    in seconds; `route` is "present" if the policy was already there."""
 
     version: int
     route: Literal["whole", "delta", "present"] = "whole"
@@ -76,7 +76,7 @@ class FetchStats:
     faults: list[Fault] = field(default_factory=list)
 
     def add(self, part: ChunkStats) -> None:
-        """Adds one run of the chunk engine."""
+        """Adds the statistics of one ChunkFetcher run."""
         self.bytes_received += part.bytes_received
         self.bytes_written += part.bytes_written
         self.chunks += part.chunks
@@ -89,7 +89,7 @@ class FetchStats:
         self.faults.extend(part.faults)
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
+        """Returns a JSON-serializable dictionary."""
         return asdict(self)
 
 
@@ -108,13 +108,13 @@ def fetch(
     on_fault: Callable[[Fault], None] = lambda fault: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> FetchStats:
-    """Brings the policy of an already trusted `manifest` into the folder `dest`, from any of the
-    base URLs `sources`. If `manifest` is signed, it is written beside the files. `on_fault` hears
-    of every fault once, at the end, though nothing arrived.
+    """Fetches the policy of an already trusted `manifest` into the folder `dest` from the base URLs
+    `sources`. A signed manifest is written next to the files. `on_fault` is called once per fault,
+    at the end, even if the fetch fails.
 
-    Safe against a second process doing the same. Raises UnavailableError (sources or disk; what
-    was verified is kept and the next call goes on), UntrustedError (the manifest contradicts
-    itself, or `dest` holds another policy), MalformedError.
+    Safe if a second process does the same. Raises UnavailableError if the sources or the disk fail
+    (verified chunks are kept and the next call resumes), UntrustedError if the manifest contradicts
+    itself or `dest` holds another policy, and MalformedError.
     """
     signed = manifest if isinstance(manifest, SignedManifest) else None
     policy = check_manifest(signed.manifest if signed else manifest)  # type: ignore[arg-type]
@@ -159,12 +159,13 @@ class _Arriving:
     patience: float
 
     def run(self, plan: Plan, chain: Mapping[int, Manifest]) -> None:
-        """The plan, or what is left if it fails: the whole, or else an anchor and deltas."""
+        """Follows the plan. If it fails, fetches the whole policy, or else an older one and
+        deltas."""
         if plan.hops and plan.start is not None and self._fits(plan):
             try:
                 self._by_deltas(plan.start, plan, min(self.patience, DELTA_PATIENCE))
                 return
-            except DiskError:  # says nothing of the delta, and the whole takes no less room
+            except DiskError:  # the delta is not at fault, and the whole needs as much room
                 raise
             except (UntrustedError, MalformedError, UnavailableError) as error:
                 base = plan.start.folder.name
@@ -176,15 +177,15 @@ class _Arriving:
             self._from_anchor(chain)
 
     def _from_anchor(self, chain: Mapping[int, Manifest]) -> None:
-        """The files are nowhere any more: an older policy whole, and deltas from it. Raises the
-        GoneError of the last try if no chain leads here."""
+        """Fetches an older policy whole and the deltas from it, because no source has this one
+        whole. Tries one anchor after the other; raises UnavailableError if no chain is left."""
         tried: list[int] = []
         while True:
             plan = plan_from_anchor(self.policy, chain, tried)
             if plan is None or plan.anchor is None:
                 raise UnavailableError(
-                    f"nobody has policy {self.policy.version} whole any more, and no chain of "
-                    f"deltas leads to it from one that is (tried: {tried})"
+                    f"no source has policy {self.policy.version} whole, and no chain of deltas "
+                    f"leads to it from a policy that is whole (tried: {tried})"
                 )
             tried.append(plan.anchor.version)
             folder = self.partial / f"version-{plan.anchor.version}"
@@ -205,7 +206,7 @@ class _Arriving:
         return plan.cost + min(2, len(plan.hops)) * total_size(self.policy)
 
     def _fits(self, plan: Plan) -> bool:
-        """Whether there is room for what its deltas take, which is more than the whole does."""
+        """Whether the disk has room for the deltas, which need more than a whole download."""
         return shutil.disk_usage(self.files).free >= self._needs(plan)
 
     def _by_deltas(self, start: Base, plan: Plan, patience: float) -> None:
@@ -242,7 +243,7 @@ class _Arriving:
 
 
 def _require_same(dest: Path, policy: Manifest) -> None:
-    """Raises UntrustedError if the manifest beside the files in `dest` is another one."""
+    """Raises UntrustedError if the manifest in `dest` differs from `policy`."""
     path = dest / MANIFEST_NAME
     if path.is_file():
         present = read_signed(path).manifest.digest()
@@ -255,7 +256,7 @@ def _require_same(dest: Path, policy: Manifest) -> None:
 
 @contextmanager
 def _locked(dest: Path) -> Iterator[None]:
-    """One fetch of a folder at a time on this machine; the second waits and finds it done."""
+    """Locks one destination folder across processes; a second caller waits."""
     path = dest.parent / f".lock-{dest.name}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:

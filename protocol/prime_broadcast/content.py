@@ -1,7 +1,7 @@
-"""What a server has to give: complete versions on disk, and versions that are still arriving.
+"""What a server serves: complete versions on disk, and versions that are still arriving.
 
-`DirectoryContent` serves a finished layout. `LiveContent` is a relay's: a chunk of an unfinished
-file can be served from the moment it is verified, and a request for a later one waits for it.
+`DirectoryContent` serves a finished layout. `LiveContent` serves a relay's versions: a chunk is
+served from the moment it is verified, and a request for a later chunk waits for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from prime_core.checkpoint import SignedManifest
 
 
 class Arrival:
-    """Which chunks of a file are verified and on disk. Marked by fetching threads, awaited by the
-    server's event loop."""
+    """Tracks which chunks of a file are verified and on disk. Fetching threads mark chunks; the
+    server's event loop waits for them. Thread-safe."""
 
     def __init__(self, size: int, chunk_size: int, count: int) -> None:
         self._size = size
@@ -33,19 +33,19 @@ class Arrival:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def mark(self, index: int) -> None:
-        """Chunk `index` is verified and written."""
+        """Marks chunk `index` as verified and written."""
         with self._lock:
             self._have[index] = 1
         self._wake()
 
     def mark_all(self) -> None:
-        """The whole file is verified and written."""
+        """Marks every chunk as verified and written."""
         with self._lock:
             self._have = bytearray(b"\1" * len(self._have))
         self._wake()
 
     def fail(self) -> None:
-        """No more will come: whoever waits is sent away."""
+        """Ends all waits: no more chunks will arrive."""
         with self._lock:
             self._failed = True
         self._wake()
@@ -57,12 +57,13 @@ class Arrival:
 
     @property
     def begun(self) -> bool:
-        """Whether any chunk may be served already."""
+        """Whether any chunk can be served."""
         with self._lock:
             return any(self._have)
 
     def ready_until(self, offset: int) -> int:
-        """End of the run of verified bytes that begins at `offset` (= `offset` if none)."""
+        """Returns the end of the verified bytes that start at `offset`; `offset` itself if there
+        are none."""
         with self._lock:
             index = offset // self._chunk_size
             while index < len(self._have) and self._have[index]:
@@ -70,8 +71,8 @@ class Arrival:
         return max(offset, min(self._size, index * self._chunk_size))
 
     async def wait(self, offset: int, timeout: float) -> int:
-        """`ready_until(offset)` once it is beyond `offset`, or `offset` after `timeout` seconds or
-        a failure."""
+        """Waits until bytes at `offset` are verified and returns `ready_until(offset)`. Returns
+        `offset` after `timeout` seconds or a failure."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         event = asyncio.Event()
@@ -101,7 +102,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Resource:
-    """Something to serve: a file on disk, wholly there (`arrival` None) or arriving, or bytes."""
+    """What a path serves: a complete file (`arrival` None), an arriving file, or bytes in
+    memory."""
 
     size: int
     etag: str
@@ -113,25 +115,25 @@ class Resource:
 
 
 class Content(Protocol):
-    """Where a server looks addresses up. `find` is called in the event loop and must be quick."""
+    """Maps URL paths to resources. `find` runs in the event loop and must be fast."""
 
     role: str
 
     def find(self, path: str) -> Resource | None: ...
 
     def gone(self, path: str) -> bool:
-        """Whether what is not found was there and will not come back."""
+        """Whether the path existed once and will not come back."""
         ...
 
     def versions(self) -> list[int]: ...
 
     def complete(self) -> list[int]:
-        """Those of them that are wholly here."""
+        """Returns the versions that are complete."""
         ...
 
 
 class DirectoryContent:
-    """A finished layout on disk, as an origin or mirror has it."""
+    """A finished layout on disk, as an origin or mirror serves it."""
 
     def __init__(self, root: Path, role: str = "origin") -> None:
         self._root = root
@@ -161,7 +163,7 @@ class DirectoryContent:
 
 @dataclass
 class LiveVersion:
-    """A version that a relay has or is fetching: where its files lie now, and what has arrived."""
+    """A version that a relay has or is fetching: its current folder, and what has arrived."""
 
     signed: SignedManifest
     folder: Path
@@ -174,7 +176,7 @@ class LiveVersion:
 
 
 def live_version(signed: SignedManifest, folder: Path) -> LiveVersion:
-    """A version in `folder` of which nothing is known to have arrived."""
+    """Returns a LiveVersion in `folder` with no chunk marked as arrived."""
     items = {i.name: i for i in (*file_items(signed.manifest), *delta_items(signed.manifest))}
     arrivals = {
         name: Arrival(item.size, item.chunk_size, len(item.chunks)) for name, item in items.items()
@@ -183,7 +185,7 @@ def live_version(signed: SignedManifest, folder: Path) -> LiveVersion:
 
 
 class LiveContent:
-    """A relay's versions. Its index lists only versions that can be asked for."""
+    """A relay's versions. The index lists only versions that can be requested."""
 
     role = "relay"
 
@@ -202,7 +204,7 @@ class LiveContent:
             return sorted(version for version, live in self._versions.items() if live.whole())
 
     def put(self, version: LiveVersion) -> None:
-        """Announces a version; call again when its folder moved."""
+        """Adds a version, or updates it after its folder moved."""
         with self._lock:
             self._versions[version.signed.manifest.version] = version
             self._set_index()
@@ -212,7 +214,7 @@ class LiveContent:
             return self._versions.get(version)
 
     def drop(self, version: int) -> None:
-        """Forgets a version; requests that wait for it are sent away."""
+        """Removes a version and ends the requests that wait for it."""
         with self._lock:
             gone = self._versions.pop(version, None)
             self._set_index()

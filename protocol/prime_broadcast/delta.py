@@ -1,14 +1,14 @@
-"""Lossless deltas between two policy folders: small, streamed, and bit-identical when applied.
+"""Lossless deltas between two policy folders. Applying one gives bit-identical files.
 
-    encode(base folder, new folder) → one file:
-        magic "PRIMEDL1" · header length u32 · header (canonical JSON) · records
-    apply(base folder, delta) → the new folder's files, each chunk checked against its digest
+encode(base folder, new folder) → one file:
+    magic "PRIMEDL1" · header length u32 · header (canonical JSON) · records
+apply(base folder, delta) → the new folder's files, each chunk checked against its digest
 
 The header names the versions, both result digests, the base's files and the new files. The records
-follow the new files' bytes from first to last; each covers `length` bytes and says which bytes of
-the base it starts from and how they changed (prime_broadcast/codec.py). Tensors of safetensors
-files are paired by name; a tensor that is new, or changed its shape or type, is written whole, and
-so is every byte that is not in a tensor. Memory is bounded by a few blocks, whatever the sizes.
+follow the new files' bytes from first to last. Each covers `length` bytes and states the base
+offset and how the bytes changed (prime_broadcast/codec.py). Tensors of safetensors files are paired
+by name. A tensor that is new or changed its shape or type is written whole, like all bytes outside
+of tensors. Memory use is a few blocks, whatever the file sizes.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ T = TypeVar("T")
 
 
 class Buffers:
-    """Buffers of `size` bytes that threads use in turn: fresh memory costs more than the copy into
-    it. A deque's ends are safe to use from several threads."""
+    """A pool of buffers of `size` bytes; reusing memory is faster than allocating it. Thread-safe,
+    because a deque's ends are."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._free: deque[bytearray] = deque()
 
     def take(self, length: int) -> bytearray:
-        """One of at least `length` bytes."""
+        """Returns a buffer of at least `length` bytes."""
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -65,20 +65,20 @@ class Buffers:
         return buffer if len(buffer) >= length else bytearray(length)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Whoever took it is done with it."""
+        """Returns a buffer to the pool."""
         self._free.append(buffer)
 
 
 def job(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-    """A call to be made later."""
+    """Binds a function to its arguments."""
     return lambda: function(*arguments)
 
 
 def in_order(
     pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], T]], window: int
 ) -> Generator[T, None, None]:
-    """Results in the jobs' order with at most `window` jobs begun and not yet taken. Once it ends,
-    however it ends, no job is running: the caller may close the files that they work on."""
+    """Yields the results in the jobs' order, with at most `window` jobs started ahead. When the
+    generator ends or is closed, no job is running, so the caller may close the files they use."""
     running: deque[Future[T]] = deque()
     try:
         for call in jobs:
@@ -94,8 +94,8 @@ def in_order(
 
 
 class ChunkCheck:
-    """Takes a file of `size` bytes piece by piece from its beginning. `on_chunk(index)` is told of
-    each chunk that is right; pieces need not end where chunks do."""
+    """Checks a file of `size` bytes, fed in pieces from its beginning. `on_chunk(index)` is called
+    for each chunk that matches its digest. Pieces need not end at chunk boundaries."""
 
     def __init__(
         self,
@@ -113,7 +113,8 @@ class ChunkCheck:
         self._right = 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> bool:
-        """The next bytes; False if they end a chunk that is wrong, or go beyond the file."""
+        """Takes the next bytes. Returns False if they end a wrong chunk or exceed the file's
+        size."""
         view = memoryview(data)
         while view:
             end = min(self._size, (self._right + 1) * self._chunk_size)
@@ -133,13 +134,13 @@ class ChunkCheck:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk has passed and was right."""
+        """Whether every chunk was fed and matched."""
         return self._right == len(self._chunks)
 
 
 MAGIC = b"PRIMEDL1"
 BLOCK = 4 << 20
-"""Bytes of the result that one record covers at most, as this side writes them."""
+"""Maximum bytes of the result that one record covers, as written by `encode`."""
 MAX_HEADER = 4 << 20
 NO_BASE = 0xFFFF
 
@@ -156,7 +157,7 @@ class DeltaFile(Strict):
 
 
 class DeltaHeader(Strict):
-    """The head of a delta. `base_files` are the base's file names in the records' numbering."""
+    """The header of a delta. Records refer to `base_files` by index."""
 
     base_version: int = Field(ge=0)
     base_digest: DigestField
@@ -178,7 +179,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class _Span:
-    """`length` bytes of a new file at `offset`, and the bytes of the base they are paired with."""
+    """`length` bytes of a new file at `offset`, and the base bytes they are compared with."""
 
     offset: int
     length: int
@@ -197,9 +198,9 @@ def encode(
     *,
     threads: int = 2,
 ) -> int:
-    """Writes the delta from the policy in `base_folder` to the one in `new_folder` to `path` and
-    returns its size in bytes. Both folders must be what their manifests say. Raises
-    UnavailableError if the disk is full or a file is missing."""
+    """Writes to `path` the delta from the policy in `base_folder` to the one in `new_folder`. Both
+    folders must match their manifests. Returns the delta's size in bytes. Raises UnavailableError
+    if the disk is full or a file is missing."""
     from prime_broadcast import codec  # noqa: F401  # if numpy is missing, before any work
 
     names = [entry.name for entry in base.files]
@@ -244,13 +245,13 @@ def apply(
     threads: int = 2,
     on_chunk: Callable[[str, int], None] = lambda name, index: None,
 ) -> int:
-    """Writes the files of policy `new` into the folder `target` (each once, from the base and the
-    delta) and returns the bytes written. `on_chunk(file name, index)` is told of each chunk that
-    is written and verified.
+    """Writes the files of policy `new` into the folder `target`, from the base and the delta, and
+    returns the bytes written. `on_chunk(file name, index)` is called for each chunk that is written
+    and verified.
 
-    Raises UntrustedError if the delta is for another base or a chunk of the result is not
-    bit-identical to the manifest's (the base rotted, or the delta is wrong), MalformedError if it
-    does not parse, UnavailableError for the disk. The target is then to be thrown away.
+    Raises UntrustedError if the delta is for another base or a chunk does not match the manifest
+    (the base is damaged or the delta is wrong), MalformedError if the delta does not parse, and
+    UnavailableError if the disk fails. After an error the caller must discard the target.
     """
     from prime_broadcast import codec  # noqa: F401  # if numpy is missing, before any work
 
@@ -294,7 +295,8 @@ def apply(
 
 
 def read_header(fd: int) -> tuple[DeltaHeader, int]:
-    """The header of an open delta and where its records begin. Raises MalformedError."""
+    """Returns the header of an open delta and the offset of its first record. Raises
+    MalformedError."""
     size = os.fstat(fd).st_size
     if size < len(MAGIC) + 4 or read_at(fd, 0, len(MAGIC)) != MAGIC:
         raise MalformedError("not a delta: it does not begin with PRIMEDL1")
@@ -330,7 +332,7 @@ def _counted(spans: Iterator[_Span]) -> Iterator[_Span]:
 
 
 class _Pairing:
-    """Which bytes of the base each part of a new file is compared with."""
+    """Chooses the base bytes with which each part of a new file is compared."""
 
     def __init__(self, base: Manifest, fds: list[int]) -> None:
         self._whole = {entry.digest: index for index, entry in enumerate(base.files)}
@@ -340,7 +342,8 @@ class _Pairing:
                 self._tensors.setdefault(tensor.name, (index, tensor))
 
     def spans(self, entry: FileEntry, fd: int) -> Iterator[_Span]:
-        """Spans of at most BLOCK bytes that cover the file in order (an unchanged file is one)."""
+        """Yields spans of at most BLOCK bytes that cover the file in order; an unchanged file is
+        one span."""
         same = self._whole.get(entry.digest)
         if same is not None and entry.size:
             yield _Span(0, entry.size, 1, same, 0, same=True)
@@ -399,7 +402,7 @@ def _encode_span(bases: list[int], fd: int, buffers: Buffers, span: _Span) -> by
 
 
 class _Records:
-    """Reads records in order and holds each to its bounds."""
+    """Reads records in order and checks their bounds."""
 
     def __init__(self, fd: int, position: int, base_sizes: list[int]) -> None:
         self._fd = fd
@@ -408,7 +411,7 @@ class _Records:
         self._base_sizes = base_sizes
 
     def of_file(self, size: int) -> Iterator[tuple[int, Record, bytes, bytes]]:
-        """(where in the file, record, its two frames), covering exactly `size` bytes; long copies
+        """Yields (file offset, record, its two frames), covering exactly `size` bytes. Long copies
         come in pieces of BLOCK bytes."""
         covered = 0
         while covered < size:
@@ -426,13 +429,13 @@ class _Records:
                 yield begin, record, first, second
 
     def end(self) -> None:
-        """Raises MalformedError if anything follows the last file."""
+        """Raises MalformedError if bytes follow the last file."""
         if self._position != self._size:
-            raise MalformedError("the delta goes on after its last file")
+            raise MalformedError("the delta has bytes after its last file")
 
     def _next(self) -> tuple[Record, bytes, bytes]:
         if self._position + _RECORD.size > self._size:
-            raise MalformedError("the delta ends in the middle")
+            raise MalformedError("the delta is truncated")
         raw = read_at(self._fd, self._position, _RECORD.size)
         record = Record(*_RECORD.unpack(raw))
         begin = self._position + _RECORD.size
@@ -442,7 +445,7 @@ class _Records:
         if record.kind != Kind.COPY and record.length > MAX_BLOCK:
             raise MalformedError("the delta has a record that is too long")
         if max(record.first, record.second) > 2 * MAX_BLOCK or self._position > self._size:
-            raise MalformedError("the delta ends in the middle of a record")
+            raise MalformedError("the delta is truncated in a record")
         if record.kind != Kind.RAW:
             known = record.base_file < len(self._base_sizes)
             end = record.base_offset + record.length
@@ -461,8 +464,8 @@ def _place_record(
     first: bytes,
     second: bytes,
 ) -> tuple[Buffer, bytearray]:
-    """Writes what the record stands for to `out` at `offset`. Returns those bytes, and the buffer
-    that they may lie in."""
+    """Writes a record's bytes to `out` at `offset`. Returns the bytes, and the pool buffer that
+    holds them, if any."""
     from prime_broadcast import codec
 
     kind = Kind(record.kind)

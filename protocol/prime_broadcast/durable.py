@@ -1,13 +1,13 @@
-"""A verified folder appears at once; its way to the platter is nobody's wait.
+"""Makes a verified folder visible at once and syncs it to disk in the background.
 
-    appear()  notes `.unsynced-<name>` (this boot's id) beside the target, renames the folder to its
-              name, and hands the fsyncs to a thread, which removes the note
-    settle()  after a restart: what a note of another boot names may have lost bytes with the power,
-              so it is read and verified again, or removed
+appear()  writes `.unsynced-<name>` with this boot's id next to the target, renames the folder to
+          its name, and starts a thread that runs the fsyncs and removes the marker
+settle()  runs at start: a marker of an earlier boot means that the folder may have lost bytes in a
+          power loss, so the folder is verified again, or removed
 
-A killed process loses nothing (the kernel still has the pages); only a machine that went down
-between rename and fsync leaves a note of another boot behind. File systems with a journal keep the
-note and the rename in order.
+A killed process loses nothing, because the kernel still holds the pages. Only a machine that goes
+down between rename and fsync leaves a marker of another boot. Journaling file systems keep the
+order of marker and rename.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """This boot's name; empty where the system does not tell, so that notes never match."""
+    """Returns this boot's id; empty where the system has none, so that markers never match."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -42,9 +42,9 @@ def boot_id() -> str:
 
 
 def appear(source: Path, target: Path) -> threading.Thread:
-    """Makes `source` appear as `target` (which must not exist) at once, and durably a little
-    later. Returns the thread that sees to the latter; nobody needs to wait for it. Raises
-    DiskError; `source` is then still there."""
+    """Renames `source` to `target`, which must not exist; the data becomes durable a little later.
+    Returns the thread that syncs it; the caller need not wait for it. Raises DiskError; `source`
+    then still exists."""
     note = target.with_name(NOTE + target.name)
     replace_file(note, boot_id().encode(), durable=False)
     with disk_errors():
@@ -56,19 +56,19 @@ def appear(source: Path, target: Path) -> threading.Thread:
 
 
 def settle(root: Path, *, boot: Callable[[], str] = boot_id) -> list[str]:
-    """Verifies the folders under `root` that were not on the platter when the machine went down;
-    returns the names of those that had to be removed. Those of this boot are synced."""
+    """Verifies the folders under `root` that were not synced when the machine went down. Returns
+    the names of those that it removed. Folders of this boot are synced."""
     removed: list[str] = []
     for note in sorted(root.glob(NOTE + "*")):
         target = root / note.name.removeprefix(NOTE)
         try:
             same = bool(boot()) and note.read_text() == boot()
-        except FileNotFoundError:  # its bytes have just reached the platter
+        except FileNotFoundError:  # its bytes have just been synced
             continue
         except (OSError, UnicodeDecodeError):
             same = False
         if same:
-            if target.is_dir():  # else it is about to appear
+            if target.is_dir():  # otherwise it is about to appear
                 _sync(target, note)
             continue
         try:
@@ -83,13 +83,14 @@ def settle(root: Path, *, boot: Callable[[], str] = boot_id) -> list[str]:
 
 
 def _sync(target: Path, note: Path) -> None:
-    """On failure the note stays, and the folder is verified after the next boot."""
+    """Syncs one folder. On failure the marker stays and the folder is verified after the next
+    boot."""
     try:
         if target.is_dir():
             sync_folder(target)
             sync_path(target.parent)
         note.unlink(missing_ok=True)
     except FileNotFoundError:
-        note.unlink(missing_ok=True)  # removed meanwhile
+        note.unlink(missing_ok=True)  # removed in the meantime
     except OSError as error:
-        log.warning("%s is not on the platter yet: %s", target, error)
+        log.warning("%s is not synced to disk yet: %s", target, error)

@@ -1,4 +1,4 @@
-"""The edge to the disk: files opened without following links, written in place, renamed whole."""
+"""File access: opens files without following links, writes in place, replaces by rename."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from prime_core.errors import MalformedError, UnavailableError
 
 DATA_MODE = 0o644
-"""Policies are public; containers under another user read them."""
+"""Policies are public; containers that run as another user read them."""
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """A read-only descriptor of a plain file. Raises MalformedError for a link, device or folder
-    (checked on the descriptor, so a swap between check and use gains nothing), UnavailableError if
-    it is missing."""
+    """Yields a read-only descriptor of a regular file. Raises MalformedError for a link, device or
+    folder, and UnavailableError if the file is missing. The check is on the descriptor, so it has
+    no race."""
     try:
         # O_NONBLOCK: opening a named pipe must not wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -38,7 +38,8 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_at(fd: int, offset: int, length: int) -> bytes:
-    """Exactly `length` bytes at `offset`. Raises UnavailableError if the file ends before."""
+    """Returns exactly `length` bytes from `offset`. Raises UnavailableError if the file ends
+    before."""
     parts: list[bytes] = []
     while length > 0:
         part = os.pread(fd, length, offset)
@@ -61,13 +62,12 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 WRITE = 256 << 10
-"""Bytes of one write: for larger ones the kernel looks for large folios, which takes it longer
+"""Bytes per write. For larger writes the kernel looks for large folios, which is slower
 (docs/broadcast.md)."""
 
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Writes all of `data` at `offset`. Raises DiskError in one sentence if the disk is
-    full or refuses."""
+    """Writes all of `data` at `offset`. Raises DiskError if the write fails."""
     view = memoryview(data)
     try:
         while view:
@@ -79,15 +79,15 @@ def write_at(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None
 
 
 class DiskError(UnavailableError):
-    """This machine's disk is full or refuses: no other source would help."""
+    """The local disk is full or fails; another source does not help."""
 
 
 class FullError(DiskError):
-    """There is no room for it: there may be once something goes."""
+    """The disk lacks the room; freeing space may help."""
 
 
 def disk_error(error: OSError) -> DiskError:
-    """The sentence for a failed write."""
+    """Returns the DiskError for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FullError("the disk is full: free some space (what was verified is kept)")
     return DiskError(f"the disk refused a write: {error.strerror or error}")
@@ -95,7 +95,7 @@ def disk_error(error: OSError) -> DiskError:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Whatever the system refuses within it is raised as one sentence."""
+    """Turns each OSError raised inside into a DiskError."""
     try:
         yield
     except OSError as error:
@@ -103,13 +103,13 @@ def disk_errors() -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """The folder, and those above it, unless it is there. Raises DiskError."""
+    """Creates the folder and its parents if missing. Raises DiskError."""
     with disk_errors():
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises FullError before anything is written if `needed` bytes do not fit."""
+    """Raises FullError if `needed` bytes do not fit on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise FullError(
@@ -119,8 +119,8 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def create_sized(path: Path, size: int) -> int:
-    """A read-write descriptor of `path`, made or resized (sparse) to `size` bytes. Whatever it
-    held stays, for a resumed transfer."""
+    """Yields a read-write descriptor of `path`, created or resized (sparse) to `size` bytes.
+    Existing bytes stay, for a resumed transfer."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, DATA_MODE)
@@ -137,13 +137,13 @@ def create_sized(path: Path, size: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces `path` by `data` at once and durably: a reader sees the old bytes or the new."""
+    """Replaces `path` by `data` atomically and durably."""
     replace_file(path, data, durable=True)
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool) -> None:
-    """Replaces `path` by `data` at once; `durable` waits until the disk has the bytes. Raises
-    DiskError; nothing half written is left behind."""
+    """Replaces `path` by `data` atomically. With `durable`, waits until the bytes are on disk.
+    Raises DiskError; no partial file is left."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with disk_errors():
@@ -163,7 +163,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the folder's entries and files durable before a rename says that they are there."""
+    """Syncs a folder's files and entries; call it before the rename that publishes the folder."""
     for entry in sorted(folder.iterdir()):
         if entry.is_file() and not entry.is_symlink():
             sync_path(entry)
@@ -171,7 +171,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def rename_folder(source: Path, target: Path) -> None:
-    """Makes `source` appear as `target` at once and durably. `target` must not exist."""
+    """Renames `source` to `target` atomically and durably. `target` must not exist."""
     sync_folder(source)
     source.chmod(0o755)
     source.rename(target)
@@ -179,7 +179,8 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder that others may be listing: it vanishes under its name at once."""
+    """Removes a folder. It is renamed first, so that concurrent readers never see it half
+    removed."""
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
     try:
         folder.rename(trash)
@@ -189,7 +190,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Makes one file or folder durable."""
+    """Syncs one file or folder."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
