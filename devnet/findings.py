@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prime_chain.amounts import prime
+
 NEEDED_RISE = 0.30
 NEEDED_REWARD = 0.75
 MAX_STALENESS = 2
@@ -134,7 +136,7 @@ class Payment:
 def paid(payments: Sequence[Payment], rebuilt_roots_match: bool) -> Finding:
     """Every honest node claimed on chain exactly what the rebuild gives, and more than nothing."""
     wrong = [
-        f"{p.name} claimed {p.claimed}, the rebuild gives {p.rebuilt}"
+        f"{p.name} claimed {prime(p.claimed)}, the rebuild gives {prime(p.rebuilt)}"
         for p in payments
         if p.honest and (p.claimed != p.rebuilt or p.claimed <= 0)
     ]
@@ -143,7 +145,7 @@ def paid(payments: Sequence[Payment], rebuilt_roots_match: bool) -> Finding:
     if not any(p.honest for p in payments):
         wrong.append("there is no honest node to pay")
     total = sum(p.claimed for p in payments if p.honest)
-    words = f"{total} wei claimed, equal to the unit to the rebuild from events and objects"
+    words = f"{prime(total)} claimed, equal to the last wei to the rebuild from events and objects"
     details = {"payments": [vars(p) for p in payments]}
     return Finding("paid", not wrong, "; ".join(wrong) or words, details)
 
