@@ -12,8 +12,9 @@ from trainer_pool import Pool, pool_server
 from prime_trainer.parallel import World, joined_world
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
+    """A process group for one file: others in the same process start groups of their own."""
     with joined_world() as joined:
         yield joined
 
