@@ -292,7 +292,9 @@ def check_pool(
     """
     place = place_of(deployment, pool)
     with store.read() as connection:
-        known, facts = meta.get(connection, meta.SERVES), meta.get(connection, "pool_facts")
+        known, facts, run = (
+            meta.get(connection, key) for key in (meta.SERVES, "pool_facts", meta.RUN)
+        )
     if known is not None and known != place:
         raise UserError(
             f"the database belongs to pool {known}, not {place}",
@@ -323,9 +325,10 @@ def check_pool(
             f"the run definition's digest is {definition.digest()}, the pool's is {run_digest}",
             hint="give the file that the pool was made with by --run",
         )
-    if known is None:
+    if known is None or run is None:
         with store.begin() as connection:
             meta.put(connection, meta.SERVES, place)
+            meta.put(connection, meta.RUN, definition.raw().decode())
             meta.put(connection, "pool_facts", facts)
     return ids.address(trainer)
 

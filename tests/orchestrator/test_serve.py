@@ -14,6 +14,7 @@ import pytest
 from operator_kit import (
     NODE,
     PASSWORD,
+    RUN,
     Operator,
     admit,
     commit_draws,
@@ -61,6 +62,9 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
 
     child.kill()
     child.wait(120)
+    with empty_database.begin() as connection:
+        assert meta.get(connection, meta.RUN) == RUN.raw().decode()
+        meta.drop(connection, meta.RUN)  # as a database of before
     child = operator.serve(database=database)
     with OrchestratorClient(operator.url, NODE) as client:
         again = client.post("/v1/submissions", signed, ReceiptAnswer, signed=False)
@@ -76,6 +80,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
     assert child.wait(120) == 0
     assert not (operator.data / "serve.json").exists()
     with empty_database.read() as connection:
+        assert meta.get(connection, meta.RUN) == RUN.raw().decode()
         job = jobs.get(connection, digest)
         assert job is not None
         assert job.status == "open"

@@ -198,13 +198,14 @@ def samples(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Prompts and answers of a local run with rewards and what they are made of."""
+    from prime_envs.samples import styled
     from prime_trainer.samples import chosen_samples, samples_text
 
     found = chosen_samples(folder, step=step, order=order, count=count)
     if as_json:
         print("\n".join(json.dumps(sample, ensure_ascii=False) for sample in found))
         return
-    typer.echo(samples_text(found, lambda text, part: typer.style(text, dim=part == "prompt")))
+    typer.echo(samples_text(found, styled))
 
 
 @app.command()

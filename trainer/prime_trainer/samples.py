@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prime_core.errors import UserError
+from prime_core.printing import printable
+from prime_envs.samples import Style, reward_text, sample_text
 from prime_trainer.metrics import read_lines
 
 ORDERS = ("written", "best", "worst")
@@ -37,17 +39,17 @@ def chosen_samples(
     return found[:count]
 
 
-def sample_text(sample: Mapping[str, Any], style: Callable[[str, str], str]) -> str:
-    """One sample as a person reads it; `style` colors a text as "prompt" or "answer"."""
-    parts = ", ".join(f"{name} {value}" for name, value in sample["parts"].items())
-    return (
-        f"step {sample['step']}, policy {sample['policy']}, {sample['problem']}: "
-        f"reward {sample['reward']:.3f} ({parts}; {sample['reason']})\n"
-        f"{style(sample['prompt'], 'prompt')}{style(sample['output'], 'answer')}\n"
-        f"{sample['tokens']} tokens, ended by {sample['finish']}"
-    )
-
-
-def samples_text(samples: Sequence[Mapping[str, Any]], style: Callable[[str, str], str]) -> str:
+def samples_text(samples: Sequence[Mapping[str, Any]], style: Style) -> str:
     """All of them, with a blank line between two."""
-    return "\n\n".join(sample_text(sample, style) for sample in samples)
+    return "\n\n".join(
+        f"step {sample['step']}, policy {sample['policy']}, {printable(sample['problem'])}: "
+        f"{reward_text(sample['reward'], sample['parts'], sample['reason'])}\n"
+        + sample_text(
+            sample["prompt"],
+            sample["output"],
+            tokens=sample["tokens"],
+            finish=sample["finish"],
+            style=style,
+        )
+        for sample in samples
+    )

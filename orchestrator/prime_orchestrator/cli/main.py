@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from prime_core.command_line import group, program
 from prime_core.command_line import run as run_program
-
-if TYPE_CHECKING:
-    from prime_orchestrator.config import Settings
-    from prime_orchestrator.store import Store
+from prime_orchestrator.cli.storage import (
+    Bucket,
+    Config,
+    Data,
+    Database,
+    Endpoint,
+    Objects,
+    Region,
+    opened,
+)
 
 _ELSEWHERE = {
     "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
@@ -30,6 +34,10 @@ _ELSEWHERE = {
         "Serve policies to nodes, from an origin or another relay.",
     ),
     "run": ("prime_orchestrator.cli.run", "Make and read run definitions."),
+    "rollouts": (
+        "prime_orchestrator.cli.rollouts",
+        "Rollout files: list, read, export them as a data set.",
+    ),
     "env": ("prime_orchestrator.cli.env", "Contribute, check and review environments."),
     "pool": ("prime_orchestrator.cli.pool", "Create, fund, show and end a pool; its members."),
     "slash": ("prime_orchestrator.cli.slash", "Slash proposals; the arbiter's judgements."),
@@ -62,20 +70,6 @@ def validate(context: typer.Context) -> None:
     """Judge submitted files: the same as `validator run`, which is a program of its own."""
     words = [sys.executable, "-m", "prime_validator.cli", "run", *context.args]
     os.execv(sys.executable, words)  # noqa: S606
-
-
-Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
-Data = Annotated[Path | None, typer.Option("--data", help="Folder of the store and its objects.")]
-Database = Annotated[
-    str | None,
-    typer.Option("--database", help="sqlite:///PATH or postgresql://… (default: in --data)."),
-]
-Objects = Annotated[Path | None, typer.Option(help="Folder of the object store.")]
-Bucket = Annotated[
-    str | None, typer.Option(help="Keep objects in this bucket; credentials: docs/storage.md.")
-]
-Endpoint = Annotated[str | None, typer.Option(help="URL of the S3 server (default: AWS).")]
-Region = Annotated[str | None, typer.Option(help="Its region (default: us-east-1).")]
 
 
 @app.command()
@@ -178,7 +172,7 @@ def check(
     flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import backup
 
-    with _opened(flags, config) as (settings, store):
+    with opened(flags, config) as (settings, store):
         place = backup.place(store)
         found = backup.check(store, settings.open_objects("", place), read=read)
     for name in found.absent:
@@ -204,7 +198,7 @@ def save(
     flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import backup
 
-    with _opened(flags, config) as (settings, store):
+    with opened(flags, config) as (settings, store):
         place = backup.place(store)
         made = backup.backup(store, settings.open_objects("", place), folder.absolute())
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} new objects in {folder}")
@@ -230,24 +224,9 @@ def restore(
         place = backup.place(saved)
     finally:
         saved.close()
-    with _opened(flags, config) as (settings, store):
+    with opened(flags, config) as (settings, store):
         made = backup.restore(folder.absolute(), store, settings.open_objects("", place))
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} objects restored")
-
-
-@contextmanager
-def _opened(flags: dict[str, object], config: Path | None) -> Iterator[tuple[Settings, Store]]:
-    """The settings that a command's arguments name, and the open database."""
-    from prime_orchestrator.config import Settings, load
-    from prime_orchestrator.store import open_store
-
-    named = {name: flags[name] for name in Settings.model_fields if name in flags}
-    settings = load(named, config)
-    store = open_store(settings.database_url)
-    try:
-        yield settings, store
-    finally:
-        store.close()
 
 
 def main() -> None:

@@ -38,8 +38,13 @@ _parsed = lru_cache(maxsize=64)(RunDefinition.parse)
 
 def history(connection: Connection, context: PoolContext) -> RunHistory:
     """The pool's run and its final revisions."""
+    return history_of(connection, context.run)
+
+
+def history_of(connection: Connection, first: RunDefinition) -> RunHistory:
+    """The same, by the pool's first definition."""
     final = [row for row in runs.every(connection) if row.final]
-    return RunHistory(context.run, tuple((row.from_step, _parsed(row.body)) for row in final))
+    return RunHistory(first, tuple((row.from_step, _parsed(row.body)) for row in final))
 
 
 def current(connection: Connection, context: PoolContext) -> RunDefinition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new
+from prime_orchestrator.store.rows import insert_new, records
 
 _groups = schema.groups.c
 
@@ -33,6 +34,19 @@ def add(connection: Connection, rows: Iterable[GroupRow]) -> None:
     """Writes the groups of an accepted file; those already there stay as they are."""
     for row in rows:
         insert_new(connection, schema.groups, vars(row))
+
+
+def of(connection: Connection, among: Sequence[Digest]) -> dict[Digest, list[GroupRow]]:
+    """The groups of these submissions, each one's by number."""
+    query = (
+        sa.select(schema.groups)
+        .where(_groups.submission_digest.in_(among))
+        .order_by(_groups.submission_digest, _groups.group_no)
+    )
+    found: dict[Digest, list[GroupRow]] = defaultdict(list)
+    for row in records(GroupRow, connection.execute(query).mappings().all()):
+        found[row.submission_digest].append(row)
+    return found
 
 
 def free_counts(connection: Connection, *, oldest_version: int) -> list[tuple[int, int]]:

@@ -10,6 +10,8 @@ from prime_orchestrator.store.rows import upsert
 
 SERVES = "serves"
 """Which pool the database belongs to: `<chain id>/<Pools contract>/<pool>`."""
+RUN = "run"
+"""The bytes of the pool's first run definition, as text."""
 CHAIN_SEEN_AT = "chain_seen_at"
 """Unix seconds (decimal text) of the indexer's last good look at the chain."""
 CHAIN_GAPS = "chain_gaps"

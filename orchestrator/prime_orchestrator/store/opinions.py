@@ -105,6 +105,12 @@ def plant(connection: Connection, submission: Digest, kind: str, *, now: float) 
     insert_new(connection, schema.planted, values)
 
 
+def planted_among(connection: Connection, among: Sequence[Digest]) -> frozenset[Digest]:
+    """Those of these submissions that are judged files of the manager's own."""
+    query = sa.select(_planted.submission_digest).where(_planted.submission_digest.in_(among))
+    return frozenset(Digest(name) for name in connection.execute(query).scalars())
+
+
 @dataclass(frozen=True)
 class Record:
     """How often one validator was right, as far as that is known. `honest` and `lying`: planted

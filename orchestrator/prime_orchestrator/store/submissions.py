@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -89,6 +89,63 @@ def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
     """The submission, or None."""
     query = sa.select(schema.submissions).where(_submissions.digest == digest)
     return record(SubmissionRow, connection.execute(query).mappings().first())
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which submissions are asked for; None: any. `since` in Unix seconds of their arrival."""
+
+    since: float | None = None
+    status: LeaseStatus | None = None
+    node: Address | None = None
+
+    def _conditions(self) -> list[sa.ColumnElement[bool]]:
+        found = []
+        if self.since is not None:
+            found.append(_submissions.received_at >= self.since)
+        if self.status is not None:
+            found.append(_submissions.status == self.status)
+        if self.node is not None:
+            found.append(_submissions.node == self.node)
+        return found
+
+
+def newest(
+    connection: Connection, wanted: Wanted, limit: int, *, before: SubmissionRow | None = None
+) -> list[SubmissionRow]:
+    """At most `limit` submissions, newest first; with `before`, those that are older than it."""
+    query = sa.select(schema.submissions).where(*wanted._conditions())
+    if before is not None:
+        place = sa.tuple_(_submissions.received_at, _submissions.digest)
+        query = query.where(place < sa.tuple_(before.received_at, before.digest))
+    query = query.order_by(_submissions.received_at.desc(), _submissions.digest.desc())
+    return records(SubmissionRow, connection.execute(query.limit(limit)).mappings().all())
+
+
+def count(connection: Connection, wanted: Wanted) -> int:
+    """How many submissions there are."""
+    query = sa.select(sa.func.count()).select_from(schema.submissions)
+    return int(connection.execute(query.where(*wanted._conditions())).scalar_one())
+
+
+def every(connection: Connection, wanted: Wanted, at_once: int) -> Iterator[list[SubmissionRow]]:
+    """All submissions, oldest first, `at_once` at a time: no more are held in memory."""
+    query = (
+        sa.select(schema.submissions)
+        .where(*wanted._conditions())
+        .order_by(_submissions.received_at, _submissions.digest)
+        .execution_options(yield_per=at_once)
+    )
+    for part in connection.execute(query).mappings().partitions():
+        yield records(SubmissionRow, part)
+
+
+def beginning(connection: Connection, digits: str, limit: int) -> list[SubmissionRow]:
+    """At most `limit` submissions whose digest begins with `digits`."""
+    query = sa.select(schema.submissions).where(
+        _submissions.digest.startswith(digits, autoescape=True)
+    )
+    return records(SubmissionRow, connection.execute(query.limit(limit)).mappings().all())
 
 
 def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | None:

@@ -1,0 +1,42 @@
+"""Options of the commands that open a pool's database and objects, and how they are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from prime_orchestrator.config import Settings
+    from prime_orchestrator.store import Store
+
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+Data = Annotated[Path | None, typer.Option("--data", help="Folder of the store and its objects.")]
+Database = Annotated[
+    str | None,
+    typer.Option("--database", help="sqlite:///PATH or postgresql://… (default: in --data)."),
+]
+Objects = Annotated[Path | None, typer.Option(help="Folder of the object store.")]
+Bucket = Annotated[
+    str | None, typer.Option(help="Keep objects in this bucket; credentials: docs/storage.md.")
+]
+Endpoint = Annotated[str | None, typer.Option(help="URL of the S3 server (default: AWS).")]
+Region = Annotated[str | None, typer.Option(help="Its region (default: us-east-1).")]
+
+
+@contextmanager
+def opened(flags: dict[str, object], config: Path | None) -> Iterator[tuple[Settings, Store]]:
+    """The settings that a command's arguments name, and the open database."""
+    from prime_orchestrator.config import Settings, load
+    from prime_orchestrator.store import open_store
+
+    named = {name: flags[name] for name in Settings.model_fields if name in flags}
+    settings = load(named, config)
+    store = open_store(settings.database_url)
+    try:
+        yield settings, store
+    finally:
+        store.close()

@@ -1,0 +1,493 @@
+"""Rollout files as a researcher reads them: verdicts, rewards, texts, what became of each group.
+
+    list    rows of the store                                  → FileFacts
+    show    a file's bytes, its verdict table, a tokenizer     → Sample
+    export  every accepted file, one at a time, in one view    → Parquet
+
+Rewards come from the verdict table, as the trainer gets them; the node's own are claims.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sqlalchemy import Connection
+
+from prime_broadcast.manifest import hash_file
+from prime_core.errors import FatalError, NotFoundError, UserError
+from prime_core.folders import make_folder
+from prime_core.ids import Address, Digest
+from prime_core.revisions import RunHistory
+from prime_core.rollout import MAX_FILE_BYTES
+from prime_core.run import MICRO, RunDefinition
+from prime_core.storage.base import ObjectStore
+from prime_core.task import LeaseStatus, SignedLease
+from prime_core.verdict import Evidence, Reason, VerdictTable
+from prime_envs.base import Environment, Grade, decode_output
+from prime_orchestrator.context import read_object
+from prime_orchestrator.manager import revisions, uploads
+from prime_orchestrator.store import Store, batches, groups, leases, meta, opinions, policies
+from prime_orchestrator.store import submissions as files
+from prime_orchestrator.store.groups import GroupRow
+from prime_orchestrator.store.submissions import SubmissionRow, Wanted
+from prime_verify.build import PlannedRow, plan_rows
+from prime_verify.rollout_file import (
+    FileError,
+    FileRow,
+    RolloutFile,
+    load_rollouts,
+    read_rollout_file,
+)
+
+ROW_GROUP_BYTES = 32 << 20
+"""Rows of an export are kept in memory until they are this large together."""
+_AT_ONCE = 100
+_TOKENIZER_FILES = frozenset(
+    {
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    }
+)  # fmt: skip
+GroupState = Literal["trained", "waiting", "dropped"]
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One group of an accepted file. `batch`: the step that takes it, or took it; `why` it waits or
+    was dropped."""
+
+    group: int
+    rows: int
+    reward: float
+    state: GroupState
+    batch: int | None
+    staleness: int
+    """Policies between the one that made it and the one that its batch trains; of a group without
+    batch, that of the next one."""
+    why: str
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One rollout file. Times in Unix seconds; `reward` the mean of its groups (None: not
+    accepted); `staleness` of the batch that took its groups, else of the step it was leased for."""
+
+    id: Digest
+    node: Address
+    received_at: float
+    step: int
+    policy: int
+    staleness: int
+    environment: str
+    rows: int
+    reward: float | None
+    verdict: LeaseStatus
+    reason: str
+    why: str
+    shadow: bool
+    groups: tuple[GroupFacts, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row of a file. `reward` by the verdict table (None: not accepted), `claimed` the node's;
+    `prompt` and `output` None without a tokenizer, `grade` unless it was graded again."""
+
+    row: int
+    group: int
+    sample: int
+    problem: str
+    target: int
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    finish: str
+    claimed: float
+    reward: float | None
+    prompt: str | None = None
+    output: str | None = None
+    parts: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+
+def runs_of(connection: Connection) -> RunHistory:
+    """The pool's run and its final revisions. Raises UserError if the database does not know it."""
+    found = meta.get(connection, meta.RUN)
+    if found is None:
+        raise UserError(
+            "the database does not hold the pool's run definition",
+            hint="start orchestrator serve once: it writes it there",
+        )
+    return revisions.history_of(connection, RunDefinition.parse(found.encode()))
+
+
+def facts(connection: Connection, rows: Sequence[SubmissionRow]) -> list[FileFacts]:
+    """What is known of these submissions, in their order. Raises UserError as `runs_of`."""
+    runs, next_step = runs_of(connection), batches.next_step(connection)
+    names = [row.digest for row in rows]
+    known, planted = groups.of(connection, names), opinions.planted_among(connection, names)
+    run = runs.at(next_step)
+    return [
+        _file_facts(
+            row,
+            runs.at(row.step).environment.name,
+            [
+                _group_facts(group, run, next_step, planted=row.digest in planted)
+                for group in known.get(row.digest, ())
+            ],
+        )
+        for row in rows
+    ]
+
+
+def _group_facts(
+    group: GroupRow, run: RunDefinition, next_step: int, *, planted: bool
+) -> GroupFacts:
+    step = next_step if group.batch_step is None else group.batch_step
+    state: GroupState = "dropped"
+    if group.batch_step is not None:
+        state, why = "trained", ""
+    elif not group.informative:
+        why = "equal rewards: every advantage is zero"
+    elif planted:
+        why = "planted: a file of the manager's own"
+    elif not run.fresh(next_step, group.policy_version):
+        why = f"stale: the run takes policies at most {run.max_staleness} old"
+    else:
+        state, why = "waiting", f"for batch {next_step} or a later one"
+    return GroupFacts(
+        group=group.group_no,
+        rows=group.rows,
+        reward=group.reward_micro_sum / group.rows / MICRO,
+        state=state,
+        batch=group.batch_step,
+        staleness=step - group.policy_version,
+        why=why,
+    )
+
+
+def _file_facts(row: SubmissionRow, environment: str, found: Sequence[GroupFacts]) -> FileFacts:
+    rows = sum(group.rows for group in found)
+    judged = row.status != "submitted"
+    trained = [group.staleness for group in found if group.state == "trained"]
+    return FileFacts(
+        id=row.digest,
+        node=row.node,
+        received_at=row.received_at,
+        step=row.step,
+        policy=row.policy_version,
+        staleness=max(trained, default=row.step - row.policy_version),
+        environment=environment,
+        rows=row.signed().submission.rows,
+        reward=sum(group.reward * group.rows for group in found) / rows if rows else None,
+        verdict=row.status,
+        reason=Reason(row.reason).name.lower() if judged else "",
+        why=Reason(row.reason).sentence if judged else "no verdict yet",
+        shadow=row.shadow,
+        groups=tuple(found),
+    )
+
+
+def find(connection: Connection, name: str) -> SubmissionRow:
+    """The submission whose digest begins with `name`. Raises NotFoundError if there is none,
+    UserError if there are several or `name` is no beginning of a digest."""
+    digits = name.lower().removeprefix("0x")
+    if not 4 <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
+        raise UserError(
+            f"{name!r} is no id of a rollout file",
+            hint="give 4 or more of the digits that orchestrator rollouts list shows",
+        )
+    found = files.beginning(connection, f"0x{digits}", 2)
+    if not found:
+        raise NotFoundError(f"no rollout file of this pool has an id that begins with 0x{digits}")
+    if len(found) > 1:
+        raise UserError(f"several ids begin with 0x{digits}", hint="give more of its digits")
+    return found[0]
+
+
+def lease_of(connection: Connection, row: SubmissionRow) -> SignedLease:
+    """The lease of a submission."""
+    found = leases.get(connection, row.lease_digest)
+    if found is None:
+        raise FatalError(f"submission {row.digest} names a lease that the store does not hold")
+    return found.signed()
+
+
+def accusation(objects: ObjectStore, row: SubmissionRow) -> str:
+    """What the evidence against a rejected file says; empty if there is none."""
+    if row.evidence is None:
+        return ""
+    return Evidence.model_validate_json(read_object(objects, row.evidence)).detail
+
+
+def read_file(
+    objects: ObjectStore, row: SubmissionRow, deadline: int
+) -> tuple[RolloutFile, list[float | None]]:
+    """A submission's file, and its rows' rewards by the verdict table (None: not accepted).
+
+    Args: `deadline` of its lease.
+    Raises NotFoundError if file or table is not in the store, UntrustedError if the bytes are
+    others, FileError if the file does not parse, MalformedError if it is not the table's.
+    """
+    data = uploads.read(objects, deadline, row.sha256, MAX_FILE_BYTES)
+    file = read_rollout_file(data)
+    if row.verdict_table is None or row.status != "accepted":
+        return file, [None] * len(file.rows)
+    table = VerdictTable.model_validate_json(read_object(objects, row.verdict_table))
+    return file, [one.reward for one in load_rollouts(data, table)]
+
+
+def samples(
+    file: RolloutFile, rewards: Sequence[float | None], numbers: Sequence[int], tokenizer: Any
+) -> list[Sample]:
+    """The rows `numbers` of a file, with texts by `tokenizer` (None: none). Raises UserError if
+    there is no such row."""
+    found = []
+    for number in numbers:
+        if not 0 <= number < len(file.rows):
+            raise UserError(
+                f"the file has no row {number}", hint=f"it has 0 to {len(file.rows) - 1}"
+            )
+        row = file.rows[number]
+        prompt, output = _texts(row, tokenizer)
+        found.append(
+            Sample(
+                row=number,
+                group=row.group,
+                sample=row.sample,
+                problem=row.problem_id,
+                target=row.target_length,
+                prompt_tokens=row.prompt_tokens,
+                output_tokens=row.output_tokens,
+                finish=row.finish_reason,
+                claimed=row.reward,
+                reward=rewards[number],
+                prompt=prompt,
+                output=output,
+            )
+        )
+    return found
+
+
+def _texts(row: FileRow, tokenizer: Any) -> tuple[str | None, str | None]:
+    """Prompt and output; None without a tokenizer."""
+    if tokenizer is None:
+        return None, None
+    prompt: str = tokenizer.decode(list(row.prompt_tokens))
+    return prompt, decode_output(tokenizer, row.output_tokens)
+
+
+def grades(
+    found: Sequence[Sample], row: SubmissionRow, lease: SignedLease, run: RunDefinition,
+    environment: Environment, tokenizer: Any,
+) -> list[Grade | None]:  # fmt: skip
+    """The samples graded again; None where the prompt is not the one that the lease dictates."""
+    plan: dict[tuple[int, int], PlannedRow] = {
+        (one.group, one.sample): one
+        for one in plan_rows(lease.lease, row.lease_digest, run, environment, tokenizer)
+    }
+    result: list[Grade | None] = []
+    for one in found:
+        asked = plan.get((one.group, one.sample))
+        if asked is None or asked.prompt_tokens != tuple(one.prompt_tokens):
+            result.append(None)
+            continue
+        result.append(
+            environment.grade_output(
+                asked.problem, asked.target_length, one.output_tokens, tokenizer
+            )
+        )
+    return result
+
+
+def load_tokenizer(connection: Connection, folder: Path) -> Any:
+    """The tokenizer in a model folder, once its files are those of policy 0. Raises UserError if
+    they are not, or there is none."""
+    policy = policies.get(connection, 0)
+    manifest = None if policy is None else policy.signed().manifest
+    for entry in () if manifest is None else manifest.files:
+        if manifest is None or entry.name not in _TOKENIZER_FILES:
+            continue
+        path = folder / entry.name
+        if not path.is_file() or hash_file(path, manifest.chunk_size)[1] != entry.digest:
+            raise UserError(
+                f"{path} is not the file of that name in policy 0",
+                hint="name the folder of the run's base model by --model",
+            )
+    from transformers import AutoTokenizer  # seconds, and an extra
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} holds no tokenizer: {str(error).splitlines()[0]}",
+            hint="name a Hugging Face model folder by --model",
+        ) from error
+
+
+# ── export ───────────────────────────────────────────────────────────────────────────────────────
+
+COLUMNS = pa.schema(
+    [
+        ("file", pa.string()),
+        ("node", pa.string()),
+        ("received_at", pa.timestamp("ms", tz="UTC")),
+        ("environment", pa.string()),
+        ("verdict", pa.string()),
+        ("reason", pa.string()),
+        ("step", pa.int64()),
+        ("policy_version", pa.int64()),
+        ("batch_step", pa.int64()),
+        ("staleness", pa.int64()),
+        ("group_state", pa.string()),
+        ("group", pa.int32()),
+        ("sample", pa.int32()),
+        ("problem_id", pa.string()),
+        ("target_length", pa.int32()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("output_tokens", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("reward", pa.float64()),
+        ("claimed_reward", pa.float64()),
+        ("prompt", pa.string()),
+        ("output", pa.string()),
+    ]
+)
+"""Columns of an export; docs/tutorial.md says what each is."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote; `unreadable`: files without accepting verdict that do not parse."""
+
+    files: int
+    rows: int
+    unreadable: int
+
+
+def export(
+    store: Store,
+    objects: ObjectStore,
+    out: Path,
+    wanted: Wanted,
+    *,
+    tokenizer: Any = None,
+    begins: Callable[[int], None] = lambda _total: None,
+    went: Callable[[int], None] = lambda _files: None,
+) -> Exported:
+    """Writes the rows of all `wanted` files to the Parquet file `out`, which appears when it is
+    whole. One view of the store is read, and one file at a time.
+
+    Args: `begins` is called with the number of files, `went` after each.
+    Raises UserError if `out` is there or cannot be written, NotFoundError, UntrustedError or
+    MalformedError for an accepted file that is not in the store or damaged.
+    """
+    make_folder(out.parent)
+    if out.exists():
+        raise UserError(f"{out} exists already", hint="name another file by --out")
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        with store.read() as connection:
+            place, run = meta.get(connection, meta.SERVES), runs_of(connection).first
+            about = {"pool": place or "", "run": str(run.digest())}
+            with pq.ParquetWriter(part, COLUMNS.with_metadata(about), compression="zstd") as writer:
+                begins(files.count(connection, wanted))
+                done = _write(connection, objects, wanted, writer, tokenizer, went)
+        part.replace(out)
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written: {error.strerror or error}", hint="name another by --out"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return done
+
+
+def _write(
+    connection: Connection,
+    objects: ObjectStore,
+    wanted: Wanted,
+    writer: pq.ParquetWriter,
+    tokenizer: Any,
+    went: Callable[[int], None],
+) -> Exported:
+    ready: list[pa.RecordBatch] = []
+    count = rows = unreadable = 0
+
+    def flush() -> None:
+        if ready:
+            writer.write_table(pa.Table.from_batches(ready))
+            ready.clear()
+
+    for page in files.every(connection, wanted, _AT_ONCE):
+        for row, known in zip(page, facts(connection, page), strict=True):
+            try:
+                batch = _record_batch(connection, objects, row, known, tokenizer)
+            except FileError:
+                if row.status == "accepted":
+                    raise
+                unreadable += 1
+            except NotFoundError as error:
+                raise NotFoundError(f"rollout file {row.digest}: {error}") from error
+            else:
+                ready.append(batch)
+                count, rows = count + 1, rows + batch.num_rows
+            if sum(batch.nbytes for batch in ready) >= ROW_GROUP_BYTES:
+                flush()
+            went(1)
+    flush()
+    return Exported(count, rows, unreadable)
+
+
+def _record_batch(
+    connection: Connection,
+    objects: ObjectStore,
+    row: SubmissionRow,
+    known: FileFacts,
+    tokenizer: Any,
+) -> pa.RecordBatch:
+    deadline = lease_of(connection, row).lease.deadline
+    file, rewards = read_file(objects, row, deadline)
+    state = {group.group: group for group in known.groups}
+    same = {
+        "file": row.digest,
+        "node": row.node,
+        "received_at": datetime.fromtimestamp(row.received_at, UTC),
+        "environment": known.environment,
+        "verdict": row.status,
+        "reason": known.reason,
+        "step": row.step,
+    }
+    lines = []
+    for one, reward in zip(file.rows, rewards, strict=True):
+        group = state.get(one.group)
+        prompt, output = _texts(one, tokenizer)
+        lines.append(
+            same
+            | {
+                "policy_version": one.policy_version,
+                "batch_step": None if group is None else group.batch,
+                "staleness": known.staleness if group is None else group.staleness,
+                "group_state": None if group is None else group.state,
+                "group": one.group,
+                "sample": one.sample,
+                "problem_id": one.problem_id,
+                "target_length": one.target_length,
+                "prompt_tokens": one.prompt_tokens,
+                "output_tokens": one.output_tokens,
+                "logprobs": one.logprobs,
+                "finish_reason": one.finish_reason,
+                "reward": reward,
+                "claimed_reward": one.reward,
+                "prompt": prompt,
+                "output": output,
+            }
+        )
+    return pa.RecordBatch.from_pylist(lines, schema=COLUMNS)

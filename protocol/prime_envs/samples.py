@@ -1,0 +1,53 @@
+"""A sample as a person reads it: prompt, thinking and answer, with its reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import typer
+
+from prime_core.printing import printable
+from prime_envs.chat import END_OF_THOUGHT, THINK
+
+SpanKind = Literal["prompt", "thinking", "answer"]
+Style = Callable[[str, SpanKind], str]
+"""Colors a text by what it is; what it returns is printed as it is."""
+
+
+def styled(text: str, kind: SpanKind) -> str:
+    """A text in its color: prompts dim, thinking cyan. `typer.echo` takes the colors out where the
+    output is no terminal."""
+    if kind == "answer":
+        return text
+    return typer.style(text, dim=True) if kind == "prompt" else typer.style(text, fg="cyan")
+
+
+def spans(prompt: str, output: str) -> list[tuple[SpanKind, str]]:
+    """The sample's text in pieces, in order. Thinking goes from `<think>`, or from the beginning if
+    the prompt ends with it, to the end of `</think>` (or of the output), tags included."""
+    found: list[tuple[SpanKind, str]] = [("prompt", prompt)]
+    thinking = prompt.rstrip().endswith(THINK)
+    while output:
+        tag = END_OF_THOUGHT if thinking else THINK
+        at = output.find(tag)
+        cut = len(output) if at < 0 else at + len(tag) if thinking else at
+        if cut:
+            found.append(("thinking" if thinking else "answer", output[:cut]))
+        output, thinking = output[cut:], not thinking
+    return found
+
+
+def sample_text(prompt: str, output: str, *, tokens: int, finish: str, style: Style) -> str:
+    """The sample's text and how it ended. What strangers wrote cannot steer the terminal."""
+    shown = "".join(
+        style(printable(text, keep="\n\t"), kind) for kind, text in spans(prompt, output)
+    )
+    return f"{shown}\n{tokens} tokens, ended by {finish}"
+
+
+def reward_text(reward: float, parts: Mapping[str, int], reason: str) -> str:
+    """`reward 1.000 (task_micro 1000000, length 8; right)`."""
+    named = ", ".join(f"{name} {value}" for name, value in parts.items())
+    within = printable("; ".join(filter(None, (named, reason))))
+    return f"reward {reward:.3f}" + (f" ({within})" if within else "")
