@@ -1,23 +1,27 @@
-"""The log of every long-running program: one line an event on stderr, its time in UTC.
+"""The log of every long-running program: one line per event on stderr, times in UTC.
 
-Much of what is logged was said by strangers (files, peers, tasks): what does not print is written
-out, so that no message looks like another program's, or like several.
+PRIME_LOG_FORMAT=json writes JSON objects instead of text. Messages may carry text from outside
+(files, peers, tasks), so characters that do not print are escaped: a message cannot look like
+another program's, or like several.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from typing import Any
 
+from prime_core.errors import UserError
 from prime_core.printing import printable
 
+FORMAT_VARIABLE = "PRIME_LOG_FORMAT"
 LINE = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class PlainFormatter(logging.Formatter):
-    """One printable line an event, then its traceback's, printable too."""
+    """One printable line per event, then the printable lines of its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return printable(super().formatMessage(record))
@@ -29,9 +33,36 @@ class PlainFormatter(logging.Formatter):
         return printable(super().formatStack(stack_info), keep="\n")
 
 
+def json_formatter() -> logging.Formatter:
+    """Formats an event as one JSON object: `timestamp` (RFC 3339, UTC), `level`, `logger`, `event`
+    and, for an exception, `exception` with its frames (without local variables)."""
+    import structlog
+
+    tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.ExceptionRenderer(tracebacks),
+        ],
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.JSONRenderer(),
+        ],
+    )
+
+
 def log_to_stderr(level: int | str, line: str = LINE) -> None:
-    """Sets up the root logger, unless somebody has before; `level` by number or by its name."""
-    formatter = PlainFormatter(line, "%Y-%m-%d %H:%M:%SZ")
+    """Sets up the root logger, unless it has a handler already.
+
+    `level` is a number or a name. `line` is the format of text. Raises UserError if
+    PRIME_LOG_FORMAT is neither `text` nor `json`.
+    """
+    form = os.environ.get(FORMAT_VARIABLE, "text")
+    if form not in ("text", "json"):
+        raise UserError(f"{FORMAT_VARIABLE} is {form!r}", hint="set it to text or json")
+    formatter = json_formatter() if form == "json" else PlainFormatter(line, "%Y-%m-%d %H:%M:%SZ")
     formatter.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)

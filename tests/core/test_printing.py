@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import logging
 
 import pytest
 
 from prime_core.errors import UserError
-from prime_core.logs import LINE, PlainFormatter
+from prime_core.logs import LINE, PlainFormatter, json_formatter, log_to_stderr
 from prime_core.printing import printable
 from prime_node.cli_common import tree_lines
 
@@ -42,6 +43,32 @@ def test_a_log_has_one_line_an_event_whatever_is_logged() -> None:
         log.exception("it failed")
     assert "Traceback" in written.getvalue()
     assert all(line.isprintable() for line in written.getvalue().split("\n"))
+
+
+def test_json_logs_are_one_object_an_event() -> None:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(json_formatter())
+    log = logging.Logger("stranger", logging.INFO)
+    log.addHandler(handler)
+    log.info("made with %s", HOSTILE)
+    secret = "a local variable"
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("it failed")
+    first, second = (json.loads(line) for line in written.getvalue().splitlines())
+    assert first.pop("timestamp").endswith("Z")
+    assert first == {"event": f"made with {HOSTILE}", "level": "info", "logger": "stranger"}
+    assert second["exception"][0]["exc_type"] == "ValueError"
+    assert secret not in written.getvalue()
+    assert written.getvalue().isascii()
+
+
+def test_an_unknown_log_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_LOG_FORMAT", "xml")
+    with pytest.raises(UserError, match="xml"):
+        log_to_stderr("info")
 
 
 def test_published_words_reach_no_terminal_as_they_are() -> None:
