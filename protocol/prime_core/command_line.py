@@ -20,11 +20,13 @@ from prime_core.printing import last_words
 _EXTRAS = {
     "torch": "torch", "transformers": "torch", "safetensors": "torch",
     "numpy": "rollout-base", "pyarrow": "rollout-base", "zstandard": "rollout-base",
-    "math_verify": "rollout-base", "reasoning_gym": "families",
+    "jinja2": "rollout-base", "math_verify": "rollout-base", "sympy": "rollout-base",
+    "reasoning_gym": "families", "tokenizers": "torch",
     "docker": "node", "psutil": "node", "pynvml": "node",
     "fastapi": "orchestrator", "starlette": "orchestrator", "uvicorn": "orchestrator",
     "sqlalchemy": "orchestrator", "alembic": "orchestrator", "psycopg": "orchestrator",
-    "accelerate": "trainer", "peft": "trainer", "vllm": "rollout",
+    "boto3": "s3", "botocore": "s3", "triton": "torch",
+    "accelerate": "trainer", "peft": "trainer", "tensorboardX": "trainer", "vllm": "rollout",
 }  # fmt: skip
 """Package that an extra of pyproject.toml brings → that extra."""
 _OWN = {
