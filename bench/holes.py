@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import seats
 from bench.form import Row
 from devnet.chain import CHAIN_ID, Anvil, dev_signer
 from prime_chain import client as chain_client
@@ -35,6 +36,7 @@ def run(quick: bool) -> list[Row]:
         root = Path(folder)
         rows = [_index_rate(root, 5_000 if quick else 50_000)]
         rows += _spam(root, 20_000 if quick else 1_000_000)
+        rows += _dropped(root)
         anvil = Anvil(log=root / "anvil.log").start()
         try:
             anvil.mine(3)
@@ -101,6 +103,18 @@ def _spam(root: Path, count: int) -> list[Row]:
     return [
         Row("spam_request_cpu_ms", loud * 1e3, "CPU ms", None, "lower", 403, BEFORE),
         Row("spam_request_cpu_ratio", loud / quiet, "times the quiet store", 1.5),
+    ]
+
+
+def _dropped(root: Path) -> list[Row]:
+    """Accepted files that ten seats cost an honest pool by dropping every lease."""
+    established, fresh = seats.measure(root)
+    unit = "% of accepted files"
+    return [
+        Row("dropped_leases_first_life", 100 * established.first, unit, 50),
+        Row("dropped_leases_after", 100 * established.after, unit, 10, "lower", 91, BEFORE),
+        Row("dropped_leases_start_first_life", 100 * fresh.first, unit, 67),
+        Row("dropped_leases_start_after", 100 * fresh.after, unit, 10),
     ]
 
 

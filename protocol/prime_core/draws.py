@@ -114,10 +114,14 @@ class SaltOpening(Strict):
 
     random: DigestField
     draws: DigestField
+    problems: DigestField | None = None
+    """Where the groups of an expired lease are issued again: the seed that its problems were drawn
+    from. None: they are drawn from the lease's own seed."""
 
     def salt(self) -> Digest:
-        """keccak256("prime/salt/v1" ‖ random ‖ draws)."""
-        return encoding.keccak256(b"prime/salt/v1" + to_bytes(self.random) + to_bytes(self.draws))
+        """keccak256("prime/salt/v1" ‖ random ‖ draws ‖ problems, if any)."""
+        parts = [self.random, self.draws] + ([self.problems] if self.problems else [])
+        return encoding.keccak256(b"prime/salt/v1" + b"".join(to_bytes(part) for part in parts))
 
 
 def reveal_at(epoch: int, *, epoch_seconds: int, lease_seconds: int) -> int:

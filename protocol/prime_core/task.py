@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from prime_core.draws import SaltOpening
+from prime_core.ids import Digest
 from prime_core.signing import (
     U32,
     U64,
@@ -80,6 +81,10 @@ class SignedLease(Strict):
     opening: SaltOpening | None = None
     """What the salt commits to. None where nobody will be slashed (calibration); a node refuses
     such a lease, and no validator judges its file."""
+
+    def problems(self) -> Digest | None:
+        """The seed that the lease's problems are drawn from, if it is not the lease's own."""
+        return self.opening.problems if self.opening is not None else None
 
     def opens(self) -> bool:
         """Whether the salt is what `opening` says."""

@@ -39,11 +39,12 @@ def plan_rows(
     run: RunDefinition,
     environment: Environment,
     tokenizer: Any,
+    problems: Digest | None = None,
 ) -> list[PlannedRow]:
-    """The rows of a lease, sorted by (group, sample)."""
+    """The rows of a lease, sorted by (group, sample). `problems`: see SignedLease.problems."""
     seed = seeds.lease_seed(lease_digest)
     groups = run.groups_per_lease
-    indices = seeds.problem_indices(seed, groups, run.environment.train_size)
+    indices = seeds.problem_indices(problems or seed, groups, run.environment.train_size)
     rows = []
     for group, index in enumerate(indices):
         problem = environment.problem(index)
@@ -173,7 +174,9 @@ def build_rollout_file(
     `engine` has the policy `signed.policy_version` loaded; `lease_digest` is the EIP-712 digest of
     `signed.lease` under the pool's Work domain.
     """
-    plan = plan_rows(signed.lease, lease_digest, run, environment, engine.tokenizer)
+    plan = plan_rows(
+        signed.lease, lease_digest, run, environment, engine.tokenizer, signed.problems()
+    )
     generations, proofs = generate_proved(lease_digest, plan, run, engine)
     rewards = grade_rows(plan, generations, environment, engine.tokenizer)
     rows = assemble_rows(signed, plan, generations, rewards, proofs)

@@ -175,7 +175,9 @@ def verify_file(
             _check_submission(data, file, signed, lease_digest, submission)
         _check_freshness(signed, run)
         engine = _engine(engines, signed)
-        plan = plan_rows(signed.lease, lease_digest, run, environment, engine.tokenizer)
+        plan = plan_rows(
+            signed.lease, lease_digest, run, environment, engine.tokenizer, signed.problems()
+        )
         check_rows(file.rows, plan, signed, run, engine)
         check_proofs(file.rows, engine)
         check_humps(file.rows, engine)

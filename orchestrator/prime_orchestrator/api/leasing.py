@@ -1,12 +1,17 @@
 """Leases as the API gives them: gather the view, decide, sign, write down, answer.
 
-One node holds one open lease at a time; asking again brings the same one back, unchanged.
+One node holds one open lease at a time; asking again brings the same one back, unchanged. One that
+expires goes on its node's record (manager/standing.py), and its groups are issued again, with fresh
+noise, to a node of another provider, so dropping a lease does not change what is trained on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sqlalchemy import Connection
 
+from prime_core import seeds
 from prime_core.draws import SaltOpening
 from prime_core.errors import ConflictError, FatalError, NotFoundError, PolicyError
 from prime_core.ids import Address, Digest
@@ -20,7 +25,7 @@ from prime_orchestrator.api import scheduler, shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.pauses import pause_of
 from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Supply, Wait
-from prime_orchestrator.manager import revisions, speed, targets, uploads
+from prime_orchestrator.manager import revisions, speed, standing, targets, uploads
 from prime_orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
@@ -30,6 +35,8 @@ WAIT_MS = 500
 NO_VALIDATOR = "no validator has committed to this epoch's draw: nobody could judge the file"
 RECENT_GROUPS = 256
 """Groups from which the informative share is taken."""
+TRIES = 4
+"""Leases that the same groups may have before they are given up."""
 MAX_UPLOADS = 4
 """Distinct files that may be announced for one lease (a worker may crash and begin again)."""
 
@@ -43,11 +50,12 @@ def rules_of(backend: Backend) -> Rules:
 def supply_of(connection: Connection, backend: Backend) -> Supply:
     """The pool as the scheduler sees it.
 
-    Leases that are older than half their life no longer count as under way: somebody else may make
+    Leases that are older than half their life no longer count as under way: another node may make
     up for a straggler.
     """
     run, now = backend.context.run, backend.now()
     step = batches.next_step(connection)
+    newcomers, established = leases.newcomers(connection, now, standing.PROVEN)
     return Supply(
         next_step=step,
         latest_version=policies.latest_version(connection),
@@ -56,6 +64,8 @@ def supply_of(connection: Connection, backend: Backend) -> Supply:
             leases.under_way(connection, now=now, younger_than=now - run.lease_seconds / 2)
         ),
         informative=groups.informative_share(connection, RECENT_GROUPS),
+        newcomers=newcomers,
+        established=established,
     )
 
 
@@ -79,12 +89,15 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
             )
         if held := _held(connection, account, now, shadow=False):
             return held
+        own = nodes.of_owner(connection, node)
+        if waiting := _rest(connection, node, own, now):
+            return waiting
         if pause := pause_of(connection, account, now, backend.context.run.lease_seconds):
             wait = int(1000 * pause.retry_after(now)) + 1
             return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))
         if not backend.planted.may_lease(connection, account, now):
             return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
-        asker = Asker(node.status, request.policy_version)
+        asker = Asker(node.status, request.policy_version, standing.proven(own))
         choice = scheduler.decide(asker, supply_of(connection, backend), rules_of(backend))
         return _answer(connection, backend, node, choice, request, backend.context.pool, now)
 
@@ -95,6 +108,8 @@ def shadow_lease(
     """The same for a node without a seat: a lease of the shadow pool, within `shadow.decide`."""
     if held := _held(connection, node.address, now, shadow=True):
         return held
+    if waiting := _rest(connection, node, (), now):
+        return waiting
     choice = shadow.decide(
         request.policy_version, shadow.load_of(connection, now), rules_of(backend)
     )
@@ -106,8 +121,36 @@ def _held(
     connection: Connection, account: Address, now: float, *, shadow: bool
 ) -> LeaseAnswer | None:
     for row in leases.open_of(connection, account):
-        if row.deadline >= now and row.shadow == shadow:
+        if row.deadline < now:  # the next tick ends it, and notes it on the node's record
+            return LeaseAnswer(
+                lease=None, retry_after_ms=4 * WAIT_MS, reason="its last lease has just expired"
+            )
+        if row.shadow == shadow:
             return LeaseAnswer(lease=row.signed())
+    return None
+
+
+def _rest(
+    connection: Connection, node: NodeRow, own: Sequence[NodeRow], now: float
+) -> LeaseAnswer | None:
+    """The answer to a node that gets no lease because some expired; None if it may get one.
+    `own`: the nodes of its provider."""
+    if node.rests_until > now:
+        left = node.rests_until - now
+        return LeaseAnswer(
+            lease=None,
+            retry_after_ms=int(1000 * min(60.0, left)) + 1,
+            reason=f"its last {node.misses} leases expired without a file: the next is given in "
+            f"{left:.0f} s",
+        )
+    if own and leases.held_by(connection, [n.address for n in own], now) >= standing.slots(
+        own, now
+    ):
+        return LeaseAnswer(
+            lease=None,
+            retry_after_ms=4 * WAIT_MS,
+            reason="leases of this provider's nodes expired, so it holds fewer at once for a while",
+        )
     return None
 
 
@@ -135,9 +178,29 @@ def _answer(
     draws = backend.draws.current(connection, backend.objects, backend.context, now)
     if draws is None:
         return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
-    signed = _make(connection, backend, node, choice, run, pool, draws, now)
-    leases.add(connection, backend.digest(signed.lease), signed, now=now)
+    again = None if pool >= SHADOW_POOLS else _expired(connection, node, run, now)
+    signed = _make(connection, backend, node, choice, run, pool, draws, again, now)
+    tries = 0
+    if again is not None:
+        leases.mark_issued_again(connection, again.digest)
+        tries = again.tries + 1
+    leases.add(connection, backend.digest(signed.lease), signed, now=now, tries=tries)
     return LeaseAnswer(lease=signed)
+
+
+def _expired(
+    connection: Connection, node: NodeRow, run: RunDefinition, now: float
+) -> LeaseRow | None:
+    """The oldest expired lease of another provider whose groups this node makes again. A target
+    that its class is not asked for first is left to other nodes for one lease's life."""
+    own = [one.address for one in nodes.of_owner(connection, node)]
+    preferred = run.budgets.preferred(node.speed_class)
+    since = now - TRIES * run.lease_seconds
+    for row in leases.to_issue_again(connection, own, since=since, tries=TRIES):
+        late = row.deadline + run.lease_seconds < now
+        if row.signed().lease.run_digest == run.digest() and (late or row.target in preferred):
+            return row
+    return None
 
 
 def _make(
@@ -148,6 +211,7 @@ def _make(
     run: RunDefinition,
     pool: int,
     draws: Digest,
+    again: LeaseRow | None,
     now: float,
 ) -> SignedLease:
     policy = policies.get(connection, choice.policy_version)
@@ -155,11 +219,18 @@ def _make(
         raise FatalError(f"policy {choice.policy_version} is missing from the store")
     speed_class = speed.refresh(connection, run, node)
     counts = targets.counts_of(connection, run, now=now, shadow=pool >= SHADOW_POOLS)
-    failed = any(
-        row.status not in ("submitted", "accepted")
-        for row in leases.newest_of(connection, node.address, 1)
-    )
-    opening = SaltOpening(random=backend.salt(), draws=draws)
+    problems = None
+    if again is None:
+        failed = any(
+            row.status not in ("submitted", "accepted")
+            for row in leases.newest_of(connection, node.address, 1)
+        )
+        target = scheduler.pick_target(speed_class, counts, run.budgets, failed)
+    else:
+        target = again.target
+        opened = again.signed().opening
+        problems = (opened and opened.problems) or seeds.lease_seed(again.digest)
+    opening = SaltOpening(random=backend.salt(), draws=draws, problems=problems)
     statement = Lease(
         pool=pool,
         step=choice.step,
@@ -167,7 +238,7 @@ def _make(
         index=leases.next_index(connection, choice.step),
         policy_digest=policy.digest,
         run_digest=run.digest(),
-        target=scheduler.pick_target(speed_class, counts, run.budgets, failed),
+        target=target,
         salt=opening.salt(),
         deadline=int(now) + run.lease_seconds,
     )

@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_core.verdict import Reason
+from prime_orchestrator.manager.standing import NOT_ITS_FAULT
 from prime_orchestrator.store import submissions
 
 PATIENCE = 4
@@ -23,9 +24,6 @@ PATIENCE = 4
 MOST = 12
 """How far back is looked."""
 POLL_SECONDS = 5.0
-NOT_ITS_FAULT = frozenset(
-    {Reason.UNAVAILABLE, Reason.LATE, Reason.POLICY_TOO_OLD, Reason.UNROOTED, Reason.NONE}
-)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address
-from prime_core.lifecycle import LeaseState, NodeState, step_lease, step_node
+from prime_core.lifecycle import NodeState, step_node
 from prime_core.messages import Directive, FileEnding, Heartbeat, HeartbeatAnswer
 from prime_core.verdict import Reason
 from prime_orchestrator.api import reach, shadow
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.manager import revisions, speed
+from prime_orchestrator.manager import revisions, speed, standing
 from prime_orchestrator.store import (
     chain,
     challenges,
@@ -159,8 +159,12 @@ class LifeTicks:
                         connection, node.address, state.status, last_heartbeat=node.last_heartbeat
                     )
             for lease in leases.overdue(connection, now):
-                after, _ = step_lease(LeaseState(lease.status, lease.deadline), "tick", now)
-                leases.set_status(connection, lease.digest, after.status)
+                standing.expire(
+                    connection,
+                    lease,
+                    backend.context.run.lease_seconds,
+                    excused=lease.created_at < self._up_since,
+                )
             sessions.forget(connection, now)
             challenges.forget(connection, now)
             nodes.forget_shadows(connection, now - shadow.FORGOTTEN_AFTER)

@@ -7,7 +7,8 @@ Which batch (`decide`):
     demand  = the unsealed batches that work made now may still serve, in order
 
 A node gets the first batch that its supply does not fill. An unfulfilled lease comes back to its
-node before anything else, so that dropping one gains nothing.
+node before anything else, and one that expires costs more time than any choice of the next is worth
+(manager/standing.py). Leases under way count as far as their nodes kept earlier ones.
 
 Which target length (`pick_target`), by the expected share of each target among the latest leases:
 
@@ -28,6 +29,7 @@ from prime_core.node import NodeStatus
 from prime_core.run import LEAST_SHARE, MICRO, LengthBudgets
 
 ENOUGH = "enough work is under way; the trainer has to catch up"
+NEWCOMERS = "nodes without an accepted file hold their share of the work that is under way"
 PRIOR_SHARE = 0.7
 PRIOR_WEIGHT = 64
 """The informative share is first taken to be 70 %, with the weight of 64 observed groups."""
@@ -55,9 +57,13 @@ class Supply:
     """The first batch not yet sealed."""
     latest_version: int | None
     free: tuple[tuple[int, int], ...] = ()
-    under_way: tuple[tuple[int, int], ...] = ()
+    under_way: tuple[tuple[int, float], ...] = ()
     informative: tuple[int, int] = (0, 0)
     """(informative, all) among the groups accepted lately."""
+    newcomers: int = 0
+    """Leases held by nodes whose provider has no record."""
+    established: bool = False
+    """Whether an active node's provider has one."""
 
     @property
     def share(self) -> float:
@@ -73,6 +79,8 @@ class Asker:
 
     status: NodeStatus
     policy_version: int
+    proven: bool = True
+    """Whether its provider has a record of kept leases."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,12 @@ def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
         return Wait("no policy is published yet")
     if asker.policy_version < supply.latest_version - rules.max_staleness:
         return Wait(f"policy {asker.policy_version} is too old; load {supply.latest_version}")
+    if (
+        not asker.proven
+        and supply.established
+        and supply.newcomers >= newcomers_room(supply, rules)
+    ):
+        return Wait(NEWCOMERS)
     step = first_lacking(supply, rules)
     if step is None:
         return Wait(ENOUGH)
@@ -111,6 +125,13 @@ def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
     if step < version:
         return Wait(f"batch {step} waits for groups of policy {step} or older")
     return Grant(step=step, policy_version=version)
+
+
+def newcomers_room(supply: Supply, rules: Rules) -> int:
+    """How many leases nodes without a record may hold while others have one: half of those that
+    fill every batch within reach of a policy, one at least."""
+    groups = (rules.max_staleness + 1) * (rules.groups_per_batch + rules.surplus)
+    return max(1, int(groups / (rules.groups_per_lease * supply.share) / 2))
 
 
 def first_lacking(supply: Supply, rules: Rules) -> int | None:

@@ -56,7 +56,7 @@ from prime_core.verdict import (
     VerdictTable,
 )
 from prime_orchestrator.context import PoolContext, read_object
-from prime_orchestrator.manager import reviews, revisions, slashing
+from prime_orchestrator.manager import reviews, revisions, slashing, standing
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.manager.members import apply_node_event
@@ -315,6 +315,8 @@ class Judge:
         _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
         if outcome is Outcome.ACCEPTED:
             row_marks.remember(connection, digest, chosen.table.marks, now=now)
+        if not row.shadow:
+            standing.judged(connection, Address(row.node), outcome, chosen.reason)
         if row.shadow:
             log.info("shadow submission: nothing follows from its verdict")
         elif outcome is Outcome.ACCEPTED:

@@ -12,8 +12,9 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address
-from prime_core.lifecycle import LeaseState, NodeEventKind, NodeState, step_lease, step_node
+from prime_core.lifecycle import NodeEventKind, NodeState, step_node
 from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.standing import expire
 from prime_orchestrator.store import chain, leases, nodes, schema
 from prime_orchestrator.store.chain import EventRow
 
@@ -146,5 +147,4 @@ def apply_node_event(
     nodes.set_status(connection, node, state.status, last_heartbeat=row.last_heartbeat)
     if "release_leases" in effects:
         for lease in leases.open_of(connection, node):
-            ended, _ = step_lease(LeaseState("open", lease.deadline), "tick", float("inf"))
-            leases.set_status(connection, lease.digest, ended.status)
+            expire(connection, lease, context.run.lease_seconds, excused=event != "left")

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from prime_core.ids import Address, Digest
 from prime_core.task import LeaseStatus, SignedLease
 from prime_orchestrator.store import schema
+from prime_orchestrator.store.nodes import owner_column
 from prime_orchestrator.store.rows import record, records
 
 _leases = schema.leases.c
@@ -34,14 +35,19 @@ class LeaseRow:
     body: str
     shadow: bool
     target: int
+    tries: int
+    issued_again: int
 
     def signed(self) -> SignedLease:
         """The lease as it was given out."""
         return SignedLease.model_validate_json(self.body)
 
 
-def add(connection: Connection, digest: Digest, signed: SignedLease, *, now: float) -> None:
-    """Writes a new open lease before it is handed out."""
+def add(
+    connection: Connection, digest: Digest, signed: SignedLease, *, now: float, tries: int = 0
+) -> None:
+    """Writes a new open lease before it is handed out. `tries`: how many leases of its groups
+    expired before it."""
     lease = signed.lease
     connection.execute(
         sa.insert(schema.leases).values(
@@ -56,6 +62,7 @@ def add(connection: Connection, digest: Digest, signed: SignedLease, *, now: flo
             body=signed.model_dump_json(),
             shadow=lease.shadow,
             target=lease.target,
+            tries=tries,
         )
     )
 
@@ -99,6 +106,45 @@ def overdue(connection: Connection, now: float) -> list[LeaseRow]:
     return records(LeaseRow, connection.execute(query).mappings().all())
 
 
+def to_issue_again(
+    connection: Connection, others: Collection[Address], *, since: float, tries: int
+) -> list[LeaseRow]:
+    """Expired paid leases of nodes outside `others`, given at `since` or later, whose groups no
+    later lease has, after fewer than `tries` expired ones; oldest first, a few."""
+    query = (
+        sa.select(schema.leases)
+        .where(
+            _leases.status == "expired",
+            _leases.deadline >= since,
+            _leases.issued_again == 0,
+            _leases.shadow.is_(False),
+            _leases.tries + 1 < tries,
+            _leases.node.not_in(others),
+        )
+        .order_by(_leases.deadline, _leases.digest)
+        .limit(8)
+    )
+    return records(LeaseRow, connection.execute(query).mappings().all())
+
+
+def mark_issued_again(connection: Connection, digest: Digest) -> None:
+    """A later lease has the groups of this one."""
+    connection.execute(
+        sa.update(schema.leases).where(_leases.digest == digest).values(issued_again=1)
+    )
+
+
+def held_by(connection: Connection, nodes: Collection[Address], now: float) -> int:
+    """How many paid leases `nodes` together hold open, before their deadlines."""
+    query = sa.select(sa.func.count()).where(
+        _leases.node.in_(nodes),
+        _leases.status == "open",
+        _leases.deadline >= now,
+        _leases.shadow.is_(False),
+    )
+    return int(connection.execute(query).scalar_one())
+
+
 def set_status(connection: Connection, digest: Digest, status: LeaseStatus) -> None:
     """Writes the outcome of `lifecycle.step_lease`."""
     connection.execute(
@@ -130,16 +176,24 @@ def highest_step(connection: Connection) -> int | None:
     return None if found is None else int(found)
 
 
-def under_way(connection: Connection, *, now: float, younger_than: float) -> list[tuple[int, int]]:
+def under_way(
+    connection: Connection, *, now: float, younger_than: float
+) -> list[tuple[int, float]]:
     """(policy version, number of leases) that may still bring groups.
 
     Counted are open leases before their deadline, given to active nodes after `younger_than`, and
-    submitted ones that a validator may yet judge; no shadow leases, whose files bring none.
+    submitted ones that a validator may yet judge; no shadow leases, whose files bring none. An open
+    lease counts as the share of leases that its provider's nodes kept of late, one of a node whose
+    latest lease expired as nothing.
     """
     nodes, jobs, submissions = schema.nodes.c, schema.jobs.c, schema.submissions.c
+    owners = _owners()
+    share = (owners.c.kept + 1.0) / (owners.c.kept + owners.c.missed + 1.0)
+    weight = sa.case((nodes.misses > 0, 0.0), else_=share)
     held = (
-        sa.select(_leases.policy_version, sa.func.count())
+        sa.select(_leases.policy_version, sa.func.sum(weight))
         .join(schema.nodes, nodes.address == _leases.node)
+        .join(owners, owners.c.owner == owner_column())
         .where(
             _leases.status == "open",
             _leases.deadline >= now,
@@ -160,7 +214,44 @@ def under_way(connection: Connection, *, now: float, younger_than: float) -> lis
         .group_by(submissions.policy_version)
     )
     found = [*connection.execute(held), *connection.execute(judged_soon)]
-    return sorted((int(version), int(n)) for version, n in found)
+    return sorted((int(version), float(n)) for version, n in found)
+
+
+def _owners() -> sa.Subquery:
+    """The record of each provider: what its nodes kept and missed."""
+    nodes = schema.nodes.c
+    query = sa.select(
+        owner_column().label("owner"),
+        sa.func.sum(nodes.kept).label("kept"),
+        sa.func.sum(nodes.missed).label("missed"),
+    )
+    return query.group_by(owner_column()).subquery()
+
+
+def newcomers(connection: Connection, now: float, proven: float) -> tuple[int, bool]:
+    """(open paid leases of nodes whose provider kept fewer than `proven` leases, whether an active
+    node's provider has kept as many)."""
+    nodes = schema.nodes.c
+    owners = _owners()
+    held = (
+        sa.select(sa.func.count())
+        .select_from(schema.leases)
+        .join(schema.nodes, nodes.address == _leases.node)
+        .join(owners, owners.c.owner == owner_column())
+        .where(
+            _leases.status == "open",
+            _leases.deadline >= now,
+            _leases.shadow.is_(False),
+            owners.c.kept < proven,
+        )
+    )
+    known = (
+        sa.select(nodes.address)
+        .join(owners, owners.c.owner == owner_column())
+        .where(nodes.status == "active", owners.c.kept >= proven)
+        .limit(1)
+    )
+    return int(connection.execute(held).scalar_one()), connection.execute(known).first() is not None
 
 
 def latest_by_target(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -32,6 +33,10 @@ class NodeRow:
     policy_version: int | None
     tokens_per_second: int
     created_at: float
+    kept: float
+    missed: float
+    misses: int
+    rests_until: float
 
 
 def get(connection: Connection, address: Address) -> NodeRow | None:
@@ -167,6 +172,41 @@ def set_class(connection: Connection, address: Address, speed_class: int) -> Non
     connection.execute(
         sa.update(schema.nodes).where(_nodes.address == address).values(speed_class=speed_class)
     )
+
+
+def note_kept(connection: Connection, address: Address, memory: float) -> None:
+    """One more lease that the node fulfilled; what came before counts `memory` times as much."""
+    connection.execute(
+        sa.update(schema.nodes)
+        .where(_nodes.address == address)
+        .values(kept=_nodes.kept * memory + 1.0, missed=_nodes.missed * memory, misses=0)
+    )
+
+
+def note_missed(
+    connection: Connection, address: Address, memory: float, *, rests_until: float | None = None
+) -> None:
+    """One more lease that came to nothing by the node's fault; with `rests_until` it expired."""
+    changed: dict[str, Any] = {
+        "kept": _nodes.kept * memory,
+        "missed": _nodes.missed * memory + 1.0,
+    }
+    if rests_until is not None:
+        changed |= {"misses": _nodes.misses + 1, "rests_until": rests_until}
+    connection.execute(sa.update(schema.nodes).where(_nodes.address == address).values(**changed))
+
+
+def owner_column() -> sa.ColumnElement[str]:
+    """Who answers for a node: its provider; the node itself while no chain event names one."""
+    return sa.func.coalesce(_nodes.provider, _nodes.address)
+
+
+def of_owner(connection: Connection, node: NodeRow) -> list[NodeRow]:
+    """Every node of the same provider, in any state."""
+    if node.provider is None:
+        return [node]
+    query = sa.select(schema.nodes).where(_nodes.provider == node.provider)
+    return records(NodeRow, connection.execute(query).mappings().all())
 
 
 def live_rates(connection: Connection) -> list[tuple[float | None, float | None]]:

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 from prime_orchestrator.store.sender_tables import sender_tables
@@ -41,6 +42,11 @@ nodes = Table(
     Column("policy_version", BigInteger),
     Column("tokens_per_second", Integer, nullable=False, default=0),
     Column("created_at", Float, nullable=False),
+    Column("kept", Float, nullable=False, server_default=text("0")),  # see manager/standing.py
+    Column("missed", Float, nullable=False, server_default=text("0")),
+    Column("misses", Integer, nullable=False, server_default=text("0")),  # since the last kept one
+    Column("rests_until", Float, nullable=False, server_default=text("0")),
+    Index("nodes_provider", "provider"),
 )
 
 runs = Table(  # revisions of the pool's run; its first definition comes with the process
@@ -110,6 +116,8 @@ leases = Table(
     Column("body", Text, nullable=False),  # JSON of SignedLease
     Column("shadow", Boolean, nullable=False, default=False),  # see Lease.shadow
     Column("target", BigInteger, nullable=False),  # length in tokens that its groups ask for
+    Column("tries", Integer, nullable=False, server_default=text("0")),  # expired before it
+    Column("issued_again", Integer, nullable=False, server_default=text("0")),  # 1: by a later one
     UniqueConstraint("step", "lease_index"),
     Index("leases_node_status", "node", "status"),
     Index("leases_created", "shadow", "created_at"),

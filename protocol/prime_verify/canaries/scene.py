@@ -51,7 +51,12 @@ class Scene:
     def plan(self) -> list[PlannedRow]:
         """The rows that the seed dictates."""
         return build.plan_rows(
-            self.signed.lease, self.digest, self.run, self.environment, self.engine.tokenizer
+            self.signed.lease,
+            self.digest,
+            self.run,
+            self.environment,
+            self.engine.tokenizer,
+            self.signed.problems(),
         )
 
     @property

@@ -1,0 +1,71 @@
+"""The record of each node: leases that it kept and leases that came to nothing.
+
+    kept      the file was accepted
+    missed    the lease expired, or its file ended void or rejected by the node's own fault
+
+Both fade: each ending counts MEMORY of the one before it. A record does four things:
+
+    supply    an open lease counts as the share of leases that its provider's nodes kept, and as
+              nothing while the node's latest lease expired (store.leases.under_way)
+    rest      a node whose lease expired gets none for one lease's life after the deadline, twice
+              as long with each further one, up to LONGEST lives. An accepted file ends the count
+    slots     a provider holds at most one open lease for each seat, less one for each of its nodes
+              that rests, seated or not: a fresh seat in place of one that rests gains nothing
+    newcomers while others have a record, providers without one hold half of the lead at most
+
+A lease that expires because the orchestrator was away is excused: it leaves no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection
+
+from prime_core.ids import Address
+from prime_core.lifecycle import LeaseState, step_lease
+from prime_core.verdict import Outcome, Reason
+from prime_orchestrator.store import leases, nodes
+from prime_orchestrator.store.leases import LeaseRow
+from prime_orchestrator.store.nodes import NodeRow
+
+MEMORY = 15 / 16
+LONGEST = 4
+"""Lives of a lease that a node rests at most."""
+PROVEN = 0.5
+"""So many kept leases, as they fade, make a provider no newcomer."""
+NOT_ITS_FAULT = frozenset(
+    {Reason.UNAVAILABLE, Reason.LATE, Reason.POLICY_TOO_OLD, Reason.UNROOTED, Reason.NONE}
+)
+
+
+def expire(
+    connection: Connection, lease: LeaseRow, lease_seconds: float, *, excused: bool = False
+) -> None:
+    """Ends an open lease without a file, and notes it on its node unless it is excused."""
+    ended, _ = step_lease(LeaseState(lease.status, lease.deadline), "tick", float("inf"))
+    leases.set_status(connection, lease.digest, ended.status)
+    node = nodes.get(connection, lease.node)
+    if node is None or excused:
+        return
+    rest = min(LONGEST, 2**node.misses) * lease_seconds
+    nodes.note_missed(connection, lease.node, MEMORY, rests_until=lease.deadline + rest)
+
+
+def judged(connection: Connection, node: Address, outcome: Outcome, reason: Reason) -> None:
+    """Notes a verdict on the node that made the file."""
+    if outcome is Outcome.ACCEPTED:
+        nodes.note_kept(connection, node, MEMORY)
+    elif outcome is Outcome.REJECTED or reason not in NOT_ITS_FAULT:
+        nodes.note_missed(connection, node, MEMORY)
+
+
+def proven(own: Sequence[NodeRow]) -> bool:
+    """Whether the provider of these nodes is no newcomer."""
+    return sum(node.kept for node in own) >= PROVEN
+
+
+def slots(own: Sequence[NodeRow], now: float) -> int:
+    """How many leases the provider of these nodes may hold open."""
+    seated = sum(node.status in ("active", "silent") for node in own)
+    return max(0, seated - sum(node.rests_until > now for node in own))

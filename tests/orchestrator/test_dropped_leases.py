@@ -1,0 +1,153 @@
+"""Leases that are dropped: what dropping costs the pool and the node, and who gets the groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from orchestrator_world import Session, World
+from test_api_leases import ask
+
+from bench.seats import measure
+from prime_core import seeds
+from prime_core.task import SignedLease
+from prime_core.verdict import Outcome, Reason
+from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.manager import standing
+from prime_orchestrator.store import leases, nodes
+
+
+@pytest.mark.slow
+def test_ten_seats_that_drop_their_leases_cost_a_pool_little(tmp_path: Path) -> None:
+    established, fresh = measure(tmp_path, lives=3)
+    assert established.after <= 0.1
+    assert fresh.after <= 0.1
+    assert established.first <= 0.5, "newcomers hold half of the lead at most"
+    # their leases count for half of a lease's life, and then the first files take a while
+    assert fresh.first <= 2 / 3
+
+
+class Watch:
+    """An orchestrator that is up all the time, and nodes that are heard of."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.life = world, LifeTicks(world.backend)
+
+    def wait(self, seconds: float) -> None:
+        end = self.world.clock() + seconds
+        while self.world.clock() < end:
+            self.world.clock.advance(min(5.0, end - self.world.clock()))
+            with self.world.backend.store.begin() as connection:
+                for node in nodes.every(connection, ("active",)):
+                    nodes.set_status(
+                        connection, node.address, "active", last_heartbeat=self.world.clock()
+                    )
+            self.life.tick()
+
+
+def owned(world: World, session: Session, owner: int) -> None:
+    with world.backend.store.begin() as connection:
+        provider = f"0x{owner:040x}"
+        nodes.set_member(connection, session.account.address, provider=provider)  # type: ignore[arg-type]
+
+
+def test_a_node_that_drops_a_lease_rests_twice_as_long_each_time(world: World) -> None:
+    watch, session = Watch(world), world.member(1)
+    rests = []
+    for _ in range(4):
+        assert ask(world, session).lease is not None
+        watch.wait(60)
+        watch.wait(1)
+        start = world.clock()
+        while (answer := ask(world, session)).lease is None:
+            assert "expired without a file" in answer.reason
+            watch.wait(answer.retry_after_ms / 1000)
+        rests.append(round(world.clock() - start))
+        world.hand_in(session, str(len(rests)).encode())  # judged later: ends no count
+        world.clock.advance(1)
+    assert rests == [59, 119, 239, 239]
+
+
+def test_an_accepted_file_ends_the_count_of_dropped_leases(world: World) -> None:
+    watch, session = Watch(world), world.member(1)
+    node = session.account.address
+    for _ in range(2):
+        world.lease(session)
+        watch.wait(300)
+    with world.backend.store.begin() as connection:
+        standing.judged(connection, node, Outcome.ACCEPTED, Reason.NONE)
+        row = nodes.get(connection, node)
+    assert row is not None
+    assert row.kept == 1
+    assert row.missed == pytest.approx((15 / 16) * (1 + 15 / 16))
+    assert row.misses == 0
+
+
+def test_a_lease_that_expired_while_the_orchestrator_was_away_is_excused(world: World) -> None:
+    session = world.member(1)
+    digest = world.lease_digest(world.lease(session))
+    world.clock.advance(61)
+    LifeTicks(world.backend).tick()
+    with world.backend.store.read() as connection:
+        row, node = leases.get(connection, digest), nodes.get(connection, session.account.address)
+    assert row is not None
+    assert row.status == "expired"
+    assert node is not None
+    assert (node.missed, node.misses) == (0, 0)
+
+
+def test_a_fresh_seat_of_the_same_provider_gains_nothing(world: World) -> None:
+    watch, first = Watch(world), world.member(1)
+    owned(world, first, 7)
+    world.lease(first)
+    watch.wait(61)
+    with world.backend.store.begin() as connection:
+        nodes.set_status(connection, first.account.address, "left", last_heartbeat=world.clock())
+    second, third = world.member(2), world.member(3)
+    owned(world, second, 7)
+    owned(world, third, 8)
+    refused = ask(world, second)
+    assert refused.lease is None
+    assert "this provider's nodes expired" in refused.reason
+    assert ask(world, third).lease is not None
+    watch.wait(60)
+    assert ask(world, second).lease is not None
+
+
+def test_the_groups_of_an_expired_lease_are_made_by_another_provider(world: World) -> None:
+    watch, dropper, other = Watch(world), world.member(1), world.member(2)
+    owned(world, dropper, 7)
+    owned(world, other, 8)
+    dropped = world.lease(dropper)
+    watch.wait(61)
+    again = world.lease(other)
+    assert problems(world, again) == problems(world, dropped)
+    assert again.lease.target == dropped.lease.target
+    assert again.opens()
+    assert again.opening is not None
+    other_problems = again.opening.model_copy(update={"problems": None})
+    assert not again.model_copy(update={"opening": other_problems}).opens()
+    mine, theirs = (seeds.lease_seed(world.lease_digest(one)) for one in (again, dropped))
+    assert seeds.noise_seed(mine, 0, 0) != seeds.noise_seed(theirs, 0, 0)
+    watch.wait(61)  # the other one drops them too: they go to a third
+    third = world.member(3)
+    owned(world, third, 9)
+    assert problems(world, world.lease(third)) == problems(world, dropped)
+    watch.wait(60)  # the first node rests no longer and gets none of its own back
+    assert problems(world, world.lease(dropper)) != problems(world, dropped)
+
+
+def test_no_provider_gets_its_own_dropped_groups(world: World) -> None:
+    watch, dropper, sibling = Watch(world), world.member(1), world.member(2)
+    owned(world, dropper, 7)
+    owned(world, sibling, 7)
+    dropped = problems(world, world.lease(dropper))
+    watch.wait(121)
+    assert problems(world, world.lease(sibling)) != dropped
+    assert problems(world, world.lease(dropper)) != dropped
+
+
+def problems(world: World, signed: SignedLease) -> list[int]:
+    """The problems of a lease, as every worker and validator draws them."""
+    seed = signed.problems() or seeds.lease_seed(world.lease_digest(signed))
+    return seeds.problem_indices(seed, 2, 100)
