@@ -19,6 +19,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -66,6 +67,11 @@ JUDGE_SECONDS = 0.2
 MONEY_SECONDS = 1.0
 LIFE_SECONDS = 1.0
 LONGEST_PAUSE = 10.0
+KEPT_FILES = 1024
+"""Open files left for the database, the chain and the object store."""
+MOST_CONNECTIONS = 100_000
+BUSY = 500
+"""Connections with a request under way, for which room is kept."""
 GRACE_SECONDS = 5
 """How long running requests may still take when the process is told to end."""
 
@@ -202,19 +208,33 @@ class Server(uvicorn.Server):
         yield
 
 
+def most_connections() -> int:
+    """Raises the soft limit on open files to the hard limit.
+
+    Returns the number of connections that the limit allows, less KEPT_FILES.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
+    return min(MOST_CONNECTIONS, max(KEPT_FILES, files - KEPT_FILES))
+
+
 def make_server(app: ASGIApp, proxies: Proxies) -> Server:
-    """uvicorn, bounded as a server that strangers reach must be."""
+    """uvicorn with bounds for a public address: as many connections as the limit on open files
+    allows. The longest idle ones are closed when fewer than BUSY are left for requests."""
+    most = most_connections()
     return Server(
         uvicorn.Config(
             app,
-            http=behind(proxies),
+            http=behind(proxies, most - min(BUSY, most // 2)),
             proxy_headers=False,  # uvicorn's own believes this machine, and $FORWARDED_ALLOW_IPS
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
             timeout_keep_alive=30,
-            limit_concurrency=1000,
-            h11_max_incomplete_event_size=64 << 10,
+            limit_concurrency=most,
+            backlog=4096,
+            h11_max_incomplete_event_size=16 << 10,
             server_header=False,
         )
     )

@@ -213,6 +213,18 @@ def served(world: World, *trusted: str) -> Iterator[str]:
         listener.close()
 
 
+def test_the_server_holds_more_than_a_thousand_connections(world: World) -> None:
+    with served(world) as url, ExitStack() as stack:
+        port = int(url.rsplit(":", 1)[1])
+        held = []
+        for _ in range(1_100):
+            held.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 20)))
+            held[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert held[-1].recv(12) == b"HTTP/1.1 200"
+        held[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b'{"status":"ok"}' in held[0].recv(4096), "the first one is still open"
+
+
 def watches(held: ExitStack, url: str, forwarded: str) -> int:
     headers = {"X-Forwarded-For": forwarded}
     stream = httpx.stream("GET", f"{url}/v1/events", headers=headers, timeout=20)

@@ -210,10 +210,12 @@ class PatientH11(H11Protocol):
             self._header_timer = None
 
 
-def behind(proxies: Proxies) -> type[PatientH11]:
-    """PatientH11 that counts no trusted proxy's connections, which are many people's."""
+def behind(proxies: Proxies, waiting: int = PatientH11.MOST_WAITING) -> type[PatientH11]:
+    """PatientH11 for a server behind `proxies`, whose connections are not counted by address.
+    `waiting`: most connections without a request under way."""
 
     class Behind(PatientH11):
+        MOST_WAITING = waiting
         is_bounded = staticmethod(lambda host: is_bounded(host) and host not in proxies)
 
     return Behind
