@@ -127,13 +127,14 @@ def test_an_opinion_is_due_once_all_that_are_needed_are_sealed(either_store: Sto
 
 def test_a_nonce_is_used_once_by_its_key(either_store: Store) -> None:
     with either_store.begin() as connection:
-        assert sessions.use_nonce(connection, name(1), "n" * 16, expires=50)
-        assert not sessions.use_nonce(connection, name(1), "n" * 16, expires=50)
-        assert sessions.use_nonce(connection, name(2), "n" * 16, expires=50)
+        thrice = [(name(1), "n" * 16, 50), (name(1), "m" * 16, 50), (name(1), "n" * 16, 50)]
+        assert sessions.use_nonces(connection, thrice) == [True, True, False]
+        assert not sessions.use_nonces(connection, [(name(1), "n" * 16, 50)])[0]
+        assert sessions.use_nonces(connection, [(name(2), "n" * 16, 50)])[0]
         sessions.forget(connection, now=50)
-        assert not sessions.use_nonce(connection, name(1), "n" * 16, expires=50)
+        assert not sessions.use_nonces(connection, [(name(1), "n" * 16, 50)])[0]
         sessions.forget(connection, now=51)
-        assert sessions.use_nonce(connection, name(1), "n" * 16, expires=99)
+        assert sessions.use_nonces(connection, [(name(1), "n" * 16, 99)])[0]
 
 
 def test_a_revocation_ends_older_sessions_of_that_account_only(either_store: Store) -> None:

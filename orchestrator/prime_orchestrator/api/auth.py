@@ -6,10 +6,10 @@ signs every request (RFC 9421). Identity is always the recovered signer, never a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prime_core.errors import PolicyError, UntrustedError
+from prime_core.errors import PolicyError, PrimeError, UntrustedError
 from prime_core.ids import Address, Digest
 from prime_core.messages import RevokeRequest, SessionAnswer, SessionRequest
 from prime_core.transport.signatures import MAX_SKEW_SECONDS, Verified, verify_headers
@@ -106,37 +106,74 @@ def revoke(backend: Backend, request: RevokeRequest) -> None:
         sessions.revoke(connection, revocation.account, revocation.revoked_before)
 
 
+@dataclass(frozen=True)
+class Head:
+    """What a signed request carries besides its body."""
+
+    method: str
+    authority: str
+    target: str
+    headers: Mapping[str, str]
+
+
 def authenticate(
-    backend: Backend,
-    scope: str,
-    *,
-    method: str,
-    authority: str,
-    target: str,
-    headers: Mapping[str, str],
-) -> Caller:
-    """The caller of a signed request, from its headers alone: the body is read only then, and has
+    backend: Backend, scope: str, requests: Sequence[Head]
+) -> list[Caller | Exception]:
+    """The callers of signed requests, from their heads alone: a body is read only then, and has
     to be held to `content_digest`.
 
-    Raises MalformedError or UntrustedError if signature, session or nonce do not hold, PolicyError
-    if the session is of another scope.
+    Sessions, revocations and nonces of all of them are looked up in one transaction. An entry is a
+    MalformedError or UntrustedError if signature, session or nonce do not hold, a PolicyError if
+    the session is of another scope.
     """
-    if backend.name_for(authority) is None:
+    now = backend.now()
+    found: list[Caller | Exception] = []
+    proven: list[tuple[int, Verified]] = []
+    for at, request in enumerate(requests):
+        try:
+            verified = _verified(backend, request, now)
+        except PrimeError as error:
+            found.append(error)
+            continue
+        proven.append((at, verified))
+        found.append(UntrustedError("the session is unknown, ended or revoked: open a new one"))
+    if not proven:
+        return found
+    with backend.store.begin() as connection:
+        known = sessions.of_keys(connection, {one.key_id for _, one in proven})
+        revoked = chain.revocations(connection, {session.account for session in known.values()})
+        held: list[tuple[int, Caller]] = []
+        for at, one in proven:
+            session = known.get(one.key_id)
+            if session is None or session.revoked or session.expiry <= now:
+                continue
+            if session.issued_at < revoked.get(session.account, 0):
+                found[at] = UntrustedError("the session was revoked on chain: open a new one")
+            elif session.scope != scope:
+                found[at] = PolicyError(
+                    f"this needs a session of scope {scope!r}, not {session.scope!r}"
+                )
+            else:
+                held.append((at, Caller(session.account, session.scope, one.key_id, one)))
+        fresh = sessions.use_nonces(
+            connection,
+            [
+                (caller.key_id, caller.proven.nonce, caller.proven.expires + NONCE_MARGIN_SECONDS)
+                for _, caller in held
+            ],
+        )
+    for (at, caller), new in zip(held, fresh, strict=True):
+        used = UntrustedError("this request was already made (its nonce is used up)")
+        found[at] = caller if new else used
+    return found
+
+
+def _verified(backend: Backend, request: Head, now: float) -> Verified:
+    if backend.name_for(request.authority) is None:
         raise UntrustedError(
-            f"the request is addressed to {authority[:200]!r}; this orchestrator is "
+            f"the request is addressed to {request.authority[:200]!r}; this orchestrator is "
             f"{backend.audience} (its operator adds names with --also-known-as)"
         )
-    now = backend.now()
-    proven = verify_headers(method, authority, target, headers, now=now)
-    with backend.store.begin() as connection:
-        session = sessions.get(connection, proven.key_id)
-        if session is None or session.revoked or session.expiry <= now:
-            raise UntrustedError("the session is unknown, ended or revoked: open a new one")
-        if session.issued_at < chain.revoked_before(connection, session.account):
-            raise UntrustedError("the session was revoked on chain: open a new one")
-        if session.scope != scope:
-            raise PolicyError(f"this needs a session of scope {scope!r}, not {session.scope!r}")
-        expires = proven.expires + NONCE_MARGIN_SECONDS
-        if not sessions.use_nonce(connection, proven.key_id, proven.nonce, expires=expires):
-            raise UntrustedError("this request was already made (its nonce is used up)")
-    return Caller(session.account, session.scope, proven.key_id, proven)
+    return verify_headers(
+        request.method, request.authority, request.target, request.headers, now=now
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -32,55 +34,120 @@ log = logging.getLogger(__name__)
 MAX_ENDINGS = 16
 ENDING_MARGIN_SECONDS = 60
 """A verdict's time is its validator's; told again within this margin, a node knows it already."""
+LATELY_SECONDS = 600
 GAP_SECONDS = 10.0
 """Ticks come every second; so long without one, and heartbeats may have been missed by us."""
 RELAY_SECONDS = 120
 """A relay not heard of for so long is no longer named to nodes."""
 
 
-def heartbeat(backend: Backend, account: Address, beat: Heartbeat) -> HeartbeatAnswer:
-    """Notes that the node lives, and says what it should do next."""
+def heartbeats(
+    backend: Backend, said: Sequence[tuple[Address, Heartbeat]]
+) -> list[HeartbeatAnswer]:
+    """Notes that nodes live, and says what each should do next.
+
+    One transaction serves all of them. It waits for no node's row: heartbeats of nodes whose rows
+    another transaction holds, or that have none, follow one by one.
+    """
+    answers: list[HeartbeatAnswer | None] = [None] * len(said)
+    if len(said) > 1:
+        with backend.store.begin() as connection:
+            rows = nodes.lock_free(connection, {account for account, _ in said})
+            served = [at for at, (account, _) in enumerate(said) if account in rows]
+            found = _heard(connection, backend, [said[at] for at in served], rows)
+        for at, one in zip(served, found, strict=True):
+            answers[at] = one
+    for at, (account, beat) in enumerate(said):
+        if answers[at] is None:
+            with backend.store.begin() as connection:
+                row = nodes.lock_row(connection, account)
+                known = {account: row} if row is not None else {}
+                (answers[at],) = _heard(connection, backend, [(account, beat)], known)
+    return [answer for answer in answers if answer is not None]
+
+
+def _heard(
+    connection: Connection,
+    backend: Backend,
+    said: Sequence[tuple[Address, Heartbeat]],
+    rows: dict[Address, NodeRow],
+) -> list[HeartbeatAnswer]:
+    """The answers to heartbeats, with what they change written. `rows`: the nodes as they were,
+    locked."""
     now, context = backend.now(), backend.context
-    with backend.store.begin() as connection:
-        node = nodes.lock_row(connection, account)
-        if node is not None:
-            state, _ = step_node(
-                NodeState(node.status, node.last_heartbeat),
-                "heartbeat",
-                now,
-                death_seconds=context.run.death_seconds,
-                orchestrator_up_since=now,
-            )
-            nodes.set_status(connection, account, state.status, last_heartbeat=state.last_heartbeat)
-            nodes.heard(
-                connection,
-                account,
-                policy_version=beat.policy_version,
-                tokens_per_second=beat.tokens_per_second,
-                runtime=beat.runtime,
-            )
-            if state.status == "active":  # not a shadow's word: anyone may be one
-                reach.note(connection, account, beat.policy_version, now=now)
-            node = nodes.get(connection, account)
-        directive, reason = _directive(connection, backend, account, node)
-        relays = policies.relays(connection, since=now - RELAY_SECONDS)
-        if beat.lied and node is not None:
-            backend.lies.note(account, beat.lied, [relay.url for relay in relays])
-        return HeartbeatAnswer(
-            directive=directive,
-            reason=reason,
-            status=node.status if node is not None else "left",
-            latest_version=policies.latest_version(connection),
-            relays=tuple(relay.url for relay in relays),
-            server_time=int(now),
-            endings=_endings(connection, account, beat.heard_at),
-            measure=node is not None and speed.wants_challenge(connection, node, now),
-            run_digest=revisions.next_run(connection, backend.context).digest(),
+    for account, beat in said:
+        if (row := rows.get(account)) is None:
+            continue
+        state, _ = step_node(
+            NodeState(row.status, row.last_heartbeat),
+            "heartbeat",
+            now,
+            death_seconds=context.run.death_seconds,
+            orchestrator_up_since=now,
         )
+        rows[account] = replace(
+            row,
+            status=state.status,
+            last_heartbeat=state.last_heartbeat,
+            policy_version=beat.policy_version,
+            tokens_per_second=beat.tokens_per_second,
+            runtime=beat.runtime,
+        )
+    nodes.heard(connection, list(rows.values()))
+    latest = policies.latest_version(connection)
+    reach.note(
+        connection,
+        [
+            (row.address, row.policy_version)
+            for row in rows.values()
+            if row.status == "active"  # a shadow's word does not count: anyone may be one
+        ],
+        latest,
+        now=now,
+    )
+    ended = chain.pool_ended(connection, context.pool)
+    relays = tuple(row.url for row in policies.relays(connection, since=now - RELAY_SECONDS))
+    measured = speed.want_challenges(connection, rows.values(), now)
+    run_digest = revisions.next_run(connection, context).digest()
+    endings = _endings(connection, [(account, beat.heard_at) for account, beat in said], now)
+    answers = []
+    for (account, beat), files in zip(said, endings, strict=True):
+        node = rows.get(account)
+        directive, reason = _directive(connection, account, node, pool_ended=ended)
+        if beat.lied and node is not None:
+            backend.lies.note(account, beat.lied, relays)
+        answers.append(
+            HeartbeatAnswer(
+                directive=directive,
+                reason=reason,
+                status=node.status if node is not None else "left",
+                latest_version=latest,
+                relays=relays,
+                server_time=int(now),
+                endings=files,
+                measure=account in measured,
+                run_digest=run_digest,
+            )
+        )
+    return answers
 
 
-def _endings(connection: Connection, node: Address, heard_at: int) -> tuple[FileEnding, ...]:
-    """The node's files that ended badly since it last heard, oldest first."""
+def _endings(
+    connection: Connection, said: Sequence[tuple[Address, int]], now: float
+) -> list[tuple[FileEnding, ...]]:
+    """For each node and the time when it last heard: its files that ended badly since, oldest
+    first. Those that heard lately are asked for together first, as most of them have none."""
+    lately = [(node, at) for node, at in said if at > now - LATELY_SECONDS]
+    affected = frozenset(node for node, at in said if at <= now - LATELY_SECONDS)
+    if lately:
+        since = min(at for _, at in lately) - ENDING_MARGIN_SECONDS
+        affected |= submissions.with_bad_endings(
+            connection, {node for node, _ in lately}, since=since
+        )
+    return [_bad_files(connection, node, at) if node in affected else () for node, at in said]
+
+
+def _bad_files(connection: Connection, node: Address, heard_at: int) -> tuple[FileEnding, ...]:
     found = submissions.ended_badly(
         connection, node, since=heard_at - ENDING_MARGIN_SECONDS, limit=MAX_ENDINGS
     )
@@ -98,9 +165,9 @@ def _endings(connection: Connection, node: Address, heard_at: int) -> tuple[File
 
 
 def _directive(
-    connection: Connection, backend: Backend, account: Address, node: NodeRow | None
+    connection: Connection, account: Address, node: NodeRow | None, *, pool_ended: bool
 ) -> tuple[Directive, str]:
-    if chain.pool_ended(connection, backend.context.pool):
+    if pool_ended:
         return "stop", "the pool has ended"
     if node is None or node.status == "left":
         return "join", "the node is not admitted: ask for a challenge"

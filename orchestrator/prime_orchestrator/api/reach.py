@@ -7,7 +7,8 @@ are heard.
 
 from __future__ import annotations
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from collections.abc import Sequence
+
 from sqlalchemy import Connection
 
 from prime_core.ids import Address
@@ -19,13 +20,25 @@ KEPT = 256
 """Versions whose arrivals are remembered."""
 
 
-def note(connection: Connection, node: Address, version: int | None, *, now: float) -> None:
-    """Takes down what a heartbeat says, if it names a policy that was published."""
-    latest = policies.latest_version(connection)
-    if version is None or latest is None or not latest - KEPT < version <= latest:
+def note(
+    connection: Connection,
+    said: Sequence[tuple[Address, int | None]],
+    latest: int | None,
+    *,
+    now: float,
+) -> None:
+    """Writes down what heartbeats say, where they name a policy that was published. `latest`: the
+    newest one."""
+    if latest is None:
         return
-    arrivals.note(connection, node, version, now=now)
-    arrivals.forget(connection, latest - KEPT)
+    known = [
+        (node, version)
+        for node, version in said
+        if version is not None and latest - KEPT < version <= latest
+    ]
+    if known:
+        arrivals.note_all(connection, known, now=now)
+        arrivals.forget(connection, latest - KEPT)
 
 
 def picture(connection: Connection) -> list[PolicyReach]:
@@ -46,18 +59,15 @@ def picture(connection: Connection) -> list[PolicyReach]:
     ]
 
 
-def metrics(connection: Connection) -> list[Metric]:
-    """How many nodes have each of the newest policies, and when the last of them got it."""
-    reached = GaugeMetricFamily(
-        "prime_policy_reach_nodes", "Nodes that have a policy.", labels=["version"]
-    )
-    last = GaugeMetricFamily(
-        "prime_policy_last_arrival_seconds",
-        "Seconds from a policy's publication to its latest arrival at a node.",
-        labels=["version"],
-    )
-    for policy in picture(connection):
-        reached.add_metric([str(policy.version)], len(policy.after_ms))
-        if policy.after_ms:
-            last.add_metric([str(policy.version)], policy.after_ms[-1] / 1000)
-    return [reached, last]
+def metrics(connection: Connection) -> list[str]:
+    """Prometheus lines: how many nodes had each of the newest policies, and the slowest arrival."""
+    seen = picture(connection)
+    lines = ["# TYPE prime_policy_reach_nodes gauge"]
+    lines += [f'prime_policy_reach_nodes{{version="{p.version}"}} {len(p.after_ms)}' for p in seen]
+    lines.append("# TYPE prime_policy_last_arrival_seconds gauge")
+    lines += [
+        f'prime_policy_last_arrival_seconds{{version="{p.version}"}} {p.after_ms[-1] / 1000}'
+        for p in seen
+        if p.after_ms
+    ]
+    return lines

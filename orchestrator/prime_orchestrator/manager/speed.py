@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import Connection
@@ -74,13 +74,25 @@ def refresh(connection: Connection, run: RunDefinition, node: NodeRow) -> int:
     return found
 
 
-def wants_challenge(connection: Connection, node: NodeRow, now: float) -> bool:
-    """Whether the node should solve one more challenge: it has too few, or old ones, and too few
-    accepted files."""
-    if node.status not in ("admitted", "active", "shadow") or node.token_rate is not None:
-        return False
-    solved = challenges.solved_since(connection, node.address, now - AGAIN_SECONDS)
-    return solved < (CHALLENGES if now - node.created_at < AGAIN_SECONDS else 1)
+def want_challenges(
+    connection: Connection, rows: Collection[NodeRow], now: float
+) -> frozenset[Address]:
+    """Those of the nodes that should solve one more challenge: they have too few, or old ones, and
+    too few accepted files."""
+    asked = [
+        row
+        for row in rows
+        if row.status in ("admitted", "active", "shadow") and row.token_rate is None
+    ]
+    if not asked:
+        return frozenset()
+    addresses = {row.address for row in asked}
+    solved = challenges.solved_since(connection, addresses, now - AGAIN_SECONDS)
+    return frozenset(
+        row.address
+        for row in asked
+        if solved.get(row.address, 0) < (CHALLENGES if now - row.created_at < AGAIN_SECONDS else 1)
+    )
 
 
 @dataclass

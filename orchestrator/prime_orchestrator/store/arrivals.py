@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new
+from prime_orchestrator.store.rows import insert_all_new
 
 _arrivals = schema.arrivals.c
 
 
 def note(connection: Connection, node: Address, version: int, *, now: float) -> None:
     """The node runs that version; only the first time counts."""
-    insert_new(connection, schema.arrivals, {"version": version, "node": node, "at": now})
+    note_all(connection, [(node, version)], now=now)
+
+
+def note_all(connection: Connection, said: Sequence[tuple[Address, int]], *, now: float) -> None:
+    """`note` of many nodes and the versions that they run."""
+    rows = [{"version": version, "node": node, "at": now} for node, version in said]
+    insert_all_new(connection, schema.arrivals, rows)
 
 
 def of(connection: Connection, version: int) -> list[float]:

@@ -10,7 +10,7 @@ chain_steps    the last blocks up to which was read
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,6 +260,14 @@ def state(connection: Connection, kind: str, account: Address) -> str | None:
 def revoked_before(connection: Connection, account: Address) -> int:
     """The newest `RevokedBefore` time that the chain shows for `account`; 0 if none."""
     return int(state(connection, "revoked", account) or 0)
+
+
+def revocations(connection: Connection, accounts: Collection[Address]) -> dict[Address, int]:
+    """`revoked_before` of those accounts that the chain shows one for."""
+    query = sa.select(_state.c.account, _state.c.value).where(
+        _state.c.kind == "revoked", _state.c.account.in_(list(accounts))
+    )
+    return {Address(account): int(value) for account, value in connection.execute(query)}
 
 
 def pool_ended(connection: Connection, pool: int) -> bool:

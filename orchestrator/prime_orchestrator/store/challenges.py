@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -68,12 +69,21 @@ def set_rate(connection: Connection, challenge_id: str, rate: float) -> None:
     )
 
 
-def solved_since(connection: Connection, node: Address, since: float) -> int:
-    """How many challenges issued at `since` or later the node has answered right."""
-    query = sa.select(sa.func.count()).where(
-        _challenges.node == node, _challenges.rate.is_not(None), _challenges.issued_at >= since
+def solved_since(
+    connection: Connection, nodes: Collection[Address], since: float
+) -> dict[Address, int]:
+    """How many challenges issued at `since` or later each of the nodes has answered right; those
+    with none are left out."""
+    query = (
+        sa.select(_challenges.node, sa.func.count())
+        .where(
+            _challenges.node.in_(list(nodes)),
+            _challenges.rate.is_not(None),
+            _challenges.issued_at >= since,
+        )
+        .group_by(_challenges.node)
     )
-    return connection.execute(query).scalar_one()
+    return {Address(node): int(count) for node, count in connection.execute(query)}
 
 
 def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:

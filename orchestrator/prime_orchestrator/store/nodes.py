@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,17 @@ def lock_row(connection: Connection, address: Address) -> NodeRow | None:
     """Like `get`; the row cannot change until the transaction ends."""
     query = sa.select(schema.nodes).where(_nodes.address == address).with_for_update()
     return record(NodeRow, connection.execute(query).mappings().first())
+
+
+def lock_free(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
+    """`lock_row` of those nodes whose rows no other transaction holds: it never waits."""
+    query = (
+        sa.select(schema.nodes)
+        .where(_nodes.address.in_(list(addresses)))
+        .with_for_update(skip_locked=True)
+    )
+    rows = connection.execute(query).mappings().all()
+    return {row.address: row for row in records(NodeRow, rows)}
 
 
 def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) -> list[NodeRow]:
@@ -217,17 +228,20 @@ def live_rates(connection: Connection) -> list[tuple[float | None, float | None]
     return [(tokens, challenge) for tokens, challenge in connection.execute(query)]
 
 
-def heard(
-    connection: Connection,
-    address: Address,
-    *,
-    policy_version: int | None,
-    tokens_per_second: int,
-    runtime: str,
-) -> None:
-    """Writes what a heartbeat said of the machine."""
-    connection.execute(
+def heard(connection: Connection, rows: Sequence[NodeRow]) -> None:
+    """Writes what heartbeats changed: status, time, and what was said of the machine."""
+    if not rows:
+        return
+    names = ("status", "last_heartbeat", "policy_version", "tokens_per_second", "runtime")
+    statement = (
         sa.update(schema.nodes)
-        .where(_nodes.address == address)
-        .values(policy_version=policy_version, tokens_per_second=tokens_per_second, runtime=runtime)
+        .where(_nodes.address == sa.bindparam("of"))
+        .values({name: sa.bindparam(f"new_{name}") for name in names})
+    )
+    connection.execute(
+        statement,
+        [
+            {"of": row.address} | {f"new_{name}": getattr(row, name) for name in names}
+            for row in rows
+        ],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, RowMapping, Table
+from sqlalchemy import Connection, Row, RowMapping, Table
 from sqlalchemy.dialects import postgresql, sqlite
 
 T = TypeVar("T")
@@ -33,6 +33,18 @@ def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[
     if rows:
         statement = _insert(connection, table).on_conflict_do_nothing()
         connection.execute(statement, [dict(row) for row in rows])
+
+
+def returning_new(
+    connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]
+) -> Sequence[Row[Any]]:
+    """Inserts those of `rows` whose keys are not there, and returns the primary keys of these."""
+    if not rows:
+        return ()
+    statement = _insert(connection, table).on_conflict_do_nothing()
+    return connection.execute(
+        statement.returning(*table.primary_key.columns), [dict(row) for row in rows]
+    ).all()
 
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -9,7 +10,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import meta, schema
-from prime_orchestrator.store.rows import insert_new, record
+from prime_orchestrator.store.rows import insert_new, record, returning_new
 
 MAX_SESSION_SECONDS = 24 * 3600
 """A grant's longest life."""
@@ -33,6 +34,14 @@ def get(connection: Connection, key_id: Digest) -> SessionRow | None:
     """The session of a key, or None."""
     query = sa.select(schema.sessions).where(_sessions.key_id == key_id)
     return record(SessionRow, connection.execute(query).mappings().first())
+
+
+def of_keys(connection: Connection, key_ids: Collection[Digest]) -> dict[Digest, SessionRow]:
+    """The sessions of those keys that have one."""
+    query = sa.select(schema.sessions).where(_sessions.key_id.in_(list(key_ids)))
+    return {
+        Digest(row["key_id"]): SessionRow(**row) for row in connection.execute(query).mappings()
+    }
 
 
 def add(connection: Connection, session: SessionRow) -> bool:
@@ -73,10 +82,20 @@ def revocation(connection: Connection, account: Address) -> int:
     return int(meta.get(connection, f"{REVOKED}{account}") or 0)
 
 
-def use_nonce(connection: Connection, key_id: Digest, nonce: str, *, expires: int) -> bool:
-    """Remembers a nonce until `expires`. False if this key used it before."""
-    values = {"key_id": key_id, "nonce": nonce, "expires": expires}
-    return insert_new(connection, schema.nonces, values)
+def use_nonces(connection: Connection, used: Sequence[tuple[Digest, str, int]]) -> list[bool]:
+    """Remembers nonces, each given as key, nonce and the time until which it is remembered.
+
+    Returns for each whether it is new: False if its key used it before, or further up in `used`.
+    """
+    # In the order of the primary key, so that two processes never wait for one another.
+    ordered = sorted(used)
+    rows = [{"key_id": key, "nonce": nonce, "expires": until} for key, nonce, until in ordered]
+    new = {(row.key_id, row.nonce) for row in returning_new(connection, schema.nonces, rows)}
+    fresh = []
+    for key, nonce, _ in used:
+        fresh.append((key, nonce) in new)
+        new.discard((key, nonce))
+    return fresh
 
 
 def forget(connection: Connection, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -233,6 +233,22 @@ def ended_badly(
         .limit(limit)
     )
     return records(SubmissionRow, connection.execute(query).mappings().all())
+
+
+def with_bad_endings(
+    connection: Connection, nodes: Collection[Address], *, since: float
+) -> frozenset[Address]:
+    """Those of the nodes for which `ended_badly` finds anything."""
+    query = (
+        sa.select(_submissions.node)
+        .distinct()
+        .where(
+            _submissions.node.in_(list(nodes)),
+            _submissions.judged_at >= since,
+            _submissions.status.in_(("rejected", "void")),
+        )
+    )
+    return frozenset(Address(node) for node in connection.execute(query).scalars())
 
 
 def newest_endings(

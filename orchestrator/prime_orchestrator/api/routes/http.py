@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -22,9 +23,10 @@ from prime_core.ids import Address
 from prime_core.signing import Strict
 from prime_core.transport.problems import CONTENT_TYPE, to_problem
 from prime_core.transport.signatures import check_body
-from prime_orchestrator.api.auth import Caller, authenticate
+from prime_orchestrator.api.auth import Caller, Head, authenticate
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Places
+from prime_orchestrator.api.gathered import Gathered
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=Strict)
@@ -100,18 +102,13 @@ def signed_by(
     are read at once.
     """
 
+    callers = Gathered[Head, Caller](partial(authenticate, backend, scope))
+
     async def dependency(request: Request) -> Signed:
         query = request.scope["query_string"].decode("latin-1")
         target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
-        caller = await run_in_threadpool(
-            authenticate,
-            backend,
-            scope,
-            method=request.method,
-            authority=request.headers.get("host", ""),
-            target=target,
-            headers=request.headers,
-        )
+        host = request.headers.get("host", "")
+        caller = await callers.ask(Head(request.method, host, target, request.headers))
         if expects is None:
             body = await read_body(request, limit)
         else:

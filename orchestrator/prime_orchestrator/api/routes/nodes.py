@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -28,6 +29,7 @@ from prime_core.rollout import SignedSubmission
 from prime_core.task import SignedLease
 from prime_orchestrator.api import admission, auth, intake, leasing, presence
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.gathered import Gathered
 from prime_orchestrator.api.routes.http import (
     Signed,
     answer,
@@ -44,6 +46,9 @@ def router(backend: Backend) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
     node = signed_by(backend, "node")
+    beats = Gathered[tuple[Address, Heartbeat], HeartbeatAnswer](
+        partial(presence.heartbeats, backend)
+    )
 
     def awaited(account: Address, path: Mapping[str, str]) -> int:
         return admission.awaited(backend, account, path["challenge_id"])
@@ -97,10 +102,10 @@ def router(backend: Backend) -> APIRouter:
     @routes.post(
         "/v1/heartbeat", responses={200: {"model": HeartbeatAnswer}}, openapi_extra=takes(Heartbeat)
     )
-    def heartbeat(request: Signed = node) -> Response:
+    async def heartbeat(request: Signed = node) -> Response:
         """Say that the node lives; hear what to do next."""
         beat = parse(Heartbeat, request.body)
-        return answer(presence.heartbeat(backend, request.caller.account, beat))
+        return answer(await beats.ask((request.caller.account, beat)))
 
     @routes.post(
         "/v1/leases", responses={200: {"model": LeaseAnswer}}, openapi_extra=takes(LeaseRequest)

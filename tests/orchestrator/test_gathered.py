@@ -1,0 +1,167 @@
+"""Requests that arrive together share transactions, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from orchestrator_world import AUDIENCE, Session, World, signer
+
+from prime_core.errors import MalformedError, UnavailableError, UntrustedError
+from prime_core.messages import Heartbeat
+from prime_core.node import Hardware
+from prime_core.transport.signatures import sign_headers
+from prime_orchestrator.api import presence
+from prime_orchestrator.api.auth import Caller, Head, authenticate
+from prime_orchestrator.api.gathered import MOST, Gathered
+from prime_orchestrator.store import nodes, open_store
+
+PATH = "/v1/heartbeat"
+BEAT = Heartbeat(policy_version=0, heard_at=1_800_000_000)
+
+
+def test_items_that_wait_for_one_another_are_served_in_one_batch() -> None:
+    batches: list[list[int]] = []
+    free = threading.Event()
+
+    def serve(items: Sequence[int]) -> list[int | Exception]:
+        batches.append(list(items))
+        assert free.wait(20)
+        return [MalformedError("odd") if item == 3 else 2 * item for item in items]
+
+    async def ask() -> list[int | BaseException]:
+        gathered = Gathered(serve)
+        first = asyncio.create_task(gathered.ask(0))
+        while not batches:
+            await asyncio.sleep(0)
+        rest = [asyncio.create_task(gathered.ask(item)) for item in range(1, MOST + 2)]
+        gone = asyncio.create_task(gathered.ask(-1))
+        await asyncio.sleep(0)
+        gone.cancel()
+        free.set()
+        return await asyncio.gather(first, *rest, return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    assert batches == [[0], [*range(1, MOST + 1)], [MOST + 1, -1]]
+    assert isinstance(answers[3], MalformedError), "it fails alone"
+    assert [one for one in answers if one is not answers[3]] == [
+        2 * item for item in range(MOST + 2) if item != 3
+    ]
+
+
+def test_a_batch_that_fails_fails_all_of_its_items_and_none_of_the_next() -> None:
+    calls = 0
+
+    def serve(items: Sequence[int]) -> list[int]:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise UnavailableError("the database is away")
+        return list(items)
+
+    async def ask() -> None:
+        gathered = Gathered(serve)
+        for one in await asyncio.gather(*map(gathered.ask, range(3)), return_exceptions=True):
+            assert isinstance(one, UnavailableError)
+        assert await gathered.ask(4) == 4
+
+    asyncio.run(ask())
+
+
+def head(world: World, session: Session, nonce: str) -> Head:
+    signed = sign_headers(
+        session.key, "POST", AUDIENCE + PATH, b"", now=world.clock(), nonce=nonce.rjust(16, "-")
+    )
+    headers = {name.lower(): value for name, value in signed.items()}
+    return Head("POST", AUDIENCE.removeprefix("http://"), PATH, headers)
+
+
+def test_of_requests_with_one_nonce_in_a_batch_the_first_is_taken(world: World) -> None:
+    one, two = world.login(signer(1)), world.login(signer(2))
+    heads = [
+        head(world, two, "b"),
+        head(world, one, "a"),
+        head(world, one, "a"),
+        head(world, two, "a"),
+        head(world, Session(signer(3)), "a"),
+        Head("POST", "testserver", PATH, {}),
+    ]
+    found = authenticate(world.backend, "node", heads)
+    named = [item.account if isinstance(item, Caller) else type(item) for item in found]
+    assert named == [
+        signer(2).address, signer(1).address, UntrustedError, signer(2).address,
+        UntrustedError, MalformedError,
+    ]  # fmt: skip
+    again = authenticate(world.backend, "node", [*heads[:4], head(world, one, "c")])
+    assert [isinstance(item, Caller) for item in again] == [False] * 4 + [True]
+
+
+def test_each_node_of_a_batch_gets_its_own_answer(world: World) -> None:
+    for number in (1, 2, 3):
+        world.member(number)
+    with world.backend.store.begin() as connection:
+        nodes.set_status(connection, signer(2).address, "quarantined", last_heartbeat=0)
+        nodes.set_status(connection, signer(3).address, "silent", last_heartbeat=0)
+    world.clock.advance(7)
+    said = [(signer(number).address, BEAT) for number in (4, 3, 2, 1, 1)]
+    found = presence.heartbeats(world.backend, said)
+    assert [(one.directive, one.status) for one in found] == [
+        ("join", "left"), ("work", "active"), ("wait", "quarantined"),
+        ("work", "active"), ("work", "active"),
+    ]  # fmt: skip
+    with world.backend.store.read() as connection:
+        for number in (1, 2, 3):
+            row = nodes.get(connection, signer(number).address)
+            assert row is not None
+            assert (row.last_heartbeat, row.policy_version) == (world.clock(), 0)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    pause = threading.Event()
+    for _ in range(2000):
+        if holds():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came to hold")
+
+
+@pytest.mark.postgres
+def test_a_node_whose_row_is_held_keeps_no_other_waiting(world: World, empty_postgres: str) -> None:
+    """A verdict holds the row of its node: the rest of the batch is written meanwhile."""
+    store = open_store(empty_postgres)
+    store.migrate()
+    backend = replace(world.backend, store=store)
+    held, free = signer(1).address, signer(2).address
+    for account in (held, free):
+        with store.begin() as connection:
+            nodes.admit(
+                connection, account, now=0, status="active", runtime="process",
+                hardware=Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=()),
+            )  # fmt: skip
+    found: list[int] = []
+
+    def beat() -> None:
+        found.append(len(presence.heartbeats(backend, [(held, BEAT), (free, BEAT)])))
+
+    def heard(account: str) -> float:
+        with store.read() as connection:
+            row = nodes.get(connection, account)  # type: ignore[arg-type]
+        assert row is not None
+        return row.last_heartbeat
+
+    beating = threading.Thread(target=beat)
+    try:
+        with store.begin() as connection:
+            nodes.lock_row(connection, held)
+            beating.start()
+            until(lambda: heard(free) == world.clock())
+            assert heard(held) == 0
+        beating.join(20)
+        assert (found, heard(held)) == ([2], world.clock())
+    finally:
+        beating.join(20)
+        store.close()
