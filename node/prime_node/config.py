@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from prime_core.errors import UserError
 from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
@@ -34,7 +35,7 @@ def _words(value: object) -> object:
 class Settings(BaseSettings):
     """Everything the agent and its commands can be told. Paths are expanded."""
 
-    ENV_PREFIX: ClassVar[str] = ENV_PREFIX
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     orchestrator: str | None = None
     """Base URL of the pool's orchestrator."""
@@ -76,7 +77,7 @@ class Settings(BaseSettings):
     own). An orchestrator on this machine may name them anyway."""
     throttle: float = Field(default=1.0, ge=1.0, le=1000.0)
     """DEVELOPMENT ONLY: behave like a machine N times slower."""
-    worker_command: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    worker_command: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)] = ()
     """DEVELOPMENT ONLY, process runtime only: what to run instead of our own worker."""
 
     def to_remember(self) -> dict[str, Any]:

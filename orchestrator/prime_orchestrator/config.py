@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
 
 from prime_core import ids
 from prime_core.errors import MalformedError, UserError
@@ -29,7 +30,7 @@ ENV_PREFIX = "PRIME_ORCHESTRATOR_"
 class Settings(BaseSettings):
     """What the API process can be told. Relative paths are taken from the working directory."""
 
-    ENV_PREFIX: ClassVar[str] = ENV_PREFIX
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8470, ge=0, le=65_535)

@@ -1,54 +1,70 @@
-"""What a server and a relay count, in Prometheus' text format (version 0.0.4).
+"""Prometheus metrics of a broadcast server and of a relay.
 
-A node has no port for it: its counts are its `policies.jsonl` and `prime-node status`.
+A node serves no metrics: its counts are in its `policies.jsonl` and in `prime-node status`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
     from prime_broadcast.server import Counters
     from prime_broadcast.tasks import ChunkStats
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
-def of_server(counters: Counters, connected: int) -> str:
-    """What a server sent. `connected`: connections that are open now."""
-    statuses = {str(int(status)): count for status, count in counters.by_status.items()}
-    return (
-        family("prime_broadcast_sent_bytes_total", "counter", {(): counters.bytes_sent})
-        + family("prime_broadcast_connections", "gauge", {(): connected})
-        + family("prime_broadcast_connections_total", "counter", {(): counters.connections})
-        + family("prime_broadcast_connections_refused_total", "counter", {(): counters.refused})
-        + family("prime_broadcast_connections_evicted_total", "counter", {(): counters.evicted})
-        + family(
-            "prime_broadcast_answers_total",
-            "counter",
-            {(("status", status),): count for status, count in statuses.items()},
-        )
+@dataclass(frozen=True)
+class Collected:
+    """Metrics that were collected already, as prometheus_client's `Collector`."""
+
+    metrics: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.metrics
+
+
+def render(metrics: Iterable[Metric]) -> bytes:
+    """The metrics in Prometheus' text format, version 0.0.4."""
+    return generate_latest(Collected(metrics))
+
+
+def of_server(counters: Counters, connected: int) -> list[Metric]:
+    """Metrics of a server. `connected` is the number of connections that are open now."""
+    answers = CounterMetricFamily(
+        "prime_broadcast_answers_total", "HTTP answers by status code.", labels=["status"]
     )
-
-
-def family(name: str, kind: str, values: Mapping[tuple[tuple[str, str], ...], int | float]) -> str:
-    """One metric: its type, and a line for each set of labels."""
-    lines = [f"# TYPE {name} {kind}"]
-    for labels, value in sorted(values.items()):
-        inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
-        lines.append(f"{name}{{{inner}}} {value}" if inner else f"{name} {value}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    for status, count in sorted(counters.by_status.items()):
+        answers.add_metric([str(int(status))], count)
+    return [
+        CounterMetricFamily("prime_broadcast_sent_bytes_total", "Bytes sent.", counters.bytes_sent),
+        GaugeMetricFamily("prime_broadcast_connections", "Connections open now.", connected),
+        CounterMetricFamily(
+            "prime_broadcast_connections_total", "Connections accepted.", counters.connections
+        ),
+        CounterMetricFamily(
+            "prime_broadcast_connections_refused_total",
+            "Connections refused at the limit.",
+            counters.refused,
+        ),
+        CounterMetricFamily(
+            "prime_broadcast_connections_evicted_total",
+            "Idle connections closed to make room.",
+            counters.evicted,
+        ),
+        answers,
+    ]
 
 
 class Received:
-    """Sums over fetches; safe from several threads."""
+    """Sums over a relay's fetches. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,7 +74,7 @@ class Received:
         self._seconds = 0.0
 
     def add(self, stats: ChunkStats, seconds: float) -> None:
-        """One run of the chunk engine."""
+        """Adds the statistics of one fetch that took `seconds`."""
         with self._lock:
             self._bytes.update(stats.by_source)
             self._chunks.update(verified=stats.chunks, kept=stats.kept, refetched=stats.refetched)
@@ -66,42 +82,50 @@ class Received:
             self._seconds += seconds
 
     def refused(self) -> None:
-        """The disk refused what had come."""
+        """Counts a write that the disk refused."""
         with self._lock:
             self._faults["", "disk"] += 1
 
-    def render(self) -> str:
-        """As text: bytes by source, chunks by what became of them, faults, seconds."""
+    def metrics(self) -> list[Metric]:
+        """Bytes by source, chunks by result, faults by source and kind, seconds of fetching."""
+        received = CounterMetricFamily(
+            "prime_broadcast_received_bytes_total", "Bytes received.", labels=["source"]
+        )
+        chunks = CounterMetricFamily(
+            "prime_broadcast_chunks_total",
+            "Chunks verified, kept from an earlier policy, or fetched again.",
+            labels=["result"],
+        )
+        faults = CounterMetricFamily(
+            "prime_broadcast_faults_total",
+            "Faults by source and kind. The disk's have no source.",
+            labels=["source", "kind"],
+        )
         with self._lock:
-            return (
-                family(
-                    "prime_broadcast_received_bytes_total",
-                    "counter",
-                    {(("source", url),): count for url, count in self._bytes.items()},
-                )
-                + family(
-                    "prime_broadcast_chunks_total",
-                    "counter",
-                    {(("result", result),): count for result, count in self._chunks.items()},
-                )
-                + family(
-                    "prime_broadcast_faults_total",
-                    "counter",
-                    {
-                        (("source", url), ("kind", kind)): count
-                        for (url, kind), count in self._faults.items()
-                    },
-                )
-                + family(
-                    "prime_broadcast_fetch_seconds_total",
-                    "counter",
-                    {(): round(self._seconds, 3)},
-                )
-            )
+            for url, count in self._bytes.items():
+                received.add_metric([url], count)
+            for result, count in self._chunks.items():
+                chunks.add_metric([result], count)
+            for (url, kind), count in self._faults.items():
+                faults.add_metric([url, kind], count)
+            seconds = round(self._seconds, 3)
+        return [
+            received,
+            chunks,
+            faults,
+            CounterMetricFamily(
+                "prime_broadcast_fetch_seconds_total", "Seconds spent fetching.", seconds
+            ),
+        ]
 
 
-def held(complete: Collection[int]) -> str:
-    """What a relay has whole."""
-    return family("prime_broadcast_versions", "gauge", {(): len(complete)}) + family(
-        "prime_broadcast_newest_version", "gauge", {(): max(complete, default=-1)}
-    )
+def held(complete: Collection[int]) -> list[Metric]:
+    """Metrics of the policies that a relay holds completely."""
+    return [
+        GaugeMetricFamily("prime_broadcast_versions", "Policies held completely.", len(complete)),
+        GaugeMetricFamily(
+            "prime_broadcast_newest_version",
+            "Newest policy held completely; -1 if there is none.",
+            max(complete, default=-1),
+        ),
+    ]

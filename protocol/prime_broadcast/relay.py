@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
+from prometheus_client.core import Metric
 
 from prime_broadcast import delta as deltas
 from prime_broadcast import files, layout
@@ -420,8 +421,8 @@ class Relay:
         present = {*self._complete, *self._wanted, version}
         return version in outlived(present, self._keep, self._floor)
 
-    def _metrics(self) -> str:
-        return self._received.render() + held(self.complete())
+    def _metrics(self) -> list[Metric]:
+        return [*self._received.metrics(), *held(self.complete())]
 
     # Disk
 

@@ -21,11 +21,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
+
+from prometheus_client.core import Metric
 
 from prime_broadcast import metrics
 from prime_broadcast.access import Gate, Rules, token_of
@@ -268,7 +270,7 @@ class Server:
         limits: Limits | None = None,
         public_url: str | None = None,
         rules: Rules | None = None,
-        more_metrics: Callable[[], str] = lambda: "",
+        more_metrics: Callable[[], Sequence[Metric]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._content = content
@@ -532,8 +534,8 @@ class Server:
                 "complete": content.complete(),
             }
             return json.dumps(health).encode(), "application/json"
-        text = metrics.of_server(self.counters, self.connected) + self._more_metrics()
-        return text.encode(), metrics.CONTENT_TYPE
+        found = [*metrics.of_server(self.counters, self.connected), *self._more_metrics()]
+        return metrics.render(found), metrics.CONTENT_TYPE
 
 
 class Origin(Server):

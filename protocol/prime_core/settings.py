@@ -1,45 +1,49 @@
-"""How every program reads its settings: flag > environment > TOML > what it remembers > default.
+"""How every program reads its settings: flag > environment > TOML > remembered > default.
 
-Settings are built once at the edge and handed in; nothing is read at import.
+A program reads its settings once, when a command starts. Nothing is read at import.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+import pydantic_settings
+from pydantic import AfterValidator, BeforeValidator, ValidationError
+from pydantic_settings import (
+    EnvSettingsSource,
+    InitSettingsSource,
+    NoDecode,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from prime_core.errors import UserError
 
 
-class BaseSettings(BaseModel):
-    """Base of every program's settings. (pydantic-settings does the same for 0.15 s of CPU at each
-    start.)"""
+class BaseSettings(pydantic_settings.BaseSettings):
+    """Base of every program's settings. A program's class sets `env_prefix`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-    ENV_PREFIX: ClassVar[str]
-    """What the environment variable of a setting begins with; its name in capitals follows."""
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def _split(value: object) -> object:
-    """The environment carries a list as comma-separated text."""
+    """Splits comma-separated text, which is how the environment carries a list."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return tuple(value) if isinstance(value, list) else value
 
 
-Urls = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Urls = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A list of URLs; comma-separated in the environment."""
 UserPath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-"""A path as a person types it: ~ is their home, and it stays valid if we change folder."""
+"""An absolute path; `~` is expanded."""
 
 
 def load_settings(
@@ -48,21 +52,25 @@ def load_settings(
     toml: Path | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Settings of `kind` from flags (None or () = not given), environment, a TOML file that may be
-    missing, and what an earlier command remembered.
+    """Loads settings of `kind`.
 
-    Raises UserError with the setting's name if a value is wrong or the file is not TOML.
+    `flags`: values from the command line; None or () means not given. `toml`: a file that may be
+    missing. `memory`: values that an earlier command kept. Raises UserError with the setting's name
+    if a value is wrong, or if the file is not TOML.
     """
 
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     try:
-        file = tomllib.loads(toml.read_text()) if toml is not None and toml.is_file() else {}
-        environment = {
-            name: os.environ[variable]
-            for name in kind.model_fields
-            if (variable := kind.ENV_PREFIX + name.upper()) in os.environ
-        }
-        loaded = kind.model_validate({**(memory or {}), **file, **environment, **given})
+        sources = (
+            InitSettingsSource(kind, dict(memory or {})),
+            TomlConfigSettingsSource(kind, toml),
+            EnvSettingsSource(kind),
+            InitSettingsSource(kind, given),
+        )
+        values: dict[str, Any] = {}
+        for source in sources:
+            values |= source()
+        loaded = kind.model_validate(values)
     except ValidationError as error:
         unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
         if unknown:
@@ -71,7 +79,7 @@ def load_settings(
             ) from error
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "?"
-        variable = f"{kind.ENV_PREFIX}{name.upper()}"
+        variable = variable_of(kind, name)
         raise UserError(
             f"the setting {name!r} is wrong: {first['msg']}",
             hint=f"set it by --{name.replace('_', '-')}, {variable} or in {toml or 'TOML'}",
@@ -87,6 +95,11 @@ def _unknown(name: str, kind: type[BaseSettings]) -> str:
     return f"there is no setting {name!r}{meant}"
 
 
+def variable_of(kind: type[BaseSettings], name: str) -> str:
+    """The environment variable of a setting."""
+    return f"{kind.model_config['env_prefix']}{name.upper()}"
+
+
 def settings_file(config: Path | None) -> Path | None:
     """The TOML file that `--config` names. Raises UserError if it is not there."""
     if config is None:
@@ -100,8 +113,6 @@ def needed(settings: BaseSettings, name: str, what: str = "") -> Any:
     """A setting without default; `what` is its name in prose. Raises UserError if it is missing."""
     value = getattr(settings, name)
     if value in (None, "", ()):
-        flag, prefix = name.replace("_", "-"), settings.ENV_PREFIX
-        raise UserError(
-            f"no {what or name} is named", hint=f"add --{flag} (or set {prefix}{name.upper()})"
-        )
+        flag, variable = name.replace("_", "-"), variable_of(type(settings), name)
+        raise UserError(f"no {what or name} is named", hint=f"add --{flag} (or set {variable})")
     return value

@@ -85,7 +85,7 @@ def sent_by(url: str) -> int:
     """What a server has sent, by its own count."""
     for line in Link(url).read_small("/metrics", MIB).decode().splitlines():
         if line.startswith("prime_broadcast_sent_bytes_total "):
-            return int(line.split()[-1])
+            return int(float(line.split()[-1]))
     raise AssertionError("the server does not count")
 
 

@@ -101,7 +101,7 @@ def test_a_relay_with_a_full_disk_says_so_once_serves_what_it_has_and_goes_on_wh
             text = Link(there.url).read_small("/metrics", 1 << 20).decode()
             for line in text.splitlines():
                 if line.startswith("prime_broadcast_faults_total{") and 'kind="disk"' in line:
-                    return int(line.split()[-1])
+                    return int(float(line.split()[-1]))
             return 0
 
         there.offer([one, zero], [[origin.url]])

@@ -132,10 +132,10 @@ def test_a_report_of_wrong_chunks_is_counted_once_a_node_and_nothing_else_follow
         beat = world.post("/v1/heartbeat", body, session).json()
         assert beat["relays"] == ["http://relay:9000"], "no stranger's word takes a relay away"
     text = world.http.get("/metrics").text
-    assert 'prime_relay_lies_reported{relay="http://relay:9000"} 2\n' in text
+    assert 'prime_relay_lies_reported{relay="http://relay:9000"} 2.0\n' in text
     assert "never.announced" not in text
     world.post("/v1/heartbeat", body, world.login(signer(7), "node"))
-    assert 'relay="http://relay:9000"} 2\n' in world.http.get("/metrics").text, "a stranger's"
+    assert 'relay="http://relay:9000"} 2.0\n' in world.http.get("/metrics").text, "a stranger's"
 
 
 def test_a_relay_that_fell_silent_keeps_the_count_of_its_lies() -> None:

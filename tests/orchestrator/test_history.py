@@ -83,8 +83,10 @@ def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(tmp_path: 
     assert found[NODE, "sketch"] == (2, 0.75, 0.3125)
     assert found[NODE, "sign"] == (2, 0.5, 0.25)
     assert found[OTHER, "sketch"] == (1, 1.0, 1.0)
-    text = "\n".join(_drift(rows))
-    assert f'prime_node_drift{{node="{NODE}",setup="{SETUP}",statistic="sketch"}} 0.375' in text
-    assert "prime_node_drift_excess{" not in text  # too few files
+    labels = {"node": NODE, "setup": SETUP, "statistic": "sketch"}
+    mean, _, beyond = _drift(rows)
+    assert ("prime_node_drift", labels, 0.375) in [sample[:3] for sample in mean.samples]
+    assert not beyond.samples  # too few files
     many = [_sums(OTHER, [0.2, 0.4] * 200), _sums(NODE, [0.35] * 400)]
-    assert f'prime_node_drift_excess{{node="{NODE}"' in "\n".join(_drift(many))
+    *_, beyond = _drift(many)
+    assert any(sample.labels["node"] == NODE for sample in beyond.samples)

@@ -41,7 +41,7 @@ def test_what_is_handed_in_stays_and_what_is_not_goes_after_the_grace(world: Wor
     assert staged(world) == []
     assert uploads.sweep(world.backend) == 0
     assert world.backend.objects.get(digest_key(sha256(b"handed in")), 100) == b"handed in"
-    assert "\nprime_uploads_swept_total 1\n" in world.http.get("/metrics").text
+    assert "\nprime_uploads_swept_total 1.0\n" in world.http.get("/metrics").text
 
 
 def test_a_node_cannot_have_an_object_of_ours_deleted(world: World) -> None:

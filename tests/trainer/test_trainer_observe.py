@@ -1,57 +1,42 @@
-"""What is seen of a run: TensorBoard's records, Prometheus' page, rates, the bar's words."""
+"""Observers of a run: TensorBoard files, Prometheus metrics, rates, the progress bar."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import trainer_kit as kit
+from tensorboardX.proto.event_pb2 import Event
 
 from prime_core.errors import UserError
-from prime_trainer.events import EventFile, crc32c, flat, scalars_event
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.observe import MetricsServer, Observers, peak_flops, prometheus_text
+from prime_trainer.observe import MetricsServer, Observers, flat, peak_flops
 from prime_trainer.progress import WORDS, Bar
 
 
-def records(data: bytes) -> list[bytes]:
-    """The payloads of an event file, every checksum checked as a reader does."""
-    found = []
+def records(data: bytes) -> Iterator[Event]:
+    """The events of a TensorBoard file: length (u64), its CRC, the event, its CRC."""
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        (head,) = struct.unpack("<I", data[8:12])
-        payload = data[12 : 12 + length]
-        (tail,) = struct.unpack("<I", data[12 + length : 16 + length])
-        for part, crc in ((data[:8], head), (payload, tail)):
-            plain = crc32c(part)
-            assert crc == (((plain >> 15) | (plain << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-        found.append(payload)
+        yield Event.FromString(data[12 : 12 + length])
         data = data[16 + length :]
-    return found
 
 
-def test_checksums_are_those_of_the_rfc() -> None:
-    # RFC 3720, B.4
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(bytes(32)) == 0x8A9136AA
-    assert crc32c(bytes([0xFF] * 32)) == 0x62A8AB43
-
-
-def test_an_event_file_holds_a_version_and_each_steps_numbers(tmp_path: Path) -> None:
-    file = EventFile(tmp_path, 1.0)
-    file.add(2.0, 300, {"reward": 0.5, "seconds/fetch": 0.25})
-    version, event = records(file.path.read_bytes())
-    assert version.endswith(b"brain.Event:2")
-    assert event == scalars_event(2.0, 300, {"reward": 0.5, "seconds/fetch": 0.25})
-    # wall_time 2.0, step 300, summary { value { tag simple_value } … }, byte for byte
-    first = b"\x0a\x0d\x0a\x06reward\x15" + struct.pack("<f", 0.5)
-    second = b"\x0a\x14\x0a\x0dseconds/fetch\x15" + struct.pack("<f", 0.25)
-    body = first + second
-    assert event == b"\x09" + struct.pack("<d", 2.0) + b"\x10\xac\x02\x2a" + bytes(
-        [len(body)]
-    ) + body  # fmt: skip
+def test_tensorboard_gets_each_steps_numbers(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    with Observers.of(kit.settings(tmp_path, tmp_path, tensorboard=events), True) as observers:
+        observers.step({"time": 2.0, "step": 300, "reward": 0.5, "seconds": {"fetch": 0.25}})
+    (file,) = events.iterdir()
+    found = {
+        one.summary.value[0].tag: (one.step, one.wall_time, one.summary.value[0].simple_value)
+        for one in records(file.read_bytes())
+        if one.summary.value
+    }
+    assert found["reward"] == (300, 2.0, 0.5)
+    assert found["seconds/fetch"] == (300, 2.0, 0.25)
 
 
 def test_a_lines_numbers_are_flat_and_words_are_left_out() -> None:
@@ -61,34 +46,20 @@ def test_a_lines_numbers_are_flat_and_words_are_left_out() -> None:
 
 def test_the_metrics_page_shows_the_newest_step_and_what_is_waited_for() -> None:
     server = MetricsServer(0)
-    server.start()
     try:
         server.show({"reward": 0.5, "seconds/fetch": 0.25, "seconds/plan": 0.125})
         server.waits("wait_batch")
         page = httpx.get(server.url)
-        assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert page.headers["content-type"].startswith("text/plain")
         assert "prime_trainer_reward 0.5\n" in page.text
         assert 'prime_trainer_seconds{part="fetch"} 0.25\n' in page.text
         assert page.text.count("# TYPE prime_trainer_seconds gauge") == 1
+        assert page.text.count("# HELP prime_trainer_seconds ") == 1
         assert 'prime_trainer_waiting{for="wait_batch"} 1' in page.text
-        assert httpx.get(server.url.replace("/metrics", "/other")).status_code == 404
         with pytest.raises(UserError, match="cannot be served"):
             MetricsServer(int(server.url.split(":")[2].split("/")[0]))
     finally:
         server.stop()
-
-
-def test_prometheus_text_is_one_family_a_name() -> None:
-    text = prometheus_text({"a/x": 1.0, "a/y": 2.0, "b": 3.0}, "start")
-    assert text.splitlines() == [
-        "# TYPE prime_trainer_a gauge",
-        'prime_trainer_a{part="x"} 1',
-        'prime_trainer_a{part="y"} 2',
-        "# TYPE prime_trainer_b gauge",
-        "prime_trainer_b 3",
-        "# TYPE prime_trainer_waiting gauge",
-        'prime_trainer_waiting{for="start"} 1',
-    ]
 
 
 def test_rates_are_of_computing_and_of_the_whole_step(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import SettingsConfigDict
 
 from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
 from prime_core.waiting import FIRST_ANSWER_SECONDS
@@ -57,7 +58,7 @@ class Objective(BaseModel):
 class Settings(BaseSettings):
     """Everything the trainer can be told. Relative paths are taken from the working directory."""
 
-    ENV_PREFIX: ClassVar[str] = ENV_PREFIX
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     orchestrator: str = ""
     """Base URL of the pool's orchestrator."""

@@ -1,23 +1,26 @@
-"""What a person sees of a run: a bar with what it waits for, Prometheus' text, TensorBoard's files.
+"""How a run is observed: a progress bar, Prometheus metrics, TensorBoard event files.
 
-All of them are fed from the step's one line of metrics; without any of them the line is the same.
+Each of them shows the step's line of metrics, which is the same with or without observers.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from prime_core.errors import UserError
 from prime_trainer.config import Settings
-from prime_trainer.events import EventFile, flat
 from prime_trainer.progress import Bar
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
+
 COMPUTE = ("proximal", "forward_backward", "statistics", "optimizer")
 """The loop's names for what a device works at."""
 PEAK_TFLOPS = {
@@ -29,7 +32,7 @@ longer names before those that they contain."""
 
 
 def peak_flops(settings: Settings, device_name: str) -> float | None:
-    """Operations a second of one device at its best, or None if nobody knows."""
+    """Peak operations a second of one device; None if the device is unknown."""
     if settings.peak_tflops:
         return settings.peak_tflops * 1e12
     for name in sorted(PEAK_TFLOPS, key=len, reverse=True):
@@ -39,23 +42,26 @@ def peak_flops(settings: Settings, device_name: str) -> float | None:
 
 
 class Observers:
-    """Everybody who looks on. `waiting` and `step` may come from different threads."""
+    """All observers of a run. `waiting` and `step` may be called from different threads."""
 
     def __init__(self, peak: float | None = None, now: Callable[[], float] = time.time) -> None:
         self.bar: Bar | None = None
-        self.events: EventFile | None = None
+        self.events: SummaryWriter | None = None
         self.server: MetricsServer | None = None
         self._peak, self._now = peak, now
         self._background: dict[str, float] = {}
 
     @classmethod
     def none(cls) -> Observers:
-        """Nobody looks on."""
+        """No observers."""
         return cls()
 
     @classmethod
     def of(cls, settings: Settings, leads: bool) -> Observers:
-        """As the settings say; only rank 0 shows anything. Raises UserError for a taken port."""
+        """The observers that the settings ask for; only rank 0 has any.
+
+        Raises UserError if the metrics port is taken.
+        """
         import torch
 
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -65,7 +71,9 @@ class Observers:
         if settings.progress and sys.stderr.isatty():
             found.bar = Bar(settings.steps)
         if settings.tensorboard is not None:
-            found.events = EventFile(settings.tensorboard, found._now())
+            from tensorboardX import SummaryWriter
+
+            found.events = SummaryWriter(str(settings.tensorboard))
         if settings.metrics_port is not None:
             found.server = MetricsServer(settings.metrics_port)
         return found
@@ -74,7 +82,6 @@ class Observers:
         if self.bar is not None:
             self.bar.start()
         if self.server is not None:
-            self.server.start()
             print(f"metrics: {self.server.url}", flush=True)
         return self
 
@@ -84,29 +91,31 @@ class Observers:
     ) -> None:  # fmt: skip
         if self.bar is not None:
             self.bar.stop()
+        if self.events is not None:
+            self.events.close()
         if self.server is not None:
             self.server.stop()
 
     def waiting(self, name: str) -> None:
-        """The loop now waits for, or works at, `name`."""
+        """Shows that the loop now waits for, or works at, `name`."""
         if self.bar is not None:
             self.bar.say(name)
         if self.server is not None:
             self.server.waits(name)
 
     def background(self, seconds: Mapping[str, float]) -> None:
-        """A thread beside the loop has worked so long at these."""
+        """Adds seconds of work, by name, of a background thread."""
         for name, value in seconds.items():
             self._background[name] = self._background.get(name, 0.0) + value
 
     def taken_background(self) -> dict[str, float]:
-        """What `background` was told since the last question."""
+        """The seconds added by `background` since the last call."""
         found, self._background = self._background, {}
         return found
 
     def complete(self, line: dict[str, Any], ranks: int) -> None:
-        """Adds rates to a step's line: tokens a second of computing, and of the whole step; MFU
-        where the device's peak is known."""
+        """Adds rates to a step's line: tokens a second of computing and of the whole step, and MFU
+        if the device's peak is known."""
         compute = sum(line["seconds"].get(name, 0.0) for name in COMPUTE)
         whole = sum(line["seconds"].values())
         if not compute or "tokens" not in line:
@@ -117,89 +126,76 @@ class Observers:
             line["mfu"] = line["flops"] / (compute * self._peak * ranks)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """A step is kept."""
+        """Shows a step's line, after it was written to the metrics file."""
         numbers = dict(flat(line))
         if self.bar is not None:
             self.bar.step(line)
         if self.events is not None:
-            self.events.add(line["time"], line["step"], numbers)
+            for tag, value in numbers.items():
+                self.events.add_scalar(tag, value, line["step"], line["time"])
+            self.events.flush()
         if self.server is not None:
             self.server.show(numbers)
 
 
-def prometheus_text(numbers: Mapping[str, float], waiting: str) -> str:
-    """Prometheus' text format 0.0.4: one gauge a number, nested names as a label."""
-    lines = []
-    known = set()
-    for name, value in sorted(numbers.items()):
-        family, _, part = name.partition("/")
-        metric = f"prime_trainer_{family}"
-        if metric not in known:
-            known.add(metric)
-            lines.append(f"# TYPE {metric} gauge")
-        label = f'{{part="{part}"}}' if part else ""
-        lines.append(f"{metric}{label} {value:.10g}")
-    lines.append("# TYPE prime_trainer_waiting gauge")
-    lines.append(f'prime_trainer_waiting{{for="{waiting}"}} 1')
-    return "\n".join(lines) + "\n"
+def flat(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of every number in a step's line. Nested names are joined by a slash."""
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}/")
+        elif isinstance(value, bool | int | float):
+            yield prefix + name, float(value)
 
 
 class MetricsServer:
-    """GET /metrics on the local address, from a thread; the newest step's numbers."""
+    """Serves GET /metrics on the local address from a thread: the newest step's numbers."""
 
     def __init__(self, port: int) -> None:
-        from prime_core.errors import UserError
-
-        self._lock = threading.Lock()
-        self._numbers: dict[str, float] = {}
+        """Starts to serve on `port` (0: any free one). Raises UserError if it is taken."""
+        self._numbers: Mapping[str, float] = {}
         self._waiting = "start"
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                found = self.path.split("?")[0] == "/metrics"
-                body = owner.text().encode() if found else b"only /metrics is here\n"
-                self.send_response(200 if found else 404)
-                self.send_header("Content-Type", CONTENT_TYPE if found else "text/plain")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass  # a scrape is no event
-
+        registry = CollectorRegistry()
+        registry.register(self)
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
         except OSError as error:
             raise UserError(
                 f"the metrics cannot be served on port {port}: {error.strerror}",
                 hint="name another --metrics-port, or 0 for any free one",
             ) from error
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="metrics", daemon=True
-        )
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/metrics"
-
-    def start(self) -> None:
-        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_port}/metrics"
 
     def stop(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def show(self, numbers: dict[str, float]) -> None:
-        with self._lock:
-            self._numbers = numbers
+    def show(self, numbers: Mapping[str, float]) -> None:
+        """Serves these numbers from now on; names are those of `flat`."""
+        self._numbers = numbers
 
     def waits(self, name: str) -> None:
-        with self._lock:
-            self._waiting = name
+        """Serves what the loop waits for."""
+        self._waiting = name
 
-    def text(self) -> str:
-        """The page."""
-        with self._lock:
-            return prometheus_text(self._numbers, self._waiting)
+    def collect(self) -> Iterator[Metric]:
+        """One gauge for each number. The part of a name after its first slash is a label."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, value in sorted(self._numbers.items()):
+            outer, _, part = name.partition("/")
+            family = families.get(outer)
+            if family is None:
+                about = f"{outer} of the newest step (docs/learning.md)."
+                labels = ["part"] if part else []
+                family = GaugeMetricFamily(f"prime_trainer_{outer}", about, labels=labels)
+                families[outer] = family
+            family.add_metric([part] if part else [], value)
+        yield from families.values()
+        waiting = GaugeMetricFamily(
+            "prime_trainer_waiting", "What the trainer works at or waits for.", labels=["for"]
+        )
+        waiting.add_metric([self._waiting], 1)
+        yield waiting

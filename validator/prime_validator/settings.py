@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
 from prime_core.settings import BaseSettings, Urls, UserPath, needed
 from prime_core.waiting import FIRST_ANSWER_SECONDS
@@ -14,7 +15,7 @@ from prime_core.waiting import FIRST_ANSWER_SECONDS
 class Settings(BaseSettings):
     """Relative paths are taken from the working directory."""
 
-    ENV_PREFIX: ClassVar[str] = "PRIME_VALIDATOR_"
+    model_config = SettingsConfigDict(env_prefix="PRIME_VALIDATOR_")
 
     orchestrator: str = ""
     rpc: Urls = ()

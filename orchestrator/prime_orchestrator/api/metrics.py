@@ -1,10 +1,13 @@
-"""Prometheus' text format (version 0.0.4), from the store and this process's request counts."""
+"""Prometheus metrics of the pool, from the store and from this process's request counts."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
@@ -25,7 +28,7 @@ from prime_orchestrator.store.drift import DriftRow
 from prime_orchestrator.store.opinions import Record
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class RequestCounts:
@@ -45,109 +48,179 @@ class RequestCounts:
             return dict(self._counts)
 
 
-def render(backend: Backend, requests: RequestCounts) -> str:
-    """All metrics as text."""
-    with backend.store.read() as connection:
-        states = Counter(str(node.status) for node in nodes.every(connection))
-        lines = [
-            *_family("prime_nodes", "gauge", "status", states),
-            *_family("prime_submissions", "gauge", "status", submissions.counts(connection)),
-            *_family(
+class PoolMetrics:
+    """prometheus_client's `Collector` over one pool's store and this process's requests."""
+
+    def __init__(self, backend: Backend, requests: RequestCounts) -> None:
+        self._backend, self._requests = backend, requests
+
+    def collect(self) -> Iterator[Metric]:
+        backend = self._backend
+        with backend.store.read() as connection:
+            states = Counter(str(node.status) for node in nodes.every(connection))
+            files, shadow = (submissions.counts(connection, shadow=only) for only in (False, True))
+            repeating = submissions.repeating(connection)
+            lies = backend.lies.counts()
+            yield _gauges("prime_nodes", "Nodes by status.", "status", states)
+            yield _gauges("prime_submissions", "Rollout files by status.", "status", files)
+            yield _gauges(
                 "prime_shadow_submissions",
-                "gauge",
+                "Rollout files of nodes without stake, by status.",
                 "status",
-                submissions.counts(connection, shadow=True),
-            ),
-            *_family("prime_jobs", "gauge", "status", jobs.counts(connection)),
-            *_family("prime_intents", "gauge", "status", intents.counts(connection)),
-            *_family("prime_relay_lies_reported", "gauge", "relay", _quoted(backend.lies.counts())),
-            *_single("prime_next_step", batches.next_step(connection)),
-        ]
-        repeating = submissions.repeating(connection)
-        lines += _family("prime_repeating_submissions", "gauge", "status", repeating)
-        lines += _drift(drift.every(connection))
-        lines += _validators(opinions.track_records(connection))
-        lines += _second_opinions(opinions.waiting(connection), backend.now())
-        lines += _single("prime_rejections_lapsed", opinions.lapsed(connection))
-        share = submissions.mean_compute_share(connection)
-        if share is not None:
-            lines += _single("prime_verification_compute_share", share)
-        latest = policies.latest_version(connection)
-        if latest is not None:
-            lines += _single("prime_policy_version", latest)
-            lines += reach.metrics(connection)
-        for batch in batches.latest(connection, 1):
-            lines += _single("prime_batch_mean_reward", batch.mean_reward_micro / 1e6)
-            lines += _single("prime_batch_staleness_max", batch.staleness_max)
-        lines.append("# TYPE prime_uploads_swept_total counter")
-        lines.append(f"prime_uploads_swept_total {uploads.swept_so_far(connection)}")
-        lines.append("# TYPE prime_chain_gaps_total counter")
-        lines.append(f"prime_chain_gaps_total {int(meta.get(connection, meta.CHAIN_GAPS) or 0)}")
-        seen = meta.get(connection, meta.CHAIN_SEEN_AT)
-        if seen is not None:
-            lines += _single("prime_chain_seen_timestamp_seconds", float(seen))
-    lines.append("# TYPE prime_http_requests_total counter")
-    for (method, code), number in sorted(requests.snapshot().items()):
-        lines.append(f'prime_http_requests_total{{method="{method}",status="{code}"}} {number}')
-    return "\n".join(lines) + "\n"
+                shadow,
+            )
+            yield _gauges(
+                "prime_repeating_submissions",
+                "Files with rows that an earlier file had, by status.",
+                "status",
+                repeating,
+            )
+            yield _gauges("prime_jobs", "Leases by status.", "status", jobs.counts(connection))
+            yield _gauges(
+                "prime_intents",
+                "Chain transactions wanted, by status.",
+                "status",
+                intents.counts(connection),
+            )
+            yield _gauges(
+                "prime_relay_lies_reported",
+                "Wrong chunks that nodes reported, by relay.",
+                "relay",
+                lies,
+            )
+            yield GaugeMetricFamily(
+                "prime_next_step", "Next training step.", batches.next_step(connection)
+            )
+            yield from _drift(drift.every(connection))
+            yield from _validators(opinions.track_records(connection))
+            yield from _second_opinions(opinions.waiting(connection), backend.now())
+            yield GaugeMetricFamily(
+                "prime_rejections_lapsed",
+                "Rejected files that ended void because no second validator judged them.",
+                opinions.lapsed(connection),
+            )
+            share = submissions.mean_compute_share(connection)
+            if share is not None:
+                yield GaugeMetricFamily(
+                    "prime_verification_compute_share",
+                    "Validators' compute as a share of the nodes'.",
+                    share,
+                )
+            latest = policies.latest_version(connection)
+            if latest is not None:
+                yield GaugeMetricFamily("prime_policy_version", "Newest policy.", latest)
+                yield from reach.metrics(connection)
+            for batch in batches.latest(connection, 1):
+                yield GaugeMetricFamily(
+                    "prime_batch_mean_reward",
+                    "Mean reward of the newest batch.",
+                    batch.mean_reward_micro / 1e6,
+                )
+                yield GaugeMetricFamily(
+                    "prime_batch_staleness_max",
+                    "Age of the oldest row in the newest batch, in policies.",
+                    batch.staleness_max,
+                )
+            yield CounterMetricFamily(
+                "prime_uploads_swept_total",
+                "Uploaded files deleted because no submission named them.",
+                uploads.swept_so_far(connection),
+            )
+            yield CounterMetricFamily(
+                "prime_chain_gaps_total",
+                "Gaps found in the chain's events.",
+                int(meta.get(connection, meta.CHAIN_GAPS) or 0),
+            )
+            seen = meta.get(connection, meta.CHAIN_SEEN_AT)
+            if seen is not None:
+                yield GaugeMetricFamily(
+                    "prime_chain_seen_timestamp_seconds",
+                    "Unix time at which the chain was last read.",
+                    float(seen),
+                )
+        answers = CounterMetricFamily(
+            "prime_http_requests_total",
+            "HTTP answers of this process, by method and status.",
+            labels=["method", "status"],
+        )
+        for (method, code), number in sorted(self._requests.snapshot().items()):
+            answers.add_metric([method, str(code)], number)
+        yield answers
 
 
-def _drift(sums: Sequence[DriftRow]) -> list[str]:
-    """Per node: the mean of its files' statistics as shares of their limits, and by how many
-    standard errors that lies above the other nodes'."""
-    names = ("prime_node_drift", "prime_node_drift_files", "prime_node_drift_excess")
-    lines = [f"# TYPE {name} gauge" for name in names] if sums else []
+def _drift(sums: Sequence[DriftRow]) -> Iterator[Metric]:
+    """Drift of each node's files. Empty if no file was judged."""
+    labels = ["node", "setup", "statistic"]
+    mean = GaugeMetricFamily(
+        "prime_node_drift", "Mean statistic of a node's files / its limit.", labels=labels
+    )
+    files = GaugeMetricFamily("prime_node_drift_files", "Files in that mean.", labels=labels)
+    beyond = GaugeMetricFamily(
+        "prime_node_drift_excess",
+        "Standard errors by which that mean exceeds the other nodes'.",
+        labels=labels,
+    )
     for row in sums:
-        labels = f'node="{row.node}",setup="{_escaped(row.setup)}",statistic="{row.statistic}"'
-        lines.append(f"prime_node_drift{{{labels}}} {row.mean:.6g}")
-        lines.append(f"prime_node_drift_files{{{labels}}} {row.files}")
-        beyond = excess(row, others_of(row, sums))
-        if beyond is not None:
-            lines.append(f"prime_node_drift_excess{{{labels}}} {beyond:.6g}")
-    return lines
+        named = [row.node, row.setup, row.statistic]
+        mean.add_metric(named, row.mean)
+        files.add_metric(named, row.files)
+        errors = excess(row, others_of(row, sums))
+        if errors is not None:
+            beyond.add_metric(named, errors)
+    if sums:
+        yield from (mean, files, beyond)
 
 
-def _validators(records: Sequence[Record]) -> list[str]:
-    """Per validator: opinions and how many were overruled; and of planted files of each kind how
-    many it judged, and how many of them wrongly."""
-    names = ("prime_validator_opinions", "prime_validator_overruled")
-    planted = ("prime_validator_planted", "prime_validator_planted_wrong")
-    lines = [f"# TYPE {name} gauge" for name in (*names, *planted)] if records else []
+def _validators(records: Sequence[Record]) -> Iterator[Metric]:
+    """Opinions of each validator, and its judgements of planted files of each kind."""
+    judged = GaugeMetricFamily(
+        "prime_validator_opinions", "Opinions by validator.", labels=["validator"]
+    )
+    overruled = GaugeMetricFamily(
+        "prime_validator_overruled", "Opinions overruled, by validator.", labels=["validator"]
+    )
+    planted = GaugeMetricFamily(
+        "prime_validator_planted",
+        "Planted files judged, by validator and kind.",
+        labels=["validator", "kind"],
+    )
+    wrong = GaugeMetricFamily(
+        "prime_validator_planted_wrong",
+        "Planted files judged wrongly, by validator and kind.",
+        labels=["validator", "kind"],
+    )
     for row in records:
-        who = f'validator="{row.validator}"'
-        lines.append(f"{names[0]}{{{who}}} {row.opinions}")
-        lines.append(f"{names[1]}{{{who}}} {row.overruled}")
-        for kind, judged, wrong in (
+        judged.add_metric([row.validator], row.opinions)
+        overruled.add_metric([row.validator], row.overruled)
+        for kind, total, failed in (
             ("honest", row.honest, row.accused),
             ("lying", row.lying, row.missed),
         ):
-            lines.append(f'{planted[0]}{{{who},kind="{kind}"}} {judged}')
-            lines.append(f'{planted[1]}{{{who},kind="{kind}"}} {wrong}')
-    return lines
+            planted.add_metric([row.validator, kind], total)
+            wrong.add_metric([row.validator, kind], failed)
+    if records:
+        yield from (judged, overruled, planted, wrong)
 
 
-def _second_opinions(waiting: Mapping[str, tuple[int, float]], now: float) -> list[str]:
-    """Files that wait for another validator, by what was said of them, and since when."""
-    counts = {kind: waiting.get(kind, (0, now))[0] for kind in ("accepted", "rejected")}
-    ages = {kind: round(now - waiting.get(kind, (0, now))[1]) for kind in counts}
-    return [
-        *_family("prime_second_opinions_waiting", "gauge", "said", counts),
-        *_family("prime_second_opinions_oldest_seconds", "gauge", "said", ages),
-    ]
+def _second_opinions(waiting: Mapping[str, tuple[int, float]], now: float) -> Iterator[Metric]:
+    """Files that wait for another validator: their number and the age of the oldest."""
+    found = {kind: waiting.get(kind, (0, now)) for kind in ("accepted", "rejected")}
+    yield _gauges(
+        "prime_second_opinions_waiting",
+        "Files waiting for a second validator, by the first opinion.",
+        "said",
+        {kind: count for kind, (count, _) in found.items()},
+    )
+    yield _gauges(
+        "prime_second_opinions_oldest_seconds",
+        "Longest wait for a second validator, by the first opinion.",
+        "said",
+        {kind: round(now - since) for kind, (_, since) in found.items()},
+    )
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _quoted(values: Mapping[str, int]) -> dict[str, int]:
-    return {_escaped(name): number for name, number in values.items()}
-
-
-def _family(name: str, kind: str, label: str, values: Mapping[str, int]) -> list[str]:
-    rows = [f'{name}{{{label}="{value}"}} {number}' for value, number in sorted(values.items())]
-    return [f"# TYPE {name} {kind}", *rows]
-
-
-def _single(name: str, value: float) -> list[str]:
-    return [f"# TYPE {name} gauge", f"{name} {value}"]
+def _gauges(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, about, labels=[label])
+    for value, number in sorted(values.items()):
+        family.add_metric([value], number)
+    return family

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prometheus_client.core import GaugeMetricFamily, Metric
 from sqlalchemy import Connection
 
 from prime_core.ids import Address
@@ -59,15 +60,18 @@ def picture(connection: Connection) -> list[PolicyReach]:
     ]
 
 
-def metrics(connection: Connection) -> list[str]:
-    """Prometheus lines: how many nodes had each of the newest policies, and the slowest arrival."""
-    seen = picture(connection)
-    lines = ["# TYPE prime_policy_reach_nodes gauge"]
-    lines += [f'prime_policy_reach_nodes{{version="{p.version}"}} {len(p.after_ms)}' for p in seen]
-    lines.append("# TYPE prime_policy_last_arrival_seconds gauge")
-    lines += [
-        f'prime_policy_last_arrival_seconds{{version="{p.version}"}} {p.after_ms[-1] / 1000}'
-        for p in seen
-        if p.after_ms
-    ]
-    return lines
+def metrics(connection: Connection) -> list[Metric]:
+    """How many nodes have each of the newest policies, and when the last of them got it."""
+    reached = GaugeMetricFamily(
+        "prime_policy_reach_nodes", "Nodes that have a policy.", labels=["version"]
+    )
+    last = GaugeMetricFamily(
+        "prime_policy_last_arrival_seconds",
+        "Seconds from a policy's publication to its latest arrival at a node.",
+        labels=["version"],
+    )
+    for policy in picture(connection):
+        reached.add_metric([str(policy.version)], len(policy.after_ms))
+        if policy.after_ms:
+            last.add_metric([str(policy.version)], policy.after_ms[-1] / 1000)
+    return [reached, last]

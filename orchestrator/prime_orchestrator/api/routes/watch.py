@@ -9,6 +9,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, StreamingResponse
+from prometheus_client import generate_latest
 
 from prime_core.errors import NotFoundError
 from prime_core.messages import Status
@@ -89,8 +90,9 @@ def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRo
 
     @routes.get("/metrics")
     def prometheus() -> Response:
-        """Prometheus' text format."""
-        return Response(metrics.render(backend, requests), media_type=metrics.CONTENT_TYPE)
+        """Metrics in Prometheus' text format."""
+        text = generate_latest(metrics.PoolMetrics(backend, requests))
+        return Response(text, media_type=metrics.CONTENT_TYPE)
 
     @routes.get("/v1/status", responses={200: {"model": Status}})
     async def now() -> Response:
