@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import Connection
 
 from prime_broadcast.manifest import hash_file
-from prime_core.errors import FatalError, NotFoundError, UserError
+from prime_core.errors import FatalError, MalformedError, NotFoundError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Address, Digest
 from prime_core.revisions import RunHistory
@@ -430,9 +430,9 @@ def _write(
         for row, known in zip(page, facts(connection, page), strict=True):
             try:
                 batch = _record_batch(connection, objects, row, known, tokenizer)
-            except FileError:
+            except FileError as error:
                 if row.status == "accepted":
-                    raise
+                    raise MalformedError(f"rollout file {row.digest}: {error}") from error
                 unreadable += 1
             except NotFoundError as error:
                 raise NotFoundError(f"rollout file {row.digest}: {error}") from error

@@ -12,7 +12,11 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+
+from prime_core.waiting import StoppedError
 
 
 def until_stopped(
@@ -38,3 +42,23 @@ def until_stopped(
         signal.signal(number, handle)
     threading.Thread(target=listen, name="signals", daemon=True).start()
     return event
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within it, the first SIGTERM or SIGINT raises StoppedError in the main thread, from where it
+    is called; a second one ends the process. For work that changes nothing that is kept."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise StoppedError
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is handle:
+                signal.signal(number, handler)

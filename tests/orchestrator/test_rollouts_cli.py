@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from prime_broadcast.manifest import build_manifest
 from prime_core.encoding import sha256
-from prime_core.errors import NotFoundError, PrimeError, UserError
+from prime_core.errors import MalformedError, NotFoundError, PrimeError, UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, LengthBudgets
 from prime_core.storage.base import digest_key
@@ -51,14 +51,14 @@ class Pool:
     tokenizer: Any
     arguments: tuple[str, ...]
 
-    def hand_in(self, session: Session, answers: Sequence[bool], *, steer: str = "") -> Digest:
+    def hand_in(self, session: Session, answers: Sequence[bool]) -> Digest:
         """A file of one row an answer, right or wrong, that claims a reward of 0.25 each."""
         lease = self.world.lease(session)
         run, digest = self.world.backend.context.run, self.world.lease_digest(lease)
         plan = plan_rows(lease.lease, digest, run, environment_for(run), self.tokenizer)
         rows = []
         for row, right in zip(plan, answers, strict=True):
-            text = f"..={row.problem.answer if right else 'zzz'}{steer}"
+            text = f"..={row.problem.answer if right else 'zzz'}"
             tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False))
             rows.append(
                 FileRow(
@@ -268,12 +268,6 @@ def test_a_file_that_does_not_parse_is_shown_by_its_verdict(pool: Pool) -> None:
     assert "its rows cannot be shown" in text
 
 
-def test_what_a_node_wrote_cannot_steer_the_terminal(pool: Pool) -> None:
-    name = pool.hand_in(pool.world.member(1), [WRONG] * 4, steer="\x1b[2J")
-    text = pool.run("show", name, "--model", str(MODEL))
-    assert "\x1b" not in text
-
-
 def test_what_cannot_be_shown_is_one_sentence(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +373,13 @@ def test_an_export_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> None
     with pytest.raises(NotFoundError, match=lost):
         pool.run("export", "--out", str(out))
     assert list(out.iterdir()) == []
+
+
+def test_an_accepted_file_that_does_not_parse_is_never_left_out(pool: Pool, tmp_path: Path) -> None:
+    damaged = pool.send(pool.world.member(1), b"no Parquet file")
+    pool.judge(answers=[RIGHT, WRONG, WRONG, WRONG])
+    with pytest.raises(MalformedError, match=damaged):
+        pool.run("export", "--out", str(tmp_path / "x.parquet"))
 
 
 def test_the_commands_read_a_bucket(pool: Pool, s3: S3Server, tmp_path: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,13 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from prime_core.errors import UserError
+from prime_core.errors import FatalError, UserError
 from prime_core.run import MICRO
 from prime_core.run_file import read_run
+from prime_core.waiting import StoppedError
 from prime_envs.registry import environment_for
 from prime_orchestrator.cli.run import define
+from prime_trainer import local as local_module
 from prime_trainer.cli import app
 from prime_trainer.config import Settings, load
 from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
@@ -216,3 +222,159 @@ def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_pat
     for folder, step in ((tmp_path, 7), (tmp_path / "absent", None)):
         with pytest.raises(UserError, match="has no samples of"):
             chosen_samples(folder, step=step, order="best", count=1)
+
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def _one_process_group(world: World) -> Any:
+    """Runs of this module are in the tests' own."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local_module, "joined_world", lambda: nullcontext(world))
+        yield
+
+
+def resumable(source: Path, out: Path, *, resume: bool = False, **more: Any) -> Path:
+    """A run whose leases leave groups over for later steps."""
+    options = Options(evaluate_every=2, problems=8, checkpoint_every=2, resume=resume, **more)
+    settings = settings_for(out).model_copy(update={"steps": STEPS})
+    return run_local(source, settings, options, threading.Event(), lambda _: None)
+
+
+def results(out: Path) -> dict[str, Any]:
+    """Everything that a run leaves, but for times and its folder's name."""
+    metrics = read_lines(out / "metrics.jsonl")
+    for line in metrics:
+        for name in ("time", "seconds", "tokens_s", "tokens_s_wall"):
+            line.pop(name, None)
+    evaluations = read_lines(out / "evaluations.jsonl")
+    for line in evaluations:
+        del line["model"]
+    return {
+        "files": sorted(path.name for path in out.iterdir()),
+        "metrics": metrics,
+        "samples": read_lines(out / "samples.jsonl"),
+        "evaluations": evaluations,
+        "weights": (out / "model" / "model.safetensors").read_bytes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, _one_process_group: None
+) -> tuple[Path, dict[str, Any]]:
+    """A run's TOML, and what it leaves if nothing interrupts it."""
+    folder = tmp_path_factory.mktemp("whole")
+    source = written(folder / "in", more="max_staleness = 2")
+    source.write_text(source.read_text().replace("groups_per_lease = 2", "groups_per_lease = 3"))
+    resumable(source, folder / "out")
+    return source, results(folder / "out")
+
+
+@pytest.fixture
+def _signals() -> Any:
+    """The first Ctrl-C leaves the second one to the system: it is given back."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.usefixtures("_signals")
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_run_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    source, expected = whole
+    generate = local_module.generate_rows
+
+    def pressed(*arguments: Any) -> Any:
+        """Ctrl-C, with rows generated already."""
+        found = generate(*arguments)
+        if len(read_lines(tmp_path / "metrics.jsonl")) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_module, "generate_rows", pressed)
+        generated = [line for line in expected["metrics"] if line["generated_rows"]]
+        assert at in [line["step"] for line in generated]
+        with pytest.raises(StoppedError, match=f"stopped at policy {at} of 4.* --resume"):
+            resumable(source, tmp_path)
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == at, "the step was not begun"
+    resumable(source, tmp_path, resume=True)
+    assert results(tmp_path) == expected
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies in its fourth step, after the third one's lines are written."""
+    source, expected = whole
+    train = local_module.train_step
+
+    def dies(learner: Any, batch: Any, watch: Any) -> Any:
+        if batch.step == 3:
+            raise RuntimeError("killed")
+        return train(learner, batch, watch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_module, "train_step", dies)
+        with pytest.raises(RuntimeError, match="killed"):
+            resumable(source, tmp_path)
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
+    resumable(source, tmp_path, resume=True)
+    assert results(tmp_path) == expected
+
+
+def test_what_cannot_be_resumed_is_refused(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    source, out = whole[0], tmp_path / "out"
+    with pytest.raises(UserError, match="holds no run to go on with"):
+        resumable(source, out, resume=True)
+    with pytest.raises(UserError, match="is finished"):
+        resumable(source, source.parent.parent / "out", resume=True)
+    stop = threading.Event()
+
+    def say(text: str) -> None:
+        if text.startswith("step 0"):
+            stop.set()
+
+    settings = settings_for(out).model_copy(update={"steps": STEPS})
+    with pytest.raises(StoppedError):
+        run_local(source, settings, Options(problems=8), stop, say)
+    with pytest.raises(UserError, match="another run"):
+        resumable(written(tmp_path / "other"), out, resume=True)
+    with pytest.raises(UserError, match="--seed 0 --problems 8"):
+        resumable(source, out, resume=True, seed=1)
+    with pytest.raises(UserError, match=r"not empty.*"):
+        resumable(source, out)
+    (out / "checkpoints" / "local-1.json").write_text("{}")
+    with pytest.raises(FatalError, match=r"local-1\.json is damaged"):
+        resumable(source, out, resume=True)
+    shutil.rmtree(out / "checkpoints" / "1")
+    assert resumable(source, out, resume=True).is_dir(), "without a checkpoint it begins again"
+
+
+def test_ctrl_c_is_one_sentence_and_130(tmp_path: Path) -> None:
+    source, out = written(tmp_path / "in"), tmp_path / "out"
+    words = ["local", str(source), "--model", str(DEMO), "--out", str(out), "--steps", "100000"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "prime_trainer.cli", *words, "--evaluate-every", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline().startswith("step 0")
+        child.send_signal(signal.SIGINT)
+        said = child.communicate(timeout=300)[1]
+    finally:
+        child.kill()
+        child.communicate()
+    assert child.returncode == 130, said
+    (line,) = [line for line in said.splitlines() if line.startswith("trainer: ")]
+    number = int(line.split()[4])
+    assert line.startswith(f"trainer: stopped at policy {number} of 100000, which is kept in")
+    assert "Traceback" not in said
+    assert (out / "checkpoints" / str(number)).is_dir()
+    assert (out / "policies" / str(number) / "model.safetensors").is_file()

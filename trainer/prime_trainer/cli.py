@@ -150,7 +150,7 @@ def plan(
 def local(
     source: Annotated[Path, typer.Argument(help="TOML file of the run; see docs/tutorial.md.")],
     model: Annotated[Path, typer.Option(help="Hugging Face folder of the base model.")],
-    out: Annotated[Path, typer.Option(help="New folder: metrics, samples, the trained model.")],
+    out: Annotated[Path, typer.Option(help="Folder for metrics, samples, the trained model.")],
     steps: Annotated[int, typer.Option(min=1, help="Batches to train.")],
     config: Annotated[
         Path | None,
@@ -174,8 +174,18 @@ def local(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems of each.")] = 64,
     samples: Annotated[int, typer.Option(min=0, help="Answers of a step to write down.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Fixes tasks and noise.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Steps between checkpoints; 0: only when it is stopped.")
+    ] = 10,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out that was stopped.")
+    ] = False,
 ) -> None:
-    """Train from a run's TOML in this process: no chain, no keys, no pool."""
+    """Train from a run's TOML in this process: no chain, no keys, no pool.
+
+    Ctrl-C keeps the state and ends with exit code 130; a second one ends at once.
+    """
+    from prime_core.waiting import StoppedError
     from prime_trainer.config import load
     from prime_trainer.local import Options, run_local
 
@@ -185,8 +195,15 @@ def local(
         "lora_rank": lora_rank, "tensorboard": tensorboard,
     }  # fmt: skip
     settings = load(flags, config or (beside if beside.is_file() else None))
-    options = Options(engine, dtype, device, threads, evaluate_every, problems, seed, samples)
-    run_local(source, settings, options, until_stopped())
+    options = Options(
+        engine, dtype, device, threads, evaluate_every, problems, seed, samples,
+        checkpoint_every, resume,
+    )  # fmt: skip
+    try:
+        run_local(source, settings, options, until_stopped(second_ends=True))
+    except StoppedError as stopped:
+        typer.echo(f"trainer: {stopped}", err=True)
+        raise typer.Exit(130) from stopped
 
 
 @app.command()

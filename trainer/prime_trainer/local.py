@@ -13,6 +13,8 @@ What is left out: proofs, verification and pay, since the trainer trusts what it
 <out>/samples.jsonl      prompts and answers of each step, with rewards and what they are made of
 <out>/evaluations.jsonl  one line an evaluation on held-out problems
 <out>/model/             the last policy, a Hugging Face folder
+<out>/checkpoints/       until then: what --resume goes on from (checkpoint.py), and with it
+    local-<step>.json    the groups that wait for a batch and the first evaluation
 """
 
 from __future__ import annotations
@@ -37,15 +39,19 @@ from prime_broadcast.manifest import build_manifest
 from prime_core import encoding
 from prime_core.batch import FreeGroup, choose
 from prime_core.errors import FatalError, UserError
-from prime_core.folders import make_folder
+from prime_core.folders import held_alone, make_folder
 from prime_core.ids import Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO, RunDefinition
+from prime_core.stopping import interruptible
+from prime_core.waiting import StoppedError
 from prime_engine.base import Engine
 from prime_envs.base import Grade, decode_output
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
+from prime_trainer import checkpoint
 from prime_trainer.alarms import alarms_of
+from prime_trainer.checkpoint import TrainerState
 from prime_trainer.config import Settings
 from prime_trainer.data import GroupKey, TrainingBatch
 from prime_trainer.disk import writing
@@ -69,6 +75,8 @@ POOL_ONLY: Mapping[str, Any] = {
     "task": {"image": "local"}, "price_per_unit": 0, "stake_per_class": 0, "slash_amount": 0,
 }  # fmt: skip
 """What a TOML needs for a pool alone, and may leave out here."""
+MODEL, CHECKPOINTS = "model", "checkpoints"
+"""In the run's folder: the last policy, once it is finished; until then, its checkpoints."""
 MOST_GENERATED = 20
 """Batches' worth of groups generated for one step; then its tasks are too easy or too hard."""
 
@@ -89,6 +97,10 @@ class Options:
     """Fixes the tasks, the sampling noise and the evaluation's problems."""
     samples: int = 8
     """Rows of a step that are written to samples.jsonl."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints, besides that of a run that is stopped; 0: none."""
+    resume: bool = False
+    """Go on with the run in the folder, from its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -167,26 +179,27 @@ def run_local(
 ) -> Path:
     """Trains `settings.steps` policies from the TOML file `source`; returns the last one's folder.
 
-    Told to stop, it ends after the step and keeps the policy that it has. Raises UserError if
-    `settings.data` holds a run already or the tasks give no difference in rewards, FatalError for
-    an alarm that ends the run, what the engine raises.
+    Call it in the main thread. Raises StoppedError if it was told to stop, after it has written
+    what `options.resume` goes on from: at once while it generates, else after the step. Raises
+    UserError if `settings.data` holds a run already (to resume: none, another or a finished one),
+    or the tasks give no difference in rewards, FatalError for an alarm that ends the run or a
+    damaged checkpoint, what the engine raises.
     """
     out, base = settings.data, settings.need("model")
     if settings.steps is None:
         raise UserError("the number of steps is not given", hint="name it by --steps")
-    make_folder(out)
-    if any(out.iterdir()):
-        raise UserError(f"{out} is not empty", hint="name another folder by --out")
-    run = local_run(source, base)
+    run = _run_to_resume(source, base, out) if options.resume else _new_run(source, base, out)
     if options.evaluate_every and not 1 <= options.problems <= run.environment.heldout_size:
         raise UserError(
             f"{options.problems} held-out problems were asked for; the run holds out "
             f"{run.environment.heldout_size}",
             hint="change --problems or heldout_size, or say --evaluate-every 0",
         )
-    write_whole(out / "run.json", run.raw())
+    make_folder(out / CHECKPOINTS)
     threads = options.threads or torch.get_num_threads()
     with ExitStack() as stack:
+        stack.enter_context(held_alone(out / CHECKPOINTS, "trainer local"))
+        write_whole(out / "run.json", run.raw())
         world = stack.enter_context(joined_world())
         if world.size > 1:
             raise UserError("a local run is one process", hint="start it without torchrun")
@@ -195,6 +208,32 @@ def run_local(
         local = Local(run, settings, options, world, observers, say)
         stack.callback(local.close)
         return local.train(stop)
+
+
+def _new_run(source: Path, base: Path, out: Path) -> RunDefinition:
+    make_folder(out)
+    if any(out.iterdir()):
+        raise UserError(
+            f"{out} is not empty", hint="name another folder by --out, or go on with --resume"
+        )
+    return local_run(source, base)
+
+
+def _run_to_resume(source: Path, base: Path, out: Path) -> RunDefinition:
+    if not (out / "run.json").is_file():
+        raise UserError(f"{out} holds no run to go on with", hint="leave out --resume")
+    if (out / MODEL).exists():
+        raise UserError(
+            f"the run in {out} is finished: its policy is in {out / MODEL}",
+            hint="to train on, name that folder by --model and another by --out",
+        )
+    run = local_run(source, base)
+    if run.raw() != (out / "run.json").read_bytes():
+        raise UserError(
+            f"{source} and the model make another run than the one in {out}",
+            hint="resume with the file and the model that it was started with",
+        )
+    return run
 
 
 class Local:
@@ -217,10 +256,13 @@ class Local:
         self.environment = environment_for(run)
         self.learner = make_learner(run, settings, world)
         self.folder, self.version = self.base, 0
-        self.engine = self._load()
         self.waiting: list[Group] = []
         self.leases = 0
         self.first: list[Answered] | None = None
+        self.evaluated = -1
+        if options.resume:
+            self._resume()
+        self.engine = self._load()
         self.metrics = MetricsFile(self.out / "metrics.jsonl")
 
     def close(self) -> None:
@@ -230,23 +272,42 @@ class Local:
 
     def train(self, stop: threading.Event) -> Path:
         """See run_local."""
-        steps, every, skipped = self.settings.steps or 0, self.options.evaluate_every, 0
-        if every:
-            self.evaluate()
-        while self.version < steps and not stop.is_set():
-            line = self.step()
-            skipped = 0 if line["applied"] else skipped + 1
-            if skipped >= MAX_SKIPPED_IN_A_ROW:
-                raise FatalError(f"{skipped} steps in a row changed no weight")
-            if every and (self.version % every == 0 or self.version == steps or stop.is_set()):
-                self.evaluate()
+        steps, every = self.settings.steps or 0, self.options.evaluate_every
+        often, skipped = self.options.checkpoint_every, 0
+        try:
+            while True:
+                if stop.is_set():
+                    raise StoppedError
+                due = every and (self.version % every == 0 or self.version == steps)
+                if due and self.evaluated < self.version:
+                    self.evaluate()
+                if self.version >= steps:
+                    break
+                line = self.step()
+                skipped = 0 if line["applied"] else skipped + 1
+                if skipped >= MAX_SKIPPED_IN_A_ROW:
+                    raise FatalError(f"{skipped} steps in a row changed no weight")
+                if often and self.version % often == 0 and self.version < steps:
+                    self.save()
+        except StoppedError as error:
+            self.save()
+            raise StoppedError(
+                f"stopped at policy {self.version} of {steps}, which is kept in {self.out}; "
+                "the same command with --resume goes on"
+            ) from error
         return self.finish()
 
     def step(self) -> dict[str, Any]:
-        """One batch: generated, chosen, trained, and its policy loaded; its line of metrics."""
+        """One batch: generated, chosen, trained, and its policy loaded; its line of metrics. Raises
+        StoppedError while it generates; the step is then not begun."""
         watch = Stopwatch(begins=self.observers.waiting)
-        with watch.timed("generate"):
-            batch, made = self.batch()
+        before = self.leases, list(self.waiting)
+        try:
+            with watch.timed("generate"):
+                batch, made = self.batch()
+        except StoppedError:
+            self.leases, self.waiting = before
+            raise
         line = train_step(self.learner, batch, watch) | made.figures(self.run.samples_per_group)
         line["alarms"] = alarms_of(line, self.settings)
         for alarm in line["alarms"]:
@@ -288,7 +349,8 @@ class Local:
                     "nothing",
                     hint="take easier or harder tasks (trainer filter), or more samples_per_group",
                 )
-            self._generate(-(-(wanted - len(self.waiting)) // run.groups_per_lease), made)
+            with interruptible():
+                self._generate(-(-(wanted - len(self.waiting)) // run.groups_per_lease), made)
         known = {group.key: group for group in self.waiting}
         keys = tuple((free.sha256, free.group_no) for free in chosen)
         taken = [known.pop(key) for key in keys]
@@ -380,9 +442,10 @@ class Local:
         """Asks the newest policy held-out problems: always the same, with the same noise."""
         self.observers.waiting("evaluate")
         run, seed = self.run, self.options.seed
-        answered = ask(
-            self.folder, run, self.options.problems, seed, 1, self.options.device, self.engine
-        )
+        with interruptible():
+            answered = ask(
+                self.folder, run, self.options.problems, seed, 1, self.options.device, self.engine
+            )
         found = summary(self.folder, seed, run, answered)
         line: dict[str, Any] = {"version": self.version, **found.as_json()}
         said = f"policy {self.version}, {self.options.problems} held-out problems: "
@@ -398,17 +461,112 @@ class Local:
                 for name, gain in gains.items()
             )
         self._append("evaluations.jsonl", [line])
+        self.evaluated = self.version
         self.say(said)
+
+    def save(self) -> None:
+        """Writes what the run goes on from; the checkpoint comes last and makes it count. There
+        is nothing to keep before the first step."""
+        if not self.version:
+            return
+        state = {
+            "seed": self.options.seed,
+            "problems": self.options.problems,
+            "leases": self.leases,
+            "waiting": [
+                {"free": vars(group.free), "rollouts": [vars(row) for row in group.rollouts]}
+                for group in self.waiting
+            ],
+            "evaluated": self.evaluated,
+            "first": None
+            if self.first is None
+            else [
+                {
+                    "index": one.problem.index,
+                    "target": one.target,
+                    "grades": [vars(grade) for grade in one.grades],
+                }
+                for one in self.first
+            ],
+        }
+        self.observers.waiting("checkpoint")
+        folder = self.out / CHECKPOINTS
+        path = _state_of(self.out, self.version)
+        with writing("the run's state", path):
+            write_whole(path, json.dumps(state, default=_plain).encode())
+        newest = checkpoint.latest(self.out)
+        if newest is None or newest.name != str(self.version):
+            step = TrainerState(self.run.digest(), self.version)
+            checkpoint.save(self.out, step, self.learner.policy, self.learner.optimizer, self.world)
+        kept = {
+            _state_of(self.out, int(one.name)) for one in folder.iterdir() if one.name.isdigit()
+        }
+        for old in set(folder.glob(_state_of(self.out, "*").name)) - kept:
+            old.unlink()
+
+    def _resume(self) -> None:
+        """Goes back to the last checkpoint; lines of later steps are dropped. Without one, the run
+        begins again. Raises UserError if the evaluations would not be those of before."""
+        learner, out, options = self.learner, self.out, self.options
+        found = checkpoint.load(
+            out, self.run.digest(), learner.policy, learner.optimizer, self.world
+        )
+        if found is not None:
+            self.version = found.step
+            path = _state_of(out, found.step)
+            try:
+                state = json.loads(path.read_text())
+                self._restore(state)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise FatalError(f"{path} is damaged: {error}") from error
+            if (state["seed"], state["problems"]) != (options.seed, options.problems):
+                raise UserError(
+                    f"the run was started with --seed {state['seed']} --problems "
+                    f"{state['problems']}",
+                    hint="give the same to --resume",
+                )
+        shutil.rmtree(out / "policies", ignore_errors=True)
+        if self.version:
+            self.folder = out / "policies" / str(self.version)
+            weights = published_state(learner.policy, self.world)
+            export(weights, self.base, self.folder, self.settings.training())
+        for name, key, newest in (
+            ("metrics.jsonl", "step", self.version - 1),
+            ("samples.jsonl", "step", self.version - 1),
+            ("evaluations.jsonl", "version", self.evaluated),
+        ):
+            kept = [line for line in read_lines(out / name) if line[key] <= newest]
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+            with writing(f"the file {name}", out / name):
+                write_whole(out / name, text.encode())
+        self.say(f"goes on from policy {self.version}")
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.leases, self.evaluated = state["leases"], state["evaluated"]
+        self.waiting = [
+            Group(FreeGroup(**group["free"]), tuple(Rollout(**row) for row in group["rollouts"]))
+            for group in state["waiting"]
+        ]
+        if state["first"] is not None:
+            self.first = [
+                Answered(
+                    self.environment.problem(one["index"]),
+                    one["target"],
+                    tuple(Grade(**grade) for grade in one["grades"]),
+                )
+                for one in state["first"]
+            ]
 
     def finish(self) -> Path:
         """The newest policy's folder at its place, and the curve."""
-        out = self.out / "model"
+        out = self.out / MODEL
         with writing("the trained model", out):
             if self.folder == self.base:
                 shutil.copytree(self.base, self.out / "policies" / "0")
                 self.folder = self.out / "policies" / "0"
             self.folder.rename(out)
             shutil.rmtree(self.out / "policies")
+            shutil.rmtree(self.out / CHECKPOINTS)
             steps = read_lines(self.out / "metrics.jsonl")
             (self.out / "curve.svg").write_text(curve(steps))
         self.say(f"policy {self.version}: {out}")
@@ -442,6 +600,16 @@ class Local:
         path = self.out / name
         with writing(f"the file {name}", path), path.open("a") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def _state_of(out: Path, step: int | str) -> Path:
+    """The file beside a checkpoint; `step` may be a pattern."""
+    return out / CHECKPOINTS / f"local-{step}.json"
+
+
+def _plain(value: Any) -> Any:
+    """An array or a mapping as JSON has it."""
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def _progress(line: Mapping[str, Any]) -> str:
