@@ -19,7 +19,7 @@ from prime_core.logs import log_to_stderr
 from prime_core.times import utc
 from prime_core.waiting import FIRST_ANSWER_HELP
 from prime_node.cli_audit import audit_app
-from prime_node.cli_common import DryRun, Json, configured, print_fields, print_json
+from prime_node.cli_common import DryRun, Json, NodeFlag, configured, print_fields, print_json
 from prime_node.cli_nodes import dispute, node_app, payout
 from prime_node.cli_owner import rewards_app, stake_app, wallet_app
 from prime_node.cli_work import work_app
@@ -191,11 +191,24 @@ def status(
 
 @app.command()
 @configured
-def leave(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
-    """Stop the agent here, take the node out of the pool, end its sessions."""
+def leave(
+    settings: Settings, node: NodeFlag = None, dry_run: DryRun = False, as_json: Json = False
+) -> None:
+    """Stop the agent here, take the node out of the pool, end its sessions.
+
+    With an owner's wallet it takes all nodes of the owner out, or the one of --node.
+    """
+    from prime_core import ids
+    from prime_node.cli_owner import open_link
     from prime_node.leave import leave_pool
 
-    sent = leave_pool(settings, dry_run=dry_run)
+    link = open_link(settings)
+    try:
+        named = ids.address(node) if node else None
+        sent = leave_pool(settings, link, named, dry_run=dry_run)
+        back = link.client.block("latest").time + link.deployment.periods.unbonding
+    finally:
+        link.close()
     if as_json:
         print_json(sent)
         return
@@ -204,6 +217,7 @@ def leave(settings: Settings, dry_run: DryRun = False, as_json: Json = False) ->
             typer.echo(f"{name:>5}  {value}")
     if not dry_run:
         typer.echo(stake_out(settings))
+        typer.echo(f"unbonded now, it may be withdrawn from {utc(back)}")
 
 
 @app.command()

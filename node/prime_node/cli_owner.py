@@ -316,16 +316,24 @@ def rewards_claim(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Have the node's rewards paid to its owner's payout address. Anyone may send it."""
+    """Have the node's rewards paid to its owner's payout address. Anyone may send it.
+
+    With an owner's wallet it claims for all nodes of the owner.
+    """
     from prime_node.nodes import nodes_of
     from prime_node.rewards import claim_calls
 
-    owner = owner_account(settings) if everything else None
-    meant = None if owner is not None else node_account(settings, node)
+    meant = None if everything else node_account(settings, node)
 
     def calls(context: OwnerContext) -> list[Call]:
-        nodes = [meant] if meant is not None else nodes_of(context.link, owner or context.account)
-        return claim_calls(settings, context.link, nodes)
+        if meant is None:
+            return claim_calls(
+                settings, context.link, nodes_of(context.link, owner_account(settings))
+            )
+        accounts = [meant]
+        if node is None and context.link.contracts.registry.is_provider(meant):
+            accounts += [one for one in nodes_of(context.link, meant) if one != meant]
+        return claim_calls(settings, context.link, accounts)
 
     send_calls(settings, calls, dry_run=dry_run, as_json=as_json)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prime_core.command_line import group
-from prime_core.times import utc
+from prime_core.times import parse_utc, utc
 from prime_node.cli_common import DryRun, Json, configured, print_json
 from prime_node.cli_owner import OwnerContext, open_link, send_calls
 
@@ -20,12 +20,21 @@ work_app = group("Files handed in: are they on chain?")
 
 @work_app.command("list")
 @configured
-def work_list(settings: Settings, as_json: Json = False) -> None:
+def work_list(
+    settings: Settings,
+    last: Annotated[int, typer.Option(min=1, help="At most this many, the newest.")] = 20,
+    since: Annotated[
+        str | None, typer.Option(help="Received at this time or later, like 2026-11-20T19:05Z.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Receipts of the agent in this data folder, and whether the chain holds their files."""
     from prime_node.state import DataFolder
-    from prime_node.work import read_receipts, standing
+    from prime_node.work import read_receipts, received_since, standing
 
-    entries = read_receipts(DataFolder(settings.data))
+    every = read_receipts(DataFolder(settings.data))
+    chosen = received_since(every, parse_utc(since) if since is not None else 0)
+    entries = chosen[-last:]
     link = open_link(settings)
     try:
         found = standing(link, entries, settings.orchestrator)
@@ -34,14 +43,18 @@ def work_list(settings: Settings, as_json: Json = False) -> None:
     if as_json:
         print_json([one.as_json() for one in found])
         return
+    if len(chosen) > last:
+        typer.echo(f"{len(chosen) - last} older receipts are not shown: --last {len(chosen)}")
     for one in found:
         line = f"{one.entry.submission_digest}  {one.state}"
         if one.state in ("forgotten", "waiting", "unknown"):
             since, until = utc(one.post_from), utc(one.post_until)
             line += f"  may be posted from {since} to {until}"
         typer.echo(line)
-    if not found:
+    if not every:
         typer.echo(f"the data folder {settings.data} holds no receipt")
+    elif not found:
+        typer.echo(f"no receipt is from {since} or later")
 
 
 @work_app.command("post")

@@ -6,13 +6,15 @@ import os
 import signal
 import time
 
-from prime_core.errors import UnavailableError
+from prime_core.errors import UnavailableError, UserError
+from prime_core.ids import Address
 from prime_core.messages import RevokeRequest
 from prime_core.node import SessionRevocation
 from prime_core.signing import LocalSigner
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_node.config import Settings
-from prime_node.link import connect
+from prime_node.link import Link
+from prime_node.nodes import nodes_of
 from prime_node.owner import Owner, describe
 from prime_node.state import DataFolder
 from prime_node.wallet import open_provider, open_wallet, wallet_address
@@ -20,35 +22,46 @@ from prime_node.wallet import open_provider, open_wallet, wallet_address
 STOP_SECONDS = 60.0
 
 
-def leave_pool(settings: Settings, *, dry_run: bool) -> list[dict[str, str]]:
-    """Takes the node out of its pool; the transactions sent (or, dry, to be sent).
+def leave_pool(
+    settings: Settings, link: Link, node: Address | None = None, *, dry_run: bool
+) -> list[dict[str, str]]:
+    """Takes nodes out of the pool: `node`, or the wallet's own, or all that the wallet's account
+    owns. Returns the transactions sent (or, with `dry_run`, to be sent), none if the wallet's node
+    has left already.
 
-    Raises UnavailableError if the running agent does not end.
+    Raises UserError if the account has no such node in the pool, UnavailableError if the running
+    agent does not end.
     """
-    data = DataFolder(settings.data)
-    with OrchestratorClient(settings.need_orchestrator()) as client:
-        link = connect(settings, client.pool())
-        try:
-            node = wallet_address(settings)
-            call = link.contracts.pools.leave(link.pool, node)
-            rows = describe([call])
-            if dry_run:
-                return rows
-            signer = open_wallet(settings)
-            stop_agent(data)
-            _revoke(client, signer)
-            if link.contracts.pools.class_of(link.pool, node) == 0:
-                return []
-            data.make()
-            owner = Owner(link, open_provider(settings, signer) or signer, data.chain)
-            try:
-                for row, hash_ in zip(rows, owner.perform([call]), strict=True):
-                    row["transaction"] = hash_
-            finally:
-                owner.close()
-            return rows
-        finally:
-            link.close()
+    account, pools = wallet_address(settings), link.contracts.pools
+    registry = link.contracts.registry
+    if node is None and registry.provider_of(account) is None and registry.is_provider(account):
+        named = nodes_of(link, account)
+    else:
+        named = [node or account]
+    leaving = [one for one in named if pools.class_of(link.pool, one) != 0]
+    if not leaving and registry.provider_of(account) is None:
+        raise UserError(
+            f"{account} has no node in pool {link.pool}",
+            hint="give the wallet of the node or of its owner, and see: prime-node node list",
+        )
+    calls = [pools.leave(link.pool, one) for one in leaving]
+    rows = describe(calls)
+    if dry_run:
+        return rows
+    signer, data = open_wallet(settings), DataFolder(settings.data)
+    stop_agent(data)
+    if account in named:
+        _revoke(settings.need_orchestrator(), signer)
+    if not calls:
+        return []
+    data.make()
+    owner = Owner(link, open_provider(settings, signer) or signer, data.chain)
+    try:
+        for row, hash_ in zip(rows, owner.perform(calls), strict=True):
+            row["transaction"] = hash_
+    finally:
+        owner.close()
+    return rows
 
 
 def stop_agent(data: DataFolder) -> None:
@@ -64,13 +77,14 @@ def stop_agent(data: DataFolder) -> None:
         time.sleep(0.2)
 
 
-def _revoke(client: OrchestratorClient, signer: LocalSigner) -> None:
+def _revoke(orchestrator: str, signer: LocalSigner) -> None:
     """Ends the node's sessions at the orchestrator, at once."""
-    revocation = SessionRevocation(
-        account=signer.address,
-        orchestrator=client.pool().orchestrator,
-        revoked_before=int(time.time()) + 1,
-    )
-    signature = signer.sign(revocation, client.domain("registry"))
-    body = RevokeRequest(revocation=revocation, signature=signature)
-    client.post("/v1/sessions/revoke", body, Empty, signed=False)
+    with OrchestratorClient(orchestrator) as client:
+        revocation = SessionRevocation(
+            account=signer.address,
+            orchestrator=client.pool().orchestrator,
+            revoked_before=int(time.time()) + 1,
+        )
+        signature = signer.sign(revocation, client.domain("registry"))
+        body = RevokeRequest(revocation=revocation, signature=signature)
+        client.post("/v1/sessions/revoke", body, Empty, signed=False)

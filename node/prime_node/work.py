@@ -55,6 +55,15 @@ def read_receipts(data: DataFolder) -> list[Entry]:
     return [entry for entry in entries if entry.lease is None or not entry.lease.lease.shadow]
 
 
+def received_since(entries: Sequence[Entry], since: float) -> list[Entry]:
+    """Those whose receipt says `since` (Unix seconds) or later."""
+    return [
+        entry
+        for entry in entries
+        if entry.receipt is not None and entry.receipt.receipt.received_at >= since
+    ]
+
+
 def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> list[Receipted]:
     """Which receipts are rooted, as far as orchestrator and chain tell, newest last.
 

@@ -31,6 +31,7 @@ from prime_core.node import Invite
 from prime_core.rollout import Receipt, SignedSubmission, Submission
 from prime_core.signing import LocalSigner
 from prime_core.task import Lease, SignedLease
+from prime_core.times import utc
 from prime_core.verdict import Reason
 from prime_node.cli import app
 from prime_node.outbox import Outbox
@@ -159,6 +160,19 @@ def test_sessions_are_revoked_by_owner_or_node_and_by_nobody_else(owner: Owner) 
     assert owner("node", "show", NODE.address)["revoked_before"] == shown + 50
     assert "NotAllowed" in owner.refused("node", "revoke", NODE.address, wallet=OTHER)
     assert "RevocationNotLater" in owner.refused("node", "revoke", NODE.address, "--before", "5")
+
+
+def test_an_owner_s_wallet_takes_its_nodes_out_of_the_pool(owner: Owner) -> None:
+    pools = owner.deployed.contracts.pools
+    assert "has no node in pool" in owner.refused("leave")
+    owner.seat(NODE)
+    assert "has no node in pool" in owner.refused("leave", wallet=OTHER)
+    assert pools.class_of(owner.pool, NODE.address) == 1
+    status, said, error = owner.run("leave")
+    assert status == 0, error
+    assert "it may be withdrawn from" in said
+    assert pools.class_of(owner.pool, NODE.address) == 0
+    assert "has no node in pool" in owner.refused("leave"), "nothing is left to do"
 
 
 def test_the_payout_address_moves_only_by_the_owner(owner: Owner) -> None:
@@ -301,7 +315,7 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
 
     monkeypatch.setattr("prime_chain.claims.fetch_info", told)
     where = ("--orchestrator", "http://127.0.0.1:9")
-    claim = ("rewards", "claim", "--all", *where)
+    claim = ("rewards", "claim", *where)
     assert "can be claimed in" in owner.refused("rewards", "claim", "--node", NODE.address, *where)
     deployed.anvil.forward(periods.reward_delay + 1)
     owner("payout", VALIDATOR.address)
@@ -315,12 +329,13 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
     assert "does not lead to the reward root on chain" in said
 
 
-def _receipted(owner: Owner) -> tuple[Digest, Lease]:
-    """A file in the agent's journal with lease and receipt, as the desk leaves it."""
+def _receipted(owner: Owner, index: int = 0) -> tuple[Digest, Lease]:
+    """A file in the agent's journal with lease and receipt, as the desk leaves it, received
+    `index` seconds from now."""
     deployed = owner.deployed
-    domain, now = deployed.deployment.domain("work"), deployed.now()
+    domain, now = deployed.deployment.domain("work"), deployed.now() + index
     lease = Lease(
-        pool=owner.pool, step=1, node=NODE.address, index=0, policy_digest=sha256(b"p"),
+        pool=owner.pool, step=1, node=NODE.address, index=index, policy_digest=sha256(b"p"),
         run_digest=sha256(b"run"), target=2, salt=sha256(b"s"), deadline=now + 100,
     )  # fmt: skip
     submission = Submission(
@@ -338,6 +353,22 @@ def _receipted(owner: Owner) -> tuple[Digest, Lease]:
     answer = ReceiptAnswer(receipt=receipt, signature=MANAGER.sign(receipt, domain))
     outbox.settle(lease.digest(domain), answer)
     return leaf, lease
+
+
+def test_receipts_are_listed_by_number_and_time(owner: Owner) -> None:
+    leaves = [_receipted(owner, 1000 * number)[0] for number in range(3)]
+
+    def listed(*words: str) -> list[str]:
+        return [one["submission_digest"] for one in owner("work", "list", *words)]
+
+    assert listed() == leaves
+    assert listed("--last", "2") == leaves[1:]
+    assert "1 older receipts are not shown" in owner.run("work", "list", "--last", "2")[1]
+    since = utc(owner.deployed.now() + 500).replace(" ", "T")
+    assert listed("--since", since) == leaves[1:]
+    assert listed("--since", since, "--last", "1") == leaves[2:]
+    assert listed("--since", "2999-01-01") == []
+    assert "is no time" in owner.refused("work", "list", "--since", "yesterday")
 
 
 def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again(
