@@ -13,7 +13,7 @@ def utc(seconds: float) -> str:
 
 
 def parse_utc(text: str) -> float:
-    """Unix seconds of an ISO 8601 time; UTC if it names no zone. Raises UserError for other text."""
+    """Unix seconds of an ISO 8601 time, UTC if it names no zone. Raises UserError if it is none."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError as error:
