@@ -185,8 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit() or len(length) > 9:
+        if not length.isascii() or not length.isdigit() or len(length) > 18:
             raise MalformedError("a request needs a Content-Length")
+        if len(length) > 9:
+            raise MalformedError(f"a body of {length} bytes exceeds what any request may have")
         return int(length)
 
     def _read_body(self) -> bytes:

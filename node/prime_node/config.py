@@ -68,6 +68,12 @@ class Settings(BaseSettings):
     images: Urls = ()
     """Images that tasks may run here: references by digest, or repositories (what stands before
     "@"). Empty: any that the pool names."""
+    image_gb: int = Field(default=64, ge=1)
+    """Largest image (GiB) that is pulled."""
+    task_memory_mb: int = Field(default=0, ge=0)
+    """Most memory (MiB) that a task may ask for; 0 = nine tenths of this machine's."""
+    task_pids: int = Field(default=4096, ge=8)
+    """Most processes that a task may ask for."""
     shadow: bool = False
     """Work for verdicts alone: no seat, no stake, no pay (docs/protocol.md)."""
     first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)

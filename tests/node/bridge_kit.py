@@ -84,7 +84,7 @@ class Kit:
 
 
 @contextmanager
-def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
+def bridge_kit(world: NodeWorld, folder: Path, task_uid: int = 0) -> Iterator[Kit]:
     """The node is an active member; the desk is open; the courier is not started."""
     with world.store.begin() as connection:
         nodes.admit(
@@ -119,7 +119,7 @@ def bridge_kit(world: NodeWorld, folder: Path) -> Iterator[Kit]:
         now=time.time,
     )
     desk.set_working(True)
-    bridge = Bridge(folder / "b", desk, task_uid=0)
+    bridge = Bridge(folder / "b", desk, task_uid=task_uid)
     bridge.start()
     revisions.start()
     courier = Courier(

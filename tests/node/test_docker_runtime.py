@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import os
-import shutil
-import tarfile
+import hashlib
+import json
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import docker
 import pytest
+from docker_images import build, import_root
 
 from prime_core.errors import PolicyError, UserError
 from prime_core.task import Task
@@ -21,6 +22,7 @@ from prime_node.runtime.docker import (
     SCRATCH_MB,
     ContainerHandle,
     DockerRuntime,
+    OwnerLimits,
     scratch_options,
 )
 
@@ -30,21 +32,9 @@ pytestmark = pytest.mark.docker
 @pytest.fixture(scope="module")
 def busybox(engine: docker.DockerClient) -> Iterator[str]:
     """Image id of a root with nothing but a static busybox."""
-    program = shutil.which("busybox")
-    if program is None:
-        pytest.skip("no busybox (Debian: apt-get install busybox-static)")
-    root = io.BytesIO()
-    with tarfile.open(fileobj=root, mode="w") as tar:
-        tar.add(os.path.realpath(program), "bin/busybox")
-        for folder in ("tmp", "prime", "proc", "dev", "sys", "etc"):
-            entry = tarfile.TarInfo(folder)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(entry)
-    tag = f"prime-test-{uuid.uuid4().hex[:12]}"
-    engine.api.import_image_from_data(root.getvalue(), repository=tag)
-    image = engine.images.get(tag)
-    yield str(image.id)
-    engine.images.remove(image.id, force=True)
+    image = import_root(engine)
+    yield image
+    engine.images.remove(image, force=True)
 
 
 @pytest.fixture
@@ -115,7 +105,9 @@ def test_task_may_write_its_outbox_and_scratch_only(shell: Shell, mounts: Mounts
     assert not list(mounts.outbox.iterdir()), "nothing that it writes lies on this machine's disk"
 
 
-@pytest.mark.parametrize(("place", "most"), [("/prime/outbox", OUTBOX_MB), ("/tmp", SCRATCH_MB)])
+@pytest.mark.parametrize(
+    ("place", "most"), [("/prime/outbox", OUTBOX_MB), ("/tmp", SCRATCH_MB), ("/dev/shm", 64)]
+)
 def test_a_task_that_writes_endlessly_runs_out_of_its_own_room(
     shell: Shell, place: str, most: int
 ) -> None:
@@ -219,3 +211,149 @@ def test_gpu_task_on_an_engine_without_nvidia_names_the_toolkit(
     with pytest.raises(UserError, match="NVIDIA") as caught:
         DockerRuntime("test").check(Task(image=busybox, gpus=True))
     assert "nvidia-container-toolkit" in caught.value.hint
+
+
+def test_an_image_with_volumes_is_refused(engine: docker.DockerClient, busybox: str) -> None:
+    """The engine makes a folder on the host's disk for each, writable and without a bound."""
+    image = build(engine, busybox, 'VOLUME ["/data", "/prime/more"]')
+    try:
+        with pytest.raises(PolicyError, match="declares volumes \\(/data, /prime/more\\)"):
+            DockerRuntime("test").check(Task(image=image, memory_mb=64))
+    finally:
+        engine.images.remove(image, force=True)
+
+
+def test_what_an_image_would_run_or_preload_by_itself_is_left_out(
+    engine: docker.DockerClient, busybox: str, mounts: Mounts
+) -> None:
+    image = build(
+        engine,
+        busybox,
+        'HEALTHCHECK --interval=1ms CMD ["/bin/busybox", "touch", "/tmp/checked"]',
+        "ENV LD_PRELOAD=/evil.so LD_AUDIT=/evil.so NVIDIA_VISIBLE_DEVICES=all",
+    )
+    runtime = DockerRuntime(f"test-{uuid.uuid4().hex[:8]}")
+    line = "/bin/busybox sleep 1; /bin/busybox ls /tmp; /bin/busybox env"
+    task = Task(image=image, command=("/bin/busybox", "sh", "-c", line), memory_mb=64)
+    try:
+        handle = runtime.start(task, mounts, WorkerOptions())
+        assert handle.wait(30.0) == 0
+        output = handle.logs()
+        assert "Health" not in engine.containers.get(handle.container_id).attrs["State"]
+        handle.stop(1.0)
+    finally:
+        runtime.clean()
+        engine.images.remove(image, force=True)
+    assert "checked" not in output
+    assert "evil" not in output
+    assert "NVIDIA_VISIBLE_DEVICES=void" in output
+
+
+@pytest.mark.parametrize(
+    "asked", [{"memory_mb": 1 << 40}, {"memory_mb": 3000}, {"pids": 1 << 20}], ids=str
+)
+def test_a_task_that_asks_for_more_than_the_owner_gives_is_refused(
+    busybox: str, asked: dict[str, int]
+) -> None:
+    limits = OwnerLimits(memory_mb=2048 if asked.get("memory_mb") == 3000 else 0)
+    with pytest.raises(PolicyError, match=f"the task asks for {next(iter(asked))} = "):
+        DockerRuntime("test", limits=limits).check(Task(image=busybox, **asked))
+
+
+class Registry:
+    """One image behind Docker's registry API, whose only layer claims 1000 bytes and never ends."""
+
+    def __init__(self) -> None:
+        config = json.dumps(
+            {
+                "architecture": "amd64", "os": "linux", "config": {},
+                "rootfs": {"type": "layers", "diff_ids": ["sha256:" + "0" * 64]},
+            }
+        ).encode()  # fmt: skip
+        kind = "application/vnd.docker"
+        self.manifest = json.dumps(
+            {
+                "schemaVersion": 2,
+                "mediaType": f"{kind}.distribution.manifest.v2+json",
+                "config": {
+                    "mediaType": f"{kind}.container.image.v1+json",
+                    "size": len(config),
+                    "digest": digest_of(config),
+                },
+                "layers": [
+                    {
+                        "mediaType": f"{kind}.image.rootfs.diff.tar.gzip",
+                        "size": 1000,
+                        "digest": digest_of(b"endless"),
+                    }
+                ],
+            }
+        ).encode()
+        self.given = 0
+        """Bytes of the layer that the engine took."""
+        self.ended = threading.Event()
+        registry = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                if self.path == "/v2/":
+                    self.answer(b"{}")
+                elif "/manifests/" in self.path:
+                    self.answer(registry.manifest, f"{kind}.distribution.manifest.v2+json")
+                elif digest_of(config) in self.path:
+                    self.answer(config)
+                else:
+                    self.send_response(200)
+                    self.end_headers()
+                    self.endless()
+
+            def answer(self, content: bytes, media: str = "application/json") -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", media)
+                self.send_header("Docker-Content-Digest", digest_of(content))
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+            def endless(self) -> None:
+                try:
+                    while registry.given < 4 << 30:
+                        self.wfile.write(bytes(1 << 20))
+                        registry.given += 1 << 20
+                except ConnectionError:
+                    registry.ended.set()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.image = f"127.0.0.1:{self.server.server_port}/endless@{digest_of(self.manifest)}"
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+def digest_of(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def test_a_pull_that_does_not_end_is_broken_off_at_the_owners_limit(
+    engine: docker.DockerClient,
+) -> None:
+    registry = Registry()
+    try:
+        runtime = DockerRuntime("test", limits=OwnerLimits(image_bytes=32 << 20))
+        with pytest.raises(PolicyError, match="is larger than"):
+            runtime.check(Task(image=registry.image, memory_mb=64))
+        assert registry.ended.wait(30), "the engine goes on pulling"
+        assert registry.given < 2 << 30
+    finally:
+        registry.close()

@@ -19,10 +19,11 @@ def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
             hint="it is for development; leave worker_command out",
         )
     try:
-        from prime_node.runtime.docker import DockerRuntime
+        from prime_node.runtime.docker import DockerRuntime, OwnerLimits
     except ImportError as error:
         raise UserError(
             f"Docker's Python client is missing ({error})",
             hint="pip install 'prime-open[node]'",
         ) from error
-    return DockerRuntime(owner)
+    limits = OwnerLimits(settings.task_memory_mb, settings.task_pids, settings.image_gb << 30)
+    return DockerRuntime(owner, limits=limits)

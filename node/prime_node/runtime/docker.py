@@ -4,7 +4,9 @@ No network, no capability, no new privileges, read-only root, a user that is not
 memory, CPU and processes. It sees two folders of the host, both read-only: policies, and the one
 with the bridge's socket, which is its only way out; finished files go through it, too (inbox.py).
 What it writes lies in two file systems in memory, of bounded size, that end with it: /tmp, and its
-outbox. Both count as its memory. The engine bounds its log.
+outbox. Both count as its memory. The engine bounds its log. An image with volumes is refused; its
+health check and preloaded libraries are not taken over; its size, and what the task asks for, are
+bounded by the owner's limits.
 
 Not protected: the host's kernel is shared (a kernel bug breaks out); a task with GPUs talks to the
 driver; a task may burn its CPU share.
@@ -17,10 +19,12 @@ import logging
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import docker
+import psutil
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
@@ -44,7 +48,33 @@ OUTBOX_MB = 2 * MAX_FILE_BYTES >> 20
 """One finished file, and room for the next."""
 GPU_SCRATCH_MB = 4096
 """Compiled kernels lie there too. Both count as the task's memory."""
+MOST_MEMORY_SHARE = 0.9
+"""Of this machine's memory, where the owner states no limit."""
 _POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class OwnerLimits:
+    """The most that a task of any pool may ask of this machine. Memory in MiB; 0 is
+    MOST_MEMORY_SHARE of what the machine has."""
+
+    memory_mb: int = 0
+    pids: int = 4096
+    image_bytes: int = 64 << 30
+    """Of an image that is pulled: its compressed layers, and what they take once unpacked."""
+
+    def check(self, task: Task) -> None:
+        """Raises PolicyError if the task asks for more."""
+        machine = int(psutil.virtual_memory().total * MOST_MEMORY_SHARE) >> 20
+        for name, wanted, most in (
+            ("memory_mb", task.memory_mb, self.memory_mb or machine),
+            ("pids", task.pids, self.pids),
+        ):
+            if wanted > most:
+                raise PolicyError(
+                    f"the task asks for {name} = {wanted} and this node gives {most} at most "
+                    f"(setting task_{name})"
+                )
 
 
 class ContainerHandle:
@@ -87,7 +117,7 @@ class ContainerHandle:
             self._container.stop(timeout=max(1, int(grace)))
             status = self.wait(5.0)
             self._last_words = self.logs()
-            self._container.remove(force=True)
+            self._container.remove(force=True, v=True)
         except NotFound:
             return 137
         except (DockerException, requests.RequestException) as error:
@@ -104,13 +134,17 @@ class ContainerHandle:
 
 class DockerRuntime:
     """Tasks as containers of the local engine. `owner` marks them, so that a restarted agent finds
-    and ends what it left behind; `base_url` None means the environment's engine."""
+    and ends what it left behind; `base_url` None means the environment's engine; `limits` bound
+    what a task may ask for."""
 
     name: Literal["docker"] = "docker"
 
-    def __init__(self, owner: str, base_url: str | None = None) -> None:
+    def __init__(
+        self, owner: str, base_url: str | None = None, limits: OwnerLimits | None = None
+    ) -> None:
         self._owner = owner
         self._base_url = base_url
+        self._limits = limits or OwnerLimits()
         self._connected: Any = None
 
     @property
@@ -122,15 +156,17 @@ class DockerRuntime:
         if self._connected is not None:
             return self._connected
         try:
-            if self._base_url is None:
-                client = docker.from_env(timeout=60)
-            else:
-                client = docker.DockerClient(base_url=self._base_url, timeout=60)
+            client = self._new_client(60)
             client.ping()
         except (DockerException, requests.RequestException) as error:
             raise _engine_trouble(error) from error
         self._connected = client
         return client
+
+    def _new_client(self, timeout: int) -> Any:
+        if self._base_url is None:
+            return docker.from_env(timeout=timeout)
+        return docker.DockerClient(base_url=self._base_url, timeout=timeout)
 
     def check(self, task: Task | None) -> str:
         engine = self._engine()
@@ -156,7 +192,7 @@ class DockerRuntime:
             )
             for container in stale:
                 with contextlib.suppress(NotFound):
-                    container.remove(force=True)
+                    container.remove(force=True, v=True)
         except (DockerException, requests.RequestException) as error:
             raise UnavailableError(
                 f"what an earlier agent left cannot be ended: {error}"
@@ -164,31 +200,77 @@ class DockerRuntime:
         return len(stale)
 
     def _image(self, task: Task) -> str:
-        """The task's image, pulled if it is named by a registry's digest and not yet here."""
+        """The task's image, pulled if it is named by a registry's digest and not yet here.
+
+        Raises PolicyError if the task or its image asks for what this node does not give.
+        """
         if not PINNED.match(task.image):
             raise PolicyError(
                 f"the task's image {task.image!r} is not pinned by digest or image id; the pool's "
                 "operator must mend the run definition"
             )
+        self._limits.check(task)
         engine = self._engine()
         try:
-            engine.images.get(task.image)
-        except ImageNotFound:
-            if "@" not in task.image:
-                raise UserError(
-                    f"the image {task.image[:19]}… is not on this machine",
-                    hint="load it with `docker load`, or build it: deploy/build_worker_image.py",
-                ) from None
-            log.info("pulling %s …", task.image)
             try:
-                engine.images.pull(task.image)
-            except (DockerException, requests.RequestException) as error:
-                raise UnavailableError(
-                    f"the image {task.image} cannot be pulled: {error}"
-                ) from error
+                image = engine.images.get(task.image)
+            except ImageNotFound:
+                if "@" not in task.image:
+                    raise UserError(
+                        f"the image {task.image[:19]}… is not on this machine",
+                        hint="load it with `docker load`, or build it: "
+                        "deploy/build_worker_image.py",
+                    ) from None
+                self._pull(task.image)
+                image = engine.images.get(task.image)
+                if image.attrs["Size"] > self._limits.image_bytes:
+                    engine.images.remove(image.id, force=True)
+                    raise self._too_large(task.image) from None
+        except ImageNotFound as error:
+            raise UnavailableError(f"the image {task.image} cannot be pulled: {error}") from error
         except (DockerException, requests.RequestException) as error:
             raise UnavailableError(f"the Docker engine does not answer: {error}") from error
+        if volumes := (image.attrs["Config"] or {}).get("Volumes"):
+            raise PolicyError(
+                f"the image {task.image} declares volumes ({', '.join(sorted(volumes))[:200]}); a "
+                "task could fill this machine's disk through them"
+            )
         return task.image
+
+    def _pull(self, image: str) -> None:
+        """Pulls an image and breaks off once it proves larger than the owner's limit.
+
+        Raises PolicyError then, UnavailableError if the engine or the registry fails.
+        """
+        log.info("pulling %s …", image)
+        repository, _, digest = image.rpartition("@")
+        layers: dict[str, int] = {}
+        # A client of its own: closing it ends the request, and with that the engine's pull.
+        puller = self._new_client(600)
+        progress = puller.api.pull(repository, tag=digest, stream=True, decode=True)
+        try:
+            for event in progress:
+                if "error" in event:
+                    raise UnavailableError(
+                        f"the image {image} cannot be pulled: {event['error'][:300]}"
+                    )
+                detail = event.get("progressDetail") or {}
+                size = max(detail.get("current", 0), detail.get("total", 0))
+                layer = str(event.get("id", ""))
+                layers[layer] = max(layers.get(layer, 0), size)
+                if sum(layers.values()) > self._limits.image_bytes:
+                    raise self._too_large(image)
+        except (DockerException, requests.RequestException) as error:
+            raise UnavailableError(f"the image {image} cannot be pulled: {error}") from error
+        finally:
+            progress.close()
+            puller.close()
+
+    def _too_large(self, image: str) -> PolicyError:
+        return PolicyError(
+            f"the image {image} is larger than {self._limits.image_bytes / 2**30:g} GiB, which is "
+            "the most that this node takes (setting image_gb)"
+        )
 
     def start(self, task: Task, mounts: Mounts, options: WorkerOptions) -> ContainerHandle:
         image = self._image(task)
@@ -209,6 +291,9 @@ class DockerRuntime:
                 security_opt=["no-new-privileges:true"],
                 read_only=True,
                 network_mode="none",
+                # The engine would run the image's own as often as the image likes, beyond the
+                # task's share of the CPU.
+                healthcheck={"test": ["NONE"]},
                 # runc gives a tmpfs the mode of the image's own folder, whatever `mode` says: so
                 # the task's user must own it too.
                 tmpfs={
@@ -227,6 +312,11 @@ class DockerRuntime:
                     "PYTHONUNBUFFERED": "1",
                     "HF_HUB_OFFLINE": "1",
                     "TOKENIZERS_PARALLELISM": "false",
+                    # Hooks of the NVIDIA runtime ran on the host with the image's own
+                    # (CVE-2025-23266).
+                    "LD_PRELOAD": "",
+                    "LD_AUDIT": "",
+                    **({} if task.gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}),
                 },
                 ulimits=[Ulimit(name="core", soft=0, hard=0)],
                 log_config=LogConfig(type="json-file", config={"max-size": "8m", "max-file": "2"}),
