@@ -30,7 +30,7 @@ from prime_core.run import MICRO, RunDefinition
 from prime_core.storage.base import ObjectStore
 from prime_core.task import LeaseStatus, SignedLease
 from prime_core.verdict import Evidence, Reason, VerdictTable
-from prime_envs.base import Environment, Grade, decode_output
+from prime_envs.base import Environment, Grade, texts_of
 from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions, uploads
 from prime_orchestrator.store import Store, batches, groups, leases, meta, opinions, policies
@@ -98,7 +98,9 @@ class FileFacts:
 @dataclass(frozen=True)
 class Sample:
     """One row of a file. `reward` by the verdict table (None: not accepted), `claimed` the node's;
-    `prompt` and `output` None without a tokenizer, `grade` unless it was graded again."""
+    `prompt` is None and `turns` empty without a tokenizer; `turns` are the texts of the model and
+    the environment in turn, `spans` their lengths (prime_core.rollout.SCHEMAS); `parts` and
+    `reason` of a row that was graded again."""
 
     row: int
     group: int
@@ -111,7 +113,8 @@ class Sample:
     claimed: float
     reward: float | None
     prompt: str | None = None
-    output: str | None = None
+    turns: Sequence[str] = ()
+    spans: Sequence[int] = ()
     parts: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""
 
@@ -255,7 +258,7 @@ def samples(
                 f"the file has no row {number}", hint=f"it has 0 to {len(file.rows) - 1}"
             )
         row = file.rows[number]
-        prompt, output = _texts(row, tokenizer)
+        prompt, turns = _texts(row, tokenizer)
         found.append(
             Sample(
                 row=number,
@@ -269,18 +272,20 @@ def samples(
                 claimed=row.reward,
                 reward=rewards[number],
                 prompt=prompt,
-                output=output,
+                turns=turns,
+                spans=row.spans,
             )
         )
     return found
 
 
-def _texts(row: FileRow, tokenizer: Any) -> tuple[str | None, str | None]:
-    """Prompt and output; None without a tokenizer."""
+def _texts(row: FileRow, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
+    """The prompt, and the texts of the model and the environment in turn; None and none without a
+    tokenizer."""
     if tokenizer is None:
-        return None, None
+        return None, ()
     prompt: str = tokenizer.decode(list(row.prompt_tokens))
-    return prompt, decode_output(tokenizer, row.output_tokens)
+    return prompt, tuple(texts_of(tokenizer, row.output_tokens, row.spans))
 
 
 def grades(
@@ -300,7 +305,7 @@ def grades(
             continue
         result.append(
             environment.grade_output(
-                asked.problem, asked.target_length, one.output_tokens, tokenizer
+                asked.problem, asked.target_length, one.output_tokens, tokenizer, one.spans
             )
         )
     return result
@@ -358,6 +363,7 @@ COLUMNS = pa.schema(
         ("claimed_reward", pa.float64()),
         ("prompt", pa.string()),
         ("output", pa.string()),
+        ("spans", pa.list_(pa.int32())),
     ]
 )
 """Columns of an export; docs/tutorial.md says what each is."""
@@ -468,7 +474,7 @@ def _record_batch(
     lines = []
     for one, reward in zip(file.rows, rewards, strict=True):
         group = state.get(one.group)
-        prompt, output = _texts(one, tokenizer)
+        prompt, turns = _texts(one, tokenizer)
         lines.append(
             same
             | {
@@ -487,7 +493,8 @@ def _record_batch(
                 "reward": reward,
                 "claimed_reward": one.reward,
                 "prompt": prompt,
-                "output": output,
+                "output": None if prompt is None else "".join(turns),
+                "spans": one.spans,
             }
         )
     return pa.RecordBatch.from_pylist(lines, schema=COLUMNS)

@@ -26,6 +26,8 @@ from prime_core.signing import (
 )
 
 SCHEMA_VERSION = "1"
+CONVERSATION_SCHEMA = "2"
+"""Of files whose run has a `conversation`."""
 MAX_FILE_BYTES = 64 << 20
 MAX_ROWS = 4096
 MAX_PROMPT_TOKENS = 32_768
@@ -47,8 +49,36 @@ COLUMNS: dict[str, str] = {
 }
 """Parquet columns in order, with their Arrow types. Rows are sorted by (group, sample)."""
 
+SCHEMAS: dict[str, dict[str, str]] = {
+    SCHEMA_VERSION: COLUMNS,
+    # Lengths of the spans of output_tokens, model and environment in turn, model first and last;
+    # empty for a row of one turn. Log-probabilities of environment tokens are 0; proofs, sketches
+    # and pay are of the model's tokens only, as if they followed one another.
+    CONVERSATION_SCHEMA: {**COLUMNS, "spans": "list<int32>"},
+}
+"""Columns of each schema version that this program reads."""
+
 METADATA_KEYS = ("schema_version", "lease", "engine", "dtype", "device")
 """Parquet key-value metadata; `lease` is the lease digest, `engine` e.g. "plain/1"."""
+
+
+def model_ranges(spans: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    """(start, end) of each model span among `tokens` output tokens. See SCHEMAS for `spans`."""
+    found = []
+    at = 0
+    for number, length in enumerate(spans or (tokens,)):
+        if number % 2 == 0:
+            found.append((at, at + length))
+        at += length
+    return found
+
+
+def model_tokens(output_tokens: Sequence[int], spans: Sequence[int]) -> Sequence[int]:
+    """The output tokens that the model generated, without the environment's."""
+    if not spans:
+        return output_tokens
+    ranges = model_ranges(spans, len(output_tokens))
+    return [token for start, end in ranges for token in output_tokens[start:end]]
 
 
 class Submission(Statement):
@@ -122,6 +152,13 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     reward: float
+    spans: tuple[int, ...] = ()
+    """See SCHEMAS."""
+
+    @property
+    def generated(self) -> int:
+        """How many of the output tokens the model generated."""
+        return sum(self.spans[::2]) if self.spans else len(self.output_tokens)
 
     def __post_init__(self) -> None:
         for name, kind in (("prompt_tokens", "i"), ("output_tokens", "i"), ("logprobs", "f")):

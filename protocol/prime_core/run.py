@@ -112,6 +112,23 @@ class Chat(Strict):
         return self
 
 
+class Conversation(Strict):
+    """Rows of several turns: after each turn of the model the environment may add tokens
+    (prime_envs/base.py, `reply`). `max_output_tokens` bounds both together."""
+
+    turns: int = Field(ge=2, le=64)
+    """Most turns of the model in one row."""
+    tools: tuple[str, ...] = Field(default=(), max_length=16)
+    """Tools that the model may call, by name and version ("calculator-1", prime_envs/tools.py).
+    Empty: the environment answers turns by itself."""
+    calls: Literal["tag-1", "hermes-1"] = "tag-1"
+    """How a call is written: `<calculator>2*3</calculator>`, or JSON in `<tool_call>` tags."""
+    role: Literal["tool", "user"] = "tool"
+    """The chat template's role for what the environment says."""
+    observation_bytes: int = Field(default=4096, ge=64, le=65_536)
+    """Where UTF-8 text of the environment is cut."""
+
+
 class SpeedClasses(Strict):
     """How nodes are sorted by speed relative to one another (prime_orchestrator/manager/speed.py).
 
@@ -139,8 +156,9 @@ class RunDefinition(Strict):
     canonical JSON.
     """
 
-    schema_version: Literal[1, 2] = 1
-    """2 for a run with `chat`, which earlier programs would ignore."""
+    schema_version: Literal[1, 2, 3] = 1
+    """3 for a run with `conversation`, else 2 for one with `chat`, which earlier programs would
+    ignore."""
     name: str = Field(max_length=64)
     base_model: DigestField
     """`result_digest` of the version-0 policy folder (prime_core.checkpoint)."""
@@ -164,6 +182,8 @@ class RunDefinition(Strict):
     budgets: LengthBudgets
     chat: Chat | None = Field(default=None, exclude_if=lambda chat: chat is None)
     """None: prompts are the environment's plain text, as a base model continues it."""
+    conversation: Conversation | None = Field(default=None, exclude_if=lambda value: value is None)
+    """None: a row is one turn of the model."""
     speed: SpeedClasses = SpeedClasses()
     requirements: Requirements = Requirements()
     task: Task
@@ -228,8 +248,9 @@ class RunDefinition(Strict):
 
     @model_validator(mode="after")
     def _rows_fit(self) -> RunDefinition:
-        if (self.chat is not None) != (self.schema_version == 2):
-            raise ValueError("a run with chat has schema_version 2, one without has 1")
+        schema = 3 if self.conversation is not None else 2 if self.chat is not None else 1
+        if self.schema_version != schema:
+            raise ValueError("schema_version is 3 with conversation, else 2 with chat, else 1")
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
         return self

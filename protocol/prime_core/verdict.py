@@ -52,6 +52,7 @@ class Reason(IntEnum):
     COPIED_ROWS = 10
     TWO_HUMPED = 11
     WRONG_POLICY = 12
+    WRONG_OBSERVATION = 13
     # void: late, unreachable, malformed
     MALFORMED = 50
     WRONG_SCHEMA = 51
@@ -100,6 +101,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.COPIED_ROWS: f"it repeats rows that had noise of their own; {_LIE}",
     Reason.TWO_HUMPED: f"another model wrote what this policy only read; {_LIE}",
     Reason.WRONG_POLICY: f"it was made with another policy than the leased one; {_LIE}",
+    Reason.WRONG_OBSERVATION: f"the environment did not say what the file says it said; {_LIE}",
     Reason.MALFORMED: f"the file does not parse as a rollout file (truncated or damaged); {_FIX}",
     Reason.WRONG_SCHEMA: f"the file is of another schema than this pool's; {_FIX}",
     Reason.OVERSIZED: f"the file exceeds a limit of size, rows or tokens; {_FIX}",

@@ -50,6 +50,9 @@ class Generation:
     logprobs: NDArray[np.float32]
     states: NDArray[np.uint16]
     finish_reason: FinishReason
+    spans: tuple[int, ...] = ()
+    """Of a conversation (prime_core.rollout.SCHEMAS): `logprobs` has 0 for the environment's
+    tokens, `states` has rows for the model's only."""
 
 
 @dataclass(frozen=True)

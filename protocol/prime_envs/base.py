@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prime_core import encoding
 from prime_core.errors import MalformedError
 from prime_core.ids import Digest
-from prime_core.run import MICRO, Chat, LengthBudgets
-from prime_envs.chat import THINK, prompt_of, thinking_tokens
+from prime_core.rollout import model_ranges
+from prime_core.run import MICRO, Chat, Conversation, LengthBudgets
+from prime_envs import tools
+from prime_envs.chat import THINK, prompt_of, reply_of, thinking_tokens
 from prime_envs.lengths import length_reward
 from prime_envs.tasks import Task
 
@@ -26,7 +28,9 @@ MAX_OUTPUT_CHARACTERS = 1 << 20
 class Tokenizer(Protocol):
     """What an environment needs of a Hugging Face tokenizer."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(
+        self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False
+    ) -> list[int]: ...
 
     def decode(
         self,
@@ -105,6 +109,8 @@ class Environment(ABC):
     """Whether grading may end at a limit of time or memory, in a process or a sandbox."""
     chat: Chat | None = None
     """The run's (registry.environment_for). None: prompts are `prompt_text`."""
+    conversation: Conversation | None = None
+    """The run's. None: a row is one turn."""
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         self.arguments = dict(arguments)
@@ -134,6 +140,15 @@ class Environment(ABC):
         """What a chat model is asked, without the length instruction."""
         return problem.prompt
 
+    def observe(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        """What the environment says after the last of the model's `turns`; None: nothing, the row
+        ends. A pure function of its arguments. By default the run's tools answer calls."""
+        return None if self.conversation is None else tools.answer(turns, self.conversation)
+
+    def observation_text(self, said: str) -> str:
+        """What `observe` says as a base model continues it, without a chat template."""
+        return f"{said}\n"
+
     def as_task(self, index: int) -> Task | None:
         """Problem `index` as a row of a dataset that the environment `tasks` (or our own kind)
         grades alike; None if there is no such row. Raises MalformedError outside [0, len)."""
@@ -161,6 +176,43 @@ class Environment(ABC):
         text = self._prompt(problem, target_length, tokenizer)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
+    def reply(
+        self,
+        problem: Problem,
+        target_length: int,
+        output_tokens: Sequence[int],
+        spans: Sequence[int],
+        tokenizer: Tokenizer,
+    ) -> tuple[int, ...]:
+        """The environment's tokens after a model span that ended by an end token; none if the row
+        ends. What `observe` says is cut at the run's bytes, and no special token is read in it.
+
+        Args: `output_tokens` up to the end token; `spans`, their lengths, model first and last.
+        Raises as chat.reply_of.
+        """
+        conversation = self.conversation
+        if conversation is None:
+            return ()
+        said = self.observe(problem, texts_of(tokenizer, output_tokens, spans)[::2])
+        if said is None:
+            return ()
+        said = said.encode("utf-8", "replace")[: conversation.observation_bytes].decode(
+            "utf-8", "ignore"
+        )
+        before, after = "", ""
+        if self.chat is None:
+            said = self.observation_text(said)
+        else:
+            ended_by = tokenizer.decode(
+                output_tokens[-1:], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            before, said, after = reply_of(self.chat, conversation.role, said, ended_by, tokenizer)
+        return (
+            *tokenizer.encode(before, add_special_tokens=False),
+            *tokenizer.encode(said, add_special_tokens=False, split_special_tokens=True),
+            *tokenizer.encode(after, add_special_tokens=False),
+        )
+
     def _prompt(self, problem: Problem, target_length: int, tokenizer: Tokenizer) -> str:
         if self.chat is None:
             return self.prompt_text(problem, target_length)
@@ -172,17 +224,29 @@ class Environment(ABC):
         target_length: int,
         output_tokens: Sequence[int],
         tokenizer: Tokenizer,
+        spans: Sequence[int] = (),
     ) -> Grade:
         """The run's reward of generated tokens, the end token included: node, validator and trainer
-        all grade by this. Thinking that the prompt has begun counts as the answer's own."""
-        text, thought = decode_output(tokenizer, output_tokens), None
+        all grade by this. Thinking that the prompt has begun counts as the answer's own. Of a
+        conversation (`spans`, see prime_core.rollout.SCHEMAS), the last turn is the answer, and the
+        length is that of all turns; what the environment said is not graded."""
+        ranges = model_ranges(spans, len(output_tokens))
+        start, end = ranges[-1]
+        text, thought = decode_output(tokenizer, output_tokens[start:end]), None
         if self.chat is not None:
             opened = self._prompt(problem, target_length, tokenizer).rstrip().endswith(THINK)
             if opened:
                 text = THINK + text
             if self.chat.length == "thinking":
-                thought = thinking_tokens(tokenizer, output_tokens, opened)
-        return self.grade(problem, target_length, text, len(output_tokens), thought)
+                thought = sum(
+                    thinking_tokens(tokenizer, output_tokens[start:end], opened)
+                    for start, end in ranges
+                )
+        generated = sum(end - start for start, end in ranges)
+        grade = self.grade(problem, target_length, text, generated, thought)
+        if self.conversation is None:
+            return grade
+        return replace(grade, parts={**grade.parts, "turns": len(ranges)})
 
     def grade(
         self,
@@ -230,6 +294,15 @@ class Environment(ABC):
     def _require_index(self, index: int) -> None:
         if not 0 <= index < len(self):
             raise MalformedError(f"problem {index} is not among the {len(self)} of {self.name!r}")
+
+
+def texts_of(tokenizer: Tokenizer, output_tokens: Sequence[int], spans: Sequence[int]) -> list[str]:
+    """The text of each span, the model's and the environment's in turn, without special tokens."""
+    found, at = [], 0
+    for length in spans or (len(output_tokens),):
+        found.append(decode_output(tokenizer, output_tokens[at : at + length]))
+        at += length
+    return found
 
 
 def decode_output(tokenizer: Tokenizer, output_tokens: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from prime_core import encoding
 from prime_core.errors import PolicyError, UserError
-from prime_core.run import Chat
+from prime_core.run import Chat, Conversation
 
 TEMPLATE_FILE = "chat_template.jinja"
 THINK, END_OF_THOUGHT = "<think>", "</think>"
@@ -113,6 +113,12 @@ def messages_of(chat: Chat, question: str, target_length: int) -> list[dict[str,
 def prompt_of(chat: Chat, question: str, target_length: int, tokenizer: Any) -> str:
     """The prompt of `question` by the tokenizer's chat template. Raises PolicyError if that is not
     the one that the run pins, UserError if it cannot be rendered."""
+    text, special = _pinned(chat, tokenizer)
+    return render(text, messages_of(chat, question, target_length), special)
+
+
+def _pinned(chat: Chat, tokenizer: Any) -> tuple[str, dict[str, str]]:
+    """The tokenizer's template, if it is the one that the run pins, and its special tokens."""
     text = _only(tokenizer.chat_template)
     if text is None or encoding.sha256(text.encode()) != chat.template:
         found = "none" if text is None else encoding.sha256(text.encode())
@@ -124,7 +130,50 @@ def prompt_of(chat: Chat, question: str, target_length: int, tokenizer: Any) -> 
         for name, token in tokenizer.special_tokens_map.items()
         if not isinstance(token, list)
     }
-    return render(text, messages_of(chat, question, target_length), special)
+    return text, special
+
+
+_ANSWER, _OBSERVATION = "the-answer-of-the-model", "the-words-of-the-environment"
+
+
+@lru_cache(maxsize=8)
+def reply_frame(text: str, role: str, special: tuple[tuple[str, str], ...]) -> tuple[str, str]:
+    """What the template `text` puts before and after a message of `role` that follows an answer of
+    the model: from the end of the answer to where the next one begins.
+
+    Raises UserError if the template is not prefix-stable: if a second exchange changes what stood
+    before it, or the next prompt does not begin with the last one and its answer.
+    """
+    asked: list[dict[str, str]] = [{"role": "user", "content": "How many days has a week?"}]
+    exchange = [
+        {"role": "assistant", "content": _ANSWER},
+        {"role": role, "content": _OBSERVATION},
+    ]
+    before = render(text, asked, dict(special))
+    once = render(text, asked + exchange, dict(special))
+    twice = render(text, asked + exchange * 2, dict(special))
+    added = once.removeprefix(before)
+    frame = added.removeprefix(_ANSWER).split(_OBSERVATION)
+    if not once.startswith(before + _ANSWER) or len(frame) != 2 or twice != once + added:
+        raise UserError(
+            "the chat template is not prefix-stable: it changes earlier turns, or leaves out the "
+            f"role {role!r}",
+            hint=f"change {TEMPLATE_FILE} in the model folder, or conversation.role",
+        )
+    return frame[0], frame[1]
+
+
+def reply_of(
+    chat: Chat, role: str, observation: str, end_text: str, tokenizer: Any
+) -> tuple[str, str, str]:
+    """(before, observation, after): the text between two turns of the model.
+
+    Args: `end_text`, the text of the end token that the turn ended with, which the template may
+    write too. Raises as prompt_of and reply_frame.
+    """
+    text, special = _pinned(chat, tokenizer)
+    before, after = reply_frame(text, role, tuple(sorted(special.items())))
+    return before.removeprefix(end_text), observation, after
 
 
 def thinking_tokens(tokenizer: Any, output_tokens: Sequence[int], opened: bool) -> int:
@@ -155,12 +204,15 @@ def thinking_tokens(tokenizer: Any, output_tokens: Sequence[int], opened: bool) 
 # ── a new run ────────────────────────────────────────────────────────────────────────────────────
 
 
-def chat_from(values: Mapping[str, Any] | None, folder: Path) -> Chat | None:
+def chat_from(
+    values: Mapping[str, Any] | None, folder: Path, conversation: Conversation | None = None
+) -> Chat | None:
     """A TOML's `[chat]` for the model in `folder`; None for raw prompts.
 
-    `prompts` is "template" (the default within the table) or "raw"; the rest are fields of Chat.
-    Raises UserError if the model has a template and the TOML does not say whether to use it, if it
-    wants one that the model lacks, and for a template that fails or is not deterministic.
+    `conversation`: the run's; its role must be one that the template knows. `prompts` is
+    "template" (the default within the table) or "raw"; the rest are fields of Chat. Raises
+    UserError if the model has a template and the TOML does not say whether to use it, if it wants
+    one that the model lacks, and for a template that fails or is not deterministic.
     """
     text, special = _template_in(folder)
     if values is None:
@@ -196,6 +248,8 @@ def chat_from(values: Mapping[str, Any] | None, folder: Path) -> Chat | None:
     missing = [part for part in (chat.system.strip(), asked) if part not in shown]
     if missing:
         raise UserError(f"the chat template leaves out {missing[0]!r}", hint=_HINT)
+    if conversation is not None:
+        reply_frame(text, conversation.role, tuple(sorted(special.items())))
     return chat
 
 

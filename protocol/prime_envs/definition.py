@@ -12,10 +12,12 @@ from pydantic import ValidationError
 
 from prime_core.errors import UserError
 from prime_core.ids import Digest
-from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.run import Conversation, LengthBudgets, RunDefinition
+from prime_envs.base import Environment
 from prime_envs.chat import chat_from
 from prime_envs.lengths import budgets_from
-from prime_envs.registry import environment_ref
+from prime_envs.registry import environment_class, environment_ref
+from prime_envs.tools import require_tools
 
 
 def read_toml(source: Path) -> dict[str, Any]:
@@ -54,7 +56,8 @@ def run_from(
             train_size=wanted["train_size"],
             heldout_size=wanted["heldout_size"],
         )
-        chat = chat_from(values.get("chat"), model)
+        conversation = _conversation(values.get("conversation"), wanted["name"])
+        chat = chat_from(values.get("chat"), model, conversation)
         whole = {
             **{name: value for name, value in values.items() if name != "chat"},
             "budgets": shaped,
@@ -63,6 +66,8 @@ def run_from(
         }
         if chat is not None:
             whole |= {"chat": chat.model_dump(mode="json"), "schema_version": 2}
+        if conversation is not None:
+            whole["schema_version"] = 3
         return RunDefinition.model_validate_json(json.dumps(whole))
     except KeyError as error:
         raise UserError(
@@ -70,6 +75,21 @@ def run_from(
         ) from error
     except (ValidationError, TypeError) as error:
         raise UserError(f"{source} is no run: {_first(error)}") from error
+
+
+def _conversation(values: Mapping[str, Any] | None, environment: str) -> Conversation | None:
+    """A TOML's `[conversation]`. Raises UserError if nothing would answer the model's turns."""
+    if values is None:
+        return None
+    conversation = Conversation.model_validate_json(json.dumps(values))
+    require_tools(conversation)
+    answers_itself = environment_class(environment).observe is not Environment.observe
+    if not conversation.tools and not answers_itself:
+        raise UserError(
+            f"the environment {environment!r} says nothing after a turn, and there are no tools",
+            hint='name tools, as in tools = ["calculator-1"], or leave out [conversation]',
+        )
+    return conversation
 
 
 def _first(error: Exception) -> str:

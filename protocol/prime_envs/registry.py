@@ -18,6 +18,7 @@ BUILT_IN = {
     "reasoning_gym": "prime_envs.procedural:ReasoningGym",
     "tasks": "prime_envs.dataset:TaskDataset",
     "crowd": "prime_envs.crowd:CrowdEnvironment",
+    "guess": "prime_envs.guess:Guess",
     "verifiers": "prime_envs.verifiers_adapter:VerifiersEnvironment",
 }
 
@@ -66,6 +67,7 @@ def environment_for(run: RunDefinition) -> Environment:
             f"{ref.name!r} has {len(environment)}."
         )
     environment.chat = run.chat
+    environment.conversation = run.conversation
     return environment
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import typer
@@ -10,24 +10,35 @@ import typer
 from prime_core.printing import printable
 from prime_envs.chat import END_OF_THOUGHT, THINK
 
-SpanKind = Literal["prompt", "thinking", "answer"]
+SpanKind = Literal["prompt", "thinking", "answer", "environment"]
 Style = Callable[[str, SpanKind], str]
 """Colors a text by what it is; what it returns is printed as it is."""
 
 
 def styled(text: str, kind: SpanKind) -> str:
-    """A text in its color: prompts dim, thinking cyan. `typer.echo` takes the colors out where the
-    output is no terminal."""
+    """A text in its color: prompts dim, thinking cyan, the environment green. `typer.echo` takes
+    the colors out where the output is no terminal."""
     if kind == "answer":
         return text
-    return typer.style(text, dim=True) if kind == "prompt" else typer.style(text, fg="cyan")
+    if kind == "prompt":
+        return typer.style(text, dim=True)
+    return typer.style(text, fg="cyan" if kind == "thinking" else "green")
 
 
-def spans(prompt: str, output: str) -> list[tuple[SpanKind, str]]:
-    """The sample's text in pieces, in order. Thinking goes from `<think>`, or from the beginning if
-    the prompt ends with it, to the end of `</think>` (or of the output), tags included."""
+def spans(prompt: str, turns: Sequence[str]) -> list[tuple[SpanKind, str]]:
+    """The sample's text in pieces, in order. `turns`: the texts of the model and the environment in
+    turn, model first."""
     found: list[tuple[SpanKind, str]] = [("prompt", prompt)]
-    thinking = prompt.rstrip().endswith(THINK)
+    for number, text in enumerate(turns):
+        found += [("environment", text)] if number % 2 else _thinking(found[-1][1], text)
+    return found
+
+
+def _thinking(before: str, output: str) -> list[tuple[SpanKind, str]]:
+    """One turn of the model in pieces. Thinking goes from `<think>`, or from the beginning if what
+    stands `before` ends with it, to the end of `</think>` (or of the turn), tags included."""
+    found: list[tuple[SpanKind, str]] = []
+    thinking = before.rstrip().endswith(THINK)
     while output:
         tag = END_OF_THOUGHT if thinking else THINK
         at = output.find(tag)
@@ -38,10 +49,12 @@ def spans(prompt: str, output: str) -> list[tuple[SpanKind, str]]:
     return found
 
 
-def sample_text(prompt: str, output: str, *, tokens: int, finish: str, style: Style) -> str:
+def sample_text(
+    prompt: str, turns: Sequence[str], *, tokens: int, finish: str, style: Style
+) -> str:
     """The sample's text and how it ended. What strangers wrote cannot steer the terminal."""
     shown = "".join(
-        style(printable(text, keep="\n\t"), kind) for kind, text in spans(prompt, output)
+        style(printable(text, keep="\n\t"), kind) for kind, text in spans(prompt, turns)
     )
     return f"{shown}\n{tokens} tokens, ended by {finish}"
 

@@ -2,6 +2,14 @@
 
 The node's worker calls `build_rollout_file`; a validator plans the same rows from the same seed.
 Each step is a function of its own, so that tests and the devnet's liars can replace exactly one.
+
+A row of several turns is a sequence of the model's tokens and the environment's:
+
+    prompt │ model … end │ environment │ model … end │ environment │ model … end
+
+The model's tokens are drawn with the row's noise at their absolute positions, as if the
+environment's had been part of the prompt. The environment's are a pure function of the problem and
+the turns before, so a validator computes them again and compares every token.
 """
 
 from __future__ import annotations
@@ -10,9 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from prime_core import seeds
 from prime_core.ids import Digest
-from prime_core.proof_form import PROOF_WINDOW
+from prime_core.proof_form import PROOF_WINDOW, FinishReason
+from prime_core.rollout import CONVERSATION_SCHEMA, SCHEMA_VERSION, model_tokens
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import Lease, SignedLease
 from prime_engine.base import Engine, Generation, GenerationRequest, StateSink
@@ -60,16 +71,139 @@ def generate_rows(
     run: RunDefinition,
     engine: Engine,
     sink: StateSink | None = None,
+    environment: Environment | None = None,
 ) -> list[Generation]:
-    """Generates every planned row with its noise, at the run's temperature and length limit."""
+    """Generates every planned row with its noise, at the run's temperature and length limit.
+
+    `environment` answers the turns of a run with `conversation`, and is not needed otherwise.
+    """
+    if run.conversation is not None:
+        if environment is None:
+            raise ValueError("a run with conversation needs its environment to generate rows")
+        return converse(plan, run, engine, environment, sink)
     requests = [
         GenerationRequest(row.prompt_tokens, run.max_output_tokens, row.noise_seed) for row in plan
     ]
     return engine.generate(requests, run.temperature, sink)
 
 
+def reply_to(
+    row: PlannedRow,
+    run: RunDefinition,
+    environment: Environment,
+    tokenizer: Any,
+    output_tokens: Sequence[int],
+    spans: Sequence[int],
+) -> tuple[tuple[int, ...], FinishReason]:
+    """What follows a model span that ended by an end token.
+
+    Args: `output_tokens` up to that end token; `spans`, their lengths, model first and last.
+    Returns the environment's tokens, or none and how the row ends: "length" if the environment's
+    tokens and one of the model's do not fit into `max_output_tokens`, else "end".
+    """
+    if run.conversation is None or len(spans) // 2 + 1 >= run.conversation.turns:
+        return (), "end"
+    tokens = environment.reply(row.problem, row.target_length, output_tokens, spans, tokenizer)
+    if len(output_tokens) + len(tokens) >= run.max_output_tokens:
+        return (), "length"
+    return tokens, "end"
+
+
+@dataclass
+class _Row:
+    """One conversation under way."""
+
+    tokens: list[int]
+    spans: list[int]
+    logprobs: list[np.ndarray[Any, np.dtype[np.float32]]]
+    states: list[np.ndarray[Any, np.dtype[np.uint16]]]
+    finish_reason: FinishReason = "length"
+
+
+@dataclass(frozen=True)
+class _TurnSink:
+    """Passes the states of one turn on, under each row's own number and the place of its token
+    among all that the model generated."""
+
+    sink: StateSink
+    numbers: Sequence[int]
+    generated: Sequence[int]
+
+    def step(self, rows: Sequence[int], places: Sequence[int], tokens: Any, states: Any) -> None:
+        """See StateSink."""
+        shifted = [self.generated[row] + place for row, place in zip(rows, places, strict=True)]
+        self.sink.step([self.numbers[row] for row in rows], shifted, tokens, states)
+
+    def end(self, rows: Sequence[int]) -> None:
+        """A turn's end: only `converse` knows which rows go on."""
+
+
+def converse(
+    plan: Sequence[PlannedRow],
+    run: RunDefinition,
+    engine: Engine,
+    environment: Environment,
+    sink: StateSink | None = None,
+) -> list[Generation]:
+    """Generates every planned row, turn by turn. All rows take their turns together.
+
+    Returns one Generation a row: `logprobs` [T] with 0 for the environment's tokens, `states` [M]
+    of the model's tokens only (see StateSink for `sink`). Raises as Engine.generate.
+    """
+    assert run.conversation is not None
+    rows = [_Row([], [], [], []) for _ in plan]
+    going = list(range(len(plan)))
+    while going:
+        requests = [
+            GenerationRequest(
+                prompt_tokens=plan[n].prompt_tokens + tuple(rows[n].tokens),
+                max_output_tokens=run.max_output_tokens - len(rows[n].tokens),
+                noise_seed=plan[n].noise_seed,
+            )
+            for n in going
+        ]
+        turn = None
+        if sink is not None:
+            turn = _TurnSink(sink, going, [sum(rows[n].spans[::2]) for n in going])
+        still = []
+        for n, made in zip(going, engine.generate(requests, run.temperature, turn), strict=True):
+            row = rows[n]
+            row.tokens += made.output_tokens
+            row.spans.append(len(made.output_tokens))
+            row.logprobs.append(made.logprobs)
+            row.states.append(made.states)
+            row.finish_reason = made.finish_reason
+            if made.finish_reason != "end":
+                continue
+            reply, row.finish_reason = reply_to(
+                plan[n], run, environment, engine.tokenizer, row.tokens, row.spans
+            )
+            if reply:
+                row.tokens += reply
+                row.spans.append(len(reply))
+                row.logprobs.append(np.zeros(len(reply), dtype=np.float32))
+                still.append(n)
+        if sink is not None:
+            sink.end([n for n in going if n not in still])
+        going = still
+    return [
+        Generation(
+            output_tokens=tuple(row.tokens),
+            logprobs=np.concatenate(row.logprobs),
+            states=np.concatenate(row.states),
+            finish_reason=row.finish_reason,
+            spans=tuple(row.spans) if len(row.spans) > 1 else (),
+        )
+        for row in rows
+    ]
+
+
 def generate_proved(
-    lease_digest: Digest, plan: Sequence[PlannedRow], run: RunDefinition, engine: Engine
+    lease_digest: Digest,
+    plan: Sequence[PlannedRow],
+    run: RunDefinition,
+    engine: Engine,
+    environment: Environment | None = None,
 ) -> tuple[list[Generation], list[tuple[bytes, bytes]]]:
     """`generate_rows` and `prove_rows` at once: each window is proved when it is full, so that no
     states are kept."""
@@ -81,17 +215,17 @@ def generate_proved(
         return seeds.sketch_key(seed, plan[row].group, plan[row].sample, window, tokens)
 
     reducer = WindowReducer(key_of)
-    generations = generate_rows(plan, run, engine, reducer)
+    generations = generate_rows(plan, run, engine, reducer, environment)
     proofs = [reducer.proof(row) for row in range(len(plan))]
     return generations, [(proof.proofs, proof.sketch) for proof in proofs]
 
 
-def sketch_keys(seed: Digest, group: int, sample: int, output_tokens: Sequence[int]) -> list[bytes]:
-    """The sketch key of each proof window of a row."""
+def sketch_keys(seed: Digest, group: int, sample: int, tokens: Sequence[int]) -> list[bytes]:
+    """The sketch key of each proof window of a row, from the tokens that its model generated."""
     width = PROOF_WINDOW
     return [
-        seeds.sketch_key(seed, group, sample, window, output_tokens[window * width :][:width])
-        for window in range(activations.windows_of(len(output_tokens)))
+        seeds.sketch_key(seed, group, sample, window, tokens[window * width :][:width])
+        for window in range(activations.windows_of(len(tokens)))
     ]
 
 
@@ -104,7 +238,8 @@ def prove_rows(
     proofs = iter(activations.build([window for row in windows for window in row]))
     packed = []
     for row, generation, parts in zip(plan, generations, windows, strict=True):
-        keys = sketch_keys(seed, row.group, row.sample, generation.output_tokens)
+        own_tokens = model_tokens(generation.output_tokens, generation.spans)
+        keys = sketch_keys(seed, row.group, row.sample, own_tokens)
         own_proofs = activations.pack([next(proofs) for _ in parts])
         packed.append((own_proofs, sketch.pack(sketch.build(parts, keys))))
     return packed
@@ -119,7 +254,7 @@ def grade_rows(
     """The node's own reward of each row; a validator grades again."""
     return [
         environment.grade_output(
-            row.problem, row.target_length, generation.output_tokens, tokenizer
+            row.problem, row.target_length, generation.output_tokens, tokenizer, generation.spans
         ).reward_micro
         / MICRO
         for row, generation in zip(plan, generations, strict=True)
@@ -148,6 +283,7 @@ def assemble_rows(
             reward=reward,
             proofs=activation_proofs,
             sketch=row_sketch,
+            spans=generation.spans,
         )
         for row, generation, reward, (activation_proofs, row_sketch) in zip(
             plan, generations, rewards, proofs, strict=True
@@ -155,10 +291,17 @@ def assemble_rows(
     ]
 
 
-def metadata_of(lease_digest: Digest, engine: Engine) -> FileMetadata:
-    """The set-up that made the file."""
+def metadata_of(
+    lease_digest: Digest, engine: Engine, run: RunDefinition | None = None
+) -> FileMetadata:
+    """The set-up that made the file; `run` None: of one without conversation."""
+    conversation = run is not None and run.conversation is not None
     return FileMetadata(
-        lease=lease_digest, engine=engine.name, dtype=engine.dtype, device=engine.device
+        lease=lease_digest,
+        engine=engine.name,
+        dtype=engine.dtype,
+        device=engine.device,
+        schema_version=CONVERSATION_SCHEMA if conversation else SCHEMA_VERSION,
     )
 
 
@@ -177,7 +320,7 @@ def build_rollout_file(
     plan = plan_rows(
         signed.lease, lease_digest, run, environment, engine.tokenizer, signed.problems()
     )
-    generations, proofs = generate_proved(lease_digest, plan, run, engine)
+    generations, proofs = generate_proved(lease_digest, plan, run, engine, environment)
     rewards = grade_rows(plan, generations, environment, engine.tokenizer)
     rows = assemble_rows(signed, plan, generations, rewards, proofs)
-    return write_rollout_file(rows, metadata_of(lease_digest, engine))
+    return write_rollout_file(rows, metadata_of(lease_digest, engine, run))

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from prime_core.errors import MalformedError
 from prime_core.proof_form import PROOF_WINDOW
+from prime_core.rollout import model_ranges
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason, VerdictRow
 from prime_engine.base import Engine
 from prime_envs.base import Environment, Grade
-from prime_verify.build import PlannedRow
+from prime_verify.build import PlannedRow, reply_to
 from prime_verify.proofs import activations, sampling, sketch
 from prime_verify.proofs.tails import LEAST_CHANCE
 from prime_verify.proofs.thresholds import SIGNIFICANCE
@@ -39,10 +40,12 @@ def check_rows(
     signed: SignedLease,
     run: RunDefinition,
     engine: Engine,
+    environment: Environment | None = None,
 ) -> None:
     """Structure of every row first (void), then what the seed dictates (rejected).
 
-    Raises RulingError: WRONG_ROWS, MALFORMED; WRONG_TARGETS, WRONG_PROMPTS.
+    `environment` is needed for a run with conversation. Raises RulingError: WRONG_ROWS, MALFORMED;
+    WRONG_TARGETS, WRONG_PROMPTS, WRONG_OBSERVATION.
     """
     if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
         raise RulingError(
@@ -65,25 +68,71 @@ def check_rows(
                 Reason.WRONG_PROMPTS,
                 f"row {number} was not asked problem {due.problem.problem_id!r} in the run's words",
             )
+    if run.conversation is not None:
+        if environment is None:
+            raise ValueError("a run with conversation needs its environment to check rows")
+        for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
+            _check_replies(number, row, due, run, engine, environment)
 
 
 def _check_ending(
     number: int, row: FileRow, run: RunDefinition, end_tokens: frozenset[int]
 ) -> None:
-    """A row ends at its first end token, or at the length limit without one.
+    """A model span ends at its first end token, the last one perhaps at the length limit.
 
     Raises RulingError: WRONG_ROWS.
     """
     tokens = row.output_tokens
-    if len(tokens) > run.max_output_tokens:
+    turns = 1 if run.conversation is None else run.conversation.turns
+    if len(tokens) > run.max_output_tokens or len(row.spans) > 2 * turns - 1:
         raise RulingError(Reason.WRONG_ROWS, f"row {number} is longer than the run allows")
-    if not end_tokens.isdisjoint(tokens[:-1]):
-        raise RulingError(Reason.WRONG_ROWS, f"row {number} goes on after an end token")
+    for start, end in model_ranges(row.spans, len(tokens)):
+        if not end_tokens.isdisjoint(tokens[start : end - 1]):
+            raise RulingError(Reason.WRONG_ROWS, f"row {number} goes on after an end token")
+        if end < len(tokens) and tokens[end - 1] not in end_tokens:
+            raise RulingError(Reason.WRONG_ROWS, f"row {number} has a turn that does not end")
     ended = tokens[-1] in end_tokens
-    if ended != (row.finish_reason == "end"):
+    if ended < (row.finish_reason == "end") or (
+        run.conversation is None and ended != (row.finish_reason == "end")
+    ):
         raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
     if not ended and len(tokens) < run.max_output_tokens:
         raise RulingError(Reason.WRONG_ROWS, f"row {number} stops before its end")
+
+
+def _check_replies(
+    number: int,
+    row: FileRow,
+    due: PlannedRow,
+    run: RunDefinition,
+    engine: Engine,
+    environment: Environment,
+) -> None:
+    """What the environment says after each turn, token by token. A reply that comes out otherwise
+    the second time accuses no one.
+
+    Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
+    """
+    tokens = row.output_tokens
+    spans = row.spans or (len(tokens),)
+    for turn in range(0, len(spans), 2):
+        said = tokens[: sum(spans[: turn + 1])]
+        if said[-1] not in engine.end_tokens:
+            continue  # the last turn, cut by the length limit
+
+        def reply(said: Sequence[int] = said, turn: int = turn) -> tuple[Sequence[int], str]:
+            return reply_to(due, run, environment, engine.tokenizer, said, spans[: turn + 1])
+
+        expected, ending = reply()
+        found = tokens[len(said) :][: spans[turn + 1]] if turn + 1 < len(spans) else ()
+        if tuple(found) != tuple(expected) and reply()[0] == expected:
+            what = "leaves out" if not found else "makes up" if not expected else "changes"
+            raise RulingError(
+                Reason.WRONG_OBSERVATION,
+                f"row {number} {what} what the environment says after turn {turn // 2}",
+            )
+        if turn + 1 == len(spans) and ending != row.finish_reason:
+            raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
 
 
 def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
@@ -94,7 +143,7 @@ def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
     unpacked = []
     sketches: dict[bytes, int] = {}
     for number, row in enumerate(rows):
-        windows = activations.windows_of(len(row.output_tokens))
+        windows = activations.windows_of(len(row.places))
         try:
             unpacked.append(activations.unpack(row.proofs, windows))
             bits = sketch.decode(row.sketch, windows)
@@ -109,7 +158,7 @@ def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
                 )
     for number, (row, proofs) in enumerate(zip(rows, unpacked, strict=True)):
         for window, proof in enumerate(proofs):
-            tokens = min(PROOF_WINDOW, len(row.output_tokens) - window * PROOF_WINDOW)
+            tokens = min(PROOF_WINDOW, len(row.places) - window * PROOF_WINDOW)
             elements = tokens * engine.hidden_size
             if len(proof) != activations.proof_bytes(elements):
                 raise RulingError(Reason.MALFORMED, f"row {number} has a proof of the wrong length")
@@ -144,7 +193,9 @@ def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
                 f"row {number} claims a log-probability of {float(row.logprobs.min()):.4g}; no "
                 f"noise draws a token below {least:.1f}, whatever the model",
             )
-    counts = [sampling.improbable_tokens(row.logprobs, engine.vocabulary) for row in rows]
+    counts = [
+        sampling.improbable_tokens(row.logprobs[row.places], engine.vocabulary) for row in rows
+    ]
     observed = sum(count for count, _ in counts)
     expected = sum(bound for _, bound in counts)
     chance = max(LEAST_CHANCE, sampling.poisson_tail(observed, expected))
@@ -173,7 +224,7 @@ def check_rewards(
 
         def graded(due: PlannedRow = due, row: FileRow = row) -> Grade:
             return environment.grade_output(
-                due.problem, due.target_length, row.output_tokens, engine.tokenizer
+                due.problem, due.target_length, row.output_tokens, engine.tokenizer, row.spans
             )
 
         grade = graded()
@@ -190,7 +241,7 @@ def check_rewards(
                 sample=row.sample,
                 reward_micro=grade.reward_micro,
                 prompt_tokens=len(row.prompt_tokens),
-                output_tokens=len(row.output_tokens),
+                output_tokens=len(row.places),
             )
         )
     return tuple(table)

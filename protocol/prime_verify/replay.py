@@ -124,23 +124,27 @@ class Replayed:
         self._rows = [rows[i] for i in numbers]
         seed = seeds.lease_seed(lease_digest)
         self._keys = [
-            sketch_keys(seed, row.group, row.sample, row.output_tokens) for row in self._rows
+            sketch_keys(seed, row.group, row.sample, row.model_tokens) for row in self._rows
         ]
         requests = [
             ReplayRequest(plan[i].prompt_tokens, rows[i].output_tokens, plan[i].noise_seed)
             for i in numbers
         ]
-        self._own = self._side(engine, requests)
+        self._places = [row.places for row in self._rows]
+        replays = engine.replay(requests, self._temperature)
+        self._own = self._side(replays)
         self._twin = self._own
         if twin is not engine:
             asked = [
                 replace(request, rivals=tuple(own.rivals.tolist()))
-                for request, own in zip(requests, self._own.replays, strict=True)
+                for request, own in zip(requests, replays, strict=True)
             ]
-            self._twin = self._side(twin, asked)
+            self._twin = self._side(twin.replay(asked, self._temperature))
 
-    def _side(self, engine: Engine, requests: Sequence[ReplayRequest]) -> _Side:
-        replays = engine.replay(requests, self._temperature)
+    def _side(self, whole: Sequence[Replay]) -> _Side:
+        replays = [
+            _only(replay, places) for replay, places in zip(whole, self._places, strict=True)
+        ]
         if not all(map(_numbers, replays)):
             raise NoNumbersError("the replay's own states or probabilities are not numbers")
         windows = [activations.split_windows(replay.states) for replay in replays]
@@ -157,7 +161,8 @@ class Replayed:
             activations.decode(proof, len(window))
             for proof, window in zip(packed, windows, strict=True)
         ]
-        return _Claim(row.logprobs, proofs, sketch.decode(row.sketch, len(windows)))
+        own = row.logprobs[self._places[i]]
+        return _Claim(own, proofs, sketch.decode(row.sketch, len(windows)))
 
     def _twins_claim(self, i: int) -> _Claim:
         """What the twin would say of it."""
@@ -184,7 +189,7 @@ class Replayed:
             found.append(
                 RowStatistics(
                     number=self._numbers[i],
-                    tokens=len(row.output_tokens),
+                    tokens=len(self._places[i]),
                     windows=len(self._keys[i]),
                     equal=drawn.equal,
                     values={**values, **self._against_twin(claim, values, i)},
@@ -211,14 +216,14 @@ class Replayed:
     def by_window(self, i: int) -> dict[str, NDArray[np.float64]]:
         """What the file's i-th replayed row claims against replay and twin, window by window:
         arrays [windows], means of tokens where a statistic is one of tokens. For benches."""
-        row, claim = self._rows[i], self._claimed(i)
-        starts = np.arange(0, len(row.output_tokens), PROOF_WINDOW)
-        lengths = np.diff(np.append(starts, len(row.output_tokens)))
+        claim = self._claimed(i)
+        starts = np.arange(0, len(claim.logprobs), PROOF_WINDOW)
+        lengths = np.diff(np.append(starts, len(claim.logprobs)))
         found: dict[str, NDArray[np.float64]] = {}
         for prefix, side in (("", self._own), ("twin_", self._twin)):
             replay = side.replays[i]
             match = activations.verify(claim.proofs, side.windows[i])
-            gap = np.abs(row.logprobs.astype(np.float64) - replay.logprobs)
+            gap = np.abs(claim.logprobs.astype(np.float64) - replay.logprobs)
             margins = np.minimum(replay.margins, MARGIN_CAP).astype(np.float64)
             of_side = {
                 "margin": np.add.reduceat(margins, starts) / lengths,
@@ -268,6 +273,22 @@ class Replayed:
             "mantissa": float(match.mantissa.mean()),
             "sketch": float(distance.mean()),
         }
+
+
+def _only(replay: Replay, places: NDArray[np.int64]) -> Replay:
+    """The replay at those places of the output."""
+    if len(places) == len(replay.logprobs):
+        return replay
+    return Replay(
+        logprobs=replay.logprobs[places],
+        winners=replay.winners[places],
+        margins=replay.margins[places],
+        rivals=replay.rivals[places],
+        contrasts=replay.contrasts[places],
+        tail_mass=replay.tail_mass[places],
+        end_probability=replay.end_probability,
+        states=replay.states[places],
+    )
 
 
 def _numbers(replay: Replay) -> bool:

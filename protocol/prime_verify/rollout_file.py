@@ -9,7 +9,7 @@ MemoryError, which says nothing of the file.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -24,14 +24,16 @@ from prime_core.errors import MalformedError
 from prime_core.printing import printable
 from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS, FinishReason
 from prime_core.rollout import (
-    COLUMNS,
     MAX_FILE_BYTES,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_TOKENS,
     MAX_ROWS,
     METADATA_KEYS,
     SCHEMA_VERSION,
+    SCHEMAS,
     Rollout,
+    model_ranges,
+    model_tokens,
 )
 from prime_core.run import MICRO
 from prime_core.verdict import Reason, VerdictTable
@@ -52,6 +54,8 @@ _SLACK = 128 << 10
 """Bytes a column: levels, and values too long by a little, which are told by their row."""
 MAX_FINISH_REASON = 16
 """Bytes; what it may be is looked at later."""
+MAX_SPANS = 127
+"""Of 64 turns, the most that prime_core.run.Conversation allows."""
 MAX_PROBLEM_ID = 256
 """Characters, as prime_core.verdict.VerdictRow allows."""
 _LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
@@ -82,6 +86,7 @@ class FileMetadata:
     engine: str
     dtype: str
     device: str
+    schema_version: str = SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,19 @@ class FileRow:
     reward: float
     proofs: bytes
     sketch: bytes
+    spans: tuple[int, ...] = ()
+    """See prime_core.rollout.SCHEMAS."""
+
+    @property
+    def model_tokens(self) -> tuple[int, ...]:
+        """The output tokens without the environment's: what is sampled, proved and paid."""
+        return tuple(model_tokens(self.output_tokens, self.spans))
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """int64 [M]: the places of `model_tokens` among the output tokens."""
+        ranges = model_ranges(self.spans, len(self.output_tokens))
+        return np.concatenate([np.arange(start, end) for start, end in ranges])
 
 
 @dataclass(frozen=True)
@@ -111,30 +129,30 @@ class RolloutFile:
     rows: tuple[FileRow, ...]
 
 
-def arrow_schema() -> pa.Schema:
-    """The exact Arrow schema, without key-value metadata."""
-    return pa.schema([pa.field(name, _TYPES[kind]) for name, kind in COLUMNS.items()])
+def arrow_schema(version: str = SCHEMA_VERSION) -> pa.Schema:
+    """The exact Arrow schema of a schema version, without key-value metadata."""
+    return pa.schema([pa.field(name, _TYPES[kind]) for name, kind in SCHEMAS[version].items()])
 
 
 def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes:
     """Parquet bytes (zstd, plain encoding, one row group) of `rows` in their order."""
+    schema = arrow_schema(metadata.schema_version)
     columns = [
-        pa.array([getattr(row, name) for row in rows], type=_TYPES[kind])
-        for name, kind in COLUMNS.items()
+        pa.array([getattr(row, field.name) for row in rows], type=field.type) for field in schema
     ]
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
-        arrow_schema(),
+        schema,
         compression="zstd",
         use_dictionary=False,
         write_statistics=False,
         data_page_version="1.0",
         store_schema=False,
     ) as writer:
-        writer.add_key_value_metadata({"schema_version": SCHEMA_VERSION, **vars(metadata)})
+        writer.add_key_value_metadata({key: getattr(metadata, key) for key in METADATA_KEYS})
         writer.write_table(
-            pa.Table.from_arrays(columns, schema=arrow_schema()),
+            pa.Table.from_arrays(columns, schema=schema),
             row_group_size=max(1, len(rows)),
         )
     return cast(bytes, sink.getvalue().to_pybytes())
@@ -148,17 +166,18 @@ def read_rollout_file(data: bytes) -> RolloutFile:
     try:
         footer = read_footer(data)
         metadata = _metadata(footer)
-        _require_shape(footer, data)
+        _require_shape(footer, data, SCHEMAS[metadata.schema_version])
         source = pq.ParquetFile(
             pa.BufferReader(data),
             thrift_string_size_limit=MAX_FOOTER,
             thrift_container_size_limit=MAX_FOOTER,
         )
-        if not source.schema_arrow.equals(arrow_schema(), check_metadata=False):
+        schema = arrow_schema(metadata.schema_version)
+        if not source.schema_arrow.equals(schema, check_metadata=False):
             raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
         table = source.read(use_threads=False)
         table.validate(full=True)
-        return RolloutFile(metadata, _rows(table))
+        return RolloutFile(metadata, _rows(table, SCHEMAS[metadata.schema_version]))
     except (FileError, MemoryError):  # ours, not the file's: pyarrow's is an ArrowException too
         raise
     except MalformedError as error:
@@ -176,22 +195,22 @@ def _metadata(footer: Footer) -> FileMetadata:
         raise FileError(Reason.OVERSIZED, f"a metadata value exceeds {MAX_METADATA_VALUE} letters")
     if not all(value.isprintable() for value in pairs.values()):
         raise FileError(Reason.MALFORMED, "a metadata value holds what cannot be printed")
-    if pairs.get("schema_version") != SCHEMA_VERSION:
+    if pairs.get("schema_version") not in SCHEMAS:
         found = pairs.get("schema_version", "none")[:32]
-        raise FileError(Reason.WRONG_SCHEMA, f"schema version {found!r}, not {SCHEMA_VERSION!r}")
+        known = " or ".join(map(repr, SCHEMAS))
+        raise FileError(Reason.WRONG_SCHEMA, f"schema version {found!r}, not {known}")
     if set(pairs) != set(METADATA_KEYS):
         raise FileError(Reason.WRONG_SCHEMA, f"the metadata keys are not {METADATA_KEYS}")
-    del pairs["schema_version"]
     return FileMetadata(**pairs)
 
 
-def _require_shape(footer: Footer, data: bytes) -> None:
+def _require_shape(footer: Footer, data: bytes, columns: Mapping[str, str]) -> None:
     """Everything that can be known before pyarrow sees the file."""
     if footer.rows > MAX_ROWS:
         raise FileError(Reason.OVERSIZED, f"{footer.rows} rows exceed {MAX_ROWS}")
     if footer.rows < 1 or footer.groups != 1:
         raise FileError(Reason.WRONG_SCHEMA, "a file has at least one row, in one row group")
-    if len(footer.columns) != len(COLUMNS):
+    if len(footer.columns) != len(columns):
         raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
     if any(column.codec != ZSTD for column in footer.columns):
         raise FileError(Reason.WRONG_SCHEMA, "a column is not compressed by zstd")
@@ -202,7 +221,7 @@ def _require_shape(footer: Footer, data: bytes) -> None:
     if sum(column.values for column in footer.columns) > MAX_VALUES:
         raise FileError(Reason.OVERSIZED, f"more than {MAX_VALUES} values")
     budget = MAX_FILE_BYTES * 2
-    for column, most in zip(footer.columns, _most_bytes(footer), strict=True):
+    for column, most in zip(footer.columns, _most_bytes(footer, columns), strict=True):
         unpacked = require_plain_pages(
             data, start=column.start, length=column.length, values=column.values, budget=budget
         )
@@ -211,11 +230,11 @@ def _require_shape(footer: Footer, data: bytes) -> None:
         budget -= unpacked
 
 
-def _most_bytes(footer: Footer) -> list[int]:
+def _most_bytes(footer: Footer, columns: Mapping[str, str]) -> list[int]:
     """What each column may unpack to at most, in the schema's order: proofs and sketches by the
     tokens that the file has, since a few bytes may unpack to all of what a file may hold."""
     rows = footer.rows
-    values = {name: column.values for name, column in zip(COLUMNS, footer.columns, strict=True)}
+    values = {name: column.values for name, column in zip(columns, footer.columns, strict=True)}
     windows = values["output_tokens"] // PROOF_WINDOW + rows
     texts = {
         "problem_id": 4 * MAX_PROBLEM_ID * rows,
@@ -223,10 +242,10 @@ def _most_bytes(footer: Footer) -> list[int]:
         "proofs": MAX_PROOF_BYTES * windows,
         "sketch": MAX_SKETCH_BYTES * windows,
     }
-    return [texts.get(name, 0) + 16 * values[name] + _SLACK for name in COLUMNS]
+    return [texts.get(name, 0) + 16 * values[name] + _SLACK for name in columns]
 
 
-def _rows(table: pa.Table) -> tuple[FileRow, ...]:
+def _rows(table: pa.Table, columns: Mapping[str, str]) -> tuple[FileRow, ...]:
     for name in table.column_names:
         column = table.column(name)
         if column.null_count or any(
@@ -235,14 +254,15 @@ def _rows(table: pa.Table) -> tuple[FileRow, ...]:
             raise FileError(Reason.MALFORMED, f"column {name!r} has nulls")
     _require_lengths(table)
     plain = {
-        name: table.column(name).to_pylist() for name, kind in COLUMNS.items() if kind not in _LISTS
+        name: table.column(name).to_pylist() for name, kind in columns.items() if kind not in _LISTS
     }
-    lists = {name: _lists(table.column(name)) for name, kind in COLUMNS.items() if kind in _LISTS}
+    lists = {name: _lists(table.column(name)) for name, kind in columns.items() if kind in _LISTS}
     rows = tuple(
         FileRow(
             prompt_tokens=tuple(lists["prompt_tokens"][i].tolist()),
             output_tokens=tuple(lists["output_tokens"][i].tolist()),
             logprobs=lists["logprobs"][i],
+            spans=tuple(lists["spans"][i].tolist()) if "spans" in lists else (),
             **{name: values[i] for name, values in plain.items()},
         )
         for i in range(table.num_rows)
@@ -276,6 +296,8 @@ def _require_lengths(table: pa.Table) -> None:
     endings = lengths("finish_reason", pc.binary_length)
     windows = -(-tokens // PROOF_WINDOW)
     many = (proofs > windows * MAX_PROOF_BYTES) | (sketches > windows * MAX_SKETCH_BYTES)
+    if "spans" in table.column_names and (lengths("spans", pc.list_value_length) > MAX_SPANS).any():
+        raise FileError(Reason.OVERSIZED, "a row has too many spans")
     for bad, reason, what in (
         (
             (prompts > MAX_PROMPT_TOKENS) | (tokens > MAX_OUTPUT_TOKENS),
@@ -300,10 +322,25 @@ def _require_row(number: int, row: FileRow) -> None:
         raise FileError(Reason.MALFORMED, f"row {number} has a value that is not finite")
     if (row.logprobs > 1e-3).any():  # rounding may lift log 1 a little above 0
         raise FileError(Reason.MALFORMED, f"row {number} has a probability above one")
+    if row.spans:
+        _require_spans(number, row)
     if row.finish_reason not in ("end", "length"):
         raise FileError(Reason.MALFORMED, f"row {number} has an unknown finish reason")
     if row.group < 0 or row.sample < 0 or row.target_length < 0 or row.policy_version < 0:
         raise FileError(Reason.MALFORMED, f"row {number} has a negative number")
+
+
+def _require_spans(number: int, row: FileRow) -> None:
+    whole = sum(row.spans) == len(row.output_tokens) and min(row.spans) > 0
+    if not whole or len(row.spans) < 3 or len(row.spans) % 2 == 0:
+        raise FileError(
+            Reason.MALFORMED, f"row {number} has spans that are not those of its tokens"
+        )
+    others = np.delete(row.logprobs, row.places)
+    if others.any():
+        raise FileError(
+            Reason.MALFORMED, f"row {number} has a log-probability for the environment's tokens"
+        )
 
 
 def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
@@ -318,7 +355,7 @@ def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
         raise MalformedError(f"{len(file.rows)} rows in the file, {len(table.rows)} in its table")
     rollouts = []
     for row, found in zip(file.rows, table.rows, strict=True):
-        if (row.problem_id, row.group, row.sample, len(row.output_tokens)) != (
+        if (row.problem_id, row.group, row.sample, len(row.places)) != (
             found.problem_id,
             found.group,
             found.sample,
@@ -337,6 +374,7 @@ def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
                 finish_reason=row.finish_reason,
                 policy_version=row.policy_version,
                 reward=found.reward_micro / MICRO,
+                spans=row.spans,
             )
         )
     return rollouts

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from prime_core import encoding, seeds
 from prime_core.errors import MalformedError, PolicyError, UnavailableError
 from prime_core.ids import ZERO_DIGEST, Digest, Units
-from prime_core.rollout import Submission
+from prime_core.rollout import CONVERSATION_SCHEMA, SCHEMA_VERSION, Submission
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason, VerdictRow, VerdictTable
@@ -170,7 +170,7 @@ def verify_file(
     if signed.lease.run_digest != run.digest():
         raise PolicyError("the lease belongs to another run definition")
     try:
-        file = _read(data, lease_digest)
+        file = _read(data, lease_digest, run)
         if submission is not None:
             _check_submission(data, file, signed, lease_digest, submission)
         _check_freshness(signed, run)
@@ -178,7 +178,7 @@ def verify_file(
         plan = plan_rows(
             signed.lease, lease_digest, run, environment, engine.tokenizer, signed.problems()
         )
-        check_rows(file.rows, plan, signed, run, engine)
+        check_rows(file.rows, plan, signed, run, engine, environment)
         check_proofs(file.rows, engine)
         check_humps(file.rows, engine)
         table = None
@@ -215,13 +215,16 @@ def verify_file(
     )
 
 
-def _read(data: bytes, lease_digest: Digest) -> RolloutFile:
+def _read(data: bytes, lease_digest: Digest, run: RunDefinition) -> RolloutFile:
     try:
         file = read_rollout_file(data)
     except FileError as error:
         raise RulingError(error.reason, str(error)) from error
     if file.metadata.lease != lease_digest:
         raise RulingError(Reason.WRONG_LEASE, "the file was made for another lease")
+    due = SCHEMA_VERSION if run.conversation is None else CONVERSATION_SCHEMA
+    if file.metadata.schema_version != due:
+        raise RulingError(Reason.WRONG_SCHEMA, f"files of this run have schema version {due}")
     return file
 
 

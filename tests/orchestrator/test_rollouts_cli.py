@@ -239,7 +239,7 @@ def test_a_file_is_shown_with_texts_rewards_and_verdict(pool: Pool, tmp_path: Pa
     right, wrong = found["samples"][:2]
     assert right["prompt"].startswith("02|")
     word = right["prompt"][3:-1]
-    assert right["output"] == f"..={word[::-1]}"
+    assert right["turns"] == [f"..={word[::-1]}"]
     assert (right["reward"], right["claimed"], right["reason"]) == (1.0, 0.25, "reversed")
     assert (right["parts"]["task_micro"], wrong["parts"]["task_micro"]) == (MICRO, 0)
 

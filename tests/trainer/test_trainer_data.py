@@ -27,7 +27,7 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import Digest
-from prime_core.rollout import Rollout
+from prime_core.rollout import COLUMNS, Rollout
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
 from prime_trainer import feed
@@ -171,8 +171,8 @@ def _table_of_another_file(objects: kit.Objects) -> SignedBatch:
 
 
 def _schema_of_another_version(objects: kit.Objects) -> SignedBatch:
-    with mock.patch("prime_verify.rollout_file.SCHEMA_VERSION", "2"):
-        file = kit.seal_file(objects, rollouts(1), [0, 1], STEP)
+    with mock.patch.dict("prime_core.rollout.SCHEMAS", {"9": COLUMNS}):
+        file = kit.seal_file(objects, rollouts(1), [0, 1], STEP, schema_version="9")
     return kit.seal([file], STEP, RUN)
 
 

@@ -70,6 +70,59 @@ def test_packing_and_accumulation_leave_the_gradient_alone_in_float64(
     assert statistics["loss"] == pytest.approx(loss, rel=1e-9, abs=1e-12)
 
 
+def turns_of(rollout: Rollout) -> list[Rollout]:
+    """Each turn of the model as a row whose prompt is everything before it."""
+    turns, at = [], 0
+    whole = (*rollout.prompt_tokens, *rollout.output_tokens)
+    for number, length in enumerate(rollout.spans or (len(rollout.output_tokens),)):
+        start, end = at, at + length
+        if number % 2 == 0:
+            turns.append(
+                replace(
+                    rollout,
+                    prompt_tokens=whole[: len(rollout.prompt_tokens) + start],
+                    output_tokens=rollout.output_tokens[start:end],
+                    logprobs=rollout.logprobs[start:end],
+                    spans=(),
+                )
+            )
+        at = end
+    return turns
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.name)
+def test_a_conversation_is_trained_as_its_turns_are(
+    model: Path, tmp_path: Path, world: World, objective: Objective
+) -> None:
+    """The environment's words are read, and neither learned nor weighed."""
+    rollouts = kit.conversations(kit.rows())
+    run, size = kit.run_definition(), 4
+    learner = kit.double_learner(kit.learner(model, tmp_path, world, objective=objective), world)
+    statistics = backward(learner, rollouts)
+    slow = kit.double_learner(learner, world)
+    generated = [sum(len(turn.output_tokens) for turn in turns_of(row)) for row in rollouts]
+    weights = token_weights(generated, objective.name, run.max_output_tokens)
+    loss = 0.0
+    for number, rollout in enumerate(rollouts):
+        start = number - number % size
+        rewards = [r.reward for r in rollouts[start : start + size]]
+        advantage = group_advantages(rewards, objective.advantage)[number - start]
+        for turn in turns_of(rollout):
+            batch, tokens = collate(
+                [[0]], [turn], [advantage], [weights[number]], torch.device("cpu"), torch.float64
+            )
+            if slow.reference is not None:
+                with torch.no_grad():
+                    tokens = replace(tokens, reference=slow.reference(batch)[0])
+            logprobs, entropy = slow.policy(batch)
+            terms = policy_loss(logprobs, entropy, tokens, objective)
+            terms.loss.backward()
+            loss += float(terms.loss.detach())
+    found = kit.relative_difference(kit.gradients(learner.policy), kit.gradients(slow.policy))
+    assert found < 1e-9
+    assert statistics["loss"] == pytest.approx(loss, rel=1e-9, abs=1e-12)
+
+
 def test_packing_leaves_the_gradient_alone_in_float32(
     model: Path, tmp_path: Path, world: World
 ) -> None:

@@ -103,8 +103,8 @@ def test_one_command_goes_from_a_toml_file_to_a_trained_model(tmp_path: Path) ->
     for sample in samples:
         problem = environment.problem(int(sample["problem"].removeprefix("reverse-")))
         assert sample["prompt"] == environment.prompt_text(problem, sample["target"])
-        tokens = tokenizer.encode(sample["output"], add_special_tokens=False)
-        grade = environment.grade(problem, sample["target"], sample["output"], len(tokens))
+        tokens = tokenizer.encode(sample["turns"][0], add_special_tokens=False)
+        grade = environment.grade(problem, sample["target"], sample["turns"][0], len(tokens))
         assert (grade.reward_micro / MICRO, dict(grade.parts)) == (
             sample["reward"], sample["parts"],
         )  # fmt: skip
@@ -198,7 +198,7 @@ def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_pat
     lines = [
         {
             "step": step, "policy": step, "problem": f"reverse-{number}", "target": 2,
-            "prompt": "02|tate>", "output": "..=etat", "tokens": 8, "finish": "end",
+            "prompt": "02|tate>", "turns": ["..=etat"], "tokens": 8, "finish": "end",
             "reason": "right", "reward": number / 4,
             "parts": {"task_micro": 1_000_000, "length": 2},
         }
@@ -287,9 +287,9 @@ def test_a_run_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
     source, expected = whole
     generate = local_module.generate_rows
 
-    def pressed(*arguments: Any) -> Any:
+    def pressed(*arguments: Any, **named: Any) -> Any:
         """Ctrl-C, with rows generated already."""
-        found = generate(*arguments)
+        found = generate(*arguments, **named)
         if len(read_lines(tmp_path / "metrics.jsonl")) == at:
             os.kill(os.getpid(), signal.SIGINT)
         return found

@@ -17,7 +17,7 @@ from prime_trainer.wire import BadBatch, decode, encode
 
 
 def batch(groups: int, samples: int, seed: int) -> TrainingBatch:
-    rows = kit.rows(groups, samples, seed=seed)
+    rows = kit.conversations(kit.rows(groups, samples, seed=seed))
     keys = tuple((Digest(f"0x{seed:064x}"), number) for number in range(groups))
     cut = tuple(tuple(rows[i : i + samples]) for i in range(0, len(rows), samples))
     return TrainingBatch(Step(seed), Digest(f"0x{seed + 1:064x}"), cut, keys, groups + 3, 3)

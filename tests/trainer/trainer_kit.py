@@ -167,6 +167,22 @@ def rows(
     return found
 
 
+def conversations(found: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts, of which those of three tokens and more have an environment's words within."""
+    changed = []
+    for row in found:
+        size = len(row.output_tokens)
+        if size < 3:
+            changed.append(row)
+            continue
+        first, other = 1 + size // 4, 1 + size // 3
+        spans = (first, other, size - first - other)
+        logprobs = list(row.logprobs)
+        logprobs[first : first + other] = [0.0] * other
+        changed.append(replace(row, spans=spans, logprobs=logprobs))
+    return changed
+
+
 @dataclass
 class Objects:
     """An object store by digest, whose contents a test may spoil."""
@@ -184,7 +200,9 @@ class Objects:
         return self.by_digest[sha256]
 
 
-def file_of(rollouts: Sequence[Rollout], *, advisory: float = 0.123) -> bytes:
+def file_of(
+    rollouts: Sequence[Rollout], *, advisory: float = 0.123, schema_version: str = "1"
+) -> bytes:
     """A rollout file as a node writes it; its own rewards are `advisory` and believed by nobody."""
     written = [
         FileRow(
@@ -200,18 +218,23 @@ def file_of(rollouts: Sequence[Rollout], *, advisory: float = 0.123) -> bytes:
             reward=advisory,
             proofs=b"",
             sketch=b"",
+            spans=r.spans,
         )
         for r in rollouts
     ]
-    metadata = FileMetadata(lease="0x" + "ab" * 32, engine="plain/1", dtype="float32", device="cpu")
+    metadata = FileMetadata("0x" + "ab" * 32, "plain/1", "float32", "cpu", schema_version)
     return write_rollout_file(written, metadata)
 
 
 def seal_file(
-    objects: Objects, rollouts: Sequence[Rollout], groups: Sequence[int], step: int
+    objects: Objects,
+    rollouts: Sequence[Rollout],
+    groups: Sequence[int],
+    step: int,
+    schema_version: str = "1",
 ) -> BatchFile:
     """Puts a file and its verdict table into `objects`."""
-    data = file_of(rollouts)
+    data = file_of(rollouts, schema_version=schema_version)
     sha256 = objects.put(data)
     submission = encoding.sha256(b"submission" + data)
     table = VerdictTable(
@@ -226,7 +249,7 @@ def seal_file(
                 sample=r.sample,
                 reward_micro=round(r.reward * 1e6),
                 prompt_tokens=len(r.prompt_tokens),
-                output_tokens=len(r.output_tokens),
+                output_tokens=r.generated,
             )
             for r in rollouts
         ),

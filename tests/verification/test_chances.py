@@ -29,7 +29,7 @@ def row_of(observed: int, margin: float = 0.0) -> RowStatistics:
 def test_a_file_of_improbable_tokens_alone_is_stated_with_the_least_chance(observed: int) -> None:
     logprobs = np.full(observed, -20.0, dtype=np.float32)
     assert sampling.poisson_tail(observed, observed * 1e-3) < LEAST_CHANCE
-    rows: Any = [SimpleNamespace(logprobs=logprobs)]
+    rows: Any = [SimpleNamespace(logprobs=logprobs, places=np.arange(observed))]
     engine: Any = SimpleNamespace(vocabulary=VOCABULARY)
     with pytest.raises(RulingError) as said:
         check_humps(rows, engine)

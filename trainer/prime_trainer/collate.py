@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from prime_core.rollout import Rollout
+from prime_core.rollout import Rollout, model_ranges
 from prime_trainer.attention import Segments
 from prime_trainer.model import PAD, PackedBatch
 from prime_trainer.objectives.base import Tokens
@@ -58,7 +58,7 @@ def collate(
             positions[number, start:end] = np.arange(end - start)
             sequences[number, start:end] = sample
             first = number * width + middle - 1
-            predict.append(np.arange(first, first + len(rollout.output_tokens)))
+            predict.append(first + _places(rollout))
             order.append(sample)
             segments.append((number, start, end))
             start = end
@@ -68,17 +68,26 @@ def collate(
         sequences=torch.from_numpy(sequences).to(device),
         predict=torch.from_numpy(_join(predict, np.int64)).to(device),
         targets=torch.from_numpy(
-            _join([np.asarray(rollouts[i].output_tokens, dtype=np.int64) for i in order], np.int64)
+            _join(
+                [
+                    np.asarray(rollouts[i].output_tokens, dtype=np.int64)[_places(rollouts[i])]
+                    for i in order
+                ],
+                np.int64,
+            )
         ).to(device),
         segments=_whole(segments),
     )
-    counts = [len(rollouts[i].output_tokens) for i in order]
+    counts = [rollouts[i].generated for i in order]
 
     def spread(values: Sequence[float]) -> torch.Tensor:
         each = np.array([values[sample] for sample in order], dtype=np.float64)
         return torch.from_numpy(np.repeat(each, counts)).to(device, dtype)
 
-    old = _join([np.asarray(rollouts[i].logprobs, dtype=np.float64) for i in order], np.float64)
+    old = _join(
+        [np.asarray(rollouts[i].logprobs, dtype=np.float64)[_places(rollouts[i])] for i in order],
+        np.float64,
+    )
     proximal = fresh = None
     if extra is not None and extra.proximal is not None:
         parts = [extra.proximal[sample] for sample in order]
@@ -93,6 +102,13 @@ def collate(
         fresh=fresh,
     )
     return batch, tokens_of
+
+
+def _places(rollout: Rollout) -> np.ndarray:
+    """Which output tokens the model generated: int64 (M,), ascending. The others are read, and
+    neither predicted nor weighed."""
+    ranges = model_ranges(rollout.spans, len(rollout.output_tokens))
+    return np.concatenate([np.arange(start, end) for start, end in ranges])
 
 
 def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -147,7 +147,7 @@ def backward(
     watch = watch or Stopwatch()
     with watch.timed("plan"):
         judged = judge(groups_of(rollouts, run.samples_per_group), learner.objective)
-        outputs = [len(row.output_tokens) for row in rollouts]
+        outputs = [row.generated for row in rollouts]
         name = learner.objective.name
         weights = token_weights(outputs, name, run.max_output_tokens, judged.counted)
         lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
@@ -209,10 +209,11 @@ def _counts(judged: Judged, rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def proximal_logprobs(learner: Learner, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
-    """(|o_i|,) log-probabilities of every sample by the policy as it is now, on every rank."""
+    """Log-probabilities of every sample's generated tokens by the policy as it is now, on every
+    rank."""
     world = learner.world
-    outputs = [len(row.output_tokens) for row in rollouts]
-    lengths = [len(row.prompt_tokens) + size for row, size in zip(rollouts, outputs, strict=True)]
+    outputs = [row.generated for row in rollouts]
+    lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
     dtype = next(learner.policy.parameters()).dtype
     starts = [0]
     for size in outputs:
@@ -295,7 +296,7 @@ def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict
         with watch.timed("optimizer"):
             lines.append(statistics | optimizer_step(learner, statistics["loss"], batch.step))
     lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
-    outputs = [len(row.output_tokens) for row in rollouts]
+    outputs = [row.generated for row in rollouts]
     line = {
         "step": batch.step,
         "version": batch.step + 1,

@@ -46,7 +46,7 @@ from prime_core.run import MICRO, RunDefinition
 from prime_core.stopping import interruptible
 from prime_core.waiting import StoppedError
 from prime_engine.base import Engine
-from prime_envs.base import Grade, decode_output
+from prime_envs.base import Grade, texts_of
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
 from prime_trainer import checkpoint
@@ -378,14 +378,23 @@ class Local:
             plans.append((lease.lease_digest, plan))
             self.leases += 1
         generations = iter(
-            generate_rows([row for _, plan in plans for row in plan], run, self.engine)
+            generate_rows(
+                [row for _, plan in plans for row in plan],
+                run,
+                self.engine,
+                environment=self.environment,
+            )
         )
         for digest, plan in plans:
             groups: dict[int, list[Rollout]] = defaultdict(list)
             for row in plan:
                 generation = next(generations)
                 grade = self.environment.grade_output(
-                    row.problem, row.target_length, generation.output_tokens, self.engine.tokenizer
+                    row.problem,
+                    row.target_length,
+                    generation.output_tokens,
+                    self.engine.tokenizer,
+                    generation.spans,
                 )
                 rollout = Rollout(
                     problem_id=row.problem.problem_id,
@@ -398,6 +407,7 @@ class Local:
                     finish_reason=generation.finish_reason,
                     policy_version=self.version,
                     reward=grade.reward_micro / MICRO,
+                    spans=generation.spans,
                 )
                 groups[row.group].append(rollout)
                 made.rows.append((row, rollout, grade))
@@ -585,8 +595,8 @@ class Local:
                     "problem": rollout.problem_id,
                     "target": rollout.target_length,
                     "prompt": tokenizer.decode(list(rollout.prompt_tokens)),
-                    "output": decode_output(tokenizer, rollout.output_tokens),
-                    "tokens": len(rollout.output_tokens),
+                    "turns": texts_of(tokenizer, rollout.output_tokens, rollout.spans),
+                    "tokens": rollout.generated,
                     "finish": rollout.finish_reason,
                     "reward": rollout.reward,
                     "parts": dict(grade.parts),

@@ -116,7 +116,7 @@ def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
     apart: dict[int, list[int]] = {}
     for row in rollouts:
         by_target.setdefault(row.target_length, []).append(row.reward)
-        off = abs(len(row.output_tokens) - row.target_length)
+        off = abs(row.generated - row.target_length)
         apart.setdefault(row.target_length, []).append(off)
     count = len(rollouts)
     return {
@@ -136,7 +136,8 @@ def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
             str(age): rows
             for age, rows in sorted(Counter(step - row.policy_version for row in rollouts).items())
         },
-        "output_tokens": sum(len(row.output_tokens) for row in rollouts),
-        "output_tokens_mean": sum(len(row.output_tokens) for row in rollouts) / count,
+        "output_tokens": sum(row.generated for row in rollouts),
+        "output_tokens_mean": sum(row.generated for row in rollouts) / count,
+        "turns_mean": sum(len(row.spans[::2]) or 1 for row in rollouts) / count,
         "cut_at_limit": sum(row.finish_reason == "length" for row in rollouts) / count,
     }

@@ -46,7 +46,7 @@ def samples_text(samples: Sequence[Mapping[str, Any]], style: Style) -> str:
         f"{reward_text(sample['reward'], sample['parts'], sample['reason'])}\n"
         + sample_text(
             sample["prompt"],
-            sample["output"],
+            sample["turns"],
             tokens=sample["tokens"],
             finish=sample["finish"],
             style=style,

@@ -14,8 +14,9 @@ from prime_core import encoding, seeds
 from prime_core.errors import UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
-from prime_engine.base import Engine, GenerationRequest
+from prime_engine.base import Engine
 from prime_envs.base import Environment, Grade, Problem
+from prime_verify.build import PlannedRow, generate_rows
 
 ROWS = 256
 """Answers generated side by side."""
@@ -64,21 +65,28 @@ def answer(
     engine = engine or PlainEngine(model, noise=gumbel, device=device, batch_rows=ROWS)
     asked = [environment.problem(index) for index in indices]
     targets = seeds.target_lengths(source, len(asked), run.budgets.targets)
-    requests = [
-        GenerationRequest(
+    plan = [
+        PlannedRow(
+            group=number,
+            sample=sample,
+            problem=problem,
+            target_length=target,
             prompt_tokens=tuple(environment.prompt_tokens(problem, target, engine.tokenizer)),
-            max_output_tokens=run.max_output_tokens,
             noise_seed=seeds.noise_seed(source, number, sample),
         )
         for number, (problem, target) in enumerate(zip(asked, targets, strict=True))
         for sample in range(samples)
     ]
-    answers = iter(engine.generate(requests, run.temperature))
+    answers = iter(generate_rows(plan, run, engine, environment=environment))
     found = []
     for problem, target in zip(asked, targets, strict=True):
         grades = []
         for _ in range(samples):
-            tokens = next(answers).output_tokens
-            grades.append(environment.grade_output(problem, target, tokens, engine.tokenizer))
+            made = next(answers)
+            grades.append(
+                environment.grade_output(
+                    problem, target, made.output_tokens, engine.tokenizer, made.spans
+                )
+            )
         found.append(Answered(problem, target, tuple(grades)))
     return found

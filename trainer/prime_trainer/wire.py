@@ -45,7 +45,8 @@ def encode(told: Told) -> bytes:
         "alike": told.alike,
         "rows": [
             [row.problem_id, row.group, row.sample, row.target_length, row.finish_reason,
-             row.policy_version, row.reward, len(row.prompt_tokens), len(row.output_tokens)]
+             row.policy_version, row.reward, len(row.prompt_tokens), len(row.output_tokens),
+             row.spans]
             for row in rows
         ],
     }  # fmt: skip
@@ -88,7 +89,9 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
         raise ValueError(f"{len(body)} bytes of tokens for {prompts} + {outputs}")
     rows: list[Rollout] = []
     at, end = 0, middle
-    for name, group, sample, target, reason, version, reward, prompt, output in header["rows"]:
+    for (
+        name, group, sample, target, reason, version, reward, prompt, output, spans
+    ) in header["rows"]:  # fmt: skip
         cut, stop = at + 4 * prompt, at + 4 * (prompt + output)
         rows.append(
             Rollout(
@@ -102,6 +105,7 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
                 finish_reason=cast(FinishReason, reason),
                 policy_version=version,
                 reward=reward,
+                spans=tuple(spans),
             )
         )
         at, end = stop, end + 4 * output

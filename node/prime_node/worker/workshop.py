@@ -94,8 +94,8 @@ class Workshop:
         return build_rollout_file(job.signed, job.lease_digest, self.run, engine, self.environment)
 
     def count(self, content: bytes) -> int:
-        """Output tokens in a file that was made."""
-        return sum(len(row.output_tokens) for row in read_rollout_file(content).rows)
+        """Tokens that the model generated in a file that was made."""
+        return sum(len(row.places) for row in read_rollout_file(content).rows)
 
     def build(self, job: Job) -> Built:
         """Makes the file and puts it into the outbox, whole or not at all. Loading the policy is

@@ -213,10 +213,10 @@ def _sample_text(one: Sample) -> str:
     reward = one.claimed if one.reward is None else one.reward
     head = where + reward_text(reward, one.parts, one.reason) + claimed
     tokens = len(one.output_tokens)
-    if one.prompt is None or one.output is None:
+    if one.prompt is None:
         asked = len(one.prompt_tokens)
         return f"{head}\n{asked} prompt tokens, {tokens} tokens, ended by {one.finish}"
-    text = sample_text(one.prompt, one.output, tokens=tokens, finish=one.finish, style=styled)
+    text = sample_text(one.prompt, one.turns, tokens=tokens, finish=one.finish, style=styled)
     return f"{head}\n{text}"
 
 

@@ -113,7 +113,7 @@ class Scene:
         proofs = build.prove_rows(self.digest, self.plan, generations)
         rows = build.assemble_rows(self.signed, self.plan, generations, rewards, proofs)
         return write_rollout_file(
-            change(rows) if change else rows, build.metadata_of(self.digest, self.engine)
+            change(rows) if change else rows, build.metadata_of(self.digest, self.engine, self.run)
         )
 
     def repack(self, rows: Rows, states: Sequence[Any]) -> Rows:

@@ -1,0 +1,79 @@
+"""A game of several turns: find a secret number from "higher" and "lower".
+
+prompt  guess a number from 0 to 99
+model   50            environment  higher
+model   75            environment  lower
+model   62            (right: the row ends)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from prime_core import encoding
+from prime_core.errors import UserError
+from prime_core.ids import Digest
+from prime_core.run import MICRO, LengthBudgets
+from prime_envs.base import Environment, Problem, TaskScore
+from prime_envs.prompts import with_budget
+
+SIZE = 1_000_000
+_NUMBER = re.compile(r"[0-9]{1,7}")
+
+
+class Guess(Environment):
+    """Arguments: `largest`, the largest secret (99). A turn guesses the last number in it. Correct
+    means that the last turn guesses the secret. Needs a run with [conversation] and no tools."""
+
+    name = "guess"
+    version = 1
+
+    def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
+        super().__init__(arguments, budgets)
+        largest = arguments.get("largest", 99)
+        if not isinstance(largest, int) or not 1 <= largest <= 999_999 or len(arguments) > 1:
+            raise UserError("The guess environment takes `largest`, from 1 to 999999.")
+        self._largest = largest
+
+    def data_digest(self) -> Digest:
+        return encoding.sha256(b"")
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def problem(self, index: int) -> Problem:
+        self._require_index(index)
+        drawn = encoding.sha256(b"prime/guess/v1" + index.to_bytes(8, "big"))
+        secret = int(drawn, 16) % (self._largest + 1)
+        return Problem(
+            f"guess-{index}", index, f"guess a number from 0 to {self._largest}", str(secret)
+        )
+
+    def prompt_text(self, problem: Problem, target_length: int) -> str:
+        return f"{with_budget(problem.prompt, target_length)}\n"
+
+    def question(self, problem: Problem) -> str:
+        return (
+            f"Find a secret number from 0 to {self._largest}. Answer with one number. After each "
+            "guess you read whether the secret is higher or lower."
+        )
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        guess = _guess(turns[-1])
+        if guess is None:
+            return "say a number"
+        secret = int(problem.answer)
+        return None if guess == secret else "higher" if secret > guess else "lower"
+
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        guess = _guess(output_text)
+        if guess is None:
+            return TaskScore(0, "no number")
+        right = guess == int(problem.answer)
+        return TaskScore(MICRO if right else 0, "found" if right else f"guessed {guess}")
+
+
+def _guess(text: str) -> int | None:
+    numbers = _NUMBER.findall(text)
+    return int(numbers[-1]) if numbers else None

@@ -1,0 +1,279 @@
+"""Tools that a model may call in a conversation, and how its calls are read.
+
+A tool is a pure function of its state and its argument, and its limits are counts of characters,
+operations and bits, never time: every machine gives the same answer, so a validator runs it again.
+The state is made by the row's earlier calls, in order, and starts empty. Names carry a version; a
+change that can alter an answer is a new version in addition to the old one. Text of the model is
+repeated in ASCII: what Python calls printable depends on its version.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from prime_core.errors import UserError
+from prime_core.run import Conversation
+
+State = dict[str, str]
+Tool = Callable[[State, Mapping[str, str]], str]
+"""(state of this row, arguments) → what the model reads."""
+
+MAX_ARGUMENT = 2048
+"""Characters of a call's text."""
+MAX_BITS = 4096
+"""Of a number's numerator or denominator."""
+MAX_DEPTH = 64
+MAX_NOTES = 64
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. `problem` says what is wrong with it; then nothing is run."""
+
+    tool: str
+    arguments: Mapping[str, str]
+    problem: str = ""
+
+
+def first_call(text: str, conversation: Conversation) -> Call | None:
+    """The first call in a turn of the model, or None. Text after it is not read."""
+    if conversation.calls == "hermes-1":
+        return _hermes_call(text)
+    return _tagged_call(text, [_word(name) for name in conversation.tools])
+
+
+def answer(turns: Sequence[str], conversation: Conversation) -> str | None:
+    """What the tools answer to the last of the model's turns; None if it calls none."""
+    state: dict[str, State] = {}
+    answers = [_run(first_call(turn, conversation), conversation, state) for turn in turns]
+    return answers[-1]
+
+
+def require_tools(conversation: Conversation) -> None:
+    """Raises UserError for a tool that is not known here."""
+    unknown = [name for name in conversation.tools if name not in TOOLS]
+    if unknown:
+        known = ", ".join(sorted(TOOLS))
+        raise UserError(f"there is no tool {unknown[0]!r}; known are {known}")
+    words = [_word(name) for name in conversation.tools]
+    if len(set(words)) < len(words):
+        raise UserError("conversation.tools names one tool in two versions")
+
+
+def _word(name: str) -> str:
+    """The name that the model writes: without the version."""
+    return name.rpartition("-")[0]
+
+
+def _run(call: Call | None, conversation: Conversation, state: dict[str, State]) -> str | None:
+    if call is None:
+        return None
+    names = {_word(name): name for name in conversation.tools}
+    if call.problem:
+        return f"error: {call.problem}"
+    if call.tool not in names:
+        return f"error: there is no tool {call.tool[:64]!a}"
+    if sum(map(len, call.arguments.values())) > MAX_ARGUMENT:
+        return f"error: a call has at most {MAX_ARGUMENT} characters"
+    name = names[call.tool]
+    try:
+        return TOOLS[name](state.setdefault(name, {}), call.arguments)
+    except _ToolError as error:
+        return f"error: {error}"
+
+
+def _tagged_call(text: str, words: Sequence[str]) -> Call | None:
+    if not words:
+        return None
+    opening = re.search("<(" + "|".join(map(re.escape, words)) + ")>", text)
+    if opening is None:
+        return None
+    word = opening[1]
+    argument, closing, _ = text[opening.end() :].partition(f"</{word}>")
+    if not closing:
+        return Call(word, {}, f"the call has no </{word}>")
+    return Call(word, {"input": argument.strip()})
+
+
+def _hermes_call(text: str) -> Call | None:
+    _, opening, rest = text.partition("<tool_call>")
+    if not opening:
+        return None
+    body, closing, _ = rest.partition("</tool_call>")
+    if not closing:
+        return Call("", {}, "the call has no </tool_call>")
+    if len(body) > 2 * MAX_ARGUMENT:
+        return Call("", {}, f"a call has at most {MAX_ARGUMENT} characters")
+    wrong = 'a call is {"name": …, "arguments": {…}} with texts or whole numbers as arguments'
+    try:
+        value = json.loads(body, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError):
+        return Call("", {}, wrong)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call("", {}, wrong)
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict) or not all(isinstance(v, str) for v in arguments.values()):
+        return Call("", {}, wrong)
+    return Call(value["name"], arguments)
+
+
+class _ToolError(Exception):
+    """What the model did wrong, in words for it."""
+
+
+# ── calculator ───────────────────────────────────────────────────────────────────────────────────
+
+
+_TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?)|(\*\*|//|[-+*/%^()]))")
+
+
+def calculator(state: State, arguments: Mapping[str, str]) -> str:
+    """Exact arithmetic on whole and decimal numbers: + - * / // % ** (or ^) and parentheses.
+
+    Arguments: `input` or `expression`. The answer is a whole number, or a decimal with at most 10
+    digits after the point, rounded half to even.
+    """
+    text = arguments.get("expression", arguments.get("input", ""))
+    tokens: list[str] = []
+    at = 0
+    text = text.strip().replace("×", "*").replace("÷", "/").replace("−", "-")
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise _ToolError(f"{text[at:].strip()[:1]!a} is not arithmetic")
+        tokens.append(found[1] or found[2])
+        at = found.end()
+    if not tokens:
+        raise _ToolError("there is nothing to calculate")
+    return _shown(_Parser(tokens).whole())
+
+
+class _Parser:
+    """Recursive descent over the tokens of an expression, with Python's precedences."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._at = 0
+        self._depth = 0
+
+    def whole(self) -> Fraction:
+        value = self._sum()
+        if self._at < len(self._tokens):
+            raise _ToolError(f"{self._tokens[self._at]!r} is not expected there")
+        return value
+
+    def _next(self, *wanted: str) -> str | None:
+        if self._at < len(self._tokens) and self._tokens[self._at] in wanted:
+            self._at += 1
+            return self._tokens[self._at - 1]
+        return None
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while operator := self._next("+", "-"):
+            other = self._product()
+            value = _bounded(value + other if operator == "+" else value - other)
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._signed()
+        while operator := self._next("*", "/", "//", "%"):
+            other = self._signed()
+            if operator == "*":
+                value = _bounded(value * other)
+                continue
+            if other == 0:
+                raise _ToolError("division by zero")
+            if operator == "/":
+                value = _bounded(value / other)
+            else:
+                value = _bounded(Fraction(value // other) if operator == "//" else value % other)
+        return value
+
+    def _signed(self) -> Fraction:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _ToolError("the expression is nested too deeply")
+        if self._next("-"):
+            value = -self._signed()
+        elif self._next("+"):
+            value = self._signed()
+        else:
+            value = self._power()
+        self._depth -= 1
+        return value
+
+    def _power(self) -> Fraction:
+        base = self._atom()
+        if self._next("**", "^") is None:
+            return base
+        exponent = self._signed()
+        if exponent.denominator != 1:
+            raise _ToolError("an exponent must be a whole number")
+        if base == 0 and exponent < 0:
+            raise _ToolError("division by zero")
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if bits > 1 and abs(exponent) * (bits - 1) > MAX_BITS:
+            raise _ToolError("the number is too large")
+        return _bounded(base ** int(exponent % 2 if abs(base) == 1 else exponent))
+
+    def _atom(self) -> Fraction:
+        if self._next("("):
+            value = self._sum()
+            if self._next(")") is None:
+                raise _ToolError("a parenthesis is not closed")
+            return value
+        if self._at < len(self._tokens) and self._tokens[self._at][0].isdigit():
+            self._at += 1
+            return _bounded(Fraction(self._tokens[self._at - 1]))
+        raise _ToolError("a number is missing")
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise _ToolError("the number is too large")
+    return value
+
+
+def _shown(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    scaled = round(value * 10**10)
+    whole, digits = divmod(abs(scaled), 10**10)
+    shown = f"{whole}.{digits:010d}".rstrip("0").rstrip(".")
+    return f"-{shown}" if scaled < 0 else shown
+
+
+# ── notes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def notes(state: State, arguments: Mapping[str, str]) -> str:
+    """A scratch space of named texts: `set NAME TEXT`, `get NAME`, `list`.
+
+    Arguments: `input`, or `action` ("set", "get", "list") with `name` and `text`.
+    """
+    words = arguments.get("input", "").split(maxsplit=2)
+    words += [""] * (3 - len(words))
+    action, name, text = (
+        arguments.get(key, word)
+        for key, word in zip(("action", "name", "text"), words, strict=True)
+    )
+    if action == "list":
+        return ", ".join(sorted(state)) or "there are no notes"
+    if action == "get":
+        if name not in state:
+            raise _ToolError(f"there is no note {name[:64]!a}")
+        return state[name]
+    if action != "set" or not name:
+        raise _ToolError("the actions are: set NAME TEXT, get NAME, list")
+    if name not in state and len(state) >= MAX_NOTES:
+        raise _ToolError(f"there are {MAX_NOTES} notes already")
+    state[name] = text
+    return "noted"
+
+
+TOOLS: dict[str, Tool] = {"calculator-1": calculator, "notes-1": notes}

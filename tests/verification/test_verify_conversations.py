@@ -1,0 +1,255 @@
+"""Rows of several turns: honest ones are accepted, and an environment's words cannot be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_core.errors import UserError
+from prime_core.rollout import Rollout
+from prime_core.run import Conversation, RunDefinition
+from prime_core.verdict import Outcome, Reason, VerdictTable
+from prime_engine.base import Generation
+from prime_envs.base import Problem
+from prime_envs.definition import run_from
+from prime_envs.registry import BUILT_IN, environment_for, environment_ref
+from prime_envs.reverse import Reverse
+from prime_verify import build
+from prime_verify.build import PlannedRow
+from prime_verify.calibrate import HonestFile, synthetic_run
+from prime_verify.rollout_file import (
+    FileError,
+    FileRow,
+    load_rollouts,
+    read_rollout_file,
+    write_rollout_file,
+)
+
+TURNS = 3
+
+
+class Words(Reverse):
+    """Asks for the same word again after each turn, in the words of the prompt."""
+
+    name = "words"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        return self.prompt_text(problem, 2 * len(turns))
+
+    def observation_text(self, said: str) -> str:
+        return said
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    BUILT_IN["words"] = f"{__name__}:Words"
+    yield
+    del BUILT_IN["words"]
+
+
+def talking_run(**changes: Any) -> RunDefinition:
+    run = synthetic_run(64, groups=2, samples=8)
+    return run.model_copy(
+        update={
+            "environment": environment_ref(
+                "words", {}, run.budgets, train_size=100, heldout_size=0
+            ),
+            "conversation": Conversation(turns=TURNS),
+            "schema_version": 3,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def talking(world: Any) -> Any:
+    run = talking_run()
+    return type(world)(run, environment_for(run), world.engine)
+
+
+@pytest.fixture(scope="module")
+def honest(talking: Any) -> HonestFile:
+    file: HonestFile = talking.honest(0)
+    return file
+
+
+def rows_of(file: HonestFile) -> tuple[FileRow, ...]:
+    return read_rollout_file(file.data).rows
+
+
+def several(row: FileRow) -> bool:
+    return len(row.spans) == 2 * TURNS - 1
+
+
+def test_an_honest_file_is_accepted_and_pays_for_the_models_tokens(
+    talking: Any, honest: HonestFile
+) -> None:
+    rows = rows_of(honest)
+    assert sum(map(several, rows)) > len(rows) / 2, "most rows have all their turns"
+    finding = talking.judge(honest)
+    assert finding.outcome is Outcome.ACCEPTED, finding
+    assert [row.output_tokens for row in finding.table] == [len(row.model_tokens) for row in rows]
+    assert finding.units == sum(len(row.model_tokens) for row in rows)
+    assert finding.units < sum(len(row.output_tokens) for row in rows)
+
+
+def test_turns_are_drawn_as_one_sequence(talking: Any, honest: HonestFile) -> None:
+    """The noise of a turn is that of its absolute positions: given the same tokens before it, a
+    request for that turn alone gives the same tokens."""
+    engine, plan = talking.engine, talking.plan(honest)
+    row, due = next((r, d) for r, d in zip(rows_of(honest), plan, strict=True) if several(r))
+    before = sum(row.spans[:2])
+    (alone,) = engine.generate(
+        [
+            build.GenerationRequest(
+                due.prompt_tokens + row.output_tokens[:before],
+                talking.run.max_output_tokens - before,
+                due.noise_seed,
+            )
+        ],
+        talking.run.temperature,
+    )
+    assert alone.output_tokens == row.output_tokens[before:][: row.spans[2]]
+
+
+def changed(file: HonestFile, change: Callable[[FileRow], FileRow]) -> HonestFile:
+    """The file with its first row of several turns changed."""
+    read = read_rollout_file(file.data)
+    rows = list(read.rows)
+    at = next(number for number, row in enumerate(rows) if several(row))
+    rows[at] = change(rows[at])
+    return replace(file, data=write_rollout_file(rows, read.metadata))
+
+
+def test_words_of_the_environment_that_were_changed_are_found(
+    talking: Any, honest: HonestFile
+) -> None:
+    def forged(row: FileRow) -> FileRow:
+        tokens = list(row.output_tokens)
+        tokens[row.spans[0]] ^= 1
+        return replace(row, output_tokens=tuple(tokens))
+
+    finding = talking.judge(changed(honest, forged))
+    assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
+    assert finding.detail.endswith("changes what the environment says after turn 0")
+    assert finding.chance == 0
+
+
+def test_a_row_that_leaves_out_what_the_environment_says_is_found(
+    talking: Any, honest: HonestFile
+) -> None:
+    def cut(row: FileRow) -> FileRow:
+        kept = row.spans[0]
+        return replace(
+            row, output_tokens=row.output_tokens[:kept], logprobs=row.logprobs[:kept], spans=(),
+            finish_reason="end",
+        )  # fmt: skip
+
+    finding = talking.judge(changed(honest, cut))
+    assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
+    assert "leaves out what the environment says after turn 0" in finding.detail
+
+
+def test_words_where_the_environment_has_none_are_found(talking: Any) -> None:
+    """A third turn's reply is made up, where the run ends the row."""
+    longer = talking_run(conversation=Conversation(turns=TURNS + 1))
+    other = type(talking)(longer, environment_for(longer), talking.engine)
+
+    def generate(plan: list[PlannedRow], engine: Any) -> list[Generation]:
+        return build.generate_rows(plan, longer, engine, environment=other.environment)
+
+    made = talking.made(0, generate=generate, metadata={"schema_version": "2"})
+    finding = talking.judge(made)
+    assert (finding.outcome, finding.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
+    assert "longer than the run allows" in finding.detail
+
+
+def test_what_does_not_fit_ends_the_row_by_length(talking: Any, world: Any) -> None:
+    run = talking_run(max_output_tokens=20)
+    short = type(talking)(run, environment_for(run), world.engine)
+    file = short.honest(0)
+    rows = rows_of(file)
+    ends = world.engine.end_tokens
+    unfit = [row for row in rows if row.finish_reason == "length" and row.output_tokens[-1] in ends]
+    assert unfit, "some reply must not fit, or this test shows nothing"
+    assert all(len(row.output_tokens) <= 20 for row in rows)
+    finding = short.judge(file)
+    assert finding.outcome is Outcome.ACCEPTED, finding
+    read = read_rollout_file(file.data)
+    lying = [
+        replace(row, finish_reason="end") if row.output_tokens[-1] in ends else row
+        for row in read.rows
+    ]
+    changed_file = replace(file, data=write_rollout_file(lying, read.metadata))
+    assert short.judge(changed_file).reason is Reason.WRONG_ROWS
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda row: replace(row, spans=row.spans[:-2]), "spans"),
+        (lambda row: replace(row, spans=(len(row.output_tokens),)), "spans"),
+        (lambda row: replace(row, spans=(0, *row.spans[1:-1], sum(row.spans[::4]))), "spans"),
+        (lambda row: replace(row, spans=(1,) * 129), "spans"),
+        (
+            lambda row: replace(row, logprobs=np.full_like(row.logprobs, -1)),
+            "log-probability for the environment's tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_spans_that_do_not_fit_their_tokens_are_malformed(
+    honest: HonestFile, change: Callable[[FileRow], FileRow], words: str
+) -> None:
+    with pytest.raises(FileError, match=words):
+        rows_of(changed(honest, change))
+
+
+def test_each_run_has_files_of_its_own_schema(talking: Any, world: Any) -> None:
+    single = world.made(0, metadata={"schema_version": "2"})
+    assert world.judge(single).reason is Reason.WRONG_SCHEMA
+    several_turns = talking.made(
+        0,
+        generate=lambda plan, engine: build.generate_rows(
+            plan, talking.run, engine, environment=talking.environment
+        ),
+        metadata={"schema_version": "1"},
+    )
+    assert talking.judge(several_turns).reason is Reason.WRONG_SCHEMA
+
+
+def test_another_dtype_is_judged_by_the_models_tokens(talking: Any, world: Any) -> None:
+    file = talking.honest(1, engine=world.engine.twin("bfloat16"))
+    finding = talking.judge(file)
+    assert finding.outcome is Outcome.ACCEPTED, finding
+    assert finding.statistics["tokens"] == sum(row.tokens for row in finding.row_statistics)
+
+
+def test_the_trainer_gets_spans_and_counts_the_models_tokens(
+    talking: Any, honest: HonestFile
+) -> None:
+    finding = talking.judge(honest)
+    table: VerdictTable = finding.verdict_table(
+        honest.lease_digest, honest.lease_digest, policy_version=1, step=1
+    )
+    rollouts: list[Rollout] = load_rollouts(honest.data, table)
+    for rollout, row in zip(rollouts, rows_of(honest), strict=True):
+        assert rollout.spans == row.spans
+        assert rollout.generated == len(row.model_tokens)
+
+
+def test_a_conversation_that_nothing_answers_is_refused(tmp_path: Path) -> None:
+    values = {
+        "name": "x", "budgets": {"targets": [4], "penalty_micro": 0},
+        "environment": {"name": "reverse", "train_size": 10, "heldout_size": 0},
+        "conversation": {"turns": 2},
+    }  # fmt: skip
+    with pytest.raises(UserError, match="says nothing after a turn"):
+        run_from(values, tmp_path / "run.toml", tmp_path, "0x" + "00" * 32)  # type: ignore[arg-type]
+    values["conversation"] = {"turns": 2, "tools": ["abacus-9"]}
+    with pytest.raises(UserError, match="there is no tool 'abacus-9'"):
+        run_from(values, tmp_path / "run.toml", tmp_path, "0x" + "00" * 32)  # type: ignore[arg-type]
