@@ -206,7 +206,7 @@ def leave(
     try:
         named = ids.address(node) if node else None
         sent = leave_pool(settings, link, named, dry_run=dry_run)
-        back = link.client.block("latest").time + link.deployment.periods.unbonding
+        back = link.client.agreed_block("latest").time + link.deployment.periods.unbonding
     finally:
         link.close()
     if as_json:

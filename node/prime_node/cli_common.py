@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from prime_core.command_line import PollSeconds, Quorum
 from prime_core.printing import printable
 from prime_core.times import utc
 
@@ -29,6 +30,8 @@ _COMMON: dict[str, Any] = {
     "rpc": Annotated[
         list[str] | None, typer.Option(help="RPC endpoint of the chain; repeat for more.")
     ],
+    "rpc_quorum": Quorum,
+    "chain_poll_seconds": PollSeconds,
     "deployment": Annotated[Path | None, typer.Option(help="Deployment JSON of the contracts.")],
     "pool": Annotated[int | None, typer.Option(help="Number of the pool.")],
     "wallet": Annotated[Path | None, typer.Option(help="Keystore (v3) of the signing account.")],

@@ -50,7 +50,7 @@ def consent(
     signer = open_wallet(settings)
     link = open_link(of_no_pool(settings))
     try:
-        deadline = link.client.block("latest").time + days * 86_400
+        deadline = link.client.agreed_block("latest").time + days * 86_400
         domain = link.deployment.domain_of(NodeConsent)
         signed = sign_consent(signer, provider, domain, deadline)
     finally:
@@ -138,7 +138,7 @@ def revoke(
 
     def calls(context: OwnerContext) -> list[Call]:
         link = context.link
-        at = link.client.block("latest").time if before is None else before
+        at = link.client.agreed_block("latest").time if before is None else before
         return [link.contracts.registry.set_revoked_before(meant, at)]
 
     send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)

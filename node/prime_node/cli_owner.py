@@ -188,7 +188,7 @@ def stake_show(settings: Settings, as_json: Json = False) -> None:
 
     link = open_link(of_no_pool(settings))
     try:
-        now = link.client.block("latest").time
+        now = link.client.agreed_block("latest").time
         view = flows.stake_view(link.contracts, owner_account(settings), now)
     finally:
         link.close()

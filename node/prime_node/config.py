@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from prime_chain.link import ChainSettings
 from prime_core.errors import UserError
-from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
+from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
 from prime_core.waiting import FIRST_ANSWER_SECONDS
 from prime_node.state import remembered
 
@@ -32,15 +33,13 @@ def _words(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-class Settings(BaseSettings):
+class Settings(ChainSettings):
     """Everything the agent and its commands can be told. Paths are expanded."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     orchestrator: str | None = None
     """Base URL of the pool's orchestrator."""
-    rpc: Urls = ()
-    """RPC endpoints of the chain, tried in order."""
     deployment: UserPath | None = None
     """Deployment JSON; by default the one shipped for the chain that the RPC answers for."""
     pool: int | None = None
@@ -88,17 +87,21 @@ class Settings(BaseSettings):
 
     def to_remember(self) -> dict[str, Any]:
         """What later commands in the same data folder may take for granted; no secret."""
-        kept = {"orchestrator", "rpc", "deployment", "pool", "wallet", "password_file", "provider"}
+        kept = {
+            "orchestrator",
+            "rpc",
+            "rpc_quorum",
+            "deployment",
+            "pool",
+            "wallet",
+            "password_file",
+            "provider",
+        }
         return self.model_dump(mode="json", include=kept, exclude_none=True)
 
     def need_orchestrator(self) -> str:
         """The orchestrator's URL. Raises UserError if none was given."""
         return str(needed(self, "orchestrator")).rstrip("/")
-
-    def need_rpc(self) -> tuple[str, ...]:
-        """The RPC endpoints. Raises UserError if none was given."""
-        found: tuple[str, ...] = needed(self, "rpc", "RPC endpoint")
-        return found
 
     def need_wallet(self) -> Path:
         """The node's keystore. Raises UserError if none was given or it is not there."""

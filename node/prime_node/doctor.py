@@ -167,7 +167,7 @@ def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[Check]:
     if pool is None:
         yield Check("rpc", "warning", "not checked: the orchestrator did not name the chain")
         return
-    client = ChainClient(settings.rpc, pool.chain_id, timeout=5.0)
+    client = settings.open_chain(pool.chain_id, timeout=5.0)
     try:
         block = client.block("latest")
         name = client.network.name

@@ -34,9 +34,9 @@ def connect(settings: Settings, info: PoolInfo | None) -> Link:
     names other contracts than the file.
     """
     rpc = () if settings.deployment is not None else settings.need_rpc()
-    deployment = deployment_for(info, rpc, settings.deployment)
+    deployment = deployment_for(info, rpc, settings.deployment, quorum=settings.rpc_quorum)
     pool = settings.pool if settings.pool is not None else (info.pool if info else None)
     if pool is None:
         raise UserError("no pool is named", hint="add --pool N, or --orchestrator URL")
-    client = ChainClient(settings.need_rpc(), deployment.chain_id)
+    client = settings.open_chain(deployment.chain_id)
     return Link(client, Contracts(client, deployment), deployment, pool)

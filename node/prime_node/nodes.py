@@ -124,7 +124,7 @@ def dispute_calls(
             f"the slash for {leaf} is about a node of {found.provider}, not of {account}",
             hint="only that account may dispute it: give its --wallet, or --calldata --provider",
         )
-    now = link.client.block("latest").time
+    now = link.client.agreed_block("latest").time
     if found.state.name != "PROPOSED" or now >= found.deadline:
         state = found.state.name.lower() if found.state.name != "PROPOSED" else "past its window"
         raise UserError(f"the slash for {leaf} cannot be disputed: it is {state}", hint=hint)

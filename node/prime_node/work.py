@@ -74,7 +74,7 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
     mine = [e for e in events if getattr(e, "pool", None) == link.pool]
     roots = {event.root for event in mine if isinstance(event, RootPosted)}
     posted = {event.leaf for event in mine if isinstance(event, LeafPosted)}
-    now, periods = link.client.block("latest").time, link.deployment.periods
+    now, periods = link.client.agreed_block("latest").time, link.deployment.periods
     found = []
     for entry in entries:
         assert entry.receipt is not None, "only receipted entries are asked for"

@@ -14,9 +14,10 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from prime_chain.link import ChainSettings
 from prime_core import ids
 from prime_core.errors import MalformedError, UserError
-from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
+from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
 from prime_core.storage.base import ObjectStore
 from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.signing import load_secret
@@ -27,7 +28,7 @@ from prime_verify.canaries.planting import read_secret
 ENV_PREFIX = "PRIME_ORCHESTRATOR_"
 
 
-class Settings(BaseSettings):
+class Settings(ChainSettings):
     """What the API process can be told. Relative paths are taken from the working directory."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
@@ -55,11 +56,6 @@ class Settings(BaseSettings):
     """The same server as nodes, validators and the trainer reach it; by default s3_endpoint."""
     s3_region: str = "us-east-1"
     deployment: UserPath | None = None
-    rpc: Urls = ()
-    rpc_quorum: int | None = Field(default=None, ge=1)
-    """RPC endpoints that must answer alike; by default the majority of three or more."""
-    chain_poll_seconds: float = Field(default=0.5, gt=0, le=60)
-    """How often the chain is asked for news."""
     pool: int | None = Field(default=None, ge=0)
     run: UserPath | None = None
     """The run definition: canonical JSON whose SHA-256 is the pool's run digest."""
@@ -157,11 +153,6 @@ class Settings(BaseSettings):
     def need(self, name: Literal["deployment", "run", "wallet", "pool"]) -> Any:
         """A setting without default. Raises UserError if it was not given."""
         return needed(self, name)
-
-    def need_rpc(self) -> tuple[str, ...]:
-        """The RPC endpoints. Raises UserError if none was given."""
-        found: tuple[str, ...] = needed(self, "rpc", "RPC endpoint")
-        return found
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:

@@ -35,7 +35,7 @@ from prime_chain.contracts import Pools
 from prime_chain.keystore import load_keystore, read_password
 from prime_core import ids
 from prime_core.checkpoint import SignedManifest
-from prime_core.command_line import command
+from prime_core.command_line import Quorum, command
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, PrimeError, UnavailableError, UserError
 from prime_core.folders import make_folder
@@ -98,6 +98,7 @@ def relay(
         list[str] | None,
         typer.Option(help="RPC endpoint, to read the trainer's address from the chain."),
     ] = None,
+    rpc_quorum: Quorum = None,
     deployment: Annotated[Path | None, typer.Option(help="Deployment JSON, with --rpc.")] = None,
     trainer: Annotated[
         str | None, typer.Option(help="The trainer's address, if you know it from elsewhere.")
@@ -152,7 +153,7 @@ def relay(
         known = data / "relay.json"
         give_up = None if known.exists() else first_answer_seconds
         try:
-            trust = _trust(client, stop, tuple(rpc or ()), deployment, trainer, give_up)
+            trust = _trust(client, stop, tuple(rpc or ()), rpc_quorum, deployment, trainer, give_up)
         except StoppedError:
             return
         registry = client.domain("registry")
@@ -298,6 +299,7 @@ def _trust(
     client: OrchestratorClient,
     stop: threading.Event,
     rpc: tuple[str, ...],
+    quorum: int | None,
     deployment: Path | None,
     trainer: str | None,
     give_up: float | None,
@@ -317,7 +319,7 @@ def _trust(
                 f"{deployment} names",
                 hint="check --orchestrator and --deployment",
             )
-        chain = ChainClient(rpc, known.chain_id)
+        chain = ChainClient(rpc, known.chain_id, quorum=quorum)
         try:
             address = _patiently(lambda: Pools(chain, known).pool_of(pool).trainer, stop, give_up)
         finally:

@@ -33,7 +33,6 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.errors import BadAnswerError
 from prime_chain.keystore import load_keystore, read_password
@@ -93,7 +92,7 @@ def run(settings: Settings) -> None:
         store = open_store(settings.database_url)
         stack.callback(store.close)
         store.migrate()
-        client = ChainClient(settings.need_rpc(), deployment.chain_id, quorum=settings.rpc_quorum)
+        client = settings.open_chain(deployment.chain_id)
         stack.callback(client.close)
         contracts = Contracts(client, deployment)
         trainer = check_pool(

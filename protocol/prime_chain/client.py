@@ -31,6 +31,7 @@ from prime_core.ids import Address, Digest
 BlockId = BlockTag | int
 """A tag, or a block's number."""
 T = TypeVar("T")
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,9 @@ class ChainClient:
 
     `chain_id` is checked against each endpoint before its first answer counts. `quorum`: endpoints
     that must answer alike on blocks, logs, receipts and what money or stake depends on; by default
-    the network's number, and with three endpoints or more at least their majority. All methods
-    raise UnavailableError when no endpoint gives a good answer.
+    the network's number, and with three endpoints or more at least their majority.
+    `poll_seconds`: the longest pause of code that waits for something to happen on chain. All
+    methods raise UnavailableError when no endpoint gives a good answer.
     """
 
     def __init__(
@@ -111,10 +113,12 @@ class ChainClient:
         *,
         timeout: float = 10.0,
         quorum: int | None = None,
+        poll_seconds: float = POLL_SECONDS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.network: Network = by_chain_id(chain_id)
         self.chain_id = chain_id
+        self.poll_seconds = poll_seconds
         self._use(
             RpcPool.open(
                 rpc_urls,
@@ -169,20 +173,34 @@ class ChainClient:
         """Number of the newest block that a quorum of endpoints has."""
         return self._pool.highest(self.quorum, "eth_blockNumber", (), number, heads=True)
 
+    def agreed_read(
+        self, call: Call, parse: Callable[[bytes], T], *, block: BlockId = "latest"
+    ) -> T:
+        """Like `read`, as a quorum of endpoints gives it: for what money or stake depends on.
+
+        A tag is the number of the newest block at it that a quorum has. Raises as `agree`.
+        """
+        if len(self._pool.endpoints) > 1 and isinstance(block, str):
+            block = self._highest_at(block)
+        found = block
+        return self.agree(lambda one: one.read(call, parse, block=found), at_stake=False)
+
     def agreed_block(self, block: BlockId) -> Block:
         """The header at a number, or the newest that a quorum of endpoints has at a tag, as a
         quorum gives it. Raises NotThereError if there is none yet."""
-        if isinstance(block, str):
-
-            def parse(raw: Any) -> int:
-                if raw is None:
-                    raise NotThereError(f"the chain has no block {block} yet")
-                return number(raw["number"])
-
-            params = (block, False)
-            block = self._pool.highest(self.quorum, "eth_getBlockByNumber", params, parse)
-        found = block
+        found = self._highest_at(block) if isinstance(block, str) else block
         return self.agree(lambda one: one.block(found), at_stake=False)
+
+    def _highest_at(self, tag: BlockTag) -> int:
+        if tag == "latest":
+            return self.block_number()
+
+        def parse(raw: Any) -> int:
+            if raw is None:
+                raise NotThereError(f"the chain has no block {tag} yet")
+            return number(raw["number"])
+
+        return self._pool.highest(self.quorum, "eth_getBlockByNumber", (tag, False), parse)
 
     def agreed_receipt(self, tx_hash: Digest) -> TxReceipt | None:
         """The outcome of a transaction that a quorum of endpoints shows alike, else None."""

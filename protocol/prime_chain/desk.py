@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,13 +24,14 @@ import typer
 
 from prime_chain import costs
 from prime_chain.amounts import ether, prime
-from prime_chain.client import Call, ChainClient
+from prime_chain.client import POLL_SECONDS, Call, ChainClient
 from prime_chain.contracts import Contracts, Pool
 from prime_chain.errors import ChainRevertedError
 from prime_chain.journal import Intent
 from prime_chain.keystore import keystore_address, load_keystore, read_password
 from prime_chain.sender import Sender
 from prime_core import ids
+from prime_core.command_line import PollSeconds, Quorum
 from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.ids import Address
@@ -45,6 +47,8 @@ Amount = Annotated[str, typer.Option(help="Whole tokens, e.g. 5000 or 12.5.")]
 
 _FLAGS: dict[str, tuple[Any, Any]] = {
     "rpc": (Rpc, inspect.Parameter.empty),
+    "rpc_quorum": (Quorum, None),
+    "chain_poll_seconds": (PollSeconds, None),
     "deployment": (File, inspect.Parameter.empty),
     "wallet": (
         Annotated[Path | None, typer.Option("--wallet", help="Keystore of the account.")],
@@ -207,6 +211,8 @@ def at_desk(function: Callable[..., Done]) -> Callable[..., None]:
 @contextmanager
 def open_desk(
     rpc: list[str],
+    rpc_quorum: int | None,
+    chain_poll_seconds: float | None,
     deployment: Path,
     wallet: Path | None,
     password_file: Path | None,
@@ -219,9 +225,16 @@ def open_desk(
     """The desk that these flags describe. Raises UserError for what a person can mend."""
     place = Deployment.load(deployment)
     mode: Mode = "calldata" if calldata else "dry-run" if dry_run else "send"
+    opened = partial(
+        ChainClient,
+        rpc,
+        place.chain_id,
+        quorum=rpc_quorum,
+        poll_seconds=chain_poll_seconds or POLL_SECONDS,
+    )
     if mode != "send":
         account = _account(wallet, sender)
-        client = ChainClient(rpc, place.chain_id)
+        client = opened()
         try:
             client.check()
             yield Desk(Contracts(client, place), place, account, mode)
@@ -229,7 +242,7 @@ def open_desk(
             client.close()
         return
     signer = _signer(wallet, sender, password_file, password_fd)
-    client = ChainClient(rpc, place.chain_id)
+    client = opened()
     path = journal or deployment.with_name(f"{deployment.stem}.{signer.address}.journal.sqlite")
     try:
         client.check()

@@ -101,7 +101,7 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             state=file.state,
             units=file.units,
             price_per_unit=int(file.price_per_unit),
-            amount=file.units * int(file.price_per_unit) if file.state == "paid" else 0,
+            amount=file.earns if file.state == "paid" else 0,
             why=_why(rebuilder, file, int(file.price_per_unit)),
         )
         for at, file in sorted(files.values(), key=lambda one: (one[1].received_at, one[0]))
@@ -145,7 +145,11 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
 def _why(rebuilder: Rebuilder, file: SettledFile, price: int) -> str:
     match file.state:
         case "paid":
-            return f"{file.units} tokens counted, {prime(price)} each"
+            said = f"{file.units} tokens counted, {prime(price)} each"
+            if file.prompt_units:
+                each = prime(int(file.price_per_prompt_token))
+                said += f"; {file.prompt_units} tokens of prompts, {each} each"
+            return said
         case "held":
             return f"{file.units} tokens wait: a slash for {file.because} is open"
         case "forfeited":

@@ -277,6 +277,7 @@ class Rebuilder:
             judged=judged,
             price=run.price_per_unit if run else 0,
             judge_price=run.price_per_judged_file if run else 0,
+            prompt_price=run.price_per_prompt_token if run else 0,
             refused=any(
                 isinstance(e, LeafRejected) and e.leaf == digest and e.block <= block
                 for e in self._events
@@ -303,8 +304,9 @@ class Rebuilder:
         table = _parse(VerdictTable, self._get(deciding.opinion.table))
         if table.submission_digest != digest:
             raise UntrustedError(f"verdict {claim.verdict} names the table of another file")
-        units = table.units if deciding.outcome is Outcome.ACCEPTED else 0
-        return judged_fact(claim.verdict, verdict, units), self._runs.at(table.step)
+        accepted = deciding.outcome is Outcome.ACCEPTED
+        units = (table.units, table.prompt_units) if accepted else (0, 0)
+        return judged_fact(claim.verdict, verdict, *units), self._runs.at(table.step)
 
     def _slashes(self, published: Settlement) -> list[SlashFact]:
         """Slashes of the nodes concerned as of the settlement's block.

@@ -121,7 +121,7 @@ class Sender:
                     f"({reason}); it stays in the journal and is taken up again"
                 )
             self._sleep(pause)
-            pause = min(2 * pause, 0.5)
+            pause = min(2 * pause, self.client.poll_seconds)
 
     def send_and_wait(self, intent_id: str, call: Call, timeout: float = 120.0) -> Intent:
         """For command lines: submits and waits. Raises ChainRevertedError if it fails; an earlier

@@ -37,6 +37,15 @@ _OWN = {
 """Program with an extra of its own → the extras that this one brings: one installation for all that
 it needs, rather than a missing package at a time."""
 
+Quorum = Annotated[
+    int | None,
+    typer.Option("--rpc-quorum", help="Endpoints that must answer alike (a majority).", min=1),
+]
+PollSeconds = Annotated[
+    float | None,
+    typer.Option("--chain-poll-seconds", help="Longest pause between looks at the chain (0.5)."),
+]
+
 
 def group(help: str, **settings: Any) -> typer.Typer:
     """A group of commands."""

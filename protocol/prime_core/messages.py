@@ -384,6 +384,10 @@ class TargetShare(Answer):
     """Groups in the latest sealed batches."""
     starving: bool
     """Its share of what was accepted or trained is below half of the least that the run states."""
+    expired: int = 0
+    """Of the leases given, those that expired without a file, by their nodes' fault."""
+    expiring: bool = False
+    """They expire more than twice as often as those of the other targets."""
 
 
 class Status(Answer):

@@ -16,7 +16,10 @@ from prime_core.run import RunDefinition
 from prime_core.task import Lease
 
 REVISABLE = frozenset(
-    {"budgets", "environment", "price_per_judged_file", "price_per_unit", "requirements", "task"}
+    {
+        *("budgets", "environment", "requirements", "task"),
+        *("price_per_judged_file", "price_per_prompt_token", "price_per_unit"),
+    }
 )
 """Everything else (the model, what the trainer and the contracts rest on) stays for the pool's
 life."""

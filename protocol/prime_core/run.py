@@ -17,6 +17,7 @@ from prime_core import encoding
 from prime_core.errors import MalformedError
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.node import Requirements
+from prime_core.rollout import MAX_PROMPT_TOKENS
 from prime_core.signing import DigestField, Strict
 from prime_core.task import Task
 from prime_core.version import UPGRADE
@@ -192,11 +193,19 @@ class RunDefinition(Strict):
     calibration: DigestField = ZERO_DIGEST
     """SHA-256 of a calibration object; zero means the numbers shipped in proofs/thresholds.py."""
     price_per_unit: int = Field(ge=0)
+    price_per_prompt_token: int = Field(default=0, ge=0, exclude_if=lambda price: price == 0)
+    """What a token that a node only reads is paid, in wei: each distinct prompt of an accepted file
+    once, and what the environment says in a conversation once. About 1/20 of `price_per_unit`
+    pays for a prefill."""
     price_per_judged_file: int = Field(default=0, ge=0)
     """What a validator is paid for each file on which it gave an opinion, whatever the verdict, in
     wei of the pool's token."""
     stake_per_class: int = Field(ge=0)
     slash_amount: int = Field(ge=0)
+    risk_factor_micro: int = Field(default=0, ge=0, exclude_if=lambda factor: factor == 0)
+    """A provider's work at risk is at most its stake times this: open leases, files without a
+    verdict, and accepted ones within their validity, at the run's prices. About the share of cheats
+    that is detected. 0: no bound."""
     epoch_seconds: int = Field(default=3600, ge=5)
     validity_seconds: int = Field(default=86_400, ge=5)
     lease_seconds: int = Field(default=1800, ge=5)
@@ -253,6 +262,8 @@ class RunDefinition(Strict):
             raise ValueError("schema_version is 3 with conversation, else 2 with chat, else 1")
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
+        if self.risk_factor_micro and self.most_worth > self.covered(self.stake_per_class):
+            raise ValueError("stake_per_class times risk_factor_micro covers no lease")
         return self
 
     @property
@@ -271,6 +282,21 @@ class RunDefinition(Strict):
     @property
     def rows_per_lease(self) -> int:
         return self.groups_per_lease * self.samples_per_group
+
+    @property
+    def most_worth(self) -> int:
+        """What the file of one lease can earn at most, in wei."""
+        return self.worth(
+            self.rows_per_lease * self.max_output_tokens, self.groups_per_lease * MAX_PROMPT_TOKENS
+        )
+
+    def worth(self, units: int, prompt_units: int) -> int:
+        """What so many tokens earn, in wei."""
+        return units * self.price_per_unit + prompt_units * self.price_per_prompt_token
+
+    def covered(self, stake: int) -> int:
+        """The work at risk that a stake covers, both in wei."""
+        return stake * self.risk_factor_micro // MICRO
 
     def least_drawn(self, rows: int) -> int:
         """How many of a file's rows are replayed at least."""

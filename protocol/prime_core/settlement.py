@@ -67,6 +67,20 @@ class SettledFile(Strict):
     """Validators that this settlement pays for having judged the file, by address …"""
     price_per_judged_file: str = Field(default="0", pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
     """… and what each of them gets, in wei."""
+    prompt_units: int = Field(default=0, ge=0, exclude_if=lambda count: count == 0)
+    """Tokens that the node only read, where its run pays for them (VerdictTable.prompt_units) …"""
+    price_per_prompt_token: str = Field(
+        default="0", pattern=r"^(0|[1-9][0-9]*)$", max_length=78,
+        exclude_if=lambda price: price == "0",
+    )  # fmt: skip
+    """… and what its run pays for each, in wei."""
+
+    @property
+    def earns(self) -> int:
+        """What the file is worth to its node if it is paid, in wei."""
+        return self.units * int(self.price_per_unit) + self.prompt_units * int(
+            self.price_per_prompt_token
+        )
 
 
 class SettledSlash(Strict):
@@ -175,10 +189,11 @@ class JudgedFact:
     judged_at: int
     judges: tuple[Address, ...] = ()
     """Everyone who gave an opinion, by address."""
+    prompt_units: int = 0
 
 
-def judged_fact(name: Digest, verdict: Verdict, units: int) -> JudgedFact:
-    """The fact that the verdict object `name` states; `units` are its table's, 0 unless accepted.
+def judged_fact(name: Digest, verdict: Verdict, units: int, prompt_units: int) -> JudgedFact:
+    """The fact that the verdict object `name` states; units are its table's, 0 unless accepted.
     The last opinion of the decided outcome made it, so its time is the verdict's."""
     deciding = verdict.deciding
     return JudgedFact(
@@ -192,6 +207,7 @@ def judged_fact(name: Digest, verdict: Verdict, units: int) -> JudgedFact:
             if signed.opinion.outcome == verdict.outcome
         ),
         judges=tuple(sorted(Address(signed.validator) for signed in verdict.opinions)),
+        prompt_units=prompt_units,
     )
 
 
@@ -199,8 +215,8 @@ def judged_fact(name: Digest, verdict: Verdict, units: int) -> JudgedFact:
 class LeafFact:
     """A leaf of a confirmed root. `expires` is the end of its validity (root's block time +
     validity); `refused` whether the contract marks it rejected; `answered` whether somebody answers
-    for it (`answered_for`); `price` what its run pays for a unit,
-    `judge_price` to each validator that judged it, in wei."""
+    for it (`answered_for`); `price` what its run pays for a unit, `prompt_price` for a token of a
+    prompt, `judge_price` to each validator that judged it, in wei."""
 
     submission_digest: Digest
     node: Address
@@ -213,6 +229,7 @@ class LeafFact:
     answered: bool = True
     price: int = 0
     judge_price: int = 0
+    prompt_price: int = 0
 
 
 @dataclass(frozen=True)
@@ -315,11 +332,14 @@ def settle(
             because=because,
             judges=judges,
             price_per_judged_file=str(leaf.judge_price if judges else 0),
+            prompt_units=judged.prompt_units if judged and leaf.prompt_price else 0,
+            price_per_prompt_token=str(leaf.prompt_price if judged else 0),
         )
         for judge in judges:
             amounts[judge] = amounts.get(judge, 0) + leaf.judge_price
-        if state == "paid" and judged is not None:
-            amounts[leaf.node] = amounts.get(leaf.node, 0) + judged.units * leaf.price
+        if state == "paid":
+            earned = files[leaf.submission_digest].earns
+            amounts[leaf.node] = amounts.get(leaf.node, 0) + earned
     return Settlement(
         chain_id=chain_id,
         pool=pool,

@@ -243,6 +243,8 @@ class VerdictRow(Strict):
     reward_micro: int
     prompt_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
+    observation_tokens: int = Field(default=0, ge=0, exclude_if=lambda count: count == 0)
+    """What the environment said in a conversation; no part of `output_tokens`."""
 
 
 class VerdictTable(Strict):
@@ -270,6 +272,12 @@ class VerdictTable(Strict):
     def units(self) -> int:
         """Generated tokens of the rows."""
         return sum(row.output_tokens for row in self.rows)
+
+    @property
+    def prompt_units(self) -> int:
+        """Tokens that the node only read: prompts once per problem, observations of every row."""
+        prompts = {row.problem_id: row.prompt_tokens for row in self.rows}
+        return sum(prompts.values()) + sum(row.observation_tokens for row in self.rows)
 
     def canonical(self) -> bytes:
         return encoding.canonical_json(self.model_dump(mode="json"))

@@ -242,6 +242,7 @@ def check_rewards(
                 reward_micro=grade.reward_micro,
                 prompt_tokens=len(row.prompt_tokens),
                 output_tokens=len(row.places),
+                observation_tokens=len(row.output_tokens) - len(row.places),
             )
         )
     return tuple(table)

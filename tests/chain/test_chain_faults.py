@@ -12,6 +12,7 @@ from sender_kit import Clock, Make, target, transfer
 from devnet.chain import CHAIN_ID
 from devnet.deployed import Deployed
 from prime_chain.client import ChainClient
+from prime_chain.contracts import Contracts
 from prime_chain.errors import RangeTooLargeError
 from prime_chain.events import Event, ProviderRegistered
 from prime_chain.faulty import KINDS, Fault, FaultyRpc
@@ -192,6 +193,17 @@ def test_a_lying_refusal_of_one_endpoint_fails_no_intent(
     sender.submit("pay", transfer(to, 5))
     assert sender.wait("pay", 60).status == "confirmed"
     assert deployed.client.balance(to) == 5
+    client.close()
+
+
+def test_a_view_is_believed_only_as_a_quorum_gives_it(deployed: Deployed, proxy: Open) -> None:
+    lying, honest = proxy(Fault("lie", methods=("eth_call",))), proxy()
+    client = ChainClient([lying.url, honest.url, proxy().url], CHAIN_ID)
+    token = Contracts(client, deployed.deployment).token
+    account = deployed.accounts[1].address
+    assert token.balance_of(account) == deployed.contracts.token.balance_of(account)
+    assert lying.injected["lie"] > 0
+    assert honest.asked["eth_call"] > 0
     client.close()
 
 

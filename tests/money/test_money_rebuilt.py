@@ -179,6 +179,49 @@ def test_validators_are_paid_for_each_judged_file_whatever_the_verdict(tmp_path:
         world.close()
 
 
+def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: Path) -> None:
+    price = RUN.price_per_unit // 20
+    world = make_world(tmp_path, RUN.model_copy(update={"price_per_prompt_token": price}))
+    try:
+        world.join(HONEST, OWNER)
+        shop = world.shop
+        shop.publish(0)
+        world.ticks(2)
+        world.start_of_an_epoch()
+        row = shop.submit(HONEST)
+        shop.judge(row)
+        world.until_rooted()
+        world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+        world.ticks()
+        settlement = settled(world)
+        due = 20 * RUN.price_per_unit + 6 * price  # two prompts of 3 tokens, two rows each
+        assert settlement.amounts() == {HONEST.address: due}
+        assert one(world, schema.credits)["amount"] == str(due)
+        rebuilt = rebuild_root(world, settlement.epoch)
+        assert rebuilt.match, rebuilt.problems
+        events = read_events(world.client, world.deployment)
+        runs = RunHistory(shop.context.run)
+        said = explain(
+            Rebuilder(events, world.deployment, 1, runs, Published(world)), HONEST.address
+        )
+        assert ([file.amount for file in said.files], said.problems) == ([due], ())
+    finally:
+        world.close()
+
+
+def test_a_run_without_a_price_for_prompts_settles_in_the_same_bytes_as_before(
+    members: World,
+) -> None:
+    assert b"prompt_token" not in RUN.raw()
+    members.start_of_an_epoch()
+    members.shop.judge(members.shop.submit(HONEST))
+    members.until_rooted()
+    members.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    members.ticks()
+    (file,) = settled(members).model_dump(mode="json")["files"]
+    assert not {"prompt_units", "price_per_prompt_token"} & set(file)
+
+
 def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebuild(
     members: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

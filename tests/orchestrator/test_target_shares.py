@@ -50,6 +50,33 @@ def test_a_target_that_starves_is_shown_and_logged(
     assert not any(share.starving for share in status(world.backend).targets)
 
 
+def test_a_target_whose_leases_expire_more_than_others_is_shown_logged_and_measured(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = world.backend.context.run
+    given(world, 2, 18, "accepted")
+    given(world, 2, 2, "expired")
+    given(world, 6, 4, "accepted")
+    given(world, 6, 3, "expired")
+    found: dict[int, Any] = {share.target: share for share in status(world.backend).targets}
+    assert [(found[t].expired, found[t].expiring) for t in (2, 6)] == [(2, False), (3, False)]
+    given(world, 6, 1, "expired")
+    with world.backend.store.begin() as connection:  # excused ones count for nothing
+        newest = sa.select(sa.func.max(schema.leases.c.lease_index)).scalar_subquery()
+        excuse = sa.update(schema.leases).where(schema.leases.c.lease_index == newest)
+        connection.execute(excuse.values(excused=1))
+    assert not any(share.expiring for share in status(world.backend).targets)
+    given(world, 6, 1, "expired")
+    assert [share.expiring for share in status(world.backend).targets] == [False, True]
+    assert "EXPIRES" in text(status(world.backend))
+    with caplog.at_level(logging.WARNING), world.backend.store.read() as connection:
+        targets.warn(connection, run, world.clock())
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["target 6 is dropped"]
+    metrics = world.http.get("/metrics").text
+    assert 'prime_target_leases{state="expired",target="6"} 4.0' in metrics
+    assert 'prime_target_expiring{target="6"} 1.0' in metrics
+
+
 def test_little_work_starves_no_target(world: World) -> None:
     given(world, 2, 15, "accepted")
     assert not any(share.starving for share in status(world.backend).targets)

@@ -96,6 +96,9 @@ def test_an_honest_file_is_accepted_and_pays_for_the_models_tokens(
     assert [row.output_tokens for row in finding.table] == [len(row.model_tokens) for row in rows]
     assert finding.units == sum(len(row.model_tokens) for row in rows)
     assert finding.units < sum(len(row.output_tokens) for row in rows)
+    assert finding.units + sum(row.observation_tokens for row in finding.table) == sum(
+        len(row.output_tokens) for row in rows
+    )
 
 
 def test_turns_are_drawn_as_one_sequence(talking: Any, honest: HonestFile) -> None:

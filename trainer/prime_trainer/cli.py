@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prime_core.command_line import program
+from prime_core.command_line import PollSeconds, Quorum, program
 from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
 from prime_core.stopping import until_stopped
@@ -50,6 +50,8 @@ def run(
     data: Data = None,
     run: RunFile = None,
     rpc: Rpc = None,
+    rpc_quorum: Quorum = None,
+    chain_poll_seconds: PollSeconds = None,
     deployment: DeploymentFile = None,
     pool: Pool = None,
     wallet: Wallet = None,

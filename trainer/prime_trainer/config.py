@@ -15,7 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
-from prime_core.settings import BaseSettings, Urls, UserPath, load_settings, needed, settings_file
+from prime_chain.link import ChainSettings
+from prime_core.settings import UserPath, load_settings, needed, settings_file
 from prime_core.waiting import FIRST_ANSWER_SECONDS
 
 ENV_PREFIX = "PRIME_TRAINER_"
@@ -55,7 +56,7 @@ class Objective(BaseModel):
     overlong_penalty: float = Field(default=0.0, ge=0)
 
 
-class Settings(BaseSettings):
+class Settings(ChainSettings):
     """Everything the trainer can be told. Relative paths are taken from the working directory."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
@@ -68,9 +69,8 @@ class Settings(BaseSettings):
     """Checkpoints, metrics and the origin's policies."""
     run: UserPath | None = None
     """The run definition; by default the orchestrator's, its digest checked."""
-    rpc: Urls = ()
-    """With `deployment`: the pool's facts are checked on chain before anything is trained."""
     deployment: UserPath | None = None
+    """With `rpc`: the pool's facts are checked on chain before anything is trained."""
     pool: int | None = Field(default=None, ge=0)
     """Refuse to work for any other pool."""
     wallet: UserPath | None = None

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from prime_chain.client import ChainClient
 from prime_chain.contracts import Pools
+from prime_chain.link import ChainSettings
 from prime_core.deployment import Deployment
 from prime_core.errors import (
     FatalError,
@@ -86,13 +86,13 @@ def pool_facts(client: OrchestratorClient, run_file: Path | None) -> PoolFacts:
     return PoolFacts(info, run)
 
 
-def check_on_chain(facts: PoolFacts, rpc: tuple[str, ...], deployment: Deployment) -> None:
+def check_on_chain(facts: PoolFacts, settings: ChainSettings, deployment: Deployment) -> None:
     """The orchestrator's word against the chain's: contracts, manager, trainer and run. Raises
     UntrustedError if they differ, UnavailableError if no endpoint answers."""
     info = facts.info
     if (info.chain_id, info.contracts) != (deployment.chain_id, deployment.contracts):
         raise UntrustedError("the orchestrator names other contracts than the deployment file")
-    client = ChainClient(rpc, deployment.chain_id)
+    client = settings.open_chain(deployment.chain_id)
     try:
         pool = Pools(client, deployment).pool_of(info.pool)
     finally:

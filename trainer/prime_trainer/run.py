@@ -64,7 +64,7 @@ def known_facts(
     if settings.rpc:
         deployment = Deployment.load(settings.need("deployment"))
         insist(
-            lambda: check_on_chain(facts, settings.rpc, deployment),
+            lambda: check_on_chain(facts, settings, deployment),
             stop,
             "asking the chain",
             give_up=give_up,

@@ -22,7 +22,7 @@ from prime_chain.client import ChainClient
 from prime_chain.contracts import Binding, Contracts
 from prime_chain.desk import Desk, Done, File, Json, PoolNumber, Rpc, at_desk, pool_of
 from prime_core import ids
-from prime_core.command_line import program
+from prime_core.command_line import PollSeconds, Quorum, program
 from prime_core.command_line import run as run_program
 from prime_core.deployment import Deployment
 from prime_core.errors import UserError
@@ -48,6 +48,8 @@ Tokens = Annotated[str, typer.Argument(help="Amount of PRIME, like 100 or 12.5."
 def run(
     orchestrator: Url = None,
     rpc: Rpcs = None,
+    rpc_quorum: Quorum = None,
+    chain_poll_seconds: PollSeconds = None,
     wallet: Wallet = None,
     data: Data = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
@@ -87,6 +89,8 @@ def run(
 def doctor(
     orchestrator: Url = None,
     rpc: Rpcs = None,
+    rpc_quorum: Quorum = None,
+    chain_poll_seconds: PollSeconds = None,
     wallet: Wallet = None,
     data: Data = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
@@ -165,11 +169,12 @@ def status(
     pool: PoolNumber,
     data: Annotated[Path | None, typer.Option(help="Count the opinions in this folder.")] = None,
     json_output: Json = False,
+    rpc_quorum: Quorum = None,
 ) -> None:
     """Whether the account may judge, what its bond is, which proposals wait for a word."""
     place = Deployment.load(deployment)
     meant = ids.address(account)
-    client = ChainClient(rpc, place.chain_id)
+    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
     try:
         found = _status(Contracts(client, place), meant, pool)
     finally:
@@ -247,6 +252,7 @@ def rewards(
     orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
     account: Annotated[str, typer.Argument(help="Address of the validator.")],
     rpc: Rpcs = None,
+    rpc_quorum: Quorum = None,
     deployment: Contract = None,
     json_output: Json = False,
 ) -> None:
@@ -261,8 +267,8 @@ def rewards(
         pool = server.pool()
     found: dict[str, Any] = info.model_dump(mode="json") | {"paid": None}
     if rpc:
-        place = deployment_for(pool, rpc, deployment)
-        client = ChainClient(rpc, place.chain_id)
+        place = deployment_for(pool, rpc, deployment, quorum=rpc_quorum)
+        client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
         try:
             found["paid"] = str(Contracts(client, place).rewards.claimed(pool.pool, meant))
         finally:
@@ -280,7 +286,7 @@ def rewards(
 
 def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, Any]:
     client = contracts.client
-    view = flows.stake_view(contracts, account, client.block("latest").time)
+    view = flows.stake_view(contracts, account, client.agreed_block("latest").time)
     needed = contracts.slasher.validator_bond()
     appointed = contracts.pools.is_validator(pool, account)
     manager = pool_of(contracts, pool).manager
@@ -306,7 +312,7 @@ def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, 
 
 
 def _stands(desk: Desk) -> Done:
-    view = flows.stake_view(desk.contracts, desk.account, desk.client.block("latest").time)
+    view = flows.stake_view(desk.contracts, desk.account, desk.client.agreed_block("latest").time)
     facts = {
         "validator": desk.account,
         "active": str(view.active),

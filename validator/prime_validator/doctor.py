@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_chain.amounts import prime
-from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.flows import stake_view
 from prime_chain.keystore import keystore_address
@@ -81,7 +80,7 @@ def _folder(path: Path) -> str:
 
 def _pool(api: ValidatorApi, settings: Settings, pools: list[Pool]) -> str:
     with tempfile.TemporaryDirectory() as nowhere:  # asks anew, whatever the folder remembers
-        pool = find_pool(api, settings.need("rpc"), Path(nowhere), settings.deployment)
+        pool = find_pool(api, settings, Path(nowhere))
     pools.append(pool)
     return f"pool {pool.number} of chain {pool.deployment.chain_id}, run {pool.run.name!r}"
 
@@ -102,7 +101,7 @@ def _account(settings: Settings) -> Address:
 
 def _appointed(pool: Pool, settings: Settings) -> str:
     account = _account(settings)
-    client = ChainClient(settings.need("rpc"), pool.deployment.chain_id)
+    client = settings.open_chain(pool.deployment.chain_id)
     try:
         appointed = Contracts(client, pool.deployment).pools.is_validator(pool.number, account)
     finally:
@@ -117,11 +116,11 @@ def _appointed(pool: Pool, settings: Settings) -> str:
 
 def _bond(pool: Pool, settings: Settings) -> str:
     account = _account(settings)
-    client = ChainClient(settings.need("rpc"), pool.deployment.chain_id)
+    client = settings.open_chain(pool.deployment.chain_id)
     try:
         contracts = Contracts(client, pool.deployment)
         needed = contracts.slasher.validator_bond()
-        view = stake_view(contracts, account, client.block("latest").time)
+        view = stake_view(contracts, account, client.agreed_block("latest").time)
     finally:
         client.close()
     if view.unbondable < needed:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.link import deployment_for
 from prime_core import encoding, ids
@@ -27,6 +26,7 @@ from prime_engine.base import cpu_name
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for
 from prime_validator.api import ValidatorApi
+from prime_validator.settings import Settings
 from prime_verify.proofs.thresholds import Calibration, parse_signed
 
 FILE = "pool.json"
@@ -47,9 +47,7 @@ class Pool:
         return self.deployment.domain_of(statement)
 
 
-def find_pool(
-    api: ValidatorApi, rpc: tuple[str, ...], folder: Path, deployment: Path | None
-) -> Pool:
+def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> Pool:
     """The orchestrator's pool, from `folder` or else from the chain.
 
     Raises UserError if nothing trusted names the contracts, UntrustedError if the orchestrator
@@ -66,8 +64,10 @@ def find_pool(
             RunDefinition.parse(saved["run"].encode()),
         )
     info = api.pool()
-    place = deployment_for(info, rpc, deployment)
-    client = ChainClient(rpc, place.chain_id)
+    place = deployment_for(
+        info, settings.need_rpc(), settings.deployment, quorum=settings.rpc_quorum
+    )
+    client = settings.open_chain(place.chain_id)
     try:
         facts = Contracts(client, place).pools.pool_of(info.pool)
     finally:

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 from prime_broadcast.access import Passes
 from prime_broadcast.manifest import Trust
-from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.keystore import load_keystore, read_password
 from prime_core.checkpoint import PolicyStatement
@@ -53,7 +52,7 @@ def run(settings: Settings) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stop = until_stopped()
     with ExitStack() as stack:
-        url, rpc = settings.need("orchestrator"), settings.need("rpc")
+        url, _ = settings.need("orchestrator"), settings.need_rpc()
         wallet = settings.need("wallet")
         password = read_password(
             settings.password_file, settings.password_fd, prompt=f"Password of {wallet}: "
@@ -72,9 +71,7 @@ def run(settings: Settings) -> None:
         known = (settings.data / FILE).exists()
         patience = None if known else settings.first_answer_seconds
         try:
-            pool = _answered(
-                lambda: find_pool(api, rpc, settings.data, settings.deployment), stop, patience
-            )
+            pool = _answered(lambda: find_pool(api, settings, settings.data), stop, patience)
             calibration = _answered(lambda: run_calibration(pool, api), stop, patience)
         except StoppedError:
             return
@@ -94,7 +91,7 @@ def run(settings: Settings) -> None:
         engines = FolderEngines(
             policies.folder.root, loader, keep=settings.policies, max_bytes=limit
         )
-        chain = ChainClient(rpc, pool.deployment.chain_id)
+        chain = settings.open_chain(pool.deployment.chain_id)
         stack.callback(chain.close)
         contracts = Contracts(chain, pool.deployment)
         runs = Runs(pool, session(), lambda: revisions_on_chain(contracts, pool.number))

@@ -8,17 +8,17 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from prime_core.settings import BaseSettings, Urls, UserPath, needed
+from prime_chain.link import ChainSettings
+from prime_core.settings import Urls, UserPath, needed
 from prime_core.waiting import FIRST_ANSWER_SECONDS
 
 
-class Settings(BaseSettings):
+class Settings(ChainSettings):
     """Relative paths are taken from the working directory."""
 
     model_config = SettingsConfigDict(env_prefix="PRIME_VALIDATOR_")
 
     orchestrator: str = ""
-    rpc: Urls = ()
     wallet: UserPath | None = None
     """Keystore of the validator."""
     password_file: UserPath | None = None

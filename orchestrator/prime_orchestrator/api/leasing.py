@@ -25,7 +25,7 @@ from prime_orchestrator.api import scheduler, shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.pauses import pause_of
 from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Supply, Wait
-from prime_orchestrator.manager import revisions, speed, standing, targets, uploads
+from prime_orchestrator.manager import members, revisions, speed, standing, targets, uploads
 from prime_orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
@@ -92,6 +92,8 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
         own = nodes.of_owner(connection, node)
         if waiting := _rest(connection, node, own, now):
             return waiting
+        if waiting := _uncovered(connection, backend, own, now):
+            return waiting
         if pause := pause_of(connection, account, now, backend.context.run.lease_seconds):
             wait = int(1000 * pause.retry_after(now)) + 1
             return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))
@@ -152,6 +154,23 @@ def _rest(
             reason="leases of this provider's nodes expired, so it holds fewer at once for a while",
         )
     return None
+
+
+def _uncovered(
+    connection: Connection, backend: Backend, own: Sequence[NodeRow], now: float
+) -> LeaseAnswer | None:
+    """The answer to a node whose provider's stake covers no further lease; None if it does."""
+    run = revisions.current(connection, backend.context)
+    slots = members.covered_slots(connection, run, own)
+    if slots is None or leases.held_by(connection, [n.address for n in own], now) < slots:
+        return None
+    return LeaseAnswer(
+        lease=None,
+        retry_after_ms=4 * WAIT_MS,
+        reason="the work of this provider's nodes that may still be rejected is all that its stake "
+        "covers: wait for verdicts and the end of their validity, or add stake: prime-node stake "
+        "add AMOUNT",
+    )
 
 
 def _answer(

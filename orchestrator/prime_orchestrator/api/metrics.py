@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from prime_core.messages import TargetShare
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.manager import uploads
+from prime_orchestrator.manager import revisions, targets, uploads
 from prime_orchestrator.manager.history import excess, others_of
 from prime_orchestrator.store import (
     batches,
@@ -91,6 +92,8 @@ class PoolMetrics:
             yield GaugeMetricFamily(
                 "prime_next_step", "Next training step.", batches.next_step(connection)
             )
+            run = revisions.current(connection, backend.context)
+            yield from _targets(targets.shares_of(connection, run, backend.now()))
             yield from _drift(drift.every(connection))
             yield from _validators(opinions.track_records(connection))
             yield from _second_opinions(opinions.waiting(connection), backend.now())
@@ -146,6 +149,25 @@ class PoolMetrics:
         for (method, code), number in sorted(self._requests.snapshot().items()):
             answers.add_metric([method, str(code)], number)
         yield answers
+
+
+def _targets(shares: Sequence[TargetShare]) -> Iterator[Metric]:
+    """What became of the latest leases of each target length."""
+    leases = GaugeMetricFamily(
+        "prime_target_leases",
+        "Latest leases by target length: asked, accepted, expired without a file.",
+        labels=["target", "state"],
+    )
+    for share in shares:
+        for state in ("asked", "accepted", "expired"):
+            leases.add_metric([str(share.target), state], getattr(share, state))
+    yield leases
+    for name, about in (
+        ("starving", "1: too little of this target length is accepted or trained."),
+        ("expiring", "1: leases of this target length expire twice as often as others."),
+    ):
+        values = {str(share.target): int(getattr(share, name)) for share in shares}
+        yield _gauges(f"prime_target_{name}", about, "target", values)
 
 
 def _drift(sums: Sequence[DriftRow]) -> Iterator[Metric]:

@@ -174,6 +174,8 @@ class TargetCounts:
     under_way: int = 0
     """Held by a node, or handed in and not judged."""
     accepted: int = 0
+    expired: int = 0
+    """Without a file, by the node's fault."""
 
     @property
     def expected(self) -> float:

@@ -20,7 +20,7 @@ from prime_chain.keystore import keystore_address, load_keystore, read_password
 from prime_chain.networks import Network
 from prime_chain.sources import standard_input
 from prime_core import encoding
-from prime_core.command_line import group
+from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment, Periods
 from prime_core.errors import NotFoundError, UserError
 from prime_core.folders import make_folder
@@ -80,6 +80,7 @@ def deploy(
         bool, typer.Option("--dry-run", help="Print calldata and gas; send nothing.")
     ] = False,
     json_output: Json = False,
+    rpc_quorum: Quorum = None,
 ) -> None:
     """Deploy every contract, or finish a deployment that was interrupted.
 
@@ -115,7 +116,7 @@ def deploy(
         dispute_deposit=_tokens(dispute_deposit),
         validator_bond=_bond(validator_bond, chain),
     )
-    client = ChainClient(rpc, chain.chain_id)
+    client = ChainClient(rpc, chain.chain_id, quorum=rpc_quorum)
     try:
         client.check()
         if signer is None:
@@ -146,13 +147,14 @@ def check(
     rpc: Rpc,
     deployment: Annotated[Path, typer.Option(help="Deployment file.")],
     json_output: Json = False,
+    rpc_quorum: Quorum = None,
 ) -> None:
     """Read a deployment back: code, constructor arguments, wiring, parameters, roles.
 
     Exits with 1 if anything is wrong; what is only worth knowing is marked by "!".
     """
     known = Deployment.load(deployment)
-    client = ChainClient(rpc, known.chain_id)
+    client = ChainClient(rpc, known.chain_id, quorum=rpc_quorum)
     try:
         client.check()
         found = list(check_deployment(client, known))

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from prime_core.command_line import group, program
+from prime_core.command_line import PollSeconds, Quorum, group, program
 from prime_core.command_line import run as run_program
 from prime_orchestrator.cli.storage import (
     Bucket,
@@ -95,6 +95,8 @@ def serve(
     s3_region: Region = None,
     deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
     rpc: Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")] = None,
+    rpc_quorum: Quorum = None,
+    chain_poll_seconds: PollSeconds = None,
     pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run definition (canonical JSON).")] = None,
     wallet: Annotated[Path | None, typer.Option(help="Keystore of the pool's manager.")] = None,

@@ -22,7 +22,7 @@ from prime_chain.desk import Amount, Desk, Done, File, Json, PoolNumber, Rpc, at
 from prime_chain.events import PoolCreated
 from prime_chain.journal import Intent
 from prime_core import ids
-from prime_core.command_line import group
+from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.errors import FatalError
 from prime_core.ids import Address
@@ -148,10 +148,16 @@ def bond(desk: Desk, pool: PoolNumber, amount: Amount) -> Done:
 
 
 @app.command()
-def show(rpc: Rpc, deployment: File, pool: PoolNumber, json_output: Json = False) -> None:
+def show(
+    rpc: Rpc,
+    deployment: File,
+    pool: PoolNumber,
+    json_output: Json = False,
+    rpc_quorum: Quorum = None,
+) -> None:
     """What the chain says of a pool: who runs it, its members, its money."""
     place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id)
+    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
     try:
         contracts = Contracts(client, place)
         found = pool_of(contracts, pool)

@@ -14,12 +14,12 @@ import typer
 from prime_chain.claims import checked_claim
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Claim, prime
-from prime_chain.desk import Desk, Done, at_desk
+from prime_chain.desk import Desk, Done, File, Json, Rpc, at_desk
 from prime_chain.explain import explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder, history_of
 from prime_core import ids
-from prime_core.command_line import group
+from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.errors import NotFoundError, UserError
 from prime_core.ids import Signature
@@ -28,21 +28,23 @@ from prime_core.times import utc
 from prime_core.transport.client import OrchestratorClient, run_bytes
 
 app = group("Reward roots: list those on chain, rebuild one from events and published objects.")
-Rpc = Annotated[list[str], typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
-File = Annotated[Path, typer.Option("--deployment", help="Deployment JSON.")]
 Pool = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0)]
 Server = Annotated[
     str, typer.Option("--orchestrator", help="URL that serves the run definition and the objects.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
 @app.command("list")
 def list_roots(
-    rpc: Rpc, deployment: File, pool: Pool, orchestrator: Server, json_output: Json = False
+    rpc: Rpc,
+    deployment: File,
+    pool: Pool,
+    orchestrator: Server,
+    json_output: Json = False,
+    rpc_quorum: Quorum = None,
 ) -> None:
     """Every reward root that stands, oldest first."""
-    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
         rows = [
             {
                 "epoch": event.epoch,
@@ -77,12 +79,13 @@ def rebuild(
         int | None, typer.Option(help="Epoch of the reward root; the newest if not given.", min=0)
     ] = None,
     json_output: Json = False,
+    rpc_quorum: Quorum = None,
 ) -> None:
     """Rebuild a reward root, and all that it builds on, and compare them with the chain's.
 
     Exits with 1 if they differ.
     """
-    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
         standing = rebuilder.posted()
         if epoch is None and not standing:
             raise NotFoundError("no reward root stands yet")
@@ -112,13 +115,14 @@ def explain_node(
         int | None, typer.Option(help="Up to this epoch's reward root; the newest.", min=0)
     ] = None,
     json_output: Json = False,
+    rpc_quorum: Quorum = None,
 ) -> None:
     """Why a node got what it got: each of its files, what it earned or why it did not.
 
     Exits with 1 if the files do not add up to what the root gives.
     """
     meant = ids.address(node)
-    with _rebuilder(rpc, deployment, pool, orchestrator) as rebuilder:
+    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
         found = explain(rebuilder, meant, epoch)
     typer.echo(json.dumps(found.as_json()) if json_output else "\n".join(found.lines()))
     if found.problems:
@@ -175,9 +179,11 @@ def claim(
 
 
 @contextmanager
-def _rebuilder(rpc: list[str], file: Path, pool: int, orchestrator: str) -> Iterator[Rebuilder]:
+def _rebuilder(
+    rpc: list[str], file: Path, pool: int, orchestrator: str, quorum: int | None
+) -> Iterator[Rebuilder]:
     deployment = Deployment.load(file)
-    client = ChainClient(rpc, deployment.chain_id)
+    client = ChainClient(rpc, deployment.chain_id, quorum=quorum)
     try:
         events = read_events(client, deployment, contracts=("pools", "work", "rewards", "slasher"))
         with OrchestratorClient(orchestrator) as server:

@@ -18,7 +18,7 @@ from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.desk import Desk, Done, File, Json, PoolNumber, Rpc, at_desk
 from prime_core import ids
-from prime_core.command_line import group
+from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.times import utc
 
@@ -32,10 +32,11 @@ def list_slashes(
     deployment: File,
     pool: Annotated[int | None, typer.Option("--pool", help="Only this pool's.", min=0)] = None,
     json_output: Json = False,
+    rpc_quorum: Quorum = None,
 ) -> None:
     """Every proposal, oldest first."""
     place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id)
+    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
     try:
         found = [s for s in history.read_slashes(client, place) if pool in (None, s.pool)]
     finally:
@@ -138,10 +139,12 @@ def apply_arbiter(desk: Desk) -> Done:
 
 
 @app.command()
-def arbiter(rpc: Rpc, deployment: File, json_output: Json = False) -> None:
+def arbiter(
+    rpc: Rpc, deployment: File, json_output: Json = False, rpc_quorum: Quorum = None
+) -> None:
     """Who judges disputes, and may cancel slashes and void reward roots."""
     place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id)
+    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
     try:
         slasher = Contracts(client, place).slasher
         account, announced = slasher.arbiter(), slasher.announced_arbiter()

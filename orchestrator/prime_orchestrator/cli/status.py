@@ -54,12 +54,14 @@ def text(status: Status) -> str:
         max(1, sum(getattr(share, name) for share in status.targets))
         for name in ("asked", "accepted", "trained")
     ]
-    lines += ["", f"{'target':>8}{'asked':>13}{'accepted':>13}{'trained':>13}"]
+    lines += ["", f"{'target':>8}{'asked':>13}{'accepted':>13}{'trained':>13}{'expired':>13}"]
     for share in status.targets:
         counts = (share.asked, share.accepted, share.trained)
+        late = f"{share.expired:>6} ({share.expired / max(1, share.asked):4.0%})"
+        alarms = f"{'  STARVES' if share.starving else ''}{'  EXPIRES' if share.expiring else ''}"
         cells = "".join(
             f"{count:>6} ({count / total:4.0%})"
             for count, total in zip(counts, totals, strict=True)
         )
-        lines.append(f"{share.target:>8}{cells}{'  STARVES' if share.starving else ''}")
+        lines.append(f"{share.target:>8}{cells}{late}{alarms}")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.desk import Desk, Done, File, Json, Rpc, at_desk
 from prime_core import ids
-from prime_core.command_line import group
+from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.times import utc
 
@@ -24,10 +24,10 @@ app = group("The dispute deposit, the validators' bond, and who may move them.")
 
 
 @app.command()
-def show(rpc: Rpc, deployment: File, json_output: Json = False) -> None:
+def show(rpc: Rpc, deployment: File, json_output: Json = False, rpc_quorum: Quorum = None) -> None:
     """The terms that hold, those announced, and the governor."""
     place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id)
+    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
     try:
         found = facts_of(Contracts(client, place))
     finally:

@@ -288,7 +288,7 @@ class Judge:
                 return False
         verdict = Verdict(outcome=int(outcome), opinions=tuple(one.signed for one in found))
         name = put_object(self.objects, verdict.canonical())
-        fact = judged_fact(name, verdict, chosen.table.units)
+        fact = judged_fact(name, verdict, chosen.table.units, chosen.table.prompt_units)
         repeated = [one.table.repeated_rows for one in found if one.table.repeated_rows is not None]
         fresh = submissions.judge(
             connection,
@@ -296,6 +296,7 @@ class Judge:
             _STATUS[outcome],
             reason=int(chosen.reason),
             units=fact.units,
+            prompt_units=fact.prompt_units,
             verdict=name,
             verdict_table=fact.table if outcome is Outcome.ACCEPTED else None,
             evidence=chosen.evidence,
@@ -407,22 +408,22 @@ def _credit(
     judgement: Judgement,
     now: float,
 ) -> None:
-    price = revisions.history(connection, context).at(row.step).price_per_unit
+    run, table = revisions.history(connection, context).at(row.step), judgement.table
     insert_new(
         connection,
         schema.credits,
         {
             "submission_digest": row.digest,
             "node": row.node,
-            "units": judgement.table.units,
-            "amount": str(judgement.table.units * price),
+            "units": table.units,
+            "amount": str(run.worth(table.units, table.prompt_units)),
             "earned_at": row.receipt_answer().receipt.received_at,
             "status": "earned",
         },
     )
     refresh_credits(connection, Address(row.node))
-    drift.add(connection, Address(row.node), judgement.table.setup, judgement.shares())
-    groups.add(connection, group_rows(judgement.table, row, now))
+    drift.add(connection, Address(row.node), table.setup, judgement.shares())
+    groups.add(connection, group_rows(table, row, now))
 
 
 def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[GroupRow]:

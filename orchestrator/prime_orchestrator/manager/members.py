@@ -7,16 +7,20 @@ everything that the indexer derives, a node's row is made anew from the events t
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_core.lifecycle import NodeEventKind, NodeState, step_node
+from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.settlement import chain_clock
 from prime_orchestrator.manager.standing import expire
-from prime_orchestrator.store import chain, leases, nodes, schema
+from prime_orchestrator.store import chain, leases, nodes, schema, submissions
 from prime_orchestrator.store.chain import EventRow
+from prime_orchestrator.store.nodes import NodeRow
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +103,22 @@ def active_stake(connection: Connection, provider: Address) -> int:
     for a slash."""
     bonded, held = (chain.state(connection, "stake", provider) or "0 0").split()
     return max(0, int(bonded) - int(held))
+
+
+def covered_slots(connection: Connection, run: RunDefinition, own: Sequence[NodeRow]) -> int | None:
+    """How many leases the provider of these nodes may hold open, given its stake and its work that
+    may still be rejected; None if the run sets no bound."""
+    if not run.risk_factor_micro:
+        return None
+    providers = {node.provider for node in own}
+    stake = sum(active_stake(connection, one) for one in providers if one is not None)
+    clock = chain_clock(connection)
+    valid_since = (clock.time if clock else 0) - run.validity_seconds
+    unjudged, units, prompts = submissions.at_risk(
+        connection, [node.address for node in own], valid_since
+    )
+    left = run.covered(stake) - run.worth(units, prompts)
+    return max(0, left // max(1, run.most_worth) - unjudged)
 
 
 def slashed_sibling(connection: Connection, node: Address) -> Address | None:

@@ -83,7 +83,7 @@ def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -
         return False
     nodes.lock_row(connection, Address(row.node))
     empty = dict.fromkeys(_OF_A_VERDICT)
-    _write(connection, row, status="submitted", units=0, repeated_rows=1, **empty)
+    _write(connection, row, status="submitted", units=0, prompt_units=0, repeated_rows=1, **empty)
     leases.set_status(connection, row.lease_digest, "submitted")
     credits = schema.credits
     connection.execute(sa.delete(credits).where(credits.c.submission_digest == row.digest))

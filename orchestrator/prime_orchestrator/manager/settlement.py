@@ -276,7 +276,7 @@ def _leaves(
         if row.verdict is not None:
             name = Digest(row.verdict)
             verdict = Verdict.model_validate_json(read_object(objects, name))
-            judged = judged_fact(name, verdict, row.units)
+            judged = judged_fact(name, verdict, row.units, row.prompt_units)
         facts.append(
             LeafFact(
                 submission_digest=Digest(row.digest),
@@ -294,6 +294,7 @@ def _leaves(
                 ),
                 price=history.at(row.step).price_per_unit,
                 judge_price=history.at(row.step).price_per_judged_file,
+                prompt_price=history.at(row.step).price_per_prompt_token,
             )
         )
     return facts

@@ -13,6 +13,9 @@ Both fade: each ending counts MEMORY of the one before it. A record does four th
               that rests, seated or not: a fresh seat in place of one that rests gains nothing
     newcomers while others have a record, providers without one hold half of the lead at most
 
+Apart from the record, work at risk sets a provider's slots (`members.covered_slots`): what its
+nodes hold, have handed in and may still lose is worth at most its stake times the run's factor.
+
 A lease that expires because the orchestrator was away is excused: it leaves no record.
 """
 
@@ -44,7 +47,7 @@ def expire(
 ) -> None:
     """Ends an open lease without a file, and notes it on its node unless it is excused."""
     ended, _ = step_lease(LeaseState(lease.status, lease.deadline), "tick", float("inf"))
-    leases.set_status(connection, lease.digest, ended.status)
+    leases.set_status(connection, lease.digest, ended.status, excused=excused)
     node = nodes.get(connection, lease.node)
     if node is None or excused:
         return

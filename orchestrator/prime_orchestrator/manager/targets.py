@@ -2,7 +2,8 @@
 
 The scheduler picks targets by `counts_of`; status, page and warnings show `shares_of`. A target
 starves while its share of the accepted leases, or of the trained groups, is below half of its
-minimum (`budgets.min_share`) over the window.
+minimum (`budgets.min_share`) over the window. It is expiring while its leases expire more than
+twice as often as those of the other targets: nodes may be dropping what they do not like.
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[T
     accepted = sum(count.accepted for count in counts.values())
     groups = sum(trained.values())
 
+    def expiring(target: int, count: TargetCounts) -> bool:
+        others = [other for at, other in counts.items() if at != target]
+        late, asked = sum(other.expired for other in others), sum(other.asked for other in others)
+        if count.expired < ENOUGH or 4 * count.expired <= count.asked:
+            return False
+        return not asked or count.expired * asked > 2 * late * count.asked
+
     def below(part: int, whole: int) -> bool:
         return whole * least >= ENOUGH * MICRO and 2 * part * MICRO < least * whole
 
@@ -58,6 +66,8 @@ def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[T
             asked=(count := counts.get(target, TargetCounts())).asked,
             accepted=count.accepted,
             trained=trained.get(target, 0),
+            expired=count.expired,
+            expiring=expiring(target, count),
             starving=below(count.accepted, accepted) or below(trained.get(target, 0), groups),
         )
         for target in run.budgets.targets
@@ -65,8 +75,16 @@ def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[T
 
 
 def warn(connection: Connection, run: RunDefinition, now: float) -> None:
-    """Logs each target that starves."""
+    """Logs each target that starves or whose leases expire."""
     for share in shares_of(connection, run, now):
+        if share.expiring:
+            log.warning(
+                "target %d is dropped: %d of its latest %d leases expired, more than twice the "
+                "share of the other targets",
+                share.target,
+                share.expired,
+                share.asked,
+            )
         if share.starving:
             log.warning(
                 "target %d starves: %d of its latest leases accepted, %d of its groups in the "

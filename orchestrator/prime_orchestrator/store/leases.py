@@ -37,6 +37,7 @@ class LeaseRow:
     target: int
     tries: int
     issued_again: int
+    excused: int
 
     def signed(self) -> SignedLease:
         """The lease as it was given out."""
@@ -145,10 +146,14 @@ def held_by(connection: Connection, nodes: Collection[Address], now: float) -> i
     return int(connection.execute(query).scalar_one())
 
 
-def set_status(connection: Connection, digest: Digest, status: LeaseStatus) -> None:
-    """Writes the outcome of `lifecycle.step_lease`."""
+def set_status(
+    connection: Connection, digest: Digest, status: LeaseStatus, *, excused: bool = False
+) -> None:
+    """Writes the outcome of `lifecycle.step_lease`; `excused`: not for the node's fault."""
     connection.execute(
-        sa.update(schema.leases).where(_leases.digest == digest).values(status=status)
+        sa.update(schema.leases)
+        .where(_leases.digest == digest)
+        .values(status=status, excused=int(excused))
     )
 
 
@@ -256,13 +261,19 @@ def newcomers(connection: Connection, now: float, proven: float) -> tuple[int, b
 
 def latest_by_target(
     connection: Connection, limit: int, *, shadow: bool, now: float, younger_than: float
-) -> dict[int, tuple[int, int, int]]:
-    """(all, under way, accepted) of the latest `limit` leases, by target length.
+) -> dict[int, tuple[int, int, int, int]]:
+    """(all, under way, accepted, expired) of the latest `limit` leases, by target length.
 
     Under way: open ones before their deadline that were given after `younger_than`, and submitted
-    ones."""
+    ones. Expired: without an excuse."""
     latest = (
-        sa.select(_leases.target, _leases.status, _leases.deadline, _leases.created_at)
+        sa.select(
+            _leases.target,
+            _leases.status,
+            _leases.deadline,
+            _leases.created_at,
+            _leases.excused,
+        )
         .where(_leases.shadow.is_(shadow))
         .order_by(_leases.created_at.desc(), _leases.digest)
         .limit(limit)
@@ -272,15 +283,15 @@ def latest_by_target(
         latest.c.status == "open", latest.c.deadline >= now, latest.c.created_at >= younger_than
     )
     under_way = sa.or_(held, latest.c.status == "submitted")
-    query = sa.select(
-        latest.c.target,
-        sa.func.count(),
-        sa.func.sum(sa.case((under_way, 1), else_=0)),
-        sa.func.sum(sa.case((latest.c.status == "accepted", 1), else_=0)),
-    ).group_by(latest.c.target)
+    expired = sa.and_(latest.c.status == "expired", latest.c.excused == 0)
+    counted = (
+        sa.func.sum(sa.case((condition, 1), else_=0))
+        for condition in (under_way, latest.c.status == "accepted", expired)
+    )
+    query = sa.select(latest.c.target, sa.func.count(), *counted).group_by(latest.c.target)
     return {
-        int(target): (int(asked), int(waiting), int(accepted))
-        for target, asked, waiting, accepted in connection.execute(query)
+        int(target): (int(asked), int(waiting), int(accepted), int(late))
+        for target, asked, waiting, accepted, late in connection.execute(query)
     }
 
 

@@ -118,6 +118,7 @@ leases = Table(
     Column("target", BigInteger, nullable=False),  # length in tokens that its groups ask for
     Column("tries", Integer, nullable=False, server_default=text("0")),  # expired before it
     Column("issued_again", Integer, nullable=False, server_default=text("0")),  # 1: by a later one
+    Column("excused", Integer, nullable=False, server_default=text("0")),  # 1: not its node's fault
     UniqueConstraint("step", "lease_index"),
     Index("leases_node_status", "node", "status"),
     Index("leases_created", "shadow", "created_at"),
@@ -140,6 +141,7 @@ submissions = Table(
     Column("status", Text, nullable=False),  # LeaseStatus: submitted, accepted, rejected, void
     Column("reason", Integer, nullable=False, default=0),
     Column("units", BigInteger, nullable=False, default=0),
+    Column("prompt_units", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("verdict", Text),  # SHA-256 of the Verdict object
     Column("verdict_table", Text),
     Column("evidence", Text),

@@ -35,6 +35,7 @@ class SubmissionRow:
     status: LeaseStatus
     reason: int
     units: int
+    prompt_units: int
     verdict: Digest | None
     verdict_table: Digest | None
     evidence: Digest | None
@@ -190,6 +191,7 @@ def judge(
     *,
     reason: int,
     units: int = 0,
+    prompt_units: int = 0,
     verdict: Digest | None = None,
     verdict_table: Digest | None = None,
     evidence: Digest | None = None,
@@ -206,6 +208,7 @@ def judge(
             status=status,
             reason=reason,
             units=units,
+            prompt_units=prompt_units,
             verdict=verdict,
             verdict_table=verdict_table,
             evidence=evidence,
@@ -216,6 +219,32 @@ def judge(
         )
     )
     return done.rowcount == 1
+
+
+def at_risk(
+    connection: Connection, among: Collection[Address], valid_since: float
+) -> tuple[int, int, int]:
+    """Of files of these nodes that may still be rejected: how many have no verdict, and units and
+    prompt units of the accepted ones, whose root is not on chain or was put there at `valid_since`
+    or later. No shadow files."""
+    roots = schema.roots.c
+    young = sa.or_(roots.posted_at.is_(None), roots.posted_at >= valid_since)
+    waiting, accepted = _submissions.status == "submitted", _submissions.status == "accepted"
+    query = (
+        sa.select(
+            sa.func.sum(sa.case((waiting, 1), else_=0)),
+            sa.func.sum(sa.case((accepted, _submissions.units), else_=0)),
+            sa.func.sum(sa.case((accepted, _submissions.prompt_units), else_=0)),
+        )
+        .outerjoin(schema.roots, roots.id == _submissions.root_id)
+        .where(
+            _submissions.node.in_(among),
+            _submissions.shadow.is_(False),
+            sa.or_(waiting, sa.and_(accepted, young)),
+        )
+    )
+    unjudged, units, prompts = connection.execute(query).one()
+    return int(unjudged or 0), int(units or 0), int(prompts or 0)
 
 
 def ended_badly(

@@ -28,11 +28,14 @@ class Contract:
         return Call(self.address, data, 0, what)
 
     def read(self, function: str, *values: Any, block: BlockId = "latest") -> tuple[Any, ...]:
-        """Decoded outputs of a view. Raises ChainRevertedError, UnavailableError."""
+        """Decoded outputs of a view, as a quorum of endpoints gives them. Raises
+        ChainRevertedError, UnavailableError."""
         item = self._artifact.function(function)
         what = f"reading {self._artifact.name}.{function}"
         call = Call(self.address, codec.encode_call(item, values), 0, what)
-        return self.client.read(call, lambda data: codec.decode(item.outputs, data), block=block)
+        return self.client.agreed_read(
+            call, lambda data: codec.decode(item.outputs, data), block=block
+        )
 
     def _one(self, function: str, *values: Any, block: BlockId = "latest") -> Any:
         return self.read(function, *values, block=block)[0]
