@@ -25,7 +25,7 @@ _EXTRAS = {
     "docker": "node", "psutil": "node", "pynvml": "node",
     "fastapi": "orchestrator", "starlette": "orchestrator", "uvicorn": "orchestrator",
     "sqlalchemy": "orchestrator", "alembic": "orchestrator", "psycopg": "orchestrator",
-    "boto3": "s3", "botocore": "s3", "triton": "torch",
+    "boto3": "s3", "pydantic_monty": "python-tool", "botocore": "s3", "triton": "torch",
     "accelerate": "trainer", "peft": "trainer", "tensorboardX": "trainer", "vllm": "rollout",
 }  # fmt: skip
 """Package that an extra of pyproject.toml brings → that extra."""

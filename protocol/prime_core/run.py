@@ -122,8 +122,9 @@ class Conversation(Strict):
     tools: tuple[str, ...] = Field(default=(), max_length=16)
     """Tools that the model may call, by name and version ("calculator-1", prime_envs/tools.py).
     Empty: the environment answers turns by itself."""
-    calls: Literal["tag-1", "hermes-1"] = "tag-1"
-    """How a call is written: `<calculator>2*3</calculator>`, or JSON in `<tool_call>` tags."""
+    calls: Literal["tag-1", "hermes-1", "fence-1"] = "tag-1"
+    """How a call is written: `<calculator>2*3</calculator>`, JSON in `<tool_call>` tags, or the
+    first fenced code block, for the first of `tools`."""
     role: Literal["tool", "user"] = "tool"
     """The chat template's role for what the environment says."""
     observation_bytes: int = Field(default=4096, ge=64, le=65_536)

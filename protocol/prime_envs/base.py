@@ -17,9 +17,10 @@ from prime_core.ids import Digest
 from prime_core.rollout import model_ranges
 from prime_core.run import MICRO, Chat, Conversation, LengthBudgets
 from prime_envs import tools
-from prime_envs.chat import THINK, prompt_of, reply_of, thinking_tokens
+from prime_envs.chat import THINK, prompt_of, reply_around, thinking_tokens
 from prime_envs.lengths import length_reward
 from prime_envs.tasks import Task
+from prime_envs.tools import Observation
 
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """A longer answer is cut here before any grader sees it."""
@@ -99,6 +100,15 @@ class Grade:
         return self.reward_micro / MICRO
 
 
+@dataclass(frozen=True)
+class Reply:
+    """The environment's tokens after a turn, none if the row ends; see tools.Observation."""
+
+    tokens: tuple[int, ...] = ()
+    exact: bool = True
+    given_up: tuple[int, ...] = ()
+
+
 class Environment(ABC):
     """A task family with pinned data. Subclasses give problems, prompt text and `check`."""
 
@@ -140,7 +150,7 @@ class Environment(ABC):
         """What a chat model is asked, without the length instruction."""
         return problem.prompt
 
-    def observe(self, problem: Problem, turns: Sequence[str]) -> str | None:
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
         """What the environment says after the last of the model's `turns`; None: nothing, the row
         ends. A pure function of its arguments. By default the run's tools answer calls."""
         return None if self.conversation is None else tools.answer(turns, self.conversation)
@@ -183,33 +193,38 @@ class Environment(ABC):
         output_tokens: Sequence[int],
         spans: Sequence[int],
         tokenizer: Tokenizer,
-    ) -> tuple[int, ...]:
-        """The environment's tokens after a model span that ended by an end token; none if the row
-        ends. What `observe` says is cut at the run's bytes, and no special token is read in it.
+    ) -> Reply:
+        """What follows a model span that ended by an end token. The words of `observe` are cut at
+        the run's bytes, and no special token is read in them.
 
         Args: `output_tokens` up to the end token; `spans`, their lengths, model first and last.
         Raises as chat.reply_of.
         """
-        conversation = self.conversation
-        if conversation is None:
-            return ()
+        if self.conversation is None:
+            return Reply()
         said = self.observe(problem, texts_of(tokenizer, output_tokens, spans)[::2])
         if said is None:
-            return ()
-        said = said.encode("utf-8", "replace")[: conversation.observation_bytes].decode(
-            "utf-8", "ignore"
-        )
+            return Reply()
+        ended_by = output_tokens[-1]
+        given_up = () if said.given_up is None else self._said(said.given_up, ended_by, tokenizer)
+        return Reply(self._said(said.text, ended_by, tokenizer), said.exact, given_up)
+
+    def _said(self, text: str, ended_by: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The tokens of the environment's words, with the template's around them."""
+        assert self.conversation is not None
+        most = self.conversation.observation_bytes
+        text = text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
         before, after = "", ""
         if self.chat is None:
-            said = self.observation_text(said)
+            text = self.observation_text(text)
         else:
-            ended_by = tokenizer.decode(
-                output_tokens[-1:], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            end_text = tokenizer.decode(
+                [ended_by], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            before, said, after = reply_of(self.chat, conversation.role, said, ended_by, tokenizer)
+            before, after = reply_around(self.chat, self.conversation.role, end_text, tokenizer)
         return (
             *tokenizer.encode(before, add_special_tokens=False),
-            *tokenizer.encode(said, add_special_tokens=False, split_special_tokens=True),
+            *tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True),
             *tokenizer.encode(after, add_special_tokens=False),
         )
 
@@ -289,7 +304,7 @@ class Environment(ABC):
         )
 
     def close(self) -> None:  # noqa: B027 - most environments start nothing
-        """Ends what grading started beside us (child processes); grading again starts it anew."""
+        """Ends the child processes that grading started; grading again starts them."""
 
     def _require_index(self, index: int) -> None:
         if not 0 <= index < len(self):

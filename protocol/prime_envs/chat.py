@@ -163,17 +163,15 @@ def reply_frame(text: str, role: str, special: tuple[tuple[str, str], ...]) -> t
     return frame[0], frame[1]
 
 
-def reply_of(
-    chat: Chat, role: str, observation: str, end_text: str, tokenizer: Any
-) -> tuple[str, str, str]:
-    """(before, observation, after): the text between two turns of the model.
+def reply_around(chat: Chat, role: str, end_text: str, tokenizer: Any) -> tuple[str, str]:
+    """(before, after): the text around the environment's words, between two turns of the model.
 
     Args: `end_text`, the text of the end token that the turn ended with, which the template may
     write too. Raises as prompt_of and reply_frame.
     """
     text, special = _pinned(chat, tokenizer)
     before, after = reply_frame(text, role, tuple(sorted(special.items())))
-    return before.removeprefix(end_text), observation, after
+    return before.removeprefix(end_text), after
 
 
 def thinking_tokens(tokenizer: Any, output_tokens: Sequence[int], opened: bool) -> int:

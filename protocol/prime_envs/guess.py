@@ -17,6 +17,7 @@ from prime_core.ids import Digest
 from prime_core.run import MICRO, LengthBudgets
 from prime_envs.base import Environment, Problem, TaskScore
 from prime_envs.prompts import with_budget
+from prime_envs.tools import Observation
 
 SIZE = 1_000_000
 _NUMBER = re.compile(r"[0-9]{1,7}")
@@ -59,12 +60,14 @@ class Guess(Environment):
             "guess you read whether the secret is higher or lower."
         )
 
-    def observe(self, problem: Problem, turns: Sequence[str]) -> str | None:
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
         guess = _guess(turns[-1])
         if guess is None:
-            return "say a number"
+            return Observation("say a number")
         secret = int(problem.answer)
-        return None if guess == secret else "higher" if secret > guess else "lower"
+        if guess == secret:
+            return None
+        return Observation("higher" if secret > guess else "lower")
 
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
         guess = _guess(output_text)

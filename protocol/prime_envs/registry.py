@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from prime_core.errors import PolicyError, UserError
 from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
 from prime_envs.base import Environment
+from prime_envs.tools import require_tools
 
 ENTRY_POINT_GROUP = "prime_open.environments"
 """A plugin names its Environment class here, e.g. `mytask = "my_package:MyTask"`."""
@@ -68,6 +69,8 @@ def environment_for(run: RunDefinition) -> Environment:
         )
     environment.chat = run.chat
     environment.conversation = run.conversation
+    if run.conversation is not None:
+        require_tools(run.conversation)
     return environment
 
 

@@ -1,8 +1,7 @@
 """Tools that a model may call in a conversation, and how its calls are read.
 
-A tool is a pure function of its state and its argument, and its limits are counts of characters,
-operations and bits, never time: every machine gives the same answer, so a validator runs it again.
-The state is made by the row's earlier calls, in order, and starts empty. Names carry a version; a
+A tool is a pure function of the row's calls so far, so a validator runs it again. The limits of an
+exact tool are counts of characters, operations and bits, never time. Names carry a version; a
 change that can alter an answer is a new version in addition to the old one. Text of the model is
 repeated in ASCII: what Python calls printable depends on its version.
 """
@@ -18,16 +17,32 @@ from fractions import Fraction
 from prime_core.errors import UserError
 from prime_core.run import Conversation
 
-State = dict[str, str]
-Tool = Callable[[State, Mapping[str, str]], str]
-"""(state of this row, arguments) → what the model reads."""
+Arguments = Mapping[str, str]
 
-MAX_ARGUMENT = 2048
+
+@dataclass(frozen=True)
+class Observation:
+    """What the environment says after a turn.
+
+    `exact`: every machine says the same, so a file that says otherwise is a lie; if not, it is only
+    not paid. `given_up`: what a slower machine says instead, which is accepted as well.
+    """
+
+    text: str
+    exact: bool = True
+    given_up: str | None = None
+
+
+Tool = Callable[[Sequence[Arguments]], Observation]
+"""The arguments of the row's calls of this tool so far → what the model reads after the last."""
+
+MAX_ARGUMENT = 8192
 """Characters of a call's text."""
 MAX_BITS = 4096
 """Of a number's numerator or denominator."""
 MAX_DEPTH = 64
 MAX_NOTES = 64
+_FENCE = re.compile(r"```[a-zA-Z0-9]{0,16}[ ]*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -43,14 +58,27 @@ def first_call(text: str, conversation: Conversation) -> Call | None:
     """The first call in a turn of the model, or None. Text after it is not read."""
     if conversation.calls == "hermes-1":
         return _hermes_call(text)
+    if conversation.calls == "fence-1":
+        return _fenced_call(text, _word(conversation.tools[0])) if conversation.tools else None
     return _tagged_call(text, [_word(name) for name in conversation.tools])
 
 
-def answer(turns: Sequence[str], conversation: Conversation) -> str | None:
+def answer(turns: Sequence[str], conversation: Conversation) -> Observation | None:
     """What the tools answer to the last of the model's turns; None if it calls none."""
-    state: dict[str, State] = {}
-    answers = [_run(first_call(turn, conversation), conversation, state) for turn in turns]
-    return answers[-1]
+    calls = [first_call(turn, conversation) for turn in turns]
+    if calls[-1] is None:
+        return None
+    names = {_word(name): name for name in conversation.tools}
+    last = calls[-1]
+    problem = _problem(last, names)
+    if problem:
+        return Observation(f"error: {problem}")
+    same = [
+        call.arguments
+        for call in calls
+        if call is not None and call.tool == last.tool and not _problem(call, names)
+    ]
+    return TOOLS[names[last.tool]](same)
 
 
 def require_tools(conversation: Conversation) -> None:
@@ -59,6 +87,10 @@ def require_tools(conversation: Conversation) -> None:
     if unknown:
         known = ", ".join(sorted(TOOLS))
         raise UserError(f"there is no tool {unknown[0]!r}; known are {known}")
+    if "python-1" in conversation.tools:
+        from prime_envs.python_tool import require_monty
+
+        require_monty()
     words = [_word(name) for name in conversation.tools]
     if len(set(words)) < len(words):
         raise UserError("conversation.tools names one tool in two versions")
@@ -69,21 +101,14 @@ def _word(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-def _run(call: Call | None, conversation: Conversation, state: dict[str, State]) -> str | None:
-    if call is None:
-        return None
-    names = {_word(name): name for name in conversation.tools}
+def _problem(call: Call, names: Mapping[str, str]) -> str:
     if call.problem:
-        return f"error: {call.problem}"
+        return call.problem
     if call.tool not in names:
-        return f"error: there is no tool {call.tool[:64]!a}"
+        return f"there is no tool {call.tool[:64]!a}"
     if sum(map(len, call.arguments.values())) > MAX_ARGUMENT:
-        return f"error: a call has at most {MAX_ARGUMENT} characters"
-    name = names[call.tool]
-    try:
-        return TOOLS[name](state.setdefault(name, {}), call.arguments)
-    except _ToolError as error:
-        return f"error: {error}"
+        return f"a call has at most {MAX_ARGUMENT} characters"
+    return ""
 
 
 def _tagged_call(text: str, words: Sequence[str]) -> Call | None:
@@ -97,6 +122,11 @@ def _tagged_call(text: str, words: Sequence[str]) -> Call | None:
     if not closing:
         return Call(word, {}, f"the call has no </{word}>")
     return Call(word, {"input": argument.strip()})
+
+
+def _fenced_call(text: str, word: str) -> Call | None:
+    found = _FENCE.search(text)
+    return None if found is None else Call(word, {"input": found[1].strip()})
 
 
 def _hermes_call(text: str) -> Call | None:
@@ -131,13 +161,20 @@ class _ToolError(Exception):
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?)|(\*\*|//|[-+*/%^()]))")
 
 
-def calculator(state: State, arguments: Mapping[str, str]) -> str:
+def calculator(calls: Sequence[Arguments]) -> Observation:
     """Exact arithmetic on whole and decimal numbers: + - * / // % ** (or ^) and parentheses.
 
     Arguments: `input` or `expression`. The answer is a whole number, or a decimal with at most 10
     digits after the point, rounded half to even.
     """
-    text = arguments.get("expression", arguments.get("input", ""))
+    text = calls[-1].get("expression", calls[-1].get("input", ""))
+    try:
+        return Observation(_shown(_Parser(_tokens(text)).whole()))
+    except _ToolError as error:
+        return Observation(f"error: {error}")
+
+
+def _tokens(text: str) -> list[str]:
     tokens: list[str] = []
     at = 0
     text = text.strip().replace("×", "*").replace("÷", "/").replace("−", "-")
@@ -149,7 +186,7 @@ def calculator(state: State, arguments: Mapping[str, str]) -> str:
         at = found.end()
     if not tokens:
         raise _ToolError("there is nothing to calculate")
-    return _shown(_Parser(tokens).whole())
+    return tokens
 
 
 class _Parser:
@@ -251,11 +288,22 @@ def _shown(value: Fraction) -> str:
 # ── notes ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def notes(state: State, arguments: Mapping[str, str]) -> str:
+def notes(calls: Sequence[Arguments]) -> Observation:
     """A scratch space of named texts: `set NAME TEXT`, `get NAME`, `list`.
 
     Arguments: `input`, or `action` ("set", "get", "list") with `name` and `text`.
     """
+    kept: dict[str, str] = {}
+    said = ""
+    for arguments in calls:
+        try:
+            said = _note(kept, arguments)
+        except _ToolError as error:
+            said = f"error: {error}"
+    return Observation(said)
+
+
+def _note(kept: dict[str, str], arguments: Arguments) -> str:
     words = arguments.get("input", "").split(maxsplit=2)
     words += [""] * (3 - len(words))
     action, name, text = (
@@ -263,17 +311,24 @@ def notes(state: State, arguments: Mapping[str, str]) -> str:
         for key, word in zip(("action", "name", "text"), words, strict=True)
     )
     if action == "list":
-        return ", ".join(sorted(state)) or "there are no notes"
+        return ", ".join(sorted(kept)) or "there are no notes"
     if action == "get":
-        if name not in state:
+        if name not in kept:
             raise _ToolError(f"there is no note {name[:64]!a}")
-        return state[name]
+        return kept[name]
     if action != "set" or not name:
         raise _ToolError("the actions are: set NAME TEXT, get NAME, list")
-    if name not in state and len(state) >= MAX_NOTES:
+    if name not in kept and len(kept) >= MAX_NOTES:
         raise _ToolError(f"there are {MAX_NOTES} notes already")
-    state[name] = text
+    kept[name] = text
     return "noted"
 
 
-TOOLS: dict[str, Tool] = {"calculator-1": calculator, "notes-1": notes}
+def python(calls: Sequence[Arguments]) -> Observation:
+    """See prime_envs.python_tool."""
+    from prime_envs.python_tool import run
+
+    return run(calls)
+
+
+TOOLS: dict[str, Tool] = {"calculator-1": calculator, "notes-1": notes, "python-1": python}

@@ -27,7 +27,7 @@ from prime_core.rollout import CONVERSATION_SCHEMA, SCHEMA_VERSION, model_tokens
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import Lease, SignedLease
 from prime_engine.base import Engine, Generation, GenerationRequest, StateSink
-from prime_envs.base import Environment, Problem
+from prime_envs.base import Environment, Problem, Reply
 from prime_verify.proofs import activations, sketch
 from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
@@ -94,19 +94,19 @@ def reply_to(
     tokenizer: Any,
     output_tokens: Sequence[int],
     spans: Sequence[int],
-) -> tuple[tuple[int, ...], FinishReason]:
-    """What follows a model span that ended by an end token.
+) -> Reply:
+    """What follows a model span that ended by an end token; nothing after the run's last turn.
 
     Args: `output_tokens` up to that end token; `spans`, their lengths, model first and last.
-    Returns the environment's tokens, or none and how the row ends: "length" if the environment's
-    tokens and one of the model's do not fit into `max_output_tokens`, else "end".
     """
     if run.conversation is None or len(spans) // 2 + 1 >= run.conversation.turns:
-        return (), "end"
-    tokens = environment.reply(row.problem, row.target_length, output_tokens, spans, tokenizer)
-    if len(output_tokens) + len(tokens) >= run.max_output_tokens:
-        return (), "length"
-    return tokens, "end"
+        return Reply()
+    return environment.reply(row.problem, row.target_length, output_tokens, spans, tokenizer)
+
+
+def fits(run: RunDefinition, output_tokens: Sequence[int], reply: Sequence[int]) -> bool:
+    """Whether a reply and one more token of the model fit into the row."""
+    return len(output_tokens) + len(reply) < run.max_output_tokens
 
 
 @dataclass
@@ -175,10 +175,12 @@ def converse(
             row.finish_reason = made.finish_reason
             if made.finish_reason != "end":
                 continue
-            reply, row.finish_reason = reply_to(
+            reply = reply_to(
                 plan[n], run, environment, engine.tokenizer, row.tokens, row.spans
-            )
-            if reply:
+            ).tokens
+            if not fits(run, row.tokens, reply):
+                row.finish_reason = "length" if reply else "end"
+            elif reply:
                 row.tokens += reply
                 row.spans.append(len(reply))
                 row.logprobs.append(np.zeros(len(reply), dtype=np.float32))

@@ -15,8 +15,8 @@ from prime_core.run import MICRO, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason, VerdictRow
 from prime_engine.base import Engine
-from prime_envs.base import Environment, Grade
-from prime_verify.build import PlannedRow, reply_to
+from prime_envs.base import Environment, Grade, Reply
+from prime_verify.build import PlannedRow, fits, reply_to
 from prime_verify.proofs import activations, sampling, sketch
 from prime_verify.proofs.tails import LEAST_CHANCE
 from prime_verify.proofs.thresholds import SIGNIFICANCE
@@ -109,7 +109,7 @@ def _check_replies(
     environment: Environment,
 ) -> None:
     """What the environment says after each turn, token by token. A reply that comes out otherwise
-    the second time accuses no one.
+    the second time accuses no one, nor does one that is not exact.
 
     Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
     """
@@ -120,18 +120,24 @@ def _check_replies(
         if said[-1] not in engine.end_tokens:
             continue  # the last turn, cut by the length limit
 
-        def reply(said: Sequence[int] = said, turn: int = turn) -> tuple[Sequence[int], str]:
+        def reply(said: Sequence[int] = said, turn: int = turn) -> Reply:
             return reply_to(due, run, environment, engine.tokenizer, said, spans[: turn + 1])
 
-        expected, ending = reply()
-        found = tokens[len(said) :][: spans[turn + 1]] if turn + 1 < len(spans) else ()
-        if tuple(found) != tuple(expected) and reply()[0] == expected:
-            what = "leaves out" if not found else "makes up" if not expected else "changes"
-            raise RulingError(
-                Reason.WRONG_OBSERVATION,
-                f"row {number} {what} what the environment says after turn {turn // 2}",
-            )
-        if turn + 1 == len(spans) and ending != row.finish_reason:
+        expected = reply()
+        last = turn + 1 == len(spans)
+        found = () if last else tuple(tokens[len(said) :][: spans[turn + 1]])
+        allowed = {
+            (words, "end") if fits(run, said, words) else ((), "length" if words else "end")
+            for words in (expected.tokens, expected.given_up or expected.tokens)
+        }
+        if found not in {words for words, _ in allowed}:
+            what = "leaves out" if not found else "makes up" if not expected.tokens else "changes"
+            detail = f"row {number} {what} what the environment says after turn {turn // 2}"
+            if not expected.exact:
+                raise RulingError(Reason.WRONG_ROWS, f"{detail}, or its tools gave other answers")
+            if reply() == expected:
+                raise RulingError(Reason.WRONG_OBSERVATION, detail)
+        elif last and ((), row.finish_reason) not in allowed:
             raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
 
 

@@ -19,6 +19,7 @@ from prime_envs.base import Problem
 from prime_envs.definition import run_from
 from prime_envs.registry import BUILT_IN, environment_for, environment_ref
 from prime_envs.reverse import Reverse
+from prime_envs.tools import Observation
 from prime_verify import build
 from prime_verify.build import PlannedRow
 from prime_verify.calibrate import HonestFile, synthetic_run
@@ -38,8 +39,11 @@ class Words(Reverse):
 
     name = "words"
 
-    def observe(self, problem: Problem, turns: Sequence[str]) -> str | None:
-        return self.prompt_text(problem, 2 * len(turns))
+    exact = True
+    given_up: str | None = None
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        return Observation(self.prompt_text(problem, 2 * len(turns)), self.exact, self.given_up)
 
     def observation_text(self, said: str) -> str:
         return said
@@ -141,6 +145,34 @@ def test_words_of_the_environment_that_were_changed_are_found(
     assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
     assert finding.detail.endswith("changes what the environment says after turn 0")
     assert finding.chance == 0
+
+
+def test_a_tool_that_is_not_exact_accuses_no_one(
+    talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forged(row: FileRow) -> FileRow:
+        tokens = list(row.output_tokens)
+        tokens[row.spans[0]] ^= 1
+        return replace(row, output_tokens=tuple(tokens))
+
+    monkeypatch.setattr(talking.environment, "exact", False, raising=False)
+    finding = talking.judge(changed(honest, forged))
+    assert (finding.outcome, finding.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
+    assert "or its tools gave other answers" in finding.detail
+
+
+def test_what_a_slow_machine_says_instead_is_accepted(
+    talking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's tool gave up where the validator's came close to it."""
+    slow = environment_for(talking.run)
+    slow.observe = lambda problem, turns: Observation("02|slow>")  # type: ignore[method-assign]
+    worker = type(talking)(talking.run, slow, talking.engine)
+    file = worker.honest(2)
+    monkeypatch.setattr(talking.environment, "exact", False, raising=False)
+    assert talking.judge(file).reason is Reason.WRONG_ROWS
+    monkeypatch.setattr(talking.environment, "given_up", "02|slow>", raising=False)
+    assert talking.judge(file).outcome is Outcome.ACCEPTED
 
 
 def test_a_row_that_leaves_out_what_the_environment_says_is_found(
