@@ -1,4 +1,4 @@
-"""The hardware challenge: what this machine can do is measured, not told."""
+"""The hardware challenge: this machine's speed is measured, not declared."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger("prime.node.admission")
 
 
 def challenge_device(hardware: Hardware, task: Task) -> Device:
-    """Where this machine's speed is measured, which is where its worker will generate: the GPU if
-    the pool's task gets one, this machine has one and torch can use it; otherwise the CPU."""
+    """Returns where this machine's speed is measured, which is where its worker generates: the GPU
+    if the pool's task gets one, this machine has one and torch can use it; otherwise the CPU."""
     if not (task.gpus and hardware.gpus and find_spec("torch")):
         return "cpu"
     import torch
@@ -40,10 +40,11 @@ def admit(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> AdmissionAnswer | None:
-    """Asks for a challenge, waits for its turn, solves it, hands the products in.
+    """Requests a challenge, waits for its turn, solves it and submits the products.
 
     Returns None if `stop` was set before the turn came. Raises PolicyError if the pool refuses this
-    machine. `throttle` N makes it N times slower (development); `shadow` asks for no seat."""
+    machine. `throttle` N makes it N times slower (development); `shadow` requests no seat.
+    """
     stop = stop or threading.Event()
     wish = AdmissionRequest(hardware=hardware, task_runtime=runtime, shadow=shadow)
     while (answered := api.challenge(wish)).challenge is None:
@@ -60,7 +61,7 @@ def admit(
 
 
 def solve(challenge: Challenge, device: str) -> bytes:
-    """The products as they go over the wire (int64 little-endian)."""
+    """Returns the products in wire format (int64 little-endian)."""
     from prime_verify.proofs import hardware as challenges
 
     return challenges.encode_solution(

@@ -1,13 +1,13 @@
 """The node agent: one process that joins a pool and keeps its task supplied with work.
 
-    main thread    heartbeat ──► directive: join · work · wait · stop; tends the task
-    bridge         the task's requests: lease, submit, abandon        (bridge.py, desk.py)
-    courier        finished files ──► orchestrator, until receipted   (courier.py, outbox.py)
-    policies       new policies, fetched beside the work              (policies.py)
+    main thread    heartbeat ──► directive: join · work · wait · stop; manages the task
+    bridge         the task's requests: lease, submit, abandon          (bridge.py, desk.py)
+    courier        finished files ──► orchestrator, until receipted     (courier.py, outbox.py)
+    policies       new policies, fetched while work goes on             (policies.py)
 
-The heartbeat's answer is the only control loop. What each waits for: the task for a lease and its
-policy; a lease for the receipt of the one before; nothing waits for the chain. Left out: several
-tasks on one machine (run one agent a task, each with its own data folder).
+The heartbeat's answer is the only control loop. The task waits for a lease and its policy, and a
+lease waits for the previous one's receipt; nothing waits for the chain. Not supported: several
+tasks on one machine. Run one agent per task instead, each with its own data folder.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ THROTTLED = (
 
 
 class Agent:
-    """Runs until told to stop. `owner_signer` is the provider's key where it is here."""
+    """Runs until stopped. `owner_signer` is the provider's key if it is on this machine."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Agent:
         self._stop = threading.Event()
 
     def run(self) -> int:
-        """The agent's whole life; the exit status. Raises PrimeError with the reason if it ends
-        for another cause than a signal or the pool's end."""
+        """Runs the agent to its end; returns the exit status. Raises PrimeError with the reason if
+        it ends for any cause other than a signal or the end of the pool."""
         self._data.make()
         self._data.lock()
         try:
@@ -102,11 +102,11 @@ class Agent:
             self._data.unlock()
 
     def stop(self) -> None:
-        """Asks the agent to end; safe to call from any thread."""
+        """Asks the agent to stop; callable from any thread."""
         self._stop.set()
 
     def install_signals(self) -> None:
-        """SIGTERM and SIGINT end it cleanly; a second one ends it at once."""
+        """Makes SIGTERM and SIGINT stop the agent cleanly; a second signal ends it immediately."""
         until_stopped(self._stop, second_ends=True)
 
     # -- from start to first heartbeat
@@ -155,7 +155,7 @@ class Agent:
             return 0
         task = TaskKeeper(runtime, run.task, mounts, options(run), now=time.monotonic)
 
-        # Ended in the opposite order: the task first, while its bridge still answers.
+        # Stopped in reverse order: the task first, while its bridge still answers.
         stack.callback(lambda: self._end_courier(courier))
         stack.callback(lambda: keeper.stop(2.0))
         stack.callback(lambda: revisions.stop(2.0))
@@ -191,7 +191,7 @@ class Agent:
         return named_provider(self._settings) or (self._owner_signer or self._signer).address
 
     def _link(self, api: NodeApi, stack: ExitStack) -> Link | None:
-        """The chain, if an RPC is named."""
+        """Connects to the chain if an RPC is named."""
         if not self._settings.rpc:
             return None
         link = connect(self._settings, api.client.pool())
@@ -199,8 +199,8 @@ class Agent:
         return link
 
     def _pool_is_checked(self, link: Link, api: NodeApi) -> bool:
-        """Holds the orchestrator's word on the pool to the chain's; False if stopped before. An RPC
-        that answered an earlier start may be away: that stops nothing."""
+        """Checks the orchestrator's statements about the pool against the chain; returns False if
+        stopped before. An unavailable RPC is tolerated if an earlier start got an answer."""
         if self._give_up is not None:
             return self._patiently(lambda: check_pool(link, api)) is not None
         try:
@@ -212,7 +212,8 @@ class Agent:
     def _revisions(
         self, run: RunDefinition, hardware: Hardware, runtime: Runtime, chain: bool
     ) -> Revisions:
-        """What follows `run`: fetched, held to the owner's limits and the chain, prepared."""
+        """Returns the handler for revisions of `run`: they are fetched, checked against the owner's
+        limits and the chain, and prepared."""
         settings = self._settings
 
         def fetch(digest: Digest) -> RunDefinition:
@@ -233,8 +234,8 @@ class Agent:
         )
 
     def _check_on_chain(self, api: NodeApi, digest: Digest) -> None:
-        """Raises UnavailableError while the chain does not name a run; one that cannot be asked
-        stops nothing, since the manager signs every lease that names the run."""
+        """Raises UnavailableError while the chain does not name a run. An unreachable chain is
+        tolerated, because the manager signs every lease that names the run."""
         try:
             link = connect(self._settings, api.client.pool())
         except UnavailableError as error:
@@ -289,8 +290,8 @@ class Agent:
         return desk, keeper
 
     def _bridge_folder(self, stack: ExitStack) -> Path:
-        """The socket's folder: in the data folder, or a short temporary one where that path is
-        longer than a Unix socket may have."""
+        """Returns the socket's folder: in the data folder, or a short temporary one if that path
+        exceeds the limit for Unix sockets."""
         if len(os.fsencode(self._data.bridge / "agent.sock")) <= LONGEST_SOCKET_PATH:
             return self._data.bridge
         short = Path(tempfile.mkdtemp(prefix="prime-node-"))
@@ -298,14 +299,14 @@ class Agent:
         return short
 
     def _bring_dataset(self, run: RunDefinition) -> bool:
-        """Puts the run's dataset, if it has one, where the worker finds it, which has no network.
-        A server that is away is asked again; False if stopped before it answered."""
+        """Downloads the run's dataset, if any, for the worker, which has no network. Retries while
+        a server is unavailable; returns False if stopped first."""
         arguments, folder = run.environment.arguments, self._data.policies / BESIDE_POLICIES
         return self._patiently(lambda: (bring(arguments, folder),)) is not None
 
     def _patiently(self, ask: Callable[[], T]) -> T | None:
-        """Asks until there is an answer; None if stopped before. Raises UnavailableError where
-        nobody ever answered (the first start in this data folder) and nobody does in time."""
+        """Retries until there is an answer; returns None if stopped first. On the first start in
+        this data folder, raises UnavailableError if no answer comes in time."""
 
         def tell(error: UnavailableError, wait: float) -> None:
             log.warning("%s; trying again in %.0f s", error, wait)
@@ -339,16 +340,16 @@ class Agent:
 
 
 def newest_run(api: NodeApi) -> RunDefinition:
-    """The last definition that is final on chain: leases given from now on are of it, or of one
-    that the heartbeat names."""
+    """Returns the last definition that is final on chain. Leases issued from now on are of it, or
+    of one that the heartbeat names."""
     listed = api.runs()
     final = [one.run_digest for one in listed.revisions if one.final]
     return api.run(final[-1] if final else listed.first)
 
 
 def _heard_before(settings: Settings) -> bool:
-    """Whether an earlier start in this data folder heard from this orchestrator and from a chain;
-    a member whose RPC is another one now works without it, too."""
+    """Whether an earlier start in this data folder got answers from this orchestrator and from a
+    chain. A node with that history may also start without its current RPC."""
     kept, told = remembered(settings.data), settings.to_remember()
     chain_too = bool(kept.get("rpc")) or not told["rpc"]
     return chain_too and kept.get("orchestrator") == told["orchestrator"]

@@ -1,6 +1,6 @@
-"""The orchestrator's routes as the agent calls them: one method a route, typed both ways.
+"""The orchestrator's routes as the agent calls them: one typed method per route.
 
-One instance belongs to one thread (its client holds one HTTP session).
+Use each instance in one thread only (its client holds one HTTP session).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RELAY_LIST = TypeAdapter(tuple[RelayInfo, ...])
 
 
 class NodeApi:
-    """What a node asks of its orchestrator. Errors as OrchestratorClient raises them."""
+    """A node's requests to its orchestrator. Raises the same errors as OrchestratorClient."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class NodeApi:
         self.client.close()
 
     def run(self, expected: Digest | None = None) -> RunDefinition:
-        """The run definition. Raises UntrustedError unless its digest is the expected one (by
+        """Returns a run definition. Raises UntrustedError unless its digest is the expected one (by
         default the one that the orchestrator names for the pool)."""
         return RunDefinition.parse(
             run_bytes(self.client, expected or self.client.pool().run_digest)
         )
 
     def runs(self) -> RunList:
-        """The pool's first definition and its revisions."""
+        """Returns the pool's first definition and its revisions."""
         return self.client.get("/v1/runs", RunList)
 
     def challenge(self, request: AdmissionRequest) -> ChallengeAnswer:
@@ -80,15 +80,15 @@ class NodeApi:
         return self.client.post("/v1/heartbeat", body, HeartbeatAnswer)
 
     def nodes_of(self, provider: Address) -> tuple[NodeInfo, ...]:
-        """The pool's nodes of one owner."""
+        """Returns the pool's nodes of one owner."""
         return tuple(self.client.nodes(provider))
 
     def node(self, address: Address) -> NodeInfo:
-        """One node. Raises NotFoundError if it was never admitted."""
+        """Returns one node. Raises NotFoundError if it was never admitted."""
         return self.client.get(f"/v1/nodes/{address}", NodeInfo)
 
     def relays(self) -> tuple[RelayInfo, ...]:
-        """Who serves policies."""
+        """Returns the relays that serve policies."""
         return self._list("/v1/relays", _RELAY_LIST)
 
     def _list(self, path: str, items: TypeAdapter[tuple[T, ...]]) -> tuple[T, ...]:
@@ -101,10 +101,10 @@ class NodeApi:
         return self.client.get("/v1/policies", PolicyList)
 
     def lease(self, policy_version: int, runs: Iterable[Digest] = ()) -> LeaseAnswer:
-        """The open lease of this node or a new one of one of `runs` (none named: of any run); the
-        manager's signature and the addressee are checked. Raises UntrustedError if they do not
-        hold, and if a shadow node is given a lease that could be paid or slashed, or another one a
-        lease that could not."""
+        """Returns this node's open lease or a new one of one of `runs` (empty: any run), after
+        checking the manager's signature and the addressee. Raises UntrustedError if they are wrong,
+        if a shadow node gets a lease that could be paid or slashed, or if another node gets one
+        that could not."""
         answer = self.client.post(
             "/v1/leases",
             LeaseRequest(policy_version=policy_version, runs=tuple(runs)),
@@ -129,7 +129,7 @@ class NodeApi:
         self.client.upload(target, file)
 
     def submit(self, body: SignedSubmission) -> ReceiptAnswer:
-        """Hands the submission in; the receipt is checked against the manager's key."""
+        """Submits the signed submission; the receipt is checked against the manager's key."""
         answer = self.client.post("/v1/submissions", body, ReceiptAnswer, signed=False)
         domain, pool = self.client.domain("work"), self.client.pool()
         if (

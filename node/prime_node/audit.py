@@ -1,8 +1,8 @@
-"""What an audit rests on, gathered: the chain's word, published objects, this machine's engine.
+"""Collects what an audit is based on: chain records, published objects, this machine's engine.
 
     subject (transaction, evidence or submission digest) ──► prime_verify.audit ──► result
 
-The judging itself is prime_verify/audit.py; policies come through the relays, verified.
+The judging itself is in prime_verify/audit.py. Policies come through the relays and are verified.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from prime_verify.proofs.thresholds import Calibration, parse_signed
 
 
 class OrchestratorLibrary:
-    """Published things as an orchestrator serves them; objects are checked by their digest."""
+    """Published items as served by an orchestrator; objects are checked against their digests."""
 
     def __init__(self, api: NodeApi) -> None:
         self._client = api.client
@@ -66,7 +66,7 @@ class OrchestratorLibrary:
 
 
 class FetchedEngines(FolderEngines):
-    """Engines whose policies are fetched, verified, when they are asked for."""
+    """Engines whose policies are fetched and verified on demand."""
 
     def __init__(self, folder: PolicyFolder, api: NodeApi, threads: int) -> None:
         super().__init__(folder.root, partial(load_engine, threads=threads), keep=2)
@@ -92,15 +92,15 @@ class FetchedEngines(FolderEngines):
             raise UnavailableError(f"policy {version} cannot be fetched: {error}") from error
 
     def _before(self, version: int) -> list[SignedManifest]:
-        """The manifests of the versions before: an origin keeps old policies as deltas from an
-        anchor."""
+        """Returns the manifests of the preceding versions: an origin keeps old policies as deltas
+        from an anchor."""
         numbers = range(max(0, version - ANCHOR_EVERY), version)
         return [self._api.client.get(f"/v1/policies/{n}", SignedManifest) for n in numbers]
 
 
 def serving(version: int, relays: Sequence[RelayInfo]) -> list[str]:
-    """Whom to ask for a policy: those that announce it, else everybody. Announcements name the
-    newest versions only, and an origin keeps every one that can still be slashed for."""
+    """Returns the relays to ask for a policy: those that announce it, else all. Announcements name
+    only the newest versions, but an origin keeps every policy that can still lead to a slash."""
     announced = [relay.url for relay in relays if version in relay.versions]
     return announced or [relay.url for relay in relays]
 
@@ -139,8 +139,8 @@ def replay(settings: Settings, subject: str) -> Audit:
 def _rooted(
     link: Link, library: OrchestratorLibrary, digest: Digest, info: SubmissionInfo
 ) -> SignedSubmission:
-    """The signed submission: from the leaves object of a root that the chain holds, or from the
-    transaction by which its node posted it."""
+    """Returns the signed submission from the leaves object of a root on chain, or from the
+    transaction in which its node posted it."""
     events = history.read_events(link.client, link.deployment, contracts=("work",))
     found = find_leaf(
         link.client, link.deployment, events, link.pool, digest, info.root, library.object
@@ -149,7 +149,8 @@ def _rooted(
 
 
 def published(settings: Settings, subject: str) -> dict[str, Any]:
-    """What is published on a slash (its evidence) or a submission (its verdict), as plain values.
+    """Returns what is published about a slash (its evidence) or a submission (its verdict), as
+    plain values.
 
     Raises NotFoundError if nothing is.
     """
@@ -170,7 +171,8 @@ def published(settings: Settings, subject: str) -> dict[str, Any]:
 
 
 def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
-    """Writes all that an audit of `subject` rests on into `folder` (audit_export.py); the files.
+    """Writes everything an audit of `subject` is based on into `folder` (audit_export.py); returns
+    the files.
 
     Raises UserError if it names nothing of this pool, NotFoundError if a part is not published.
     """
@@ -183,7 +185,7 @@ def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
 
 
 def find_slash(link: Link, digest: Digest) -> Slash | None:
-    """The slash whose transaction, evidence or submission has this digest."""
+    """Returns the slash whose transaction, evidence or submission has this digest, or None."""
     for slash in history.read_slashes(link.client, link.deployment):
         named = (slash.proposed_tx, slash.ended_tx, slash.evidence, slash.leaf)
         if slash.pool == link.pool and digest in named:
@@ -232,8 +234,9 @@ def _setting(settings: Settings, api: NodeApi, link: Link, library: Orchestrator
 def run_calibration(
     run: RunDefinition, library: OrchestratorLibrary, manager: Address, domain: Domain
 ) -> Calibration | None:
-    """The run's own calibration object; None where it uses the shipped one. Raises MalformedError,
-    UntrustedError if the object is no calibration that the pool's manager signed."""
+    """Returns the run's own calibration object; None if it uses the shipped one. Raises
+    MalformedError or UntrustedError if the object is not a calibration signed by the pool's
+    manager."""
     if run.calibration == ZERO_DIGEST:
         return None
     return parse_signed(library.object(run.calibration, MAX_OBJECT_BYTES), manager, domain)

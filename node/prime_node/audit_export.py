@@ -1,13 +1,13 @@
-"""Everything that an audit of one file rests on, as plain files in a folder.
+"""Exports everything that the audit of one file is based on, as plain files in a folder.
 
-    slash.json  evidence.json            of a slash: the chain's word, the validator's evidence
-    submission.json  verdict.json        what the orchestrator says; the signed opinions
+    slash.json  evidence.json            of a slash: the chain's record, the validator's evidence
+    submission.json  verdict.json        the orchestrator's record; the signed opinions
     verdict_table.json                   what was recomputed, row by row
     lease.json  run.json  rollout.parquet  calibration.json (if the run names its own)
     index.json                           SHA-256 of each file
 
-Objects are written as the bytes that their digest names, and were checked against it; anybody can
-do so again with sha256sum.
+Objects are written as the bytes that their digest names, after checking them; anyone can check them
+again with sha256sum.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def gather(
     run_of: Callable[[Digest], RunDefinition],
     library: Library,
 ) -> dict[str, bytes]:
-    """The files by name; `run_of` gives a run definition by its digest. Raises NotFoundError if the
-    submission, its file or what its verdict names is not published."""
+    """Returns the files by name; `run_of` returns a run definition by its digest. Raises
+    NotFoundError if the submission, its file or what its verdict names is not published."""
     info = library.submission(submission)
     lease = library.lease(info.lease_digest)
     run = run_of(lease.lease.run_digest)
@@ -58,9 +58,10 @@ def gather(
 
 
 def write(files: dict[str, bytes], folder: Path) -> list[Path]:
-    """Writes them and index.json into `folder`, which is made if it is not there; the paths.
+    """Writes the files and index.json into `folder`, which is created if missing; returns the
+    paths.
 
-    Raises UserError if it holds anything.
+    Raises UserError if the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder", hint="name a new one")
@@ -73,7 +74,8 @@ def write(files: dict[str, bytes], folder: Path) -> list[Path]:
 
 
 def submission_of(subject: Digest, slash: Slash | None, library: Library) -> Digest:
-    """The submission that a subject names. Raises UserError if it names none of this pool."""
+    """Returns the submission that a subject names. Raises UserError if it names none of this
+    pool."""
     if slash is not None:
         return slash.leaf
     try:

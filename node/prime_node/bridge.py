@@ -1,9 +1,9 @@
-"""The worker's only way out: HTTP over a Unix socket, each answer from the Desk.
+"""The worker's only connection to the outside: HTTP over a Unix socket, answered by the Desk.
 
-Trusted: nothing that comes in. Bounds: body 16 KiB (of a file what a rollout file may have, one at
-a time: inbox.py; what is refused is taken and forgotten, below 1 GB), one request a connection,
-8 connections, 10 s without a byte. Only the task's user may connect (SO_PEERCRED), and nothing said
-here can name a path, a key or another node's lease.
+No input is trusted. Limits: body 16 KiB (a file: the maximum rollout file size, one at a time, see
+inbox.py; refused bodies below 1 GB are read and discarded), one request per connection, 8
+connections, 10 s without data. Only the task's user and the agent's may connect (SO_PEERCRED). No
+request can name a path, a key or another node's lease.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Server(ThreadingMixIn, UnixStreamServer):
         super().__init__(path, _Handler)
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        """Only the task's user and our own, and only so many at once."""
+        """Accepts only the task's user and ours, and only a limited number at once."""
         assert isinstance(request, socket.socket)
         if peer_uid(request) not in self._allowed_uids:
             log.warning("refused a connection from user %s", peer_uid(request))
@@ -101,12 +101,13 @@ class _Server(ThreadingMixIn, UnixStreamServer):
     def handle_error(self, request: object, client_address: object) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, ConnectionError | TimeoutError):
-            return  # the worker went away in the middle; what it asked for is asked again
+            return  # the worker disconnected; it repeats its request
         log.exception("a request over the bridge failed")
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """User id of the process at the other end of a Unix socket (Linux's SO_PEERCRED)."""
+    """Returns the user id of the process at the other end of a Unix socket (Linux's
+    SO_PEERCRED)."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     uid: int = struct.unpack("3i", credentials)[1]
@@ -118,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10
     protocol_version = "HTTP/1.0"
     _unread = 0
-    """Bytes of the body that were announced and not read."""
+    """Bytes of the announced body that were not read yet."""
 
     def do_GET(self) -> None:
         self._answer({"/run": lambda body: self.server.desk.run_definition()})
@@ -170,15 +171,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._drain()
 
     def _drain(self) -> None:
-        """Takes, and forgets, what is still to come of a body that was refused: a worker that
-        cannot send on would never read why."""
+        """Reads and discards the rest of a refused body; a worker blocked on sending would never
+        read the reason."""
         if self._unread:
             self.connection.shutdown(socket.SHUT_WR)
         while self._unread and self._read(min(self._unread, PIECE_BYTES)):
             pass
 
     def _read(self, most: int) -> bytes:
-        """At most so many bytes more of the body; fewer only if it ends."""
+        """Returns up to `most` further bytes of the body; fewer only if it ends."""
         piece = self.rfile.read(most)
         self._unread -= len(piece)
         return piece

@@ -1,4 +1,4 @@
-"""What a worker and its agent say to each other over the bridge's socket.
+"""Messages between a worker and its agent over the bridge's socket.
 
 | method and path | body → answer |
 |---|---|
@@ -49,7 +49,7 @@ class HandIn(Strict):
 
 
 class HandInAnswer(Answer):
-    """`receipt` None: the file is safe in the agent's journal and still on its way."""
+    """`receipt` None: the file is in the agent's journal and not delivered yet."""
 
     submission_digest: DigestField
     receipt: ReceiptAnswer | None

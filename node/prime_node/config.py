@@ -1,7 +1,7 @@
-"""The agent's settings, built once at the edge: flag > PRIME_NODE_* > TOML > what the last `join`
-in this data folder was told > default.
+"""The agent's settings, built once at the edge: flag > PRIME_NODE_* > TOML > settings saved by the
+last `join` in this data folder > default.
 
-Nothing here is read at import and nothing below the CLI reads the environment.
+Nothing is read at import, and nothing below the CLI reads the environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ DEFAULT_DATA = Path("~/.local/share/prime-node").expanduser()
 
 
 def _words(value: object) -> object:
-    """The environment and the hidden flag carry a command as spaced words."""
+    """Splits a command given as space-separated words, as in the environment and the hidden
+    flag."""
     if isinstance(value, str):
         return tuple(value.split())
     return tuple(value) if isinstance(value, list) else value
@@ -41,17 +42,17 @@ class Settings(ChainSettings):
     orchestrator: str | None = None
     """Base URL of the pool's orchestrator."""
     deployment: UserPath | None = None
-    """Deployment JSON; by default the one shipped for the chain that the RPC answers for."""
+    """Deployment JSON; by default the one shipped for the chain of the RPC."""
     pool: int | None = None
     """Pool number; by default the one the orchestrator serves."""
     wallet: UserPath | None = None
-    """Keystore (v3) of the node."""
+    """The node's keystore (v3)."""
     password_file: UserPath | None = None
     password_fd: int | None = None
     provider: str | None = None
     """Owner account of this node; by default the wallet's own."""
     provider_wallet: UserPath | None = None
-    """Keystore of the owner, where the owner is at this machine."""
+    """The owner's keystore, if the owner is at this machine."""
     provider_password_file: UserPath | None = None
     """File with the owner's password; without it, the node's password opens both."""
     data: UserPath = DEFAULT_DATA
@@ -62,7 +63,7 @@ class Settings(ChainSettings):
     generation_batch: int = Field(default=0, ge=0, le=4096)
     """Rows generated at once; 0 = the engine's own choice."""
     min_price: int = Field(default=0, ge=0)
-    """Least price of a paid token (wei) for which this node works; a revision below it is
+    """Lowest price per paid token (wei) for which this node works; revisions below it are
     declined."""
     images: Urls = ()
     """Images that tasks may run here: references by digest, or repositories (what stands before
@@ -74,12 +75,12 @@ class Settings(ChainSettings):
     task_pids: int = Field(default=4096, ge=8)
     """Most processes that a task may ask for."""
     shadow: bool = False
-    """Work for verdicts alone: no seat, no stake, no pay (docs/protocol.md)."""
+    """Work for verdicts only: no seat, no stake, no pay (docs/protocol.md)."""
     first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
-    """How long the first start in a data folder waits for orchestrator and RPC to answer."""
+    """How long the first start in a data folder waits for answers from orchestrator and RPC."""
     allow_private: bool = False
-    """Connect to private and loopback addresses that the orchestrator names (a network of your
-    own). An orchestrator on this machine may name them anyway."""
+    """Connect to private and loopback addresses that the orchestrator names (on your own network).
+    An orchestrator on this machine may always name them."""
     throttle: float = Field(default=1.0, ge=1.0, le=1000.0)
     """DEVELOPMENT ONLY: behave like a machine N times slower."""
     worker_command: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)] = ()
@@ -100,11 +101,12 @@ class Settings(ChainSettings):
         return self.model_dump(mode="json", include=kept, exclude_none=True)
 
     def need_orchestrator(self) -> str:
-        """The orchestrator's URL. Raises UserError if none was given."""
+        """Returns the orchestrator's URL. Raises UserError if it is missing."""
         return str(needed(self, "orchestrator")).rstrip("/")
 
     def need_wallet(self) -> Path:
-        """The node's keystore. Raises UserError if none was given or it is not there."""
+        """Returns the node's keystore. Raises UserError if none was given or the file does not
+        exist."""
         if self.wallet is None:
             raise UserError(
                 "no wallet is named",
@@ -119,7 +121,8 @@ class Settings(ChainSettings):
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
-    """Settings from flags (None = not given), environment, TOML file and the data folder's memory.
+    """Loads settings from flags (None = not given), environment, TOML file and the data folder's
+    saved settings.
 
     Raises UserError with the setting's name if a value is wrong or the file is not TOML.
     """

@@ -2,8 +2,8 @@
 
     outbox entry → upload URL → PUT → POST submission → receipt stored → file removed
 
-Unreachable orchestrator or store, or an answer that is not our protocol's (a proxy's 404, a field
-that we do not know): tried again with growing pauses, for ever. Only a problem document of the
+If orchestrator or store are unreachable, or an answer is not our protocol's (a proxy's 404, an
+unknown field), delivery is retried forever with growing pauses. Only a problem document of the
 orchestrator is a final refusal: its reason is stored and the file removed.
 """
 
@@ -33,8 +33,8 @@ FINAL_REFUSALS = frozenset({"malformed", "refused", "not-found", "conflict"})
 
 
 class Courier:
-    """One background thread over one Outbox. `make_api` is called in that thread, `on_settled`
-    after each delivery."""
+    """One background thread for one Outbox. `make_api` is called in that thread, `on_settled` after
+    each delivery."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Courier:
         self.thread.start()
 
     def stop(self, grace: float) -> int:
-        """Ends after the delivery under way (at most `grace` s); how many files still wait (they
-        are delivered by the next start)."""
+        """Stops after the current delivery (waiting at most `grace` s); returns how many files
+        still wait. The next start delivers them."""
         self._stop.set()
         with self._outbox.changed:
             self._outbox.changed.notify_all()
@@ -64,7 +64,7 @@ class Courier:
         return len(self._outbox.waiting())
 
     def drain(self, timeout: float, now: Callable[[], float]) -> None:
-        """Waits until nothing waits, at most `timeout` seconds."""
+        """Waits until all files are delivered, at most `timeout` seconds."""
         end = now() + timeout
         with self._outbox.changed:
             while self._outbox.waiting() and (left := end - now()) > 0:
@@ -94,10 +94,11 @@ class Courier:
 
 
 def deliver(entry: Entry, outbox: Outbox, api: NodeApi) -> ReceiptAnswer | None:
-    """One delivery, safe to repeat; the receipt, or None if the orchestrator refused for good.
+    """Makes one delivery, which may be repeated. Returns the receipt, or None if the orchestrator
+    refused for good.
 
-    Raises any other PrimeError (unreachable, store trouble, a session or receipt that does not
-    verify): it is then tried again.
+    Raises any other PrimeError (unreachable, store failure, a session or receipt that does not
+    verify); the delivery is then retried.
     """
     claim = entry.body.submission
     try:
@@ -129,7 +130,7 @@ def _put(api: NodeApi, target: UploadAnswer, entry: Entry) -> None:
     try:
         api.upload(target, entry.path)
     except (PolicyError, MalformedError, NotFoundError) as error:
-        # A refused signed URL is the store's trouble or a clock's, not the end of the file.
+        # A refused signed URL is a problem of the store or a clock, not a final refusal.
         raise UnavailableError(f"the store did not take the file: {error}") from error
     except OSError as error:
         raise UnavailableError(f"{entry.path} cannot be read: {error.strerror}") from error

@@ -1,13 +1,13 @@
-"""The agent's side of a lease: asks the orchestrator for one, hands it to the worker, takes the
-file back. No HTTP here (bridge.py speaks it) and no delivery (courier.py does it).
+"""The agent's side of a lease: requests it from the orchestrator, gives it to the worker, takes the
+file back. HTTP is in bridge.py and delivery in courier.py.
 
-One lease is open at a time. That is the protocol's rule, not a limit of ours: an unfulfilled lease
-comes back to its node before any other, so that dropping one gains nothing. While a file is on its
-way the worker may already wait here; it gets its next lease as soon as the receipt is stored.
+One lease is open at a time. The protocol requires it: an unfulfilled lease is returned to its node
+before any other, so dropping one gains nothing. While a file is being delivered, the worker may
+already wait here; it gets its next lease once the receipt is stored.
 
-A worker makes the same file of the same lease again. So one whose files cannot be taken is not
-offered a lease for ever: that lease runs out; and a worker of another age than this agent, which
-hands files in by another way, gets none any more.
+A worker makes the same file again for the same lease. If its files are rejected, the lease is not
+offered indefinitely but left to expire. A worker incompatible with this agent, which submits files
+in another way, gets no more leases.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger("prime.node.desk")
 SUBMIT_WAIT_SECONDS = 20.0
 PAUSED = "the orchestrator gives no work now"
 SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
-"""Seconds between questions for a lease: the orchestrator names the least, we slow down to 2 s."""
+"""Seconds between lease requests. The orchestrator sets the minimum; we slow down to 2 s."""
 CLOCK_SECONDS = 30.0
-"""How far the manager's clock may be ahead of ours where a lease's length is checked."""
+"""Tolerance for the manager's clock being ahead of ours when a lease's length is checked."""
 MOST_FAILURES = 2
-"""Files of one lease that cannot be taken before it is offered no more: one may be cut off."""
+"""Files of one lease that may be rejected before it is no longer offered; one may be truncated."""
 UNFIT = (
     "the task's image does not fit this agent: it handed a file in that it had not sent over the "
     "bridge. No lease is taken for it. Another prime-node may fit it, or the pool's operator pins "
@@ -47,23 +47,23 @@ UNFIT = (
 
 
 class Policies(Protocol):
-    """The policies on disk, as the desk sees them."""
+    """The policies on disk, as the desk uses them."""
 
     def newest(self) -> int | None:
-        """Newest verified version, or None."""
+        """Returns the newest verified version, or None."""
         ...
 
     def digest(self, version: int) -> Digest | None:
-        """Policy digest of a verified version on disk, or None."""
+        """Returns the policy digest of a verified version on disk, or None."""
         ...
 
     def want(self, version: int) -> None:
-        """Asks for a version to be fetched, and returns at once."""
+        """Requests that a version be fetched; returns immediately."""
         ...
 
 
 class Desk:
-    """Safe to call from several threads; requests to the orchestrator go one at a time."""
+    """Thread-safe; requests to the orchestrator are made one at a time."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Desk:
         self._run = run
         self._revisions = revisions
         self._wanted: RunDefinition | None = None
-        """The run of a lease that waits for its task to take the present one's place."""
+        """The run of a lease that waits for its task to replace the current one."""
         self.declined = ""
-        """Why no more lease comes: the pool's leases are of a run that this node declines."""
+        """Why no more leases come: this node declines the run of the pool's leases."""
         self._domain = domain
         self._policies = policies
         self._outbox = outbox
@@ -100,65 +100,65 @@ class Desk:
         self._sent = False
         """Whether the worker began to send a file for the open lease."""
         self._failures: tuple[str, int] = ("", 0)
-        """A lease, and how many of its files could not be taken."""
+        """A lease, and how many of its files were rejected."""
         self._said = ""
-        """The lease whose file was last said to wait."""
+        """The last lease whose waiting file was logged."""
         self.trouble = ""
-        """Why the task gets no lease at all, however long it waits; empty if it does."""
+        """Why the task can get no lease at all; empty if it can."""
         self.tokens_per_second = 0
 
-    # -- told by the agent ----------------------------------------------------------------------
+    # -- called by the agent --------------------------------------------------------------------
 
     def set_working(self, working: bool) -> None:
-        """Opens or shuts the desk for new leases (the heartbeat's directive)."""
+        """Starts or stops giving out new leases (the heartbeat's directive)."""
         with self._gate:
             self._working = working
             self._gate.notify_all()
 
     def nudge(self) -> None:
-        """Something that a waiting worker waits for may have happened (a policy arrived)."""
+        """Wakes a waiting worker because its condition may have changed (a policy arrived)."""
         with self._gate:
             self._gate.notify_all()
 
     def close(self) -> None:
-        """No more leases; those who wait are answered at once."""
+        """Stops issuing leases; waiting requests are answered immediately."""
         with self._gate:
             self._closed = True
             self._gate.notify_all()
 
     def wanted_run(self) -> RunDefinition | None:
-        """The run whose task has to take the present one's place; None if none has to."""
+        """Returns the run whose task must replace the current one; None if there is none."""
         return self._wanted
 
     def use_run(self, run: RunDefinition) -> None:
-        """The task of `run` is the one that asks from here on."""
+        """Switches to the task of `run`, which makes all further requests."""
         with self._gate:
             self._run, self._wanted = run, None
-            self._wishes += 1  # who still waits here is of the task before
+            self._wishes += 1  # requests still waiting are from the old task
             self._gate.notify_all()
 
     def open_leases(self) -> tuple[Digest, ...]:
-        """Digests of the leases being worked on or delivered."""
+        """Returns the digests of the leases being worked on or delivered."""
         held = {entry.lease_digest for entry in self._outbox.waiting()}
         if self._open is not None:
             held.add(self._open.lease.digest(self._domain))
         return tuple(sorted(held))
 
     def open_versions(self) -> frozenset[int]:
-        """Policy versions that the open lease needs on disk."""
+        """Returns the policy versions that the open lease needs on disk."""
         signed = self._open
         return frozenset() if signed is None else frozenset({signed.policy_version})
 
-    # -- asked by the worker --------------------------------------------------------------------
+    # -- called for the worker ------------------------------------------------------------------
 
     def run_definition(self) -> bytes:
-        """The bytes of the run whose task is to run now."""
+        """Returns the bytes of the run whose task should run now."""
         return self._run.raw()
 
     def lease(self, wish: LeaseWish) -> LeaseOffer:
-        """A lease whose policy is on disk, or none once the wish's time is over.
+        """Returns a lease whose policy is on disk, or none once the wish's time is over.
 
-        A newer wish ends the one before: it comes from a worker that was started in its place.
+        A newer wish ends an older one: it comes from a worker that replaced the earlier one.
         """
         with self._gate:
             self._wishes += 1
@@ -216,7 +216,7 @@ class Desk:
         return LeaseOffer(lease=answer.lease, domain=self._domain)
 
     def _objection(self, signed: SignedLease) -> str:
-        """Why this lease cannot be started now; empty if it can."""
+        """Returns why this lease cannot be started now; empty if it can."""
         lease = signed.lease
         handed_in = self._outbox.find(lease.digest(self._domain))
         if handed_in is not None:
@@ -248,7 +248,8 @@ class Desk:
         return ""
 
     def _other_run(self, digest: Digest) -> str:
-        """Notes that a lease is of another run than the task's; why it cannot be started now."""
+        """Handles a lease of a different run than the task's; returns why it cannot be started
+        now."""
         self._wanted = self._revisions.get(digest)
         if self._wanted is not None:
             return f"the lease is of run {digest}: its task takes this one's place"
@@ -257,8 +258,8 @@ class Desk:
         return declined or f"run {digest} of the lease is being prepared"
 
     def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
-        """Takes the bytes of a finished file, before it is handed in by `submit`. Raises what
-        `Inbox.receive` does, and ConflictError if no lease is open that it could answer."""
+        """Receives the bytes of a finished file, before `submit` submits it. Raises what
+        `Inbox.receive` does, and ConflictError if no lease is open."""
         signed = self._open
         if signed is None:
             raise ConflictError("no lease is open: no file is taken")
@@ -267,8 +268,8 @@ class Desk:
             self._inbox.receive(name, size, read)
 
     def submit(self, hand_in: HandIn) -> HandInAnswer:
-        """Takes a file that was sent into the journal, signs its submission, waits a while for the
-        receipt. Raises MalformedError (bad name, size), ConflictError (not the open lease)."""
+        """Journals a received file, signs its submission, and waits a while for the receipt. Raises
+        MalformedError (bad name, size), ConflictError (not the open lease)."""
         signed = self._open
         if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
             raise ConflictError("this lease is not the one that is open")
@@ -301,8 +302,8 @@ class Desk:
 
     @contextmanager
     def _noting(self, signed: SignedLease) -> Iterator[None]:
-        """Notes what keeps a file of a lease from being taken: what this machine lacks is said
-        once, what is the worker's own fault is counted."""
+        """Records why a lease's file is not accepted: problems of this machine are logged once,
+        faults of the worker are counted."""
         lease = signed.lease.digest(self._domain)
         try:
             yield
@@ -334,14 +335,14 @@ class Desk:
                 self._outbox.changed.wait(min(left, 1.0))
 
     def abandon(self, body: Abandon) -> None:
-        """Gives the open lease back; the orchestrator offers it to this node again."""
+        """Gives the open lease back; the orchestrator will offer it to this node again."""
         signed = self._open
         if signed is None or signed.lease.digest(self._domain) != body.lease_digest:
             raise ConflictError("this lease is not the one that is open")
         self._give_back(body.lease_digest, body.reason or "no reason")
 
     def give_back_open(self, reason: str) -> None:
-        """Gives back what an ended worker still held, if anything."""
+        """Gives back the lease that an ended worker still held, if any."""
         if self._open is not None:
             self._give_back(self._open.lease.digest(self._domain), reason)
 

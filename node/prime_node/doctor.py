@@ -1,6 +1,6 @@
-"""`prime-node doctor`: what this machine has and lacks, each failure with its exact fix.
+"""`prime-node doctor`: checks this machine; each failure comes with its exact fix.
 
-Checks do not stop at the first failure; those that need an answer of an earlier one are left out.
+Checks continue after a failure; those that need the result of a failed one are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Check:
 
 
 def examine(settings: Settings) -> list[Check]:
-    """Every check that can be made with these settings, in order."""
+    """Runs every check possible with these settings, in order."""
     checks = [_python(), _disk(settings), _memory(), _gpu(), _keystore(settings)]
     pool, run = None, None
     if settings.orchestrator:
@@ -145,7 +145,7 @@ def _runtime(settings: Settings, run: RunDefinition | None) -> Check:
 
 
 def _missing_packages() -> list[str]:
-    """What the plain worker needs and this virtual environment lacks."""
+    """Returns the packages that the plain worker needs and this virtual environment lacks."""
     needed = ("torch", "transformers", "pyarrow", "numpy")
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
@@ -184,7 +184,7 @@ def _balance(settings: Settings, client: ChainClient) -> Iterator[Check]:
     assert settings.wallet is not None
     try:
         account = keystore_address(settings.wallet)
-    except UserError:  # the wallet's own check has said so
+    except UserError:  # reported by the wallet's own check
         return
     if account is None:
         return

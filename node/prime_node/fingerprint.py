@@ -1,4 +1,4 @@
-"""What this machine is. A hint, no proof: what counts is measured by the challenge."""
+"""This machine's hardware. Only informative: the challenge measures what counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MIB = 1 << 20
 
 
 def read_hardware(data: Path) -> Hardware:
-    """CPU, memory, free disk under `data`, and GPUs as NVML shows them. Memory and disk in MiB."""
+    """Reads CPU, memory, free disk under `data`, and GPUs as shown by NVML. Memory and disk in
+    MiB."""
     import psutil
 
     existing = data
@@ -42,7 +43,7 @@ def _cpu_model() -> str:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """GPUs by NVML (the NVIDIA driver's own library); none if there is no driver."""
+    """Returns the GPUs according to NVML (the NVIDIA driver's library); none without a driver."""
     import pynvml
 
     try:

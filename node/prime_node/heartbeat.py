@@ -1,8 +1,8 @@
-"""The heartbeat: the agent's only control loop. Its answer says what to do next.
+"""The heartbeat: the agent's only control loop. Its answer decides what happens next.
 
-join ──► owner's part, challenge (join.py)      work ──► the task runs, the desk gives leases
-wait ──► the desk is shut                       stop ──► the agent ends and says why
-no answer ──► work goes on; asked again, more and more slowly
+join ──► owner's part, challenge (join.py) work ──► the task runs, the desk gives leases wait ──►
+the desk gives no leases stop ──► the agent ends and says why no answer ──► work goes on; retried
+with growing pauses
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ ENDINGS_SHOWN = 3
 LONGEST_SILENCE = 15.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 REPLACE_SECONDS = 20.0
-"""How long a task may take to end before the one of a later run starts."""
+"""Time a task gets to end before the task of a later run starts."""
 FINAL_ERRORS = (UserError, PolicyError)
-"""What no amount of trying again mends."""
+"""Errors that retrying cannot fix."""
 
 
 class Pulse:
-    """Beats, obeys the answer, tends the task. Runs in the main thread.
+    """Sends heartbeats, follows the answers, manages the task. Runs in the main thread.
 
-    `threads` are those that the work cannot do without: FatalError once one has died."""
+    `threads` are required for the work; FatalError is raised once one has died.
+    """
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Pulse:
         return 0
 
     def _tend(self) -> None:
-        """Tends the task; an engine that does not answer is asked again, more and more slowly."""
+        """Manages the task; an engine that does not answer is retried with growing pauses."""
         if time.monotonic() < self._next_tend:
             return
         try:
@@ -128,7 +129,8 @@ class Pulse:
             self._tend_pause = min(LONGEST_PAUSE, self._tend_pause * 2)
 
     def _beat(self) -> int | None:
-        """One heartbeat and what its answer asks for; an exit status if that is to end."""
+        """Sends one heartbeat and follows its answer; returns an exit status if the agent must
+        end."""
         self._next_beat = time.monotonic() + self._run.heartbeat_seconds
         try:
             body = self._body()
@@ -154,20 +156,20 @@ class Pulse:
         return status
 
     def _take_endings(self, answer: HeartbeatAnswer) -> None:
-        """Says each file that was not accepted once, and why; `status` shows the newest."""
+        """Logs each file that was not accepted once, with the reason; `status` shows the newest."""
         try:
             for ending in answer.endings:
                 if self._outbox.note(ending):
                     log.warning("the file %s", _sentence(ending))
         except UnavailableError as error:
             log.warning("what the verdicts were is not kept: %s", error)
-            return  # not heard: they come again
+            return  # not stored: they are sent again
         self._heard_at = answer.server_time
 
     def _body(self) -> Heartbeat:
         try:
             leases = self._desk.open_leases()[:64]
-        except UnavailableError as error:  # told to inform: the heartbeat goes out without them
+        except UnavailableError as error:  # informational: send the heartbeat without them
             log.warning("what waits in the outbox is not known: %s", error)
             leases = ()
         return Heartbeat(
@@ -188,8 +190,8 @@ class Pulse:
         self._next_beat += min(LONGEST_SILENCE, silence)
 
     def _meant(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
-        """The answer as it applies to how this agent was started: a paid one comes out of the
-        shadow by joining. Raises PolicyError if a shadow agent's node has a seat."""
+        """Adapts the answer to how this agent was started: a paid agent whose node is in shadow
+        must join. Raises PolicyError if a shadow agent's node has a seat."""
         if self._shadow and answer.status in ("active", "silent", "admitted"):
             raise PolicyError(
                 "this node has a seat, and --shadow would put its stake at risk: leave the pool "
@@ -254,6 +256,6 @@ class Pulse:
 
 
 def _sentence(ending: FileEnding) -> str:
-    """Which file, how it ended and why."""
+    """Returns which file ended, how and why."""
     reason = Reason(ending.reason).name if ending.reason in set(Reason) else f"{ending.reason}"
     return f"{ending.submission_digest} is {ending.status} ({reason}): {ending.detail}"

@@ -1,9 +1,9 @@
-"""What the task hands over, in a folder that only the agent can write: one file at a time.
+"""Files that the task submits, in a folder that only the agent can write: one file at a time.
 
     the task's own scratch ──PUT over the bridge──► inbox ──submit──► the outbox's journal
 
-A task therefore shares no writable folder with this machine. However much it sends, what lies here
-is one file and one that is being received, each of MAX_FILE_BYTES at most.
+A task therefore shares no writable folder with this machine. However much it sends, the inbox holds
+at most one file and one being received, each of MAX_FILE_BYTES at most.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from prime_node.outbox import FILE_NAME
 
 PIECE_BYTES = 1 << 20
 _RECEIVING = ".receiving"
-"""No FILE_NAME begins with a dot."""
+"""Cannot clash with a FILE_NAME, which never begins with a dot."""
 
 
 class Inbox:
-    """The folder. Safe to use from several threads of one process."""
+    """The folder. Thread-safe within one process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,15 +31,15 @@ class Inbox:
         self.empty()
 
     def empty(self) -> None:
-        """Removes what lies here: all that was taken over is in the journal."""
+        """Removes all files; everything accepted is in the journal."""
         for left in self.folder.iterdir():
             left.unlink()
 
     def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
-        """Keeps exactly `size` bytes of `read` as `name`, in place of any file before.
+        """Stores exactly `size` bytes of `read` as `name`, replacing any earlier file.
 
         Raises MalformedError (name, size, too few bytes), ConflictError (another file is being
-        received), UnavailableError if the disk refuses; then nothing is kept of it.
+        received), UnavailableError if the disk refuses; nothing of it is then kept.
         """
         if not FILE_NAME.match(name):
             raise MalformedError(f"not a plain file name: {name[:80]!r}")

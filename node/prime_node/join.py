@@ -1,12 +1,12 @@
-"""From a machine to a member of the pool.
+"""Joining a pool.
 
     owner's part ready?  no, and the key is here on a test network ──► do it (faucet, stake, node)
-           │             no ──► say what the owner has to sign, and wait
+           │             no ──► print what the owner has to sign, and wait
            ▼ yes
-    hardware challenge ──► invite ──► the orchestrator carries the invite to the chain
+    hardware challenge ──► invite ──► the orchestrator sends the invite to the chain
 
-Membership itself is seen by the heartbeat's answer; there is no second loop that watches for it.
-A shadow node (--shadow) has no owner's part: a challenge, and it may work.
+The heartbeat's answer shows the membership itself; no second loop watches for it. A shadow node
+(--shadow) has no owner's part: after a challenge, it may work.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SEAT_CLASS = 1
 
 
 class Join:
-    """One node's walk into one pool; `step` may be called again whenever the orchestrator says
-    "join". `owner_signer` is the provider's key where it is at this machine."""
+    """Joins one node to one pool; `step` may be called again whenever the orchestrator answers
+    "join". `owner_signer` is the provider's key if it is on this machine."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class Join:
         self._measuring: threading.Thread | None = None
 
     def step(self) -> None:
-        """Makes the owner's part ready (or waits for it), then solves a challenge.
+        """Completes the owner's part (or waits for it), then solves a challenge.
 
-        Returns early when stopped. Raises UserError (what the owner must mend), PolicyError (the
-        pool refuses this machine), UnavailableError (try again).
+        Returns early when stopped. Raises UserError (the owner must fix something), PolicyError
+        (the pool refuses this machine), UnavailableError (retry).
         """
         if self._settings.shadow or self._owner_ready():
             self._solve()
 
     def measure(self) -> None:
-        """Solves one more challenge in a thread of its own, while heartbeats go on."""
+        """Solves one more challenge in a separate thread, while heartbeats continue."""
         if self._measuring is None or not self._measuring.is_alive():
             self._measuring = threading.Thread(
                 target=self._measure, name="prime-measure", daemon=True
@@ -111,7 +111,7 @@ class Join:
         )
 
     def _owner_ready(self) -> bool:
-        """True once provider, node and stake for a seat are on chain; False if stopped."""
+        """Returns True once provider, node and stake for a seat are on chain; False if stopped."""
         if self._link is None:
             log.warning("no RPC is named (--rpc): stake and registration are not checked here")
             return True
@@ -150,7 +150,7 @@ class Join:
         assert self._owner_signer is not None, "_acts_itself"
         owner = Owner(link, self._owner_signer, self._data.chain)
         try:
-            owner.settle_open()  # what a killed agent sent counts before anything is sent again
+            owner.settle_open()  # finish what a killed agent sent before sending more
             standing = read_standing(link, self._signer.address, self._provider)
             calls = self._missing(link)
             if (short := self._needed() - standing.active) > 0:
@@ -184,7 +184,8 @@ class Join:
 
 
 def check_pool(link: Link, api: NodeApi) -> Pool:
-    """Compares what the orchestrator says of the pool with the chain's word, which it returns.
+    """Compares the orchestrator's statements about the pool with the chain's, and returns the
+    latter.
 
     Raises PolicyError if they differ, UnavailableError if no RPC answers.
     """

@@ -1,4 +1,4 @@
-"""`policies.jsonl` in the data folder: a line for each policy that came, how, from whom."""
+"""`policies.jsonl` in the data folder: one line per fetched policy, with its route and sources."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # they bring numpy
+if TYPE_CHECKING:  # these import numpy
     from prime_broadcast.client import FetchStats
     from prime_core.checkpoint import Manifest
 
 NAME = "policies.jsonl"
 _TAIL = 1 << 20
-"""Bytes from the end in which the last whole line is looked for."""
+"""Bytes at the end that are searched for the last whole line."""
 
 
 def record(root: Path, manifest: Manifest, stats: FetchStats, seconds: float) -> None:
-    """Adds a policy's line to the journal in `root`. Raises OSError."""
+    """Appends a policy's line to the journal in `root`. Raises OSError."""
     line = {
         "version": manifest.version,
         "digest": manifest.digest(),
@@ -41,7 +41,7 @@ def record(root: Path, manifest: Manifest, stats: FetchStats, seconds: float) ->
 
 
 def last(root: Path) -> dict[str, Any] | None:
-    """The newest whole line of the journal in `root`; None where there is none."""
+    """Returns the newest whole line of the journal in `root`; None if there is none."""
     try:
         with (root / NAME).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

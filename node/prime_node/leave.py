@@ -1,4 +1,4 @@
-"""Leaving a pool: the agent stops first (a running one would join again), then the chain hears."""
+"""Leaving a pool. The agent is stopped first, because a running one would join again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def leave_pool(
     settings: Settings, link: Link, node: Address | None = None, *, dry_run: bool
 ) -> list[dict[str, str]]:
     """Takes nodes out of the pool: `node`, or the wallet's own, or all that the wallet's account
-    owns. Returns the transactions sent (or, with `dry_run`, to be sent), none if the wallet's node
-    has left already.
+    owns. Returns the transactions sent (with `dry_run`, to be sent); none if the wallet's node has
+    left already.
 
     Raises UserError if the account has no such node in the pool, UnavailableError if the running
-    agent does not end.
+    agent does not stop.
     """
     account, pools = wallet_address(settings), link.contracts.pools
     registry = link.contracts.registry
@@ -65,7 +65,7 @@ def leave_pool(
 
 
 def stop_agent(data: DataFolder) -> None:
-    """Ends the agent that uses `data`, if one does, and waits for it."""
+    """Stops the agent that uses `data`, if any, and waits for it."""
     holder = data.holder()
     if holder is None:
         return
@@ -78,7 +78,7 @@ def stop_agent(data: DataFolder) -> None:
 
 
 def _revoke(orchestrator: str, signer: LocalSigner) -> None:
-    """Ends the node's sessions at the orchestrator, at once."""
+    """Ends the node's sessions at the orchestrator immediately."""
     with OrchestratorClient(orchestrator) as client:
         revocation = SessionRevocation(
             account=signer.address,

@@ -1,5 +1,5 @@
-"""Which chain, which contracts, which pool: settled once from settings, shipped files and the
-orchestrator's word, in that order of trust (prime_chain.link)."""
+"""Determines chain, contracts and pool once from settings, shipped files and the orchestrator's
+answer, in that order of trust (prime_chain.link)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prime_node.config import Settings
 
 @dataclass(frozen=True)
 class Link:
-    """A chain connection with its contracts and the pool that is meant."""
+    """A chain connection with its contracts and the selected pool."""
 
     client: ChainClient
     contracts: Contracts
@@ -30,7 +30,7 @@ class Link:
 def connect(settings: Settings, info: PoolInfo | None) -> Link:
     """Opens the RPC.
 
-    Raises UserError if nothing names the contracts or pool, UntrustedError if the orchestrator
+    Raises UserError if no source names the contracts or pool, UntrustedError if the orchestrator
     names other contracts than the file.
     """
     rpc = () if settings.deployment is not None else settings.need_rpc()

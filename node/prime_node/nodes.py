@@ -1,7 +1,7 @@
-"""An owner's nodes on chain: consents as files, which nodes there are, where they sit.
+"""An owner's nodes on chain: consent files, the list of nodes, their seats.
 
-at the node     consent (signed by its key, names the owner) ──► a file
-at the owner    add: the file, one transaction · move: the same for the node's new key
+at the node consent (signed by its key, names the owner) ──► a file at the owner add: the file, one
+transaction · move: the same for the node's new key
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_CONSENT_BYTES = 1 << 16
 
 
 class SignedConsent(Strict):
-    """A node's agreement to belong to an owner, as a file; it names both and is used once."""
+    """A node's consent to belong to an owner, as a file. It names both and can be used once."""
 
     consent: NodeConsent
     signature: SignatureField
@@ -34,14 +34,14 @@ class SignedConsent(Strict):
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a node sits: pool and speed class."""
+    """A node's seat: pool and speed class."""
 
     pool: int
     speed_class: int
 
 
 def sign_consent(node: Signer, provider: Address, domain: Domain, deadline: int) -> SignedConsent:
-    """The node's consent to belong to `provider`, good until `deadline` (Unix seconds)."""
+    """Returns the node's consent to belong to `provider`, valid until `deadline` (Unix seconds)."""
     consent = NodeConsent(
         provider=provider,
         node=node.address,
@@ -52,7 +52,7 @@ def sign_consent(node: Signer, provider: Address, domain: Domain, deadline: int)
 
 
 def read_consent(path: Path) -> SignedConsent:
-    """A signed consent from its file. Raises UserError if it cannot be read or is none."""
+    """Reads a signed consent from a file. Raises UserError if it cannot be read or is invalid."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_CONSENT_BYTES)
@@ -67,7 +67,7 @@ def read_consent(path: Path) -> SignedConsent:
 
 
 def check_owner(signed: SignedConsent, account: Address) -> None:
-    """Raises UserError if the consent names another owner than the one that would send it."""
+    """Raises UserError if the consent names an owner other than the sending account."""
     if signed.consent.provider != account:
         raise UserError(
             f"the consent is for {signed.consent.provider}, not for {account}",
@@ -76,7 +76,7 @@ def check_owner(signed: SignedConsent, account: Address) -> None:
 
 
 def seats(link: Link, node: Address) -> list[Seat]:
-    """Where the node sits now, by the chain's events and its word."""
+    """Returns the node's current seats, from the chain's events and state."""
     events = read_events(link.client, link.deployment, contracts=("pools",))
     joined = {
         event.pool for event in events if isinstance(event, NodeJoined) and event.node == node
@@ -86,7 +86,7 @@ def seats(link: Link, node: Address) -> list[Seat]:
 
 
 def nodes_of(link: Link, provider: Address) -> list[Address]:
-    """The provider's nodes, in the order of their arrival."""
+    """Returns the provider's nodes, in order of addition."""
     found: dict[Address, None] = {}
     for event in read_events(link.client, link.deployment, contracts=("registry",)):
         match event:
@@ -95,12 +95,13 @@ def nodes_of(link: Link, provider: Address) -> list[Address]:
             case NodeRemoved(provider=owner, node=node) if owner == provider:
                 found.pop(node, None)
             case NodeMoved():
-                pass  # the chain says NodeRemoved and NodeAdded as well
+                pass  # the chain also emits NodeRemoved and NodeAdded
     return list(found)
 
 
 def move_calls(link: Link, old: Address, signed: SignedConsent) -> list[Call]:
-    """Gives node `old` the key that signed the consent; all its seats go with it."""
+    """Returns the call that gives node `old` the key that signed the consent, with all its
+    seats."""
     pools = [seat.pool for seat in seats(link, old)]
     registry = link.contracts.registry
     return [registry.move_node(old, signed.consent, signed.signature, pools)]
@@ -109,10 +110,11 @@ def move_calls(link: Link, old: Address, signed: SignedConsent) -> list[Call]:
 def dispute_calls(
     link: Link, account: Address, leaf: Digest, *, not_served: bool = False
 ) -> list[Call]:
-    """Disputes the slash for submission `leaf`: an allowance for the deposit if it is missing, the
-    dispute. `not_served`: objects that its evidence is not served instead, without a deposit.
+    """Returns the calls that dispute the slash for submission `leaf`: an allowance for the deposit
+    if it is missing, and the dispute. `not_served`: objects instead that the evidence is not
+    served, which needs no deposit.
 
-    Raises UserError if there is no such proposal, it is another provider's, or it is not open.
+    Raises UserError if there is no such proposal, it concerns another provider, or it is not open.
     """
     c = link.contracts
     found = c.slasher.proposal(leaf)

@@ -1,13 +1,13 @@
-"""Finished rollout files on their way to the orchestrator: written down first, then delivered.
+"""Finished rollout files on their way to the orchestrator: journalled first, then delivered.
 
     spooled → receipted            the receipt is stored, the file removed
             ↘ refused              the orchestrator's final answer (late, void, not ours)
 
-A file that the worker hands in is copied here (so that nothing in the container can change it
-after it was hashed) and journalled with the signed submission before anything is sent. Delivery may
-be repeated without harm: upload and submission are idempotent by digest. A journal is opened by one
-agent at a time (the data folder's lock). To read it nothing need be written: a full disk stops no
-reader, and so neither the heartbeat nor the receipts of what was handed in before.
+A file from the worker is copied here, so that the container cannot change it after it was hashed,
+and journalled with the signed submission before anything is sent. Repeating a delivery is harmless:
+upload and submission are idempotent by digest. Only one agent opens a journal at a time (the data
+folder's lock). Reading it requires no writes, so a full disk blocks neither the heartbeat nor the
+receipts of files submitted before.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CREATE TABLE IF NOT EXISTS endings (
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of the journal. With lease and receipt a node may root its leaf by itself."""
+    """One file in the journal. With lease and receipt a node can root its leaf itself."""
 
     lease_digest: Digest
     submission_digest: Digest
@@ -65,7 +65,7 @@ class Entry:
     reason: str
     path: Path
     lease: SignedLease | None = None
-    """As the manager signed it; None in a journal of an older program."""
+    """The lease as the manager signed it; None in a journal of an older program."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class SpooledFile:
 
 
 class Outbox:
-    """The journal and its folder. Safe to use from several threads of one process.
+    """The journal and its folder. Thread-safe within one process.
 
-    `sweep` False is for commands that read it beside a running agent.
+    Pass `sweep` False in commands that read it while an agent runs.
     """
 
     def __init__(self, folder: Path, *, now: Callable[[], float], sweep: bool = True) -> None:
@@ -94,14 +94,14 @@ class Outbox:
             _read_without_writing(db)
             db.executescript(_SCHEMA)
             if "lease" not in {row[1] for row in db.execute("PRAGMA table_info(entries)")}:
-                db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")  # an older program's
+                db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")  # by an older program
         if sweep:
             self._sweep()
 
     @contextmanager
     def _journal(self) -> Iterator[sqlite3.Connection]:
-        """The journal, open. Raises UnavailableError if the disk is full or refuses (SQLite's
-        OperationalError); a damaged journal is a defect and crashes."""
+        """Opens the journal. Raises UnavailableError if the disk is full or refuses (SQLite's
+        OperationalError). A damaged journal is a defect and crashes."""
         try:
             with closing(sqlite3.connect(self._database, timeout=30, isolation_level=None)) as db:
                 db.execute("PRAGMA synchronous=FULL")
@@ -110,7 +110,7 @@ class Outbox:
             raise UnavailableError(f"the journal {self._database} is refused: {error}") from error
 
     def _sweep(self) -> None:
-        """Removes copies that were never journalled, and forgets the oldest receipts."""
+        """Removes copies that were never journalled, and deletes the oldest receipts."""
         kept = {entry.path.name for entry in self.waiting()}
         for file in self._folder.glob("*.parquet*"):
             if file.name not in kept:
@@ -127,10 +127,10 @@ class Outbox:
             )
 
     def take_in(self, source_folder: Path, name: str) -> SpooledFile:
-        """Copies `name` out of a folder that the task may write, hashing on the way.
+        """Copies `name` from a folder that the task can write, hashing it on the way.
 
-        Raises MalformedError for anything but a plain file directly in that folder, or one that is
-        empty or larger than MAX_FILE_BYTES; UnavailableError if the disk is full.
+        Raises MalformedError unless it is a plain file directly in that folder, not empty, and at
+        most MAX_FILE_BYTES large; UnavailableError if the disk is full.
         """
         if not FILE_NAME.match(name):
             raise MalformedError(f"not a plain file name: {name[:80]!r}")
@@ -175,11 +175,11 @@ class Outbox:
     def add(
         self, submission_digest: Digest, body: SignedSubmission, lease: SignedLease | None = None
     ) -> Entry:
-        """Writes the entry down; from here on it survives any crash.
+        """Writes the entry; it then survives any crash.
 
-        The same file for the same lease again returns the entry that is there. Raises
-        ConflictError if the lease already has another file, UnavailableError if the disk refuses:
-        then the copy is gone, too.
+        Repeating it with the same file returns the existing entry. Raises ConflictError if the
+        lease already has another file, UnavailableError if the disk refuses; the copy is then
+        removed as well.
         """
         lease_digest = body.submission.lease_digest
         with self.changed:
@@ -210,7 +210,7 @@ class Outbox:
         return entry
 
     def _drop_copy(self, path: Path) -> None:
-        """Removes a copy that could not be journalled: its next try needs the room."""
+        """Removes a copy that could not be journalled, to free space for the next attempt."""
         with suppress(UnavailableError, OSError):
             if all(entry.path != path for entry in self.waiting()):
                 path.unlink(missing_ok=True)
@@ -218,7 +218,8 @@ class Outbox:
     def settle(self, lease_digest: Digest, receipt: ReceiptAnswer | None, reason: str = "") -> None:
         """Stores the receipt, or the reason of a final refusal, then removes the file.
 
-        Raises UnavailableError if the disk refuses; to settle again does no harm."""
+        Raises UnavailableError if the disk refuses; repeating it is harmless.
+        """
         entry = self.find(lease_digest)
         assert entry is not None, "only journalled entries are settled"
         state: EntryState = "receipted" if receipt is not None else "refused"
@@ -232,24 +233,25 @@ class Outbox:
             self.changed.notify_all()
         try:
             entry.path.unlink(missing_ok=True)
-        except OSError as error:  # it is settled all the same: the next start sweeps the file away
+        except OSError as error:  # settled anyway: the next start removes the file
             raise UnavailableError(f"{entry.path} cannot be removed: {error.strerror}") from error
 
     def find(self, lease_digest: Digest) -> Entry | None:
-        """The entry of a lease, if a file was handed in for it."""
+        """Returns the entry of a lease, or None if no file was submitted for it."""
         rows = self._select("WHERE lease_digest = ?", (lease_digest,))
         return rows[0] if rows else None
 
     def waiting(self) -> list[Entry]:
-        """Entries not yet settled, oldest first."""
+        """Returns entries that are not settled yet, oldest first."""
         return self._select("WHERE state = 'spooled' ORDER BY created_at, lease_digest", ())
 
     def receipted(self) -> list[Entry]:
-        """Entries whose receipt is here, oldest first."""
+        """Returns entries whose receipt is stored, oldest first."""
         return self._select("WHERE state = 'receipted' ORDER BY created_at, lease_digest", ())
 
     def note(self, ending: FileEnding) -> bool:
-        """Keeps how one of our files ended; False if it is known already, or is none of ours."""
+        """Stores how one of our files ended; returns False if that is known already or the file is
+        not ours."""
         with self._journal() as db:
             done = db.execute(
                 "INSERT OR IGNORE INTO endings SELECT submission_digest, ?, ? FROM entries "
@@ -259,7 +261,7 @@ class Outbox:
             return done.rowcount == 1
 
     def endings(self, limit: int) -> list[FileEnding]:
-        """The newest files that were not accepted, newest first."""
+        """Returns the newest files that were not accepted, newest first."""
         with self._journal() as db:
             rows = db.execute(
                 "SELECT body FROM endings ORDER BY judged_at DESC, submission_digest LIMIT ?",
@@ -268,7 +270,7 @@ class Outbox:
         return [FileEnding.model_validate_json(body) for (body,) in rows]
 
     def counts(self) -> dict[str, int]:
-        """Number of entries by state, and of those that the orchestrator said ended badly."""
+        """Returns the number of entries by state, and of rejected and void files by status."""
         with self._journal() as db:
             found = dict(db.execute("SELECT state, count(*) FROM entries GROUP BY state"))
             ended = "SELECT json_extract(body, '$.status'), count(*) FROM endings GROUP BY 1"
@@ -294,8 +296,9 @@ class Outbox:
 
 
 def _read_without_writing(db: sqlite3.Connection) -> None:
-    """A rollback journal is made to write only; a write-ahead log, as an older program's journal
-    has one, wants its index written to be read. Left as it is while another process reads it."""
+    """Switches the journal to rollback mode, which is readable without writes. Write-ahead logging,
+    used by older programs, must write its index to be read. The mode is left unchanged while
+    another process reads the journal."""
     if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
         with suppress(sqlite3.OperationalError):
             db.execute("PRAGMA journal_mode=DELETE")

@@ -1,5 +1,5 @@
-"""What `prime-node status` shows: the agent here, what the pool counts of its node, and on request
-where node and owner stand on chain."""
+"""The content of `prime-node status`: the local agent, what the pool counts for its node, and on
+request the state of node and owner on chain."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from prime_node.state import DataFolder
 from prime_node.wallet import wallet_address
 
 _ONLY_WHILE_IT_RUNS = {"pid", "directive", "reason", "node_status", "tokens_per_second", "task"}
-"""What the last heartbeat said that means nothing once the agent has ended."""
+"""Fields of the last heartbeat that mean nothing once the agent has ended."""
 
 
 def overview(settings: Settings, *, chain: bool = False) -> dict[str, Any]:
-    """Plain values by name; with `chain`, provider, stake and seat are read from the chain. What
-    cannot be reached is named in its place."""
+    """Returns plain values by name; with `chain`, provider, stake and seat are read from the chain.
+    Services that cannot be reached are named instead."""
     data = DataFolder(settings.data)
     last = data.read_status()
     holder = data.holder()
@@ -48,14 +48,14 @@ def overview(settings: Settings, *, chain: bool = False) -> dict[str, Any]:
 
 
 def _fetch(line: dict[str, Any]) -> dict[str, Any]:
-    """The journal's last line, without the digests and with the rate."""
+    """Returns the journal's last line, without the digests and with the rate."""
     kept = {name: value for name, value in line.items() if not name.endswith("digest")}
     seconds = line.get("seconds") or 0
     return kept | {"bytes_per_second": round(line["bytes"] / seconds) if seconds else None}
 
 
 def fetch_sentence(fetch: dict[str, Any]) -> str:
-    """How the newest policy came, in one line. `fetch` as `overview` gives it."""
+    """Describes in one line how the newest policy was fetched. `fetch` as in `overview`."""
     rate, sources = fetch["bytes_per_second"], fetch["sources"]
     way = {"whole": "whole", "delta": "by deltas"}.get(fetch["route"], "it was there")
     parts = [
@@ -101,7 +101,7 @@ def _on_chain(settings: Settings, node: str) -> dict[str, Any]:
 
 
 def _at_the_pool(settings: Settings, node: str) -> dict[str, Any]:
-    """What the orchestrator counts of this node."""
+    """Returns what the orchestrator counts for this node."""
     try:
         api = NodeApi(settings.need_orchestrator(), None, timeout=5.0)
         try:

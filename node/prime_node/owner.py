@@ -1,8 +1,8 @@
-"""What the owner of a node does on chain: become a provider, stake, take a node in, take it out.
+"""The owner's actions on chain: become a provider, stake, add a node, remove it.
 
-    standing (read) → calls still missing (decided here, unsent) → sent, or printed for the owner
+    standing (read) → missing calls (computed here, unsent) → sent, or printed for the owner
 
-The node's own key sends nothing; where one wallet plays both parts (test networks) it sends these.
+The node's own key sends nothing. If one wallet plays both parts (test networks), it sends these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAUCET_WEI = 10_000 * ETHER
 
 @dataclass(frozen=True)
 class Standing:
-    """Where owner and node stand on chain. Amounts in wei."""
+    """State of owner and node on chain. Amounts in wei."""
 
     provider: Address
     registered: bool
@@ -40,13 +40,13 @@ class Standing:
     allowed_class: int
 
     def ready(self, needed: int, speed_class: int) -> bool:
-        """True once the node may be admitted to `speed_class` with `needed` wei of active stake."""
+        """Whether the node may be admitted to `speed_class` with `needed` wei of active stake."""
         bound = self.registered and self.owner_of_node == self.provider
         return bound and self.active >= needed and self.allowed_class >= speed_class
 
 
 def read_standing(link: Link, node: Address, provider: Address) -> Standing:
-    """Reads it at the latest block. Raises UnavailableError if no RPC answers."""
+    """Reads the state at the latest block. Raises UnavailableError if no RPC answers."""
     c = link.contracts
     return Standing(
         provider=provider,
@@ -62,8 +62,8 @@ def stake_needed(
     stake_per_class: int, speed_class: int, node: Address, provider: Address,
     nodes: tuple[NodeInfo, ...],
 ) -> int:  # fmt: skip
-    """Active stake that Pools.join will ask for: this node's class and those of the provider's
-    other members of the pool, times the stake a class."""
+    """Returns the active stake that Pools.join requires: the stake per class, times the sum of this
+    node's class and those of the provider's other members of the pool."""
     others = sum(
         info.speed_class
         for info in nodes
@@ -77,7 +77,7 @@ def stake_needed(
 def missing_calls(
     link: Link, standing: Standing, needed: int, speed_class: int, node: Signer, now: int
 ) -> list[Call]:
-    """The owner's transactions that are still missing, in order; empty if there are none.
+    """Returns the owner's missing transactions, in order; empty if there are none.
 
     Raises UserError if the node belongs to another provider.
     """
@@ -101,7 +101,7 @@ def missing_calls(
 
 
 class Owner:
-    """An owner whose key is at this machine. Sends calls one by one, each journalled."""
+    """An owner whose key is on this machine. Sends calls one by one, each journalled."""
 
     def __init__(self, link: Link, signer: LocalSigner, journal_folder: Path) -> None:
         self.address = signer.address
@@ -114,15 +114,15 @@ class Owner:
         self._sender.close()
 
     def settle_open(self, timeout: float = 120.0) -> None:
-        """Waits for what was sent or queued before. Raises UnavailableError if it does not end."""
+        """Waits for earlier sent or queued calls. Raises UnavailableError if they do not finish."""
         for intent in self._sender.open_intents():
             self._sender.wait(intent.id, timeout)
 
     def perform(self, calls: Sequence[Call]) -> list[Digest]:
-        """Sends the calls in order and waits for each; their transaction hashes.
+        """Sends the calls in order and waits for each; returns their transaction hashes.
 
         Raises UserError without ETH for gas, ChainRevertedError with the contract's reason,
-        UnavailableError if the chain does not take one (it stays journalled).
+        UnavailableError if the chain does not accept a call (it stays journalled).
         """
         if calls:
             self._link.client.require_funds(self.address)
@@ -134,7 +134,7 @@ class Owner:
         return hashes
 
     def fill_from_faucet(self, needed: int) -> None:
-        """On test networks: takes tokens from the faucet until `needed` wei are there."""
+        """On test networks: takes tokens from the faucet until the balance is `needed` wei."""
         token = self._link.contracts.token
         while (balance := token.balance_of(self.address)) < needed:
             if needed - balance > 100 * _FAUCET_WEI:
@@ -152,5 +152,5 @@ class Owner:
 
 
 def describe(calls: Sequence[Call]) -> list[dict[str, str]]:
-    """The calls as an owner elsewhere (a wallet, a multisig) needs them."""
+    """Returns the calls in the form that an owner elsewhere (a wallet, a multisig) needs."""
     return [{"what": c.description, "to": str(c.to), "data": c.calldata()} for c in calls]

@@ -1,10 +1,11 @@
-"""`python -m prime_node.planting SECRET_FILE …`: the worker of a planted node, the manager's own,
-started by an ordinary agent: prime-node join … --runtime process --worker-command
-"python -m prime_node.planting FILE". Takes the worker's arguments after the file.
+"""`python -m prime_node.planting SECRET_FILE …`: the worker of one of the manager's planted nodes,
+started by an ordinary agent: prime-node join … --runtime process --worker-command "python -m
+prime_node.planting FILE". Takes the worker's arguments after the file.
 
-Every second file is honest; the others lie, each in a way that its lease and the secret decide
-(prime_verify/canaries/planting.py). Such a node has a seat and its stake is never at risk: the
-orchestrator that shares the secret keeps its files from the chain. At any other pool it is a liar.
+About half of the files are honest. The others cheat, each in a way determined by its lease and the
+secret (prime_verify/canaries/planting.py). The node has a seat, but its stake is never at risk: the
+orchestrator that shares the secret keeps its files off the chain. In any other pool such a node is
+a cheater.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from prime_verify.rollout_file import FileError, FileRow, read_rollout_file
 
 
 class LyingWorkshop(Workshop):
-    """The honest workshop, but that `choose` may give a lie for a file (see lies.py)."""
+    """The honest workshop, except that `choose` may return an attack for a file (see lies.py)."""
 
     def __init__(
         self, choose: Callable[[Job], Make | None], run: RunDefinition, options: Options
@@ -38,17 +39,17 @@ class LyingWorkshop(Workshop):
         self._choose = choose
         self._variants: dict[str, FolderEngines] = {}
         self._earlier: Sequence[FileRow] = ()
-        self.engines = self._loaded(None, keep=2)  # an older policy beside the leased one
+        self.engines = self._loaded(None, keep=2)  # an older policy next to the leased one
 
     def make(self, job: Job) -> bytes:
         lie = self._choose(job)
         content = super().make(job) if lie is None else lie(self._scene(job))
-        with contextlib.suppress(FileError):  # some lies are no files
+        with contextlib.suppress(FileError):  # some attacks produce no valid file
             self._earlier = read_rollout_file(content).rows
         return content
 
     def count(self, content: bytes) -> int:
-        """As the honest worker, or 0: some lies are no files."""
+        """Counts as the honest worker does, or returns 0: some attacks produce no valid file."""
         try:
             return super().count(content)
         except FileError:
@@ -72,7 +73,7 @@ class LyingWorkshop(Workshop):
         )
 
     def _variant(self, name: str) -> FolderEngines:
-        """The node's policies, each with its weights changed once it is loaded."""
+        """Returns the node's policies with modified weights."""
         from prime_engine.variants import VARIANTS
 
         if name not in self._variants:
@@ -92,7 +93,7 @@ class LyingWorkshop(Workshop):
 
 
 def planted(secret: bytes, job: Job) -> Make | None:
-    """The lie that a job's lease asks for, or None for an honest file."""
+    """Returns the attack for a job's lease, or None for an honest file."""
     name = kind(secret, job.lease_digest)
     return None if name == HONEST else LIES[name].make
 

@@ -1,5 +1,5 @@
-"""Keeps the node's policies up to date, beside the work: one thread that fetches what the last
-heartbeat announced, or what a lease asks for.
+"""Keeps the node's policies up to date in one background thread, which fetches what the last
+heartbeat announced or what a lease needs.
 
     heartbeat: newest version, relays ──► GET /v1/policies ──► PolicyFolder.ensure ──► on_arrival
 """
@@ -23,15 +23,15 @@ from prime_node.watched import WatchedThread
 log = logging.getLogger("prime.node.policies")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 LIARS_TOLD, LONGEST_URL = 16, 512
-"""What a heartbeat has room for."""
+"""Limits of a heartbeat's fields."""
 CATCH_UP = 5
-"""A node at most so many versions behind fetches each of them, in order."""
+"""A node at most this many versions behind fetches each of them, in order."""
 
 
 class PolicyKeeper:
-    """One background thread over one PolicyFolder; `make_api` is called in that thread.
+    """One background thread for one PolicyFolder; `make_api` is called in that thread.
 
-    `keep` newest versions stay on disk, besides those that open leases name.
+    The `keep` newest versions stay on disk, and those that open leases name.
     """
 
     def __init__(
@@ -64,45 +64,45 @@ class PolicyKeeper:
         self.thread.start()
 
     def stop(self, grace: float) -> None:
-        """Ends after the fetch under way, at most `grace` s (a killed fetch resumes)."""
+        """Stops after the current fetch, waiting at most `grace` s (a killed fetch resumes)."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self.thread.join(grace)
 
-    # -- asked by the desk and the agent ----------------------------------------------------------
+    # -- called by the desk and the agent ---------------------------------------------------------
 
     def newest(self) -> int | None:
-        """Newest verified version on disk."""
+        """Returns the newest verified version on disk."""
         with self._changed:
             return max(self._digests, default=None)
 
     def digest(self, version: int) -> Digest | None:
-        """Policy digest of a verified version on disk, or None."""
+        """Returns the policy digest of a verified version on disk, or None."""
         with self._changed:
             return self._digests.get(version)
 
     def want(self, version: int) -> None:
-        """Asks for a version, and returns at once."""
+        """Requests a version; returns immediately."""
         with self._changed:
             if version not in self._digests and version not in self._wanted:
                 self._wanted.add(version)
                 self._changed.notify_all()
 
     def heard(self, latest: int | None, relays: tuple[str, ...]) -> None:
-        """What a heartbeat's answer said."""
+        """Handles the versions and relays of a heartbeat's answer."""
         with self._changed:
             self._relays = relays
         if latest is not None:
             self.want(latest)
 
     def liars(self) -> tuple[str, ...]:
-        """Sources of wrong chunks that the orchestrator was not told of yet, at most 16."""
+        """Returns sources of wrong chunks not reported to the orchestrator yet, at most 16."""
         with self._changed:
             return tuple(sorted(self._liars)[:LIARS_TOLD])
 
     def told(self, liars: Collection[str]) -> None:
-        """The orchestrator knows of these."""
+        """Marks sources as reported to the orchestrator."""
         with self._changed:
             self._liars -= set(liars)
 
@@ -132,11 +132,12 @@ class PolicyKeeper:
             api.close()
 
     def _next(self) -> int | None:
-        """The next version to fetch, waiting for one; None once stopped.
+        """Waits for the next version to fetch and returns it; None once stopped.
 
-        A node that is a little behind takes every version in turn: each is a small delta to the
-        one before, and a lease may still name it. One that is far behind, or whose next version
-        does not arrive, goes to the newest."""
+        A node slightly behind fetches every version in order: each is a small delta to the previous
+        one, and a lease may still name it. A node far behind, or whose next version does not
+        arrive, fetches the newest.
+        """
         with self._changed:
             while not self._stopping and not self._wanted:
                 self._changed.wait()

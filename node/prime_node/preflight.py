@@ -1,10 +1,10 @@
-"""`prime-node verify FILE`: the validator's own checks, on this machine.
+"""`prime-node verify FILE`: runs the validator's own checks on this machine.
 
     file → its lease (--lease, this node's journal, or the orchestrator) → run definition → the
     policy that the lease names, from this node's folder → prime_verify.verify → finding
 
-The code is the validator's; only the rows drawn are ours, since nobody knows the validator's secret
-ahead: a fresh draw of the run's share, or every row. Sends nothing, signs nothing.
+The code is the validator's. Only the drawn rows differ, because the validator's secret is unknown
+in advance: either a fresh draw of the run's share, or every row. Nothing is sent or signed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prime_verify.verify import Finding, verify_file
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a validator would find. `lease` None: the file names none that could be read."""
+    """What a validator would find. `lease` None: the file names no readable lease."""
 
     finding: Finding
     lease: Digest | None
@@ -63,7 +63,7 @@ def verify(
     settings: Settings, file: Path, *, lease_file: Path | None = None, every_row: bool = False
 ) -> Preflight:
     """Judges `file` as a validator would. Raises UserError if file or lease cannot be read,
-    UntrustedError if the orchestrator's lease is not the one that the file names."""
+    UntrustedError if the lease found is not the one that the file names."""
     try:
         size = file.stat().st_size
         data = file.read_bytes() if size <= MAX_FILE_BYTES else bytes(MAX_FILE_BYTES + 1)

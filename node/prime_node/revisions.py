@@ -1,11 +1,11 @@
-"""The runs whose work this node takes: the pool's definition and the revisions that followed.
+"""The runs that this node works for: the pool's definition and its later revisions.
 
-    heartbeat, lease answer ──► a digest that is new here
+    heartbeat, lease answer ──► a new digest
     thread "revisions"      ──► its definition, by digest ──► the owner's limits, this machine
-                                ──► image and dataset, while work under the old run goes on
-                                ──► taken: leases of it are asked for; or declined, with a sentence
+                                ──► image and dataset, while work under the old run continues
+                                ──► taken: its leases are requested; or declined, with a reason
 
-A node that declines a revision finishes what it has, gets no lease of it, and ends without penalty.
+A node that declines a revision finishes its work, gets no lease of it, and ends without penalty.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def check_limits(settings: Settings, run: RunDefinition, hardware: Hardware) -> 
 
 
 class Revisions:
-    """Safe to call from several threads.
+    """Thread-safe.
 
-    Args: `run`, the run that is taken already; `fetch`, a definition by its digest; `check`, raises
-    PolicyError or UserError for a run that this node declines; `prepare`, brings what the run's
-    task needs, raises UnavailableError to be asked again.
+    Args: `run`: the run that is already taken; `fetch` returns a definition by its digest; `check`
+    raises PolicyError or UserError for a run that this node declines; `prepare` provides what the
+    run's task needs, and raises UnavailableError to be called again.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Revisions:
         self.thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Ends the thread; what it is at is finished or left."""
+        """Stops the thread; its current work is finished or dropped."""
         self._stop.set()
         self._waiting.put(None)
         if self.thread.is_alive():
             self.thread.join(timeout)
 
     def received(self, digest: Digest) -> None:
-        """Takes notice of a run's digest and returns at once."""
+        """Handles a run's digest; returns immediately."""
         with self._lock:
             if digest in self._known:
                 return
@@ -86,17 +86,17 @@ class Revisions:
         self._waiting.put(digest)
 
     def taken(self) -> tuple[Digest, ...]:
-        """The runs whose leases this node asks for, the newest of them last."""
+        """Returns the runs whose leases this node requests, newest last."""
         with self._lock:
             return tuple(self._taken)[-64:]
 
     def get(self, digest: Digest) -> RunDefinition | None:
-        """A run that is taken; None for any other."""
+        """Returns a taken run; None for any other."""
         with self._lock:
             return self._taken.get(digest)
 
     def why_declined(self, digest: Digest) -> str:
-        """Why this node declines a run; empty if it does not."""
+        """Returns why this node declines a run; empty if it does not."""
         with self._lock:
             return self._declined.get(digest, "")
 

@@ -1,4 +1,4 @@
-"""A node's rewards: what the orchestrator says, what the chain has paid, and the claim."""
+"""A node's rewards: the orchestrator's statement, what the chain has paid, and the claim."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from prime_node.link import Link, connect
 
 @dataclass(frozen=True)
 class NodeRewards:
-    """`paid` in wei by the chain, None without an RPC."""
+    """`paid`: wei paid on chain, None without an RPC."""
 
     info: RewardInfo
     paid: int | None
 
     @property
     def payable(self) -> int | None:
-        """What a claim would pay now or once it is claimable, in wei."""
+        """Wei that a claim would pay, now or once it is claimable."""
         return None if self.paid is None else int(self.info.cumulative) - self.paid
 
     def as_json(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class NodeRewards:
 
 
 def read_rewards(settings: Settings, node: Address) -> NodeRewards:
-    """From the orchestrator and, if an RPC is named, the chain."""
+    """Reads the rewards from the orchestrator and, if an RPC is named, the chain."""
     with OrchestratorClient(settings.need_orchestrator()) as client:
         info = fetch_info(client, node)
         if not settings.rpc:
@@ -53,8 +53,8 @@ def read_rewards(settings: Settings, node: Address) -> NodeRewards:
 
 
 def claim_calls(settings: Settings, link: Link, accounts: Sequence[Address]) -> list[Call]:
-    """The transaction that claims for one node or validator, or for several at once. Of several,
-    those that have nothing payable are passed over. Raises as `payable_claim`."""
+    """Returns the transaction that claims for one or several nodes or validators. With several,
+    those with nothing payable are skipped. Raises as `payable_claim`."""
     with OrchestratorClient(settings.need_orchestrator()) as client:
         claim = partial(payable_claim, client, link.contracts, link.pool)
         if len(accounts) == 1:
@@ -71,8 +71,8 @@ def claim_calls(settings: Settings, link: Link, accounts: Sequence[Address]) -> 
 
 
 def explain_rewards(settings: Settings, node: Address, epoch: int | None) -> Explanation:
-    """Why the node is owed what the chain's reward root gives it, from the chain's events and the
-    published settlements. Raises NotFoundError if no root stands yet."""
+    """Explains the node's amount in the chain's reward root from the chain's events and the
+    published settlements. Raises NotFoundError if there is no valid root yet."""
     with OrchestratorClient(settings.need_orchestrator()) as client:
         link = connect(settings, client.pool())
         try:

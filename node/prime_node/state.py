@@ -1,14 +1,14 @@
-"""The agent's data folder: who holds it, what it last did, what it was told to remember.
+"""The agent's data folder: its lock, its status and its remembered settings.
 
-lock          held (flock) by the one agent that uses this folder; its process id inside
-settings.json what `join` was told, so that `status`, `rewards`, … need no flags
+lock          held (flock) by the one agent that uses this folder; contains its process id
+settings.json settings given to `join`, so that `status`, `rewards`, … need no flags
 status.json   the agent's last heartbeat, for `prime-node status`
-policies/     verified policies, one folder a version      (prime_broadcast/folder.py)
+policies/     verified policies, one folder per version    (prime_broadcast/folder.py)
 outbox/       finished files with their journal            (prime_node/outbox.py)
-task/inbox/   the file that the worker handed over last (inbox.py); task/bridge/ the socket it
-              speaks to; task/outbox/ where it writes if no container bounds it
+task/inbox/   the last file that the worker submitted (inbox.py); task/bridge/ its socket;
+              task/outbox/ where it writes if it runs without a container
 logs/         the worker's output
-chain/        the sender's journal, where the owner acts from this machine
+chain/        the sender's journal, if the owner acts from this machine
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class AgentStatus(Strict):
     latest_version: int | None
     files: dict[str, int]
     not_accepted: tuple[str, ...] = ()
-    """The newest files that ended rejected or void, each with its reason in a sentence."""
+    """The newest files that ended rejected or void, each with its reason in one sentence."""
     tokens_per_second: int
     task: str
 
 
 class DataFolder:
-    """Paths under the --data folder. Making one creates the folder."""
+    """Paths under the --data folder. `make` creates the folders."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
@@ -76,15 +76,15 @@ class DataFolder:
             ) from error
 
     def lock(self) -> None:
-        """Claims the folder for this process, until `unlock` or its end. Raises UserError if the
-        folder is another agent's."""
+        """Locks the folder for this process, until `unlock` or its end. Raises UserError if another
+        agent holds it."""
         self._held.enter_context(held_alone(self.root, "agent"))
 
     def unlock(self) -> None:
         self._held.close()
 
     def holder(self) -> int | None:
-        """Process id of the agent that uses this folder, or None."""
+        """Returns the process id of the agent that uses this folder, or None."""
         path = self.root / "lock"
         if not path.exists():
             return None
@@ -97,26 +97,27 @@ class DataFolder:
         return None
 
     def empty_task_outbox(self) -> None:
-        """Removes what an earlier worker left, folders too. Call it while no task runs."""
+        """Removes files and folders left by an earlier worker. Call it only while no task runs."""
         empty_folder(self.task_outbox)
 
     def write_status(self, status: AgentStatus) -> None:
         _write(self.root / "status.json", status.model_dump_json())
 
     def read_status(self) -> AgentStatus | None:
-        """The last status written, or None."""
+        """Returns the last status written, or None."""
         path = self.root / "status.json"
         if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
             return None
         return AgentStatus.model_validate_json(path.read_bytes())
 
     def remember(self, settings: dict[str, Any]) -> None:
-        """Keeps what `join` was told (never a password), as defaults for the other commands."""
+        """Saves the settings given to `join` (never a password) as defaults for the other
+        commands."""
         _write(self.root / "settings.json", json.dumps(settings, indent=2, sort_keys=True))
 
 
 def remembered(data: Path) -> dict[str, Any]:
-    """What an earlier `join` kept in this data folder; empty if nothing."""
+    """Returns the settings an earlier `join` saved in this data folder; empty if none."""
     path = data.expanduser() / "settings.json"
     if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
         return {}
@@ -128,7 +129,8 @@ def remembered(data: Path) -> dict[str, Any]:
 
 
 def empty_folder(folder: Path) -> None:
-    """Removes all that somebody else wrote into `folder`, folders too. Links are not followed."""
+    """Removes everything in `folder`, including folders created by others. Links are not
+    followed."""
     for left in folder.iterdir():
         if left.is_symlink() or not left.is_dir():
             left.unlink()
@@ -137,7 +139,7 @@ def empty_folder(folder: Path) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Removes a folder that somebody else made: closed ones are opened, links are not followed."""
+    """Removes a folder created by others: permissions are opened, links are not followed."""
     folder.chmod(0o700)
     for place, names, _ in os.walk(folder):
         for inner in (Path(place, name) for name in names):
@@ -147,7 +149,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """The file appears whole or not at all. Raises UnavailableError if the disk refuses."""
+    """Writes the file atomically. Raises UnavailableError if the disk refuses."""
     partial = path.with_name(f".{path.name}.new")
     try:
         partial.write_text(text)

@@ -1,4 +1,4 @@
-"""Keeps the pool's task running: starts it, starts it again when it dies, stops it cleanly."""
+"""Keeps the pool's task running: starts it, restarts it when it dies, stops it cleanly."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from prime_node.runtime.base import Mounts, Runtime, TaskHandle, WorkerOptions
 log = logging.getLogger("prime.node.task")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 STEADY_SECONDS = 120.0
-"""A task that ran this long counts as sound; its next death starts the pauses anew."""
+"""A task that ran this long counts as sound; its next death resets the pauses."""
 MAX_DEATHS = 8
 FINAL_STATUS = {error.exit_code: error for error in (UserError, ProtocolError, PolicyError)}
-"""Exit statuses by which a worker says that starting it again would not help."""
+"""Exit statuses with which a worker says that a restart would not help."""
 _TOLD_LINES = 15
 
 
 class TaskKeeper:
-    """One task on one runtime. Call everything from one thread (the main one)."""
+    """One task on one runtime. Call all methods from one thread (the main one)."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class TaskKeeper:
 
     @property
     def description(self) -> str:
-        """For `status`: what runs, or what is waited for."""
+        """For `status`: the running task, or when it starts again."""
         if self._handle is not None:
             return self._handle.name
         return f"starts again in {max(0.0, self._not_before - self._now()):.0f} s"
 
     def tend(self) -> None:
-        """Starts the task if it does not run and notices if it has died.
+        """Starts the task if it does not run, and detects if it has died.
 
         Raises PolicyError or UserError if the worker says that it cannot do this run's work,
-        FatalError after MAX_DEATHS quick deaths; each with the task's last words.
+        FatalError after MAX_DEATHS quick deaths; each includes the task's last output.
         """
         if self._handle is not None:
             status = self._handle.wait(0.0)
@@ -68,7 +68,7 @@ class TaskKeeper:
         assert self._handle is not None
         words = "\n".join(self._handle.logs().splitlines()[-_TOLD_LINES:])
         name = self._handle.name
-        self._handle.stop(0.0)  # it has ended: this removes a container
+        self._handle.stop(0.0)  # it has ended; this removes a container
         self._handle = None
         if self._now() - self._started_at > STEADY_SECONDS:
             self._deaths = 0
@@ -84,13 +84,13 @@ class TaskKeeper:
         )
 
     def replace(self, task: Task, options: WorkerOptions, grace: float) -> None:
-        """Ends what runs, within `grace` seconds; the next `tend` starts `task`."""
+        """Stops the current task within `grace` seconds; the next `tend` starts `task`."""
         self.stop(grace)
         self._task, self._options = task, options
         self._deaths, self._not_before = 0, 0.0
 
     def stop(self, grace: float) -> None:
-        """Ends the task: asked first, killed after `grace` seconds."""
+        """Stops the task: by SIGTERM, then by force after `grace` seconds."""
         if self._handle is not None:
             status = self._handle.stop(grace)
             log.info("the task ended with status %d", status)

@@ -1,4 +1,4 @@
-"""The node's key: opened from a keystore v3, kept in memory, never printed, passed on or logged."""
+"""The node's key: opened from a v3 keystore, kept in memory, never printed, passed on or logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_node.config import Settings
 def new_wallet(
     out: Path, password_file: Path | None, password_fd: int | None, *, light: bool = False
 ) -> Address:
-    """Draws a key and writes its keystore. Raises UserError if the file exists already."""
+    """Generates a key and writes its keystore. Raises UserError if the file exists already."""
     out = out.expanduser()
     if out.exists():
         raise UserError(
@@ -26,7 +26,8 @@ def new_wallet(
 
 
 def open_wallet(settings: Settings) -> LocalSigner:
-    """The node's signer. Raises UserError (no wallet, wrong password, no terminal to ask at)."""
+    """Returns the node's signer. Raises UserError (no wallet, wrong password, no terminal to ask
+    at)."""
     path = settings.need_wallet()
     password = read_password(
         settings.password_file, settings.password_fd, prompt=f"Password of {path}: "
@@ -35,8 +36,8 @@ def open_wallet(settings: Settings) -> LocalSigner:
 
 
 def open_provider(settings: Settings, node: LocalSigner | None) -> LocalSigner | None:
-    """The owner's signer where it is at this machine: its own keystore, or the node's wallet when
-    that is its own provider; None if the owner is elsewhere."""
+    """Returns the owner's signer if its key is on this machine: from its own keystore, or the
+    node's wallet if that is its own provider. None if the owner is elsewhere."""
     if settings.provider_wallet is not None:
         password = read_password(
             settings.provider_password_file or settings.password_file,
@@ -50,8 +51,8 @@ def open_provider(settings: Settings, node: LocalSigner | None) -> LocalSigner |
 
 
 def named_provider(settings: Settings) -> Address | None:
-    """The owner that --provider names, checksummed; None if none is named. Raises UserError if it
-    is no address."""
+    """Returns the owner named by --provider, checksummed; None if none is named. Raises UserError
+    if it is not an address."""
     if not settings.provider:
         return None
     try:
@@ -63,7 +64,8 @@ def named_provider(settings: Settings) -> Address | None:
 
 
 def wallet_address(settings: Settings) -> Address:
-    """The address a keystore names, without its password. Raises UserError if it names none."""
+    """Returns the address that a keystore names, without its password. Raises UserError if it names
+    none."""
     path = settings.need_wallet()
     found = keystore_address(path)
     if found is None:

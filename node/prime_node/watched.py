@@ -1,4 +1,4 @@
-"""A background thread whose death by a defect ends the agent, instead of going unnoticed."""
+"""A background thread whose failure ends the agent instead of going unnoticed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ log = logging.getLogger("prime.node")
 
 
 class WatchedThread(threading.Thread):
-    """A daemon thread. What `work` raises is logged with its traceback and kept for `check`, which
-    the main thread calls: the others cannot do without it."""
+    """A daemon thread. Exceptions raised by `work` are logged with their traceback and kept for
+    `check`, which the main thread calls, because the other threads depend on this one."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(name=name, daemon=True)

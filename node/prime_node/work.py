@@ -1,7 +1,7 @@
-"""Receipts that the manager gave and then did not root: a node puts such a leaf on chain by itself.
+"""Receipts that the manager issued but did not root: a node can put such a leaf on chain itself.
 
 receipt ──one epoch──▶ may be posted ──one validity──▶ too late
-                       lease and receipt (the manager's signatures) prove that it is owed
+                       lease and receipt (signed by the manager) prove that the work is owed
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ State = Literal["rooted", "waiting", "forgotten", "too late", "unknown"]
 
 @dataclass(frozen=True)
 class Receipted:
-    """A file with its receipt; times in Unix seconds. `unknown`: nobody could say whether it is
-    rooted."""
+    """A file with its receipt; times in Unix seconds. `unknown`: it could not be determined whether
+    the file is rooted."""
 
     entry: Entry
     state: State
@@ -47,8 +47,8 @@ class Receipted:
 
 
 def read_receipts(data: DataFolder) -> list[Entry]:
-    """What the agent in this folder has receipts for; it may be running. Shadow files are left
-    out: no contract would take them."""
+    """Returns the journal entries with receipts in this folder, whose agent may be running. Shadow
+    files are omitted: no contract would accept them."""
     if not (data.outbox / "journal.sqlite").is_file():
         return []
     entries = Outbox(data.outbox, now=time.time, sweep=False).receipted()
@@ -56,7 +56,7 @@ def read_receipts(data: DataFolder) -> list[Entry]:
 
 
 def received_since(entries: Sequence[Entry], since: float) -> list[Entry]:
-    """Those whose receipt says `since` (Unix seconds) or later."""
+    """Returns those whose receipt is dated `since` (Unix seconds) or later."""
     return [
         entry
         for entry in entries
@@ -65,10 +65,10 @@ def received_since(entries: Sequence[Entry], since: float) -> list[Entry]:
 
 
 def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> list[Receipted]:
-    """Which receipts are rooted, as far as orchestrator and chain tell, newest last.
+    """Returns the state of each receipt according to orchestrator and chain, newest last.
 
-    The orchestrator names a file's root, the chain says whether it holds it; without a word of the
-    orchestrator only leaves that nodes posted themselves are known.
+    The orchestrator names a file's root, and the chain shows whether it holds that root. Without
+    the orchestrator, only leaves that nodes posted themselves are known.
     """
     events = read_events(link.client, link.deployment, contracts=("work",))
     mine = [e for e in events if getattr(e, "pool", None) == link.pool]
@@ -80,7 +80,7 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
         assert entry.receipt is not None, "only receipted entries are asked for"
         since = entry.receipt.receipt.received_at + periods.epoch_length
         answered = entry.body.submission.valid_until + periods.accountable
-        until = min(since + periods.validity, answered)  # as Work.postLeaf has it
+        until = min(since + periods.validity, answered)  # as in Work.postLeaf
         state: State
         if entry.submission_digest in posted:
             state = "rooted"
@@ -99,7 +99,7 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
 
 
 def _root(orchestrator: str | None, submission: Digest) -> Digest | Literal[False] | None:
-    """The root that the orchestrator names; None: it says none; False: it says nothing."""
+    """Returns the root named by the orchestrator; None: it has none; False: no answer."""
     if orchestrator is None:
         return False
     try:
@@ -112,7 +112,8 @@ def _root(orchestrator: str | None, submission: Digest) -> Digest | Literal[Fals
 
 
 def post_call(link: Link, entry: Entry) -> Call:
-    """The transaction that roots one receipted file. Raises UserError if it cannot be made."""
+    """Returns the transaction that roots one receipted file. Raises UserError if it cannot be
+    built."""
     if entry.receipt is None:
         raise UserError(f"there is no receipt for submission {entry.submission_digest}")
     if entry.lease is None:
@@ -131,8 +132,8 @@ def post_call(link: Link, entry: Entry) -> Call:
 
 
 def pick(found: Sequence[Receipted], submission: Digest | None) -> list[Receipted]:
-    """Those to be posted: the one named, else all that are forgotten. Raises UserError if there is
-    nothing to post."""
+    """Returns the receipts to post: the named one, else all forgotten ones. Raises UserError if
+    there is nothing to post."""
     if submission is None:
         due = [one for one in found if one.state == "forgotten"]
         if not due:
@@ -147,6 +148,4 @@ def pick(found: Sequence[Receipted], submission: Digest | None) -> list[Receipte
             f"there is no receipt for submission {submission} in this data folder",
             hint="give the agent's own --data DIR",
         )
-    return (
-        named  # whatever the orchestrator says of it: the contract refuses what is posted already
-    )
+    return named  # regardless of its state: the contract refuses what is already posted

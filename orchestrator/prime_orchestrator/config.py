@@ -39,8 +39,8 @@ class Settings(ChainSettings):
     public_url: str = ""
     """How others reach this server; by default http://host:port."""
     also_known_as: Urls = ()
-    """Further URLs under which clients may be given this server (an internal name, say). Requests
-    that are addressed to any other host are refused."""
+    """Additional URLs that clients may use for this server (an internal name, for example).
+    Requests addressed to any other host are refused."""
     data: UserPath = Path("var/orchestrator").absolute()
     database: str = ""
     """sqlite:///PATH or postgresql://…; by default a SQLite file under `data`."""
@@ -49,7 +49,7 @@ class Settings(ChainSettings):
     s3_bucket: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$")
     """Keep objects in this bucket instead of a folder (docs/storage.md). Credentials come from
     AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_SHARED_CREDENTIALS_FILE or the machine's role;
-    they are no settings."""
+    they are not settings."""
     s3_endpoint: str = ""
     """URL of the S3 server; by default AWS."""
     s3_public_endpoint: str = ""
@@ -67,16 +67,16 @@ class Settings(ChainSettings):
     allow_relay: Urls = ()
     """Accounts that may announce a relay without a seat in the pool."""
     planted: Urls = ()
-    """Nodes of the manager's own whose files are planted (docs/verification.md)."""
+    """The manager's own nodes whose files are planted (docs/verification.md)."""
     planted_secret: UserPath | None = None
     """File with the secret that these nodes share with this process."""
     planted_one_in: int = Field(default=50, ge=2)
-    """One lease in so many goes to them."""
+    """One lease in this many goes to them."""
     requests_per_second: int = Field(default=200, ge=0)
-    """Bound on what one client address may ask on average; 0 lifts it."""
+    """Average request rate allowed per client address; 0 removes the limit."""
     trusted_proxies: Urls = ()
-    """Reverse proxies, by address or network, whose X-Forwarded-For says who asks. By default
-    nobody's is believed, and everybody behind one proxy counts as one address."""
+    """Reverse proxies, by address or network, whose X-Forwarded-For identifies the client. By
+    default none is trusted, and all clients behind one proxy count as one address."""
 
     @field_validator("allow_relay", "planted")
     @classmethod
@@ -110,14 +110,14 @@ class Settings(ChainSettings):
 
     @property
     def objects_folder(self) -> Path:
-        """Where objects lie."""
+        """Folder of the object store."""
         return self.objects or self.data / "objects"
 
     def open_objects(self, url: str, place: str) -> ObjectStore:
-        """The object store: a folder whose signed URLs are served at `url`, or the part of the
-        bucket that is named `place`, after it was tried.
+        """Opens the object store: a folder whose signed URLs are served at `url`, or the part of
+        the bucket named `place`, after testing access to it.
 
-        Raises UserError if the settings contradict one another or the bucket cannot be used,
+        Raises UserError if the settings contradict each other or the bucket cannot be used,
         UnavailableError if the S3 server does not answer.
         """
         if not self.s3_bucket:
@@ -143,7 +143,8 @@ class Settings(ChainSettings):
         return bucket
 
     def planted_nodes(self) -> Planted:
-        """The planted nodes. Raises UserError if they have no secret, or one that others read."""
+        """Returns the planted nodes. Raises UserError if they have no secret, or its file is
+        readable by others."""
         if not self.planted:
             return Planted()
         secret = read_secret(needed(self, "planted_secret"))
@@ -151,12 +152,12 @@ class Settings(ChainSettings):
         return Planted(accounts, secret, self.planted_one_in)
 
     def need(self, name: Literal["deployment", "run", "wallet", "pool"]) -> Any:
-        """A setting without default. Raises UserError if it was not given."""
+        """Returns a setting that has no default. Raises UserError if it is missing."""
         return needed(self, name)
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
-    """Settings from flags (None or () = not given), environment and TOML file.
+    """Loads settings from flags (None or () = not given), environment and TOML file.
 
     Raises UserError with the setting's name if a value is wrong, the file cannot be read, or a
     password was given as a flag.
@@ -166,8 +167,8 @@ def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
 
 
 def refuse_password(database: str, variable: str) -> None:
-    """Raises UserError if a database URL that was given as a flag carries a password; `variable`
-    is the environment's name for it."""
+    """Raises UserError if a database URL given as a flag contains a password; `variable` is the
+    environment variable to use instead."""
     parts = urlsplit(database)
     if parts.password or "password" in parse_qs(parts.query):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Which pool this is, on which chain: built once by each process and handed down."""
+"""The pool and chain that a process serves. Built once per process and passed down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_OBJECT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class PoolContext:
-    """One pool on one chain. Times of `run` in seconds, prices in wei."""
+    """One pool on one chain. Times in `run` are in seconds, prices in wei."""
 
     deployment: Deployment
     pool: int
@@ -26,14 +26,14 @@ class PoolContext:
     run: RunDefinition
 
     def domain(self, statement: type[Statement] | Statement) -> Domain:
-        """EIP-712 domain under which this kind of statement is signed."""
+        """Returns the EIP-712 domain under which this kind of statement is signed."""
         return self.deployment.domain_of(statement)
 
 
 def read_object(objects: ObjectStore, digest: Digest, limit: int = MAX_OBJECT_BYTES) -> bytes:
-    """Bytes of an object, checked against its name.
+    """Returns an object's bytes, checked against its digest.
 
-    Raises UntrustedError if they do not hash to it, NotFoundError if there are none.
+    Raises NotFoundError, or UntrustedError if they do not hash to it.
     """
     data = objects.get(digest_key(digest), limit)
     if encoding.sha256(data) != digest:

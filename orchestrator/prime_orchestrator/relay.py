@@ -1,14 +1,14 @@
 """`orchestrator relay`: serves the pool's policies to nodes.
 
     once a second   ask the orchestrator which policies are published, and who serves them
-    each new one    is checked against the trainer's signature and fetched: from --upstream where
-                    that is given, else from the origin; every verified chunk can be asked for
+    each new one    check the trainer's signature and fetch it: from --upstream if given, else from
+                    the origin; every verified chunk is available at once
     on each change  (and every 30 s) announce the address and versions, signed, if there is a wallet
 
-Anyone may run one; to be named to nodes it needs a seat in the pool or the operator's leave. What
-it serves is checked by whoever fetches, so it needs no trust; it does need
-bandwidth. Behind a proxy or NAT, say how others reach it with --public-url: readers sign their
-requests for that URL (prime_broadcast/access.py), unless --access is `anyone`.
+Anyone may run a relay. For nodes to learn of it, it needs a seat in the pool or the operator's
+permission. Readers verify what it serves, so it needs no trust, but it needs bandwidth. Behind a
+proxy or NAT, set --public-url to the URL at which others reach it: readers sign their requests for
+that URL (prime_broadcast/access.py), unless --access is `anyone`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def relay(
             state = json.dumps({"url": server.url, "trainer": trust.trainer}).encode()
             try:
                 write_whole(known, state)
-            except DiskError as error:  # what is there can be served all the same
+            except DiskError as error:  # existing policies can still be served
                 _log("trouble", detail=str(error))
             _log("serving", url=server.url, pool=trust.pool, trainer=trust.trainer)
             listing = members.refresh_now_and_then if access is Access.MEMBERS else lambda: None
@@ -190,8 +190,8 @@ def relay(
 
 
 class Members:
-    """The accounts of the pool's nodes, as the orchestrator lists them, and those allowed by hand.
-    `known` is asked from the server's thread and never waits."""
+    """Accounts allowed to read: the pool's nodes as listed by the orchestrator, and those allowed
+    by hand. `known` is called from the server's thread and never blocks."""
 
     def __init__(
         self,
@@ -207,24 +207,24 @@ class Members:
         self._at = float("-inf")
 
     def known(self) -> frozenset[Address]:
-        """Who may read now."""
+        """Returns the accounts that may read now."""
         return self._nodes | self._allowed
 
     def refresh(self) -> None:
-        """Asks the orchestrator. Nodes that left or were ejected may no longer read."""
+        """Queries the orchestrator. Nodes that left or were ejected may no longer read."""
         self._nodes = frozenset(
             known.node for known in self._client.nodes() if known.status not in ("left", "ejected")
         )
         self._at = self._now()
 
     def refresh_now_and_then(self) -> None:
-        """`refresh`, if the list is older than MEMBERS_SECONDS."""
+        """Calls `refresh` if the list is older than MEMBERS_SECONDS."""
         if self._now() - self._at >= MEMBERS_SECONDS:
             self.refresh()
 
 
 class Loop:
-    """The relay's conversation with the orchestrator. One `turn` a poll; see the module's head."""
+    """Polls the orchestrator, with one `turn` per poll, as described at the top of this module."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Loop:
         self._before_turn = before_turn
 
     def run(self, stop: threading.Event, poll: float) -> None:
-        """Turns until `stop`; trouble is logged when it begins, changes and ends."""
+        """Runs turns until `stop`. Logs errors when they begin, change and end."""
         while not stop.is_set():
             try:
                 self._before_turn()
@@ -265,7 +265,8 @@ class Loop:
             stop.wait(poll)
 
     def turn(self) -> None:
-        """Learns what is published and from whom, offers it to the relay, announces changes."""
+        """Fetches published policies and their sources, offers them to the relay and announces
+        changes."""
         changed = self._client.get_changed("/v1/policies", PolicyList, self._tag)
         if changed is not None:
             self._published, self._tag = changed[0].policies, changed[1]
@@ -304,9 +305,9 @@ def _trust(
     trainer: str | None,
     give_up: float | None,
 ) -> Trust:
-    """Whose signature to take: read from the chain if there is an RPC, else as told, else as the
-    orchestrator says (said aloud). Waits for both; raises UnavailableError after `give_up` seconds
-    (None: never), StoppedError when told to stop."""
+    """Returns whose signatures to trust: read from the chain if there is an RPC, else the given
+    trainer, else the orchestrator's answer (which is logged). Waits for the answers; raises
+    UnavailableError after `give_up` seconds (None: never), StoppedError if stopped."""
     pool = _patiently(lambda: client.pool().pool, stop, give_up)
     domain = client.domain("pools")
     if rpc:
@@ -334,7 +335,7 @@ def _trust(
 
 
 def _patiently(ask: Callable[[], _Answer], stop: threading.Event, give_up: float | None) -> _Answer:
-    """What `ask` answers; that it does not yet is said once."""
+    """Waits for `ask` to answer and returns the answer; logs once that it is waiting."""
     told: list[str] = []
 
     def tell(error: UnavailableError, wait: float) -> None:
@@ -357,5 +358,5 @@ def _tell(event: RelayEvent) -> None:
 
 
 def _log(event: str, **facts: object) -> None:
-    """One JSON line on stdout an event."""
+    """Prints one JSON line per event on stdout."""
     print(json.dumps({"time": round(time.time(), 3), "event": event, **facts}), flush=True)

@@ -1,10 +1,10 @@
-"""Rollout files as a researcher reads them: verdicts, rewards, texts, what became of each group.
+"""Rollout files for researchers: verdicts, rewards, texts, and the fate of each group.
 
     list    rows of the store                                  → FileFacts
     show    a file's bytes, its verdict table, a tokenizer     → Sample
     export  every accepted file, one at a time, in one view    → Parquet
 
-Rewards come from the verdict table, as the trainer gets them; the node's own are claims.
+Rewards come from the verdict table, as the trainer gets them; the node's own rewards are claims.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from prime_verify.rollout_file import (
 )
 
 ROW_GROUP_BYTES = 32 << 20
-"""Rows of an export are kept in memory until they are this large together."""
+"""Size at which an export writes its buffered rows as a row group."""
 _AT_ONCE = 100
 _TOKENIZER_FILES = frozenset(
     {
@@ -60,8 +60,8 @@ GroupState = Literal["trained", "waiting", "dropped"]
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group of an accepted file. `batch`: the step that takes it, or took it; `why` it waits or
-    was dropped."""
+    """One group of an accepted file. `batch`: the step that took it; `why`: why it waits or was
+    dropped."""
 
     group: int
     rows: int
@@ -69,15 +69,16 @@ class GroupFacts:
     state: GroupState
     batch: int | None
     staleness: int
-    """Policies between the one that made it and the one that its batch trains; of a group without
-    batch, that of the next one."""
+    """Number of policies between the one that made the group and the one that its batch trains. For
+    a group without a batch, the next batch counts."""
     why: str
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """One rollout file. Times in Unix seconds; `reward` the mean of its groups (None: not
-    accepted); `staleness` of the batch that took its groups, else of the step it was leased for."""
+    """One rollout file. Times in Unix seconds. `reward` is the mean over its groups (None: not
+    accepted). `staleness` refers to the batch that took its groups, else to the step it was leased
+    for."""
 
     id: Digest
     node: Address
@@ -120,7 +121,8 @@ class Sample:
 
 
 def runs_of(connection: Connection) -> RunHistory:
-    """The pool's run and its final revisions. Raises UserError if the database does not know it."""
+    """Returns the pool's run and its final revisions. Raises UserError if the database lacks the
+    run."""
     found = meta.get(connection, meta.RUN)
     if found is None:
         raise UserError(
@@ -131,7 +133,7 @@ def runs_of(connection: Connection) -> RunHistory:
 
 
 def facts(connection: Connection, rows: Sequence[SubmissionRow]) -> list[FileFacts]:
-    """What is known of these submissions, in their order. Raises UserError as `runs_of`."""
+    """Returns the facts of these submissions, in order. Raises UserError as `runs_of`."""
     runs, next_step = runs_of(connection), batches.next_step(connection)
     names = [row.digest for row in rows]
     known, planted = groups.of(connection, names), opinions.planted_among(connection, names)
@@ -198,8 +200,8 @@ def _file_facts(row: SubmissionRow, environment: str, found: Sequence[GroupFacts
 
 
 def find(connection: Connection, name: str) -> SubmissionRow:
-    """The submission whose digest begins with `name`. Raises NotFoundError if there is none,
-    UserError if there are several or `name` is no beginning of a digest."""
+    """Returns the submission whose digest begins with `name`. Raises NotFoundError if there is
+    none, UserError if there are several or `name` is not the beginning of a digest."""
     digits = name.lower().removeprefix("0x")
     if not 4 <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
         raise UserError(
@@ -215,7 +217,7 @@ def find(connection: Connection, name: str) -> SubmissionRow:
 
 
 def lease_of(connection: Connection, row: SubmissionRow) -> SignedLease:
-    """The lease of a submission."""
+    """Returns the lease of a submission."""
     found = leases.get(connection, row.lease_digest)
     if found is None:
         raise FatalError(f"submission {row.digest} names a lease that the store does not hold")
@@ -223,7 +225,7 @@ def lease_of(connection: Connection, row: SubmissionRow) -> SignedLease:
 
 
 def accusation(objects: ObjectStore, row: SubmissionRow) -> str:
-    """What the evidence against a rejected file says; empty if there is none."""
+    """Returns the detail text of the evidence against a rejected file; empty if there is none."""
     if row.evidence is None:
         return ""
     return Evidence.model_validate_json(read_object(objects, row.evidence)).detail
@@ -232,11 +234,12 @@ def accusation(objects: ObjectStore, row: SubmissionRow) -> str:
 def read_file(
     objects: ObjectStore, row: SubmissionRow, deadline: int
 ) -> tuple[RolloutFile, list[float | None]]:
-    """A submission's file, and its rows' rewards by the verdict table (None: not accepted).
+    """Returns a submission's file, and its rows' rewards from the verdict table (None: not
+    accepted).
 
-    Args: `deadline` of its lease.
-    Raises NotFoundError if file or table is not in the store, UntrustedError if the bytes are
-    others, FileError if the file does not parse, MalformedError if it is not the table's.
+    Args: `deadline` of its lease. Raises NotFoundError if the file or table is missing from the
+    store, UntrustedError if the bytes differ, FileError if the file does not parse, MalformedError
+    if the table does not match it.
     """
     data = uploads.read(objects, deadline, row.sha256, MAX_FILE_BYTES)
     file = read_rollout_file(data)
@@ -249,8 +252,8 @@ def read_file(
 def samples(
     file: RolloutFile, rewards: Sequence[float | None], numbers: Sequence[int], tokenizer: Any
 ) -> list[Sample]:
-    """The rows `numbers` of a file, with texts by `tokenizer` (None: none). Raises UserError if
-    there is no such row."""
+    """Returns the rows `numbers` of a file, with texts decoded by `tokenizer` unless it is None.
+    Raises UserError if there is no such row."""
     found = []
     for number in numbers:
         if not 0 <= number < len(file.rows):
@@ -292,7 +295,7 @@ def grades(
     found: Sequence[Sample], row: SubmissionRow, lease: SignedLease, run: RunDefinition,
     environment: Environment, tokenizer: Any,
 ) -> list[Grade | None]:  # fmt: skip
-    """The samples graded again; None where the prompt is not the one that the lease dictates."""
+    """Grades the samples again; None where the prompt differs from the one the lease prescribes."""
     plan: dict[tuple[int, int], PlannedRow] = {
         (one.group, one.sample): one
         for one in plan_rows(lease.lease, row.lease_digest, run, environment, tokenizer)
@@ -312,8 +315,8 @@ def grades(
 
 
 def load_tokenizer(connection: Connection, folder: Path) -> Any:
-    """The tokenizer in a model folder, once its files are those of policy 0. Raises UserError if
-    they are not, or there is none."""
+    """Loads the tokenizer from a model folder after checking that its files are those of policy 0.
+    Raises UserError if they differ or there is no tokenizer."""
     policy = policies.get(connection, 0)
     manifest = None if policy is None else policy.signed().manifest
     for entry in () if manifest is None else manifest.files:
@@ -325,7 +328,7 @@ def load_tokenizer(connection: Connection, folder: Path) -> Any:
                 f"{path} is not the file of that name in policy 0",
                 hint="name the folder of the run's base model by --model",
             )
-    from transformers import AutoTokenizer  # seconds, and an extra
+    from transformers import AutoTokenizer  # slow import, optional extra
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -366,12 +369,12 @@ COLUMNS = pa.schema(
         ("spans", pa.list_(pa.int32())),
     ]
 )
-"""Columns of an export; docs/tutorial.md says what each is."""
+"""Columns of an export, described in docs/tutorial.md."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote; `unreadable`: files without accepting verdict that do not parse."""
+    """Result of an export. `unreadable`: files without an accepting verdict that do not parse."""
 
     files: int
     rows: int
@@ -388,12 +391,12 @@ def export(
     begins: Callable[[int], None] = lambda _total: None,
     went: Callable[[int], None] = lambda _files: None,
 ) -> Exported:
-    """Writes the rows of all `wanted` files to the Parquet file `out`, which appears when it is
-    whole. One view of the store is read, and one file at a time.
+    """Writes the rows of all `wanted` files to the Parquet file `out`, which appears once it is
+    complete. Reads one view of the store, one file at a time.
 
-    Args: `begins` is called with the number of files, `went` after each.
-    Raises UserError if `out` is there or cannot be written, NotFoundError, UntrustedError or
-    MalformedError for an accepted file that is not in the store or damaged.
+    Args: `begins` is called with the number of files, `went` after each. Raises UserError if `out`
+    exists or cannot be written; NotFoundError, UntrustedError or MalformedError if an accepted file
+    is missing from the store or damaged.
     """
     make_folder(out.parent)
     if out.exists():

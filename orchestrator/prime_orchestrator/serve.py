@@ -1,13 +1,13 @@
 """`orchestrator serve`: one process that answers HTTP and runs the manager's loops.
 
-    open       deployment, run definition, keystore, database, chain → refuse what does not fit
-    bind       the port, before anything names our address
-    serve      HTTP in the main thread; loops in one thread each, while this process holds their
-               lease: several orchestrators may serve one store, and one of them runs the loops
+    open       deployment, run definition, keystore, database, chain → refuse mismatches
+    bind       the port, before anything publishes our address
+    serve      HTTP in the main thread; each loop in its own thread, while this process holds the
+               loop lease: several orchestrators may serve one store, and one of them runs the loops
     end        SIGTERM or SIGINT: HTTP first, then the loops; exit 0
 
-A loop that meets a passing trouble tries again, ever later; one that meets a defect is logged in
-full and ends the process with a non-zero code, for the supervisor (systemd) to start it anew.
+A loop that meets a temporary error retries with growing pauses. One that meets a defect logs it in
+full and ends the process with a non-zero code, so that the supervisor (systemd) restarts it.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ MONEY_SECONDS = 1.0
 LIFE_SECONDS = 1.0
 LONGEST_PAUSE = 10.0
 KEPT_FILES = 1024
-"""Open files left for the database, the chain and the object store."""
+"""Open files reserved for the database, the chain and the object store."""
 MOST_CONNECTIONS = 100_000
 BUSY = 500
-"""Connections with a request under way, for which room is kept."""
+"""Connections reserved for those with a request in progress."""
 GRACE_SECONDS = 5
-"""How long running requests may still take when the process is told to end."""
+"""Time that running requests get to finish on shutdown."""
 
 
 def run(settings: Settings) -> None:
-    """Serves until told to end. Exits non-zero if a loop met a defect."""
+    """Serves until stopped by a signal. Exits non-zero if a loop met a defect."""
     set_up_logging(settings.log_level)
     with ExitStack() as stack:
         deployment = Deployment.load(settings.need("deployment"))
@@ -138,9 +138,9 @@ def run(settings: Settings) -> None:
 
 
 def set_up_logging(level: str) -> None:
-    """One line an event on stderr, for every long-running program here."""
+    """Logs to stderr, one line per event. Every long-running program here uses it."""
     log_to_stderr(level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
-    # Their everyday business is not ours, and what boto3's parts log at debug carries signatures.
+    # Their routine messages are noise, and boto3's debug logs contain signatures.
     for name in ("alembic", "boto3", "botocore", "httpx", "s3transfer", "urllib3", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -195,12 +195,13 @@ async def _serve(
 
 
 def while_held(lease: LoopLease, tick: Callable[[], object]) -> Callable[[], object]:
-    """`tick`, passed over while another orchestrator on this store runs the loops."""
+    """Wraps `tick` so that it is skipped while another orchestrator on this store runs the
+    loops."""
     return lambda: tick() if lease.held() else None
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers (it would raise the signal again at its end)."""
+    """uvicorn without its signal handlers, which would raise the signal again at exit."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -210,7 +211,7 @@ class Server(uvicorn.Server):
 def most_connections() -> int:
     """Raises the soft limit on open files to the hard limit.
 
-    Returns the number of connections that the limit allows, less KEPT_FILES.
+    Returns the number of connections that the limit allows, minus KEPT_FILES.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -219,14 +220,15 @@ def most_connections() -> int:
 
 
 def make_server(app: ASGIApp, proxies: Proxies) -> Server:
-    """uvicorn with bounds for a public address: as many connections as the limit on open files
-    allows. The longest idle ones are closed when fewer than BUSY are left for requests."""
+    """Returns a uvicorn server with limits for a public address: as many connections as the limit
+    on open files allows. The longest idle ones are closed when fewer than BUSY are left for
+    requests."""
     most = most_connections()
     return Server(
         uvicorn.Config(
             app,
             http=behind(proxies, most - min(BUSY, most // 2)),
-            proxy_headers=False,  # uvicorn's own believes this machine, and $FORWARDED_ALLOW_IPS
+            proxy_headers=False,  # uvicorn's own trusts localhost and $FORWARDED_ALLOW_IPS
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
@@ -246,7 +248,7 @@ class _Crash:
 
 
 class Loops:
-    """Background ticks, one thread each, that end together."""
+    """Background ticks, one thread each, that stop together."""
 
     def __init__(self, on_crash: Callable[[], object]) -> None:
         self._stop = threading.Event()
@@ -271,7 +273,7 @@ class Loops:
             except UnavailableError as error:
                 pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
                 log.warning("the %s loop tries again in %.0f s: %s", name, pause, error)
-            except Exception as error:  # a defect: said loudly, then the whole process ends
+            except Exception as error:  # a defect: log it, then end the process
                 log.critical("the %s loop met a defect; the process ends", name, exc_info=error)
                 self._crashes.append(_Crash(name, error))
                 self._on_crash()
@@ -279,7 +281,7 @@ class Loops:
             self._stop.wait(pause)
 
     def stop(self, seconds: float = 20.0) -> None:
-        """Ends all loops after their present tick; waits for each at most `seconds`."""
+        """Stops all loops after their current tick; waits at most `seconds` for each."""
         self._stop.set()
         for thread in self._threads:
             thread.join(seconds)
@@ -287,12 +289,12 @@ class Loops:
                 log.error("%s did not end in %.0f s and is left behind", thread.name, seconds)
 
     def raise_crash(self) -> None:
-        """Raises the first defect, if a loop met one."""
+        """Raises the first defect that a loop met, if any."""
         for crash in self._crashes:
             raise crash.error
 
 
-# -- refusing what does not fit ------------------------------------------------------------------
+# -- checks at startup ---------------------------------------------------------------------------
 
 
 def check_pool(
@@ -303,11 +305,12 @@ def check_pool(
     definition: RunDefinition,
     manager: Address,
 ) -> Address:
-    """The pool's trainer, after all that must fit together was found to.
+    """Checks that key, run definition, database and pool belong together; returns the pool's
+    trainer.
 
-    The chain is asked once; afterwards the store remembers, so that a restart needs no RPC.
-    Raises UserError if key, run definition or database belong to another pool, UnavailableError if
-    the chain was never asked and does not answer.
+    The chain is queried once. The result is stored, so that a restart needs no RPC. Raises
+    UserError if something belongs to another pool, UnavailableError if the chain was never queried
+    and does not answer.
     """
     place = place_of(deployment, pool)
     with store.read() as connection:
@@ -322,7 +325,7 @@ def check_pool(
     if facts is None:
         try:
             found = contracts.pools.pool_of(pool)
-        except BadAnswerError as error:  # no code there, or another's
+        except BadAnswerError as error:  # no code at the address, or a different contract
             raise UserError(
                 f"the contracts that the deployment names are not on this chain: {error}",
                 hint="check --rpc and --deployment; a local chain that was made anew has none",
@@ -353,14 +356,16 @@ def check_pool(
 
 
 def place_of(deployment: Deployment, pool: int) -> str:
-    """The pool's name among all pools: in the database, and as its prefix in a bucket."""
+    """Returns the pool's unique name, used in the database and as its prefix in a bucket."""
     return f"{deployment.chain_id}/{deployment.contracts.pools}/{pool}"
 
 
 def holder_of(data: Path) -> str:
-    """This data folder's name among the orchestrators on one store; made on first use.
+    """Returns this data folder's unique name among the orchestrators on one store; created on first
+    use.
 
-    With the machine's, so that a folder that was copied is another."""
+    It includes the host name, so that a copied folder gets another name.
+    """
     path = data / "holder"
     with contextlib.suppress(FileExistsError), path.open("x") as file:
         file.write(secrets.token_hex(16))
@@ -369,7 +374,7 @@ def holder_of(data: Path) -> str:
 
 @contextmanager
 def only_one(path: Path) -> Iterator[None]:
-    """Holds a lock that ends with the process. Raises UserError if another holds it."""
+    """Holds a lock until the process ends. Raises UserError if another process holds it."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -382,7 +387,7 @@ def only_one(path: Path) -> Iterator[None]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises UserError if the address cannot be had."""
+    """Returns a bound socket. Raises UserError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is named; without it, answers wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -400,7 +405,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """http:// and where a program on this machine reaches the socket."""
+    """Returns the http:// URL at which a program on this machine reaches the socket."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
@@ -408,7 +413,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def announce(path: Path, url: str, port: int) -> None:
-    """Says where we are: one JSON line on stdout, and the file that other programs read."""
+    """Publishes our address: one JSON line on stdout, and the file that other programs read."""
     text = json.dumps({"url": url, "port": port, "pid": os.getpid()})
     draft = path.with_name(f".{path.name}.new")
     draft.write_text(text + "\n")

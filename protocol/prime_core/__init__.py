@@ -1,1 +1,1 @@
-"""The words the three programs share: no I/O, no clock, no randomness, no torch, no web3."""
+"""Types, messages and helpers shared by all programs; imports neither torch nor web3."""

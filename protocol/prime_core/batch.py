@@ -1,4 +1,5 @@
-"""A sealed batch: the immutable list of what one optimizer step trains on, and its choice."""
+"""Sealed batches: the immutable list of groups that one optimizer step trains on, and its
+selection."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from prime_core.signing import (
 
 
 class BatchFile(Strict):
-    """One accepted file of a batch: its SHA-256, its verdict table's, and the groups taken."""
+    """One accepted file of a batch: its SHA-256, its verdict table's SHA-256, and the groups
+    used."""
 
     sha256: DigestField
     size: int = Field(ge=0)
@@ -35,7 +37,8 @@ class BatchFile(Strict):
 
 
 class BatchManifest(Strict):
-    """Immutable; files sorted by sha256. `step` s trains policy s into s + 1. `rows` = samples."""
+    """Immutable; files sorted by sha256. Step s trains policy s into policy s + 1. `rows` =
+    samples."""
 
     schema_version: Literal[1] = 1
     pool: int
@@ -55,7 +58,7 @@ class BatchManifest(Strict):
 
 
 class BatchStatement(Statement):
-    """Signed by the manager over a sealed batch."""
+    """The manager's signed statement over a sealed batch."""
 
     CONTRACT: ClassVar[ContractName] = "work"
     pool: U256
@@ -74,7 +77,7 @@ class SignedBatch(Strict):
 
 @dataclass(frozen=True)
 class FreeGroup:
-    """An accepted group that no batch has taken. `reward_micro_sum` in millionths; `accepted_at`
+    """An accepted group that is in no batch yet. `reward_micro_sum` is in millionths, `accepted_at`
     in Unix seconds; `sha256`, `size` (bytes) and `table` are its file's."""
 
     submission_digest: Digest
@@ -98,12 +101,12 @@ def choose(
     surplus: int = 0,
     selection: Literal["arrival", "difficulty"] = "arrival",
 ) -> tuple[FreeGroup, ...] | None:
-    """The groups of batch `step`, or None while there are too few.
+    """Selects the groups of batch `step`. Returns None while there are too few.
 
-    Informative and fresh (0 ≤ step − policy version ≤ max_staleness) ones, once `surplus` more of
-    them lie ready than the batch takes. By arrival: those of the oldest policy first, then by
-    acceptance. By difficulty: those whose mean reward is nearest to one half, then as by arrival.
-    Ties by name, so the input's order plays no part.
+    Candidates are informative and fresh (0 ≤ step − policy version ≤ max_staleness); there must be
+    `surplus` more of them than the batch takes. "arrival" orders by policy version, then acceptance
+    time. "difficulty" orders by distance of the mean reward from one half, then as "arrival". Ties
+    are broken by name, so the result does not depend on the input's order.
     """
     fit = [g for g in free if g.informative and 0 <= step - g.policy_version <= max_staleness]
     if len(fit) < groups_per_batch + surplus:

@@ -1,4 +1,4 @@
-"""Who answers for a calibration: a signature over its digest."""
+"""The signature over a calibration's digest, which makes its signer accountable."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from prime_core.signing import (
 
 
 class CalibrationStatement(Statement):
-    """`calibration`: SHA-256 of the calibration object without its signature; `made_at` in Unix
-    seconds."""
+    """`calibration` is the SHA-256 of the calibration object without its signature; `made_at` is in
+    Unix seconds."""
 
     CONTRACT: ClassVar[ContractName] = "slasher"
     calibration: DigestField
@@ -25,7 +25,7 @@ class CalibrationStatement(Statement):
 
 
 class CalibrationSignature(Strict):
-    """A CalibrationStatement's signature, as it stands in the object that it is about."""
+    """A CalibrationStatement's signature, embedded in the calibration object it covers."""
 
     made_at: U64
     signer: AddressField

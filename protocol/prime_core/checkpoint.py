@@ -1,4 +1,4 @@
-"""Published policies: manifest, chunks, the trainer's signed statement."""
+"""Published policies: manifest, chunks, and the trainer's signed statement."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ FILE_TAG = b"prime/file/v1"
 
 
 def file_digest(size: int, chunk_size: int, chunks: Sequence[Digest]) -> Digest:
-    """What names a file of `size` bytes: BLAKE3 over FILE_TAG ‖ size ‖ chunk size (8 bytes each,
-    big endian) ‖ the BLAKE3 of each chunk. Whoever has verified every chunk has verified the file
-    and need not read it again (docs/adr/0005)."""
+    """Returns the digest of a file of `size` bytes: BLAKE3 over FILE_TAG ‖ size ‖ chunk size (8
+    bytes each, big endian) ‖ the BLAKE3 of each chunk. Verifying every chunk verifies the file,
+    without reading it again (docs/adr/0005)."""
     head = FILE_TAG + size.to_bytes(8, "big") + chunk_size.to_bytes(8, "big")
     return encoding.blake3_digest(head + b"".join(map(to_bytes, chunks)))
 
 
 class FileEntry(Strict):
     """One file of a policy folder: a plain relative name, its size in bytes, BLAKE3 of each chunk
-    of `Manifest.chunk_size` bytes (the last one shorter), and `file_digest` of these."""
+    of `Manifest.chunk_size` bytes (the last one may be shorter), and the `file_digest` of these."""
 
     name: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     size: int = Field(ge=0, le=1 << 44)
@@ -41,8 +41,7 @@ class FileEntry(Strict):
 
 
 class DeltaEntry(Strict):
-    """A delta object that turns base version `base` into this version; named and chunked as a
-    file is."""
+    """A delta object that turns version `base` into this version; named and chunked like a file."""
 
     base: int = Field(ge=0)
     base_digest: DigestField
@@ -52,7 +51,7 @@ class DeltaEntry(Strict):
 
 
 class Manifest(Strict):
-    """What a policy is, bit for bit. The policy digest is BLAKE3 of the canonical JSON of this."""
+    """Describes a policy bit for bit. The policy digest is BLAKE3 of its canonical JSON."""
 
     schema_version: Literal[1] = 1
     pool: int = Field(ge=0)
@@ -61,12 +60,12 @@ class Manifest(Strict):
     chunk_size: int = Field(ge=1 << 12, le=1 << 26)
     files: tuple[FileEntry, ...] = Field(min_length=1, max_length=4096)
     result_digest: DigestField
-    """BLAKE3 over the sorted (name ‖ 0 ‖ file digest) of all files: the same for a copy fetched
-    whole and one made from deltas. It names the chunk size too, through the files' digests."""
+    """BLAKE3 over the sorted (name ‖ 0 ‖ file digest) of all files; the same for a full download
+    and for a copy built from deltas. It depends on the chunk size through the file digests."""
     deltas: tuple[DeltaEntry, ...] = Field(default=(), max_length=16)
 
     def canonical(self) -> bytes:
-        """The exact bytes that are digested and published."""
+        """The exact bytes that are hashed and published."""
         return encoding.canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> Digest:
@@ -84,7 +83,7 @@ class PolicyStatement(Statement):
 
 
 class SignedManifest(Strict):
-    """What travels: the manifest and the trainer's signature over its PolicyStatement."""
+    """The published form: the manifest and the trainer's signature over its PolicyStatement."""
 
     manifest: Manifest
     signature: SignatureField

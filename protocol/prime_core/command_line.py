@@ -1,7 +1,7 @@
-"""What all our command lines share: -h, --version, completion, sub-commands that are imported when
-they are named, and how a program ends.
+"""Common parts of all command lines: -h, --version, completion, sub-commands that are imported
+when they are called, and program exit.
 
-Help is plain text: rich's panels cost a quarter of a second of CPU at each `--help` and each TAB.
+Help is plain text, because rich's panels cost a quarter second of CPU at each `--help` and TAB.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _EXTRAS = {
     "boto3": "s3", "pydantic_monty": "python-tool", "botocore": "s3", "triton": "torch",
     "accelerate": "trainer", "peft": "trainer", "tensorboardX": "trainer", "vllm": "rollout",
 }  # fmt: skip
-"""Package that an extra of pyproject.toml brings → that extra."""
+"""Package → the extra of pyproject.toml that installs it."""
 _OWN = {
     "trainer": {"rollout-base", "torch", "trainer"},
     "validator": {"rollout-base", "torch"},
     "orchestrator": {"rollout-base", "orchestrator"},
 }
-"""Program with an extra of its own → the extras that this one brings: one installation for all that
-it needs, rather than a missing package at a time."""
+"""Program with its own extra → the extras that this one includes, so that one installation covers
+everything the program needs."""
 
 Quorum = Annotated[
     int | None,
@@ -48,7 +48,7 @@ PollSeconds = Annotated[
 
 
 def group(help: str, **settings: Any) -> typer.Typer:
-    """A group of commands."""
+    """Creates a group of commands."""
     return typer.Typer(
         help=help,
         no_args_is_help=True,
@@ -60,7 +60,7 @@ def group(help: str, **settings: Any) -> typer.Typer:
 
 
 def command() -> typer.Typer:
-    """A program or sub-command of a single command."""
+    """Creates a program or sub-command that consists of a single command."""
     return typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -70,7 +70,7 @@ def command() -> typer.Typer:
 
 
 def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {}) -> typer.Typer:
-    """A program: a group with -h, --version and --install-completion.
+    """Creates a program: a group with -h, --version and --install-completion.
 
     `elsewhere`: name of a sub-command → (module with its Typer `app`, help line). The module is
     imported when the sub-command is called or completed.
@@ -125,8 +125,8 @@ def _imported_when_called() -> None:
 
 
 def run(app: typer.Typer, name: str, args: list[str] | None = None) -> None:
-    """Entry point of a program: expected errors, and an extra that is not installed, become one
-    sentence on stderr, what to type next, and an exit code."""
+    """Entry point of a program. Expected errors and missing extras become one sentence on stderr,
+    what to type next, and an exit code."""
     try:
         app(args=args, prog_name=name)
     except PrimeError as error:

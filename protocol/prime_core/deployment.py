@@ -1,4 +1,4 @@
-"""Where the contracts live on one chain, and their periods: the deployment file."""
+"""The deployment file: the addresses of the contracts on one chain, and their periods."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ SOLIDITY_NAMES: dict[ContractName, str] = {
     "rewards": "Rewards",
     "slasher": "Slasher",
 }
-"""The Solidity contract behind each name; also the name of its file in `abi/`."""
+"""The Solidity contract for each name; also the name of its file in `abi/`."""
 
 
 class Periods(Strict):
-    """Seconds, fixed at deployment. Unbonding exceeds validity + slash + dispute window."""
+    """In seconds, fixed at deployment. Unbonding exceeds validity + slash window + dispute
+    window."""
 
     FIELDS: ClassVar[tuple[str, ...]] = (
         "epoch_length", "validity", "slash_window", "dispute_window", "reward_delay", "unbonding",
@@ -55,11 +56,11 @@ class Periods(Strict):
 
     @property
     def accountable(self) -> int:
-        """How long after a submission's `validUntil` it can be rooted and still be answered for."""
+        """How long after a submission's `validUntil` it can be rooted and still be slashed."""
         return self.slash_window + self.dispute_window
 
     def problem(self) -> str:
-        """Why the contracts would refuse these periods; empty if they would not."""
+        """Why the contracts would reject these periods; empty if they would accept them."""
         liability = self.validity + self.slash_window + self.dispute_window
         if self.unbonding <= liability:
             return (
@@ -69,8 +70,8 @@ class Periods(Strict):
         return ""
 
     def trap(self) -> str:
-        """Why nobody should work under these periods, although the contracts take them; empty if
-        there is no reason."""
+        """Why these periods are unsafe although the contracts accept them; empty if they are
+        safe."""
         if self.accountable <= self.epoch_length:
             return (
                 f"slash window + dispute window = {self.accountable} s must exceed the epoch of "
@@ -81,20 +82,20 @@ class Periods(Strict):
 
     @property
     def self_help(self) -> int:
-        """For how long at least a node may root work that its manager forgot, in seconds."""
+        """Minimum time in seconds during which a node can root work that its manager did not."""
         return max(0, min(self.validity, self.accountable - self.epoch_length))
 
 
 DEMO_PERIODS = Periods(
     epoch_length=20, validity=60, slash_window=15, dispute_window=15, reward_delay=10, unbonding=150
 )
-"""What the local demo runs with."""
+"""Periods of the local demo."""
 
 
 class Roles(Strict):
-    """Who may do what, apart from the pools' own keys. `governor` zero: the slasher's terms never
-    move. `holder` received the token's initial supply; `treasury` receives what slashes take (zero:
-    it is burned)."""
+    """Privileged accounts, apart from the pools' own keys. `governor` zero: the slasher's terms are
+    immutable. `holder` received the token's initial supply. `treasury` receives slashed tokens
+    (zero: they are burned)."""
 
     arbiter: AddressField
     governor: AddressField
@@ -103,11 +104,11 @@ class Roles(Strict):
 
 
 class Deployment(Strict):
-    """One deployment. `block` is the first that can hold one of its events; by contract: `blocks`
-    where each was made, `abi` the SHA-256 of the committed artifact it was deployed from, `code`
-    the keccak256 of its code on chain (EXTCODEHASH), `arguments` of its constructor as text and
-    `encoded_arguments` as an explorer's verification wants them. `commit` names the sources,
-    `source_input` (SHA-256) the standard-JSON compiler input that lies beside this file."""
+    """One deployment. `block` is the first block that can contain one of its events. By contract:
+    `blocks` of creation; `abi`, the SHA-256 of the committed artifact it was deployed from; `code`,
+    the keccak256 of its code on chain (EXTCODEHASH); `arguments` of its constructor as text, and
+    `encoded_arguments` as required by an explorer's verification. `commit` identifies the sources,
+    `source_input` (SHA-256) the standard-JSON compiler input stored next to this file."""
 
     chain_id: int
     contracts: ContractAddresses
@@ -130,19 +131,19 @@ class Deployment(Strict):
         return found
 
     def addresses(self) -> dict[Address, ContractName]:
-        """Every contract's name by its address."""
+        """Contract names by address."""
         return {self.address(name): name for name in CONTRACT_NAMES}
 
     def domain(self, name: ContractName) -> Domain:
-        """The EIP-712 domain of statements that contract `name` checks."""
+        """The EIP-712 domain of statements checked by contract `name`."""
         return Domain(chain_id=self.chain_id, contract=self.address(name))
 
     def domain_of(self, statement: Statement | type[Statement]) -> Domain:
-        """The domain that a statement is signed under."""
+        """The domain under which a statement is signed."""
         return self.domain(statement.CONTRACT)
 
     def check_run(self, run: RunDefinition) -> None:
-        """Raises UserError if a run definition has other periods than these contracts."""
+        """Raises UserError if a run definition's periods differ from these contracts'."""
         for name, its, ours in (
             ("epoch_seconds", run.epoch_seconds, self.periods.epoch_length),
             ("validity_seconds", run.validity_seconds, self.periods.validity),
@@ -179,7 +180,7 @@ class Deployment(Strict):
             ) from error
 
     def save(self, path: Path) -> None:
-        """Writes the file whole or not at all, replacing an older one."""
+        """Writes the file atomically, replacing an older one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.new")
         temporary.write_text(self.model_dump_json(indent=2) + "\n")

@@ -1,19 +1,20 @@
-"""Which rows a validator replays: two secrets, committed to before a lease, revealed afterwards.
+"""Draws of the rows a validator replays: two secrets, committed to before a lease, revealed later.
 
     secret of an epoch ─► DrawReveal ─SHA-256─► commitment, signed ─► DrawList of an epoch ─┐
     the manager's second secret ─► DrawReveal ─SHA-256─► DrawList.second ───────────────────┤
                                                        Lease.salt = keccak(random ‖ list) ◄─┘
     node's signature on its submission ─► lease digest ─► salt ─► list ─► both commitments
 
-For each epoch a validator draws a secret and signs the SHA-256 of its *reveal* ahead; the manager
-does the same with a second secret. Every lease names both commitments, by its salt; since the node
-signs the lease's digest with its file, a commitment that the salt opens to is older than the file.
-The rows of a file are drawn from both secrets: a validator cannot know before it has the file which
-rows it will replay, and the manager never knows. Whether an acceptance is judged again, and by
-whom, is drawn from the second secret alone, and is not shown before the first opinion is in. Each
-file has secrets of its own, derived from the epoch's, so that evidence gives away no other file's
-draw. The epoch's secrets appear under their commitments' names when no lease that names them can be
-fulfilled any more: earlier, a node could compute its rows.
+For each epoch a validator draws a secret and signs the SHA-256 of its *reveal* in advance; the
+manager does the same with a second secret. Every lease commits to both through its salt. Since the
+node signs the lease's digest with its file, any commitment that the salt opens to is older than the
+file. The rows of a file are drawn from both secrets: a validator cannot know which rows it will
+replay before it has the file, and the manager never knows. Whether an acceptance is judged again,
+and by which validator, is drawn from the second secret alone and stays hidden until the first
+opinion has arrived. Each file has its own secrets, derived from the epoch's, so evidence does not
+reveal the draw of any other file. The epoch's secrets are published under their commitments' names
+once every lease that names them has passed its deadline; before that, a node could compute its
+rows.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from prime_core.signing import (
 )
 
 MAX_VALIDATORS = 64
-"""Commitments that one lease may name."""
+"""Maximum number of commitments in one lease."""
 REVEAL_MARGIN_SECONDS = 30
-"""How far the clocks of validator and orchestrator may lie apart before a secret shows early."""
+"""Allowed clock difference between validator and orchestrator, so that no secret is revealed
+early."""
 
 
 class DrawReveal(Strict):
@@ -70,7 +72,7 @@ class DrawCommitment(Statement):
 
 
 class SignedDrawCommitment(Strict):
-    """What is published ahead of the epoch."""
+    """A commitment as published before the epoch."""
 
     commitment: DrawCommitment
     validator: AddressField
@@ -81,8 +83,8 @@ class SignedDrawCommitment(Strict):
 
 
 class DrawList(Strict):
-    """Object named by its SHA-256: whose commitments a lease names. One each, by address; `second`
-    is the manager's commitment (the SHA-256 of its DrawReveal)."""
+    """Object named by its SHA-256: the commitments behind a lease, at most one per validator,
+    sorted by address. `second` is the manager's commitment (the SHA-256 of its DrawReveal)."""
 
     version: Literal[1] = 1
     pool: int = Field(ge=0)
@@ -91,7 +93,7 @@ class DrawList(Strict):
 
     @model_validator(mode="after")
     def _one_each(self) -> Self:
-        """With two commitments of one validator it could choose afterwards."""
+        """A validator with two commitments could choose between them afterwards."""
         names = [signed.validator for signed in self.commitments]
         if any(a >= b for a, b in pairwise(names)):
             raise ValueError("commitments are sorted by validator, one each")
@@ -101,7 +103,7 @@ class DrawList(Strict):
         return encoding.canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> Digest:
-        """Its name."""
+        """The object's name."""
         return encoding.sha256(self.canonical())
 
     def of(self, validator: Address) -> SignedDrawCommitment | None:
@@ -110,13 +112,13 @@ class DrawList(Strict):
 
 
 class SaltOpening(Strict):
-    """What a lease's salt was made of: fresh randomness, and the digest of its DrawList."""
+    """The preimage of a lease's salt: fresh randomness and the digest of its DrawList."""
 
     random: DigestField
     draws: DigestField
     problems: DigestField | None = None
-    """Where the groups of an expired lease are issued again: the seed that its problems were drawn
-    from. None: they are drawn from the lease's own seed."""
+    """Seed of the lease's problems, if it reissues the groups of an expired lease. None: problems
+    are drawn from the lease's own seed."""
 
     def salt(self) -> Digest:
         """keccak256("prime/salt/v1" ‖ random ‖ draws ‖ problems, if any)."""
@@ -125,14 +127,14 @@ class SaltOpening(Strict):
 
 
 def reveal_at(epoch: int, *, epoch_seconds: int, lease_seconds: int) -> int:
-    """Unix time from which the secret of `epoch` may be shown: every lease given in that epoch,
-    and so named its commitment, is past its deadline."""
+    """Unix time from which the secret of `epoch` may be revealed: every lease issued in that epoch,
+    and hence every lease that names its commitment, is past its deadline."""
     return (epoch + 1) * epoch_seconds + lease_seconds + REVEAL_MARGIN_SECONDS
 
 
 def file_secret(epoch_secret: Digest, submission_digest: Digest) -> Digest:
-    """keccak256("prime/draw/file/v1" ‖ epoch secret ‖ submission digest): one party's secret of one
-    file. The manager's is given to the validator with the file."""
+    """keccak256("prime/draw/file/v1" ‖ epoch secret ‖ submission digest): one party's secret for
+    one file. The validator receives the manager's together with the file."""
     return encoding.keccak256(
         b"prime/draw/file/v1" + to_bytes(epoch_secret) + to_bytes(submission_digest)
     )
@@ -140,13 +142,13 @@ def file_secret(epoch_secret: Digest, submission_digest: Digest) -> Digest:
 
 def rows_secret(validators: Digest, managers: Digest) -> Digest:
     """keccak256("prime/draw/rows/v1" ‖ the validator's file secret ‖ the manager's): the draw
-    secret of evidence and tables, which picks the rows to replay."""
+    secret in evidence and tables, which selects the rows to replay."""
     return encoding.keccak256(b"prime/draw/rows/v1" + to_bytes(validators) + to_bytes(managers))
 
 
 def lot(label: str, second_secret: Digest, submission_digest: Digest, more: bytes = b"") -> int:
-    """A number below 2^256 drawn for one file from the manager's epoch secret. `label` says what
-    it decides; it does not follow from the file secret that a validator is given."""
+    """Draws a number below 2^256 for one file from the manager's epoch secret. `label` names its
+    purpose. It cannot be derived from the file secret that a validator receives."""
     return int(
         encoding.keccak256(
             f"prime/draw/lot/{label}/v1".encode()

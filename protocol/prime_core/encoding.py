@@ -1,7 +1,7 @@
 """Canonical bytes, digests, Merkle trees.
 
-Canonical JSON is RFC 8785's subset without floats: sorted keys, no spaces, UTF-8, integers only.
-What is signed or digested is always these bytes, never a re-encoding of parsed ones.
+Canonical JSON is the subset of RFC 8785 without floats: sorted keys, no spaces, UTF-8, integers
+only. Signatures and digests always cover the original bytes, never a re-encoding of parsed ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ MAX_JSON_BYTES = 4 << 20
 
 
 def canonical_json(value: Any) -> bytes:
-    """Canonical bytes of a JSON value without floats. Raises MalformedError on any other value."""
+    """Encodes a JSON value without floats as canonical bytes. Raises MalformedError on any other
+    value."""
     _refuse_floats(value)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def parse_canonical_json(data: bytes, limit: int = MAX_JSON_BYTES) -> Any:
-    """Parses bytes that must be canonical. Raises MalformedError if they are not, or too long."""
+    """Parses canonical JSON. Raises MalformedError if `data` is not canonical or longer than
+    `limit`."""
     if len(data) > limit:
         raise MalformedError(f"JSON of {len(data)} bytes exceeds the limit of {limit}")
     try:
@@ -53,17 +55,17 @@ def _refuse_floats(value: Any) -> None:
 
 
 def sha256(data: bytes) -> Digest:
-    """SHA-256 (FIPS 180-4): rollout files, evidence, everything small or checked on chain."""
+    """SHA-256 (FIPS 180-4): for rollout files, evidence, and small or on-chain objects."""
     return digest(hashlib.sha256(data).digest())
 
 
 def blake3_digest(data: bytes) -> Digest:
-    """BLAKE3: policies and their chunks."""
+    """BLAKE3: for policies and their chunks."""
     return digest(blake3(data).digest())
 
 
 def keccak256(data: bytes) -> Digest:
-    """Keccak-256, the EVM's."""
+    """Keccak-256, as in the EVM."""
     return digest(keccak(data))
 
 
@@ -72,11 +74,11 @@ def _pair(a: bytes, b: bytes) -> bytes:
 
 
 def merkle_root(leaves: Sequence[Digest]) -> Digest:
-    """Root over 32-byte leaves with sorted keccak pairs, as OpenZeppelin's MerkleProof checks it.
+    """Root over 32-byte leaves with sorted keccak pairs, as verified by OpenZeppelin's MerkleProof.
 
-    An odd node is carried up unchanged. Leaves are EIP-712 digests (preimage of 66 bytes) or
-    double-hashed, so no inner node (preimage of 64 bytes) can pass for one.
-    Raises MalformedError on an empty list.
+    An odd node moves up unchanged. Leaves are EIP-712 digests (66-byte preimage) or double-hashed,
+    so an inner node (64-byte preimage) cannot pass as a leaf. Raises MalformedError on an empty
+    list.
     """
     if not leaves:
         raise MalformedError("a Merkle tree needs at least one leaf")

@@ -1,15 +1,15 @@
-"""Every expected error, as one tree. Anything else is a defect and crashes.
+"""The tree of expected errors. Any other exception is a bug and crashes the program.
 
 PrimeError
-├── MalformedError        bytes or fields from outside that do not parse or break a bound
-├── UntrustedError        it parses, but a signature, digest or statement does not hold
+├── MalformedError        external bytes or fields that do not parse or exceed a limit
+├── UntrustedError        it parses, but a signature, digest or statement is invalid
 │   └── EvidenceError     … and the evidence is strong enough to reject a file (slashable)
-├── UnavailableError      a peer, RPC, object or engine is not there now: try again
-├── ConflictError         the request no longer fits the state (lease taken, already submitted)
+├── UnavailableError      a peer, RPC, object or engine is temporarily unavailable: retry
+├── ConflictError         the request conflicts with the state (lease taken, already submitted)
 ├── PolicyError           refused by the pool's rules (too old, no stake, wrong class)
-├── NotFoundError         there is no such thing (yet)
-├── UserError             the person at the keyboard can mend it; says what, why, what to type next
-│   └── ProtocolError     two programs speak no common version of the protocol
+├── NotFoundError         it does not exist (yet)
+├── UserError             the user can fix it; says what, why, what to type next
+│   └── ProtocolError     two programs have no protocol version in common
 └── FatalError            our own state is broken; stop and keep the evidence
 """
 
@@ -21,51 +21,52 @@ class PrimeError(Exception):
 
     exit_code = 1
     problem = ""
-    """Kind of the problem document by which a peer said so; empty if nobody named it."""
+    """Kind of the problem document by which a peer reported this error; empty if there was none."""
 
 
 class MalformedError(PrimeError):
-    """Input from outside that does not parse strictly or exceeds a limit."""
+    """External input that fails strict parsing or exceeds a limit."""
 
     exit_code = 65  # EX_DATAERR
 
 
 class UntrustedError(PrimeError):
-    """A signature, digest or claim that does not hold."""
+    """An invalid signature, digest or claim."""
 
     exit_code = 65
 
 
 class EvidenceError(UntrustedError):
-    """A lie that the evidence shows."""
+    """Cheating that the evidence proves."""
 
 
 class UnavailableError(PrimeError):
-    """Something outside is not reachable at present; trying again may help."""
+    """An external resource is currently unreachable; a retry may succeed."""
 
     exit_code = 69  # EX_UNAVAILABLE
 
 
 class ConflictError(PrimeError):
-    """The request does not fit the present state."""
+    """The request conflicts with the current state."""
 
     exit_code = 75  # EX_TEMPFAIL
 
 
 class PolicyError(PrimeError):
-    """The pool's rules refuse it."""
+    """Refused by the pool's rules."""
 
     exit_code = 77  # EX_NOPERM
 
 
 class NotFoundError(PrimeError):
-    """There is no such thing (yet)."""
+    """The requested thing does not exist (yet)."""
 
     exit_code = 66  # EX_NOINPUT
 
 
 class UserError(PrimeError):
-    """What happened, why, and what to type next; printed without a traceback."""
+    """An error the user can fix: what happened, why, and what to type next. Printed without a
+    traceback."""
 
     exit_code = 64  # EX_USAGE
 
@@ -77,9 +78,9 @@ class UserError(PrimeError):
 
 
 class ProtocolError(UserError):
-    """Two programs speak no common version of the protocol (prime_core/version.py).
+    """Two programs have no protocol version in common (prime_core/version.py).
 
-    `spoken`: oldest and newest version of the server that refused; None if it is not known.
+    `spoken`: oldest and newest version of the server that refused; None if unknown.
     """
 
     exit_code = 76  # EX_PROTOCOL

@@ -1,4 +1,4 @@
-"""Folders that a person names, made at the edge of every program."""
+"""Creation and locking of folders that a user names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prime_core.errors import UserError
 
 
 def make_folder(path: Path) -> Path:
-    """`path`, made with its parents if it is not there. Raises UserError if it cannot be made or
-    takes no files."""
+    """Creates `path` and its parents if missing, and returns it. Raises UserError if it cannot be
+    created or written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):  # permission bits do not tell of read-only mounts
+        with tempfile.TemporaryFile(dir=path):  # permission bits do not reveal read-only mounts
             pass
     except OSError as error:
         taken = isinstance(error, FileExistsError | NotADirectoryError)
@@ -30,8 +30,8 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def held_alone(folder: Path, who: str) -> Iterator[None]:
-    """Within it, `folder` is this process's; the hold ends with the process, however that ends.
-    Raises UserError, naming the holder, if another `who` has it."""
+    """Holds an exclusive lock on `folder`. The lock is released when the process ends, even by a
+    crash. Raises UserError, naming the holder, if another `who` has it."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:

@@ -1,7 +1,7 @@
-"""Identifiers and units: one name, one representation for each.
+"""Identifiers and units, each with one name and one representation.
 
 A 32-byte value is always the text "0x" + 64 lowercase hex digits; an account is always its EIP-55
-checksummed text. Bytes appear only where they are hashed or sent.
+checksummed text. Raw bytes appear only where they are hashed or sent.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Signature = NewType("Signature", str)
 """65 bytes r‖s‖v (ECDSA), or an ERC-1271 blob, as "0x" + lowercase hex."""
 PoolId = NewType("PoolId", int)
 Version = NewType("Version", int)
-"""Number of a published policy; version v is the base model after v optimizer steps published."""
+"""Number of a published policy. Version v is the base model after v published optimizer steps."""
 Step = NewType("Step", int)
-"""Number of a training batch; batch s is trained on policy version s and gives version s + 1."""
+"""Number of a training batch. Batch s is trained on policy version s and produces version s + 1."""
 Epoch = NewType("Epoch", int)
-"""floor(unix time / epoch length), by the chain's clock."""
+"""floor(Unix time / epoch length), by the chain's clock."""
 Timestamp = NewType("Timestamp", int)
 """Unix time in whole seconds."""
 Wei = NewType("Wei", int)
 """Token amount in its smallest unit (10^-18)."""
 Units = NewType("Units", int)
-"""Generated tokens of accepted rows, as a validator counted them."""
+"""Generated tokens of accepted rows, as counted by a validator."""
 SpeedClass = NewType("SpeedClass", int)
-"""1 (slowest) and up, measured at admission; 0 means none and is refused."""
+"""1 (slowest) and up, measured at admission; 0 means unclassified and is rejected."""
 
 ZERO_DIGEST = Digest("0x" + "00" * 32)
 ZERO_ADDRESS = Address("0x" + "00" * 20)
@@ -54,7 +54,7 @@ def digest(value: str | bytes) -> Digest:
 
 def address(value: str | bytes) -> Address:
     """Returns `value` checksummed (EIP-55). Raises MalformedError unless it is an Ethereum address
-    in one case, or in mixed case with the right checksum."""
+    in all lower case, all upper case, or mixed case with the correct checksum."""
     text = "0x" + value.hex() if isinstance(value, bytes) else value
     if isinstance(text, str) and _ADDRESS.match(text):
         checked = _checksummed(text.lower())

@@ -1,9 +1,10 @@
-"""Lifecycles as pure steps: `step(state, event, now) -> (state, effects)`.
+"""Lifecycles as pure functions: `step(state, event, now) -> (state, effects)`.
 
-Nodes:   admitted → active ⇄ silent;  any → quarantined → ejected | active;  any → left
-         shadow, which has no seat: heartbeats only, until it is admitted
-Leases:  open → submitted → accepted | rejected | void;  open → expired
-An event that does not fit the state leaves it unchanged and has no effect: events may come twice.
+    Nodes:   admitted → active ⇄ silent;  any → quarantined → ejected | active;  any → left
+             shadow, without a seat: heartbeats only, until it is admitted
+    Leases:  open → submitted → accepted | rejected | void;  open → expired
+
+An event that does not apply to the state is ignored, so events may be delivered twice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LeaseEffect = Literal["offer_again", "credit", "void_credit"]
 
 @dataclass(frozen=True)
 class NodeState:
-    """`last_heartbeat` by the orchestrator's clock, in seconds."""
+    """`last_heartbeat` is in seconds, by the orchestrator's clock."""
 
     status: NodeStatus
     last_heartbeat: float
@@ -38,7 +39,7 @@ def step_node(
     death_seconds: float,
     orchestrator_up_since: float,
 ) -> tuple[NodeState, tuple[NodeEffect, ...]]:
-    """One event in a node's life. Silence is counted only while the orchestrator itself was up."""
+    """Applies one event to a node. Silence counts only while the orchestrator itself was up."""
     if state.status in ("ejected", "left"):
         return state, ()
     match event:
@@ -76,7 +77,8 @@ class LeaseState:
 def step_lease(
     state: LeaseState, event: LeaseEventKind, now: float
 ) -> tuple[LeaseState, tuple[LeaseEffect, ...]]:
-    """One event in a lease's life. An abandoned lease stays open: it comes back, unchanged."""
+    """Applies one event to a lease. An abandoned lease stays open and is offered again
+    unchanged."""
     if state.status == "open":
         if event == "submitted" and now <= state.deadline:
             return replace(state, status="submitted"), ()

@@ -1,8 +1,8 @@
-"""The log of every long-running program: one line per event on stderr, times in UTC.
+"""Logging of long-running programs: one line per event on stderr, times in UTC.
 
-PRIME_LOG_FORMAT=json writes JSON objects instead of text. Messages may carry text from outside
-(files, peers, tasks), so characters that do not print are escaped: a message cannot look like
-another program's, or like several.
+PRIME_LOG_FORMAT=json writes JSON objects instead of text. Messages may contain external text
+(files, peers, tasks), so non-printable characters are escaped: a message cannot imitate another
+program's output or span several lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class PlainFormatter(logging.Formatter):
-    """One printable line per event, then the printable lines of its traceback."""
+    """One printable line per event, followed by the printable lines of its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return printable(super().formatMessage(record))
@@ -54,9 +54,9 @@ def json_formatter() -> logging.Formatter:
 
 
 def log_to_stderr(level: int | str, line: str = LINE) -> None:
-    """Sets up the root logger, unless it has a handler already.
+    """Sets up the root logger, unless it already has a handler.
 
-    `level` is a number or a name. `line` is the format of text. Raises UserError if
+    `level` is a number or a name; `line` is the format of text lines. Raises UserError if
     PRIME_LOG_FORMAT is neither `text` nor `json`.
     """
     form = os.environ.get(FORMAT_VARIABLE, "text")

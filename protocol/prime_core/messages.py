@@ -1,6 +1,6 @@
-"""HTTP bodies, shared by client and server. JSON in, JSON out; errors are RFC 9457 problems.
+"""HTTP bodies, shared by client and server. All are JSON; errors are RFC 9457 problems.
 
-| method and path | who | body → answer |
+| method and path | caller | body → answer |
 |---|---|---|
 | GET  /v1/pool | anyone | → PoolInfo |
 | GET  /v1/run | anyone | → the bytes of the pool's first run definition |
@@ -13,11 +13,11 @@
 | POST /v1/admission/solution/{id} | node* | raw int64 little-endian products → AdmissionAnswer |
 | POST /v1/heartbeat | node* | Heartbeat → HeartbeatAnswer |
 | POST /v1/leases | node* | LeaseRequest → LeaseAnswer |
-| GET  /v1/leases/{digest} | anyone | → SignedLease, once a file was handed in for it |
+| GET  /v1/leases/{digest} | anyone | → SignedLease, once a file was submitted for it |
 | POST /v1/leases/{digest}/abandon | node* | {} → {} |
 | POST /v1/leases/{digest}/upload | node* | UploadRequest → UploadAnswer |
 | PUT/GET /v1/store/{key} | holder of a signed URL | bytes |
-| POST /v1/submissions | anyone carrying it | SignedSubmission → ReceiptAnswer |
+| POST /v1/submissions | anyone who has it | SignedSubmission → ReceiptAnswer |
 | GET  /v1/submissions/{digest} | anyone | → SubmissionInfo |
 | GET  /v1/draws | anyone | → list[DrawInfo], latest epoch first, at most 256 |
 | GET  /v1/objects/{digest} | anyone | → 307 to a signed URL (verdicts, evidence, tables, roots) |
@@ -32,14 +32,14 @@
 | GET  /v1/nodes/{node} | anyone | → NodeInfo |
 | GET  /v1/nodes/{node}/leases | anyone | → list[LeaseInfo], newest last, at most 1,000 |
 | GET  /v1/rewards/{node} | anyone | → RewardInfo |
-| GET  /v1/status | anyone | → Status (what the dashboard and the live table draw) |
+| GET  /v1/status | anyone | → Status (data of the dashboard and the live table) |
 | GET  /v1/events | anyone | → server-sent events, each a Status |
 | GET  /healthz /metrics /docs / | anyone | health, Prometheus, OpenAPI, dashboard |
 
-* signed by a session (RFC 9421 + RFC 9530): see prime_core/transport.
+* signed with a session key (RFC 9421 + RFC 9530): see prime_core/transport.
 
 Requests and answers carry `Prime-Protocol` (prime_core/version.py). Answers (`Answer`) ignore
-unknown fields, requests (`Strict`) reject them, signed statements are exact.
+unknown fields, requests (`Strict`) reject them, and signed statements must match exactly.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from prime_core.signing import AddressField, Answer, DigestField, SignatureField
 from prime_core.task import LeaseStatus, SignedLease
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number that fits every database and every reader of JSON."""
+"""A count that fits a 64-bit database column and is exact in JSON (below 2^53)."""
 
 
 class ContractAddresses(Answer):
-    """Where the deployment lives."""
+    """Addresses of the deployment's contracts."""
 
     token: AddressField
     registry: AddressField
@@ -84,12 +84,12 @@ class PoolInfo(Answer):
     """The audience that session grants must name."""
     latest_version: int | None
     stake_per_class: str
-    """Wei as decimal text."""
+    """In wei, as decimal text."""
 
 
 class RunRevision(Answer):
-    """A revision of the pool's run: leases of steps from `from_step` on are given under it, once it
-    is `final` on chain."""
+    """A revision of the pool's run. It applies to leases of steps from `from_step` on, once it is
+    `final` on chain."""
 
     run_digest: DigestField
     from_step: Count
@@ -97,14 +97,14 @@ class RunRevision(Answer):
 
 
 class RunList(Answer):
-    """The pool's first definition, and its revisions by step."""
+    """The pool's first run definition and its revisions, ordered by step."""
 
     first: DigestField
     revisions: tuple[RunRevision, ...]
 
 
 class RevisionRequest(Strict):
-    """`run`: the text of the revision's file, whose bytes (UTF-8) its digest is over."""
+    """`run` is the text of the revision's file. Its digest is taken over its UTF-8 bytes."""
 
     run: str = Field(max_length=1 << 20)
     from_step: Count
@@ -117,7 +117,7 @@ class SessionRequest(Strict):
 
 class SessionAnswer(Answer):
     key_id: str
-    """The session key's digest text; goes into the signatures' `keyid`."""
+    """Digest of the session key, as text; used as the signatures' `keyid`."""
     expiry: int
     server_time: int
 
@@ -128,7 +128,7 @@ class RevokeRequest(Strict):
 
 
 class AdmissionRequest(Strict):
-    """`shadow`: work for verdicts alone, without a seat; see protocol.md."""
+    """`shadow` requests work for verdicts only, without a seat; see protocol.md."""
 
     hardware: Hardware
     task_runtime: Literal["docker", "process"]
@@ -136,8 +136,9 @@ class AdmissionRequest(Strict):
 
 
 class Challenge(Answer):
-    """Multiply `rounds` pairs of size×size int matrices drawn from `seed` (prime_verify/proofs/
-    hardware.py). Time runs from the answer's sending to the solution's arrival."""
+    """Hardware challenge: multiply `rounds` pairs of size×size int matrices drawn from `seed`
+    (prime_verify/proofs/hardware.py). Time is measured from sending the answer until the solution
+    arrives."""
 
     id: str = Field(max_length=64)
     seed: DigestField
@@ -147,7 +148,7 @@ class Challenge(Answer):
 
 
 class ChallengeAnswer(Answer):
-    """Either a challenge or how many milliseconds to wait for one's turn."""
+    """Either a challenge or how many milliseconds to wait before asking again."""
 
     challenge: Challenge | None
     retry_after_ms: int = 0
@@ -155,8 +156,8 @@ class ChallengeAnswer(Answer):
 
 
 class AdmissionAnswer(Answer):
-    """`invite` with the manager's signature; neither for a shadow node, which gets no seat, nor for
-    a node that has its invite."""
+    """`invite` and the manager's `signature`. Both are None for a shadow node, which gets no seat,
+    and for a node that already has its invite."""
 
     mmacs_per_second: int
     invite: Invite | None = None
@@ -164,9 +165,9 @@ class AdmissionAnswer(Answer):
 
 
 class Heartbeat(Strict):
-    """`policy_version` the newest verified on disk; `leases` the open ones being worked on;
-    `heard_at` the `server_time` of the last answer that was taken in (0: none); `lied` the relays
-    that sent it bytes which do not hash, since the last heartbeat that got through."""
+    """`policy_version` is the newest policy verified on disk, `leases` the open leases in progress,
+    `heard_at` the `server_time` of the last answer processed (0 if none). `lied` lists the relays
+    that sent bytes with a wrong hash since the last heartbeat that succeeded."""
 
     policy_version: Count | None
     leases: tuple[DigestField, ...] = Field(default=(), max_length=64)
@@ -178,7 +179,7 @@ class Heartbeat(Strict):
 
 
 class FileEnding(Answer):
-    """A file that was not accepted. `detail` says in a sentence why, and what to do."""
+    """A file that was not accepted. `detail` says in one sentence why, and what to do."""
 
     submission_digest: DigestField
     lease_digest: DigestField
@@ -192,8 +193,9 @@ Directive = Literal["join", "work", "wait", "stop"]
 
 
 class HeartbeatAnswer(Answer):
-    """What to do next. join: membership not yet seen · work: ask for leases · wait: quarantined or
-    paused · stop: ejected or the pool has ended; the agent exits and says why (`reason`)."""
+    """What to do next. join: membership not yet visible on chain · work: ask for leases · wait:
+    quarantined or paused · stop: ejected or the pool has ended; the agent exits and reports
+    `reason`."""
 
     directive: Directive
     reason: str
@@ -202,24 +204,25 @@ class HeartbeatAnswer(Answer):
     relays: tuple[str, ...]
     server_time: Count
     endings: tuple[FileEnding, ...] = Field(default=(), max_length=16)
-    """The node's files that ended rejected or void since `heard_at`, the newest; may repeat."""
+    """The node's newest files that were rejected or voided since `heard_at`; entries may repeat."""
     measure: bool = False
-    """Solve one more hardware challenge, beside the work: too little is known of the speed."""
+    """Asks for one more hardware challenge alongside the work, because the node's speed is not
+    known well enough."""
     run_digest: DigestField | None = None
-    """The newest definition of the run, announced or in force: what the node prepares for."""
+    """The newest run definition, announced or in force, so that the node can prepare for it."""
 
 
 class LeaseRequest(Strict):
-    """`policy_version` is the newest the worker can load; `runs` the digests of the runs whose work
-    the node takes now (empty: any). A node that declines a revision leaves it out."""
+    """`policy_version` is the newest policy the worker can load. `runs` are the digests of the runs
+    the node accepts work for (empty: any). A node that declines a revision omits it."""
 
     policy_version: Count
     runs: tuple[DigestField, ...] = Field(default=(), max_length=64)
 
 
 class LeaseAnswer(Answer):
-    """Either a lease or how many milliseconds to wait. `run_digest`: the run of the lease that the
-    node would have got, where the node does not take that run."""
+    """Either a lease or how many milliseconds to wait. `run_digest` is set if the node would have
+    got a lease of a run that it does not accept, and names that run."""
 
     lease: SignedLease | None
     retry_after_ms: int = 0
@@ -233,7 +236,8 @@ class UploadRequest(Strict):
 
 
 class UploadAnswer(Answer):
-    """PUT the bytes to `url` with exactly these headers before `expiry`. `exists`: already here."""
+    """PUT the bytes to `url` with exactly these headers before `expiry`. `exists`: the file is
+    already stored."""
 
     url: str
     headers: dict[str, str]
@@ -247,7 +251,8 @@ class ReceiptAnswer(Answer):
 
 
 class SubmissionInfo(Answer):
-    """`detail` says in a sentence what `reason` means and what to do; empty until it is judged."""
+    """`detail` says in one sentence what `reason` means and what to do; empty until the file is
+    judged."""
 
     submission_digest: DigestField
     node: AddressField
@@ -258,58 +263,62 @@ class SubmissionInfo(Answer):
     reason: int
     units: int
     root: DigestField | None
-    """The confirmed work root that holds this leaf."""
+    """The confirmed work root that contains this leaf."""
     verdict: DigestField | None
     evidence: DigestField | None
     detail: str = ""
     compute_share: float | None = None
-    """What verifying it computed, as a share of what making it did; None: nothing was replayed."""
+    """Compute spent on verifying the file divided by compute spent on making it; None if nothing
+    was replayed."""
 
 
 class DrawInfo(Answer):
-    """A validator's commitment to an epoch's draw. `revealed`: the object it names is there."""
+    """A validator's commitment to an epoch's draw. `revealed`: the object it commits to is
+    available."""
 
     signed: SignedDrawCommitment
     revealed: bool
 
 
 MAX_LISTED = 64
-"""Manifests that a list may name: each costs its reader a signature check, about a millisecond."""
+"""Maximum number of manifests in a list. Each costs its reader a signature check of about a
+millisecond."""
 
 
 class PolicyList(Answer):
-    """Newest first, the newest alone; the origin keeps all that are still liable."""
+    """Newest first, and only the newest. The origin keeps all policies that are still liable."""
 
     policies: tuple[SignedManifest, ...] = Field(max_length=MAX_LISTED)
 
 
 class RelayAnnouncement(Strict):
-    """What a relay says of itself: its base URL and the policy versions that it serves whole."""
+    """A relay's announcement: its base URL and the policy versions that it holds completely."""
 
     url: str = Field(max_length=512)
     versions: tuple[int, ...] = ()
 
 
 class RelayInfo(Answer):
-    """A relay that announced itself lately."""
+    """A relay that announced itself recently."""
 
     url: str = Field(max_length=512)
     versions: tuple[int, ...] = ()
 
 
 class BatchAnswer(Answer):
-    """A sealed batch and a signed URL for each file and verdict table, by SHA-256."""
+    """A sealed batch, and a signed URL for each file and verdict table, keyed by SHA-256."""
 
     batch: SignedBatch
     urls: dict[str, str]
 
 
 NODES_PAGE = 1000
-"""Nodes in one answer of /v1/nodes. A full page is followed by `?after=` its last address."""
+"""Page size of /v1/nodes. After a full page, request `?after=` with its last address."""
 
 
 class NodeInfo(Answer):
-    """Counts are of the node's files; a shadow node's of its shadow files, which earn no units."""
+    """Counts refer to the node's files. A shadow node's counts are of its shadow files, which earn
+    no units."""
 
     node: AddressField
     provider: AddressField | None
@@ -324,7 +333,7 @@ class NodeInfo(Answer):
 
 
 class LeaseInfo(Answer):
-    """One lease as anyone may see it; times in Unix seconds."""
+    """Public view of a lease; times in Unix seconds."""
 
     digest: DigestField
     step: int
@@ -337,7 +346,7 @@ class LeaseInfo(Answer):
 
 
 class RewardInfo(Answer):
-    """The newest posted reward root's entry of one node. Amounts in wei as decimal text."""
+    """One node's entry in the newest posted reward root. Amounts in wei, as decimal text."""
 
     node: AddressField
     epoch: int | None
@@ -349,9 +358,9 @@ class RewardInfo(Answer):
 
 
 class ValidatorInfo(Answer):
-    """How often a validator was right, as far as that is known: of planted files, whose truth the
-    manager knows, `accused` honest ones rejected and `missed` lies accepted; `overruled` opinions
-    that two others contradicted."""
+    """A validator's known accuracy. For planted files, whose truth the manager knows: `accused`
+    counts honest files it rejected, `missed` counts attacks it accepted. `overruled` counts
+    opinions that two other validators contradicted."""
 
     validator: AddressField
     opinions: int
@@ -363,23 +372,24 @@ class ValidatorInfo(Answer):
 
 
 class PolicyReach(Answer):
-    """How a policy spread: of `nodes` that work now, when each was first heard to have it."""
+    """How a policy spread: for the `nodes` working now, when each first reported having it."""
 
     version: int
     published_at: int
     nodes: int
     after_ms: tuple[int, ...]
-    """Milliseconds from publication to the heartbeat that named it, ascending, one a node."""
+    """Milliseconds from publication to the heartbeat that reported it, ascending, one per node."""
 
 
 class TargetShare(Answer):
-    """One target length of late (prime_orchestrator/manager/targets.py says over which window)."""
+    """Recent counts for one target length (the window is defined in
+    prime_orchestrator/manager/targets.py)."""
 
     target: int
     asked: int
-    """Leases given."""
+    """Leases issued."""
     accepted: int
-    """Of those, leases whose files were accepted."""
+    """Leases among those whose files were accepted."""
     trained: int
     """Groups in the latest sealed batches."""
     starving: bool
@@ -391,7 +401,7 @@ class TargetShare(Answer):
 
 
 class Status(Answer):
-    """One picture of the pool, for tables and pages."""
+    """A snapshot of the pool, for tables and pages."""
 
     pool: int
     name: str
@@ -401,9 +411,9 @@ class Status(Answer):
     published: tuple[int, ...]
     nodes: tuple[NodeInfo, ...]
     files: dict[str, int]
-    """Count of submissions by status, all time."""
+    """Number of submissions by status, all time."""
     shadow_files: dict[str, int] = Field(default_factory=dict)
-    """The same of shadow nodes' files, which are judged and nothing else."""
+    """The same for shadow nodes' files, which are only judged."""
     batches: tuple[dict[str, int | str], ...]
     """Newest last, at most 200: step, rows, mean_reward_micro, staleness_max, sealed_at."""
     transactions: tuple[dict[str, int | str], ...]
@@ -414,6 +424,7 @@ class Status(Answer):
     chain_reachable: bool
     validators: tuple[ValidatorInfo, ...] = ()
     compute_share: float | None = None
-    """What verifying files cost, as a share of making them: the mean over judged files."""
+    """Compute spent on verifying files divided by compute spent on making them; mean over judged
+    files."""
     targets: tuple[TargetShare, ...] = ()
-    """Every target length of the run, ascending."""
+    """All target lengths of the run, ascending."""

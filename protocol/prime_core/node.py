@@ -1,4 +1,4 @@
-"""A node: its consent to an owner, its sessions, its hardware, its invite into a pool."""
+"""A node: consent to an owner, sessions, hardware, and the invite into a pool."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class NodeConsent(Statement):
 
 
 class SessionGrant(Statement):
-    """An account lets an Ed25519 key sign HTTP requests to one orchestrator until `expiry`.
+    """An account authorizes an Ed25519 key to sign HTTP requests to one orchestrator until
+    `expiry`.
 
-    `scope` is "node", "trainer", "relay", "manager" or "validator"; `session_key` the raw Ed25519
-    public key;
-    expiry − issued_at ≤ 24 h.
+    `scope` is "node", "trainer", "relay", "manager" or "validator"; `session_key` is the raw
+    Ed25519 public key; expiry − issued_at ≤ 24 h.
     """
 
     CONTRACT: ClassVar[ContractName] = "registry"
@@ -48,7 +48,7 @@ class SessionGrant(Statement):
 
 
 class SessionRevocation(Statement):
-    """Ends every session of `account` issued before `revoked_before`, at once."""
+    """Immediately ends every session of `account` that was issued before `revoked_before`."""
 
     CONTRACT: ClassVar[ContractName] = "registry"
     account: AddressField
@@ -67,14 +67,14 @@ class Invite(Statement):
 
 
 class Gpu(Strict):
-    """One accelerator as NVML reads it (a hint, never a proof). `memory_mb` in MiB."""
+    """One accelerator as reported by NVML (a hint, not a proof). `memory_mb` is in MiB."""
 
     model: str = Field(max_length=128)
     memory_mb: int = Field(ge=0, le=1 << 24)
 
 
 class Hardware(Strict):
-    """What a node says of its machine. Memory and disk in MiB."""
+    """A node's own description of its machine. Memory and disk in MiB."""
 
     cpu_model: str = Field(max_length=128)
     cpu_count: int = Field(ge=1, le=4096)
@@ -84,7 +84,7 @@ class Hardware(Strict):
 
 
 class Requirements(Strict):
-    """What a pool asks of a machine. `gpu_model` is a case-insensitive substring; "" means any."""
+    """A pool's hardware requirements. `gpu_model` is a case-insensitive substring; "" means any."""
 
     gpu_count: int = Field(default=0, ge=0)
     gpu_model: str = ""
@@ -94,7 +94,7 @@ class Requirements(Strict):
     disk_mb: int = Field(default=0, ge=0)
 
     def shortfalls(self, found: Hardware) -> list[str]:
-        """What a machine misses, in plain words, one entry a requirement; empty if it fits."""
+        """Describes what a machine lacks, one entry per requirement; empty if it qualifies."""
         fitting = [
             gpu
             for gpu in found.gpus
@@ -115,7 +115,7 @@ class Requirements(Strict):
         return missing
 
     def require(self, found: Hardware) -> None:
-        """Raises PolicyError that names everything the machine lacks."""
+        """Raises PolicyError listing everything the machine lacks."""
         if missing := self.shortfalls(found):
             raise PolicyError(
                 "this machine does not fit the pool, which asks for " + "; ".join(missing)
@@ -124,6 +124,6 @@ class Requirements(Strict):
 
 NodeStatus = Literal["admitted", "active", "silent", "quarantined", "ejected", "left", "shadow"]
 """admitted: invited, not yet a member on chain · active: member with fresh heartbeats · silent: no
-heartbeat for the death period (gets no lease, loses nothing) · quarantined: a rejected file waits
-for its slash · ejected: the slash or an ejection is confirmed · left: by its own act · shadow:
-works without a seat, for verdicts alone."""
+heartbeat for the death period (gets no leases, no penalty) · quarantined: a rejected file awaits
+its slash · ejected: the slash or an ejection is confirmed · left: left voluntarily · shadow: works
+without a seat, for verdicts only."""

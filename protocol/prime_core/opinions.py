@@ -1,4 +1,4 @@
-"""Checks of the published opinions on a submission, by anyone."""
+"""Public checks of the published opinions on a submission."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prime_core.verdict import Evidence, Opinion, Outcome, Reason, Verdict
 def check_opinions(
     verdict: Verdict, submission: Digest, deployment: Deployment, validators: Collection[Address]
 ) -> None:
-    """Raises UntrustedError or MalformedError unless every opinion of a verdict is signed by a
-    different one of `validators` (all that the pool ever appointed) and is on `submission`, and
-    those of the decided outcome are under one law."""
+    """Raises UntrustedError or MalformedError unless every opinion of the verdict is on
+    `submission` and signed by a different member of `validators` (all that the pool ever
+    appointed), and those with the decided outcome share one law."""
     domain = deployment.domain_of(Opinion)
     authors = [signed.validator for signed in verdict.opinions]
     if len(set(authors)) < len(authors):

@@ -1,4 +1,4 @@
-"""The form of a row's proofs. Standard library only, so that kernels and engines need no more."""
+"""Format of a row's proofs. Standard library only, to keep kernels and engines light."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A pool's run and its revisions: which definition a lease is given, judged and paid under.
+"""A pool's run and its revisions: which definition a lease is issued, judged and paid under.
 
-The pool's first definition is fixed at its creation. A revision, announced on chain with the first
-step that it holds for, may change what REVISABLE names. The run of a step follows from the chain
-alone: a lease of step `s` names the last revision whose first step is not after `s`.
+The pool's first definition is fixed at its creation. A revision is announced on chain with its
+first step and may change the fields in REVISABLE. The run of a step follows from the chain alone: a
+lease of step `s` names the last revision whose first step is not after `s`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ REVISABLE = frozenset(
         *("price_per_judged_file", "price_per_prompt_token", "price_per_unit"),
     }
 )
-"""Everything else (the model, what the trainer and the contracts rest on) stays for the pool's
-life."""
+"""Everything else (the model, and what the trainer and the contracts depend on) is fixed for the
+pool's lifetime."""
 
 
 def check_revision(before: RunDefinition, after: RunDefinition) -> None:
-    """Raises PolicyError that names every field that a revision may not change."""
+    """Raises PolicyError naming every changed field that a revision may not change."""
     fixed = sorted(
         name
         for name in RunDefinition.model_fields
@@ -41,13 +41,13 @@ def check_revision(before: RunDefinition, after: RunDefinition) -> None:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The pool's first definition and its revisions, each with its first step, by step."""
+    """The pool's first definition and its revisions with their first steps, ordered by step."""
 
     first: RunDefinition
     revisions: tuple[tuple[int, RunDefinition], ...] = ()
 
     def at(self, step: int) -> RunDefinition:
-        """The run of a step's leases."""
+        """The run for leases of `step`."""
         found = self.first
         for from_step, run in self.revisions:
             if from_step <= step:
@@ -55,14 +55,14 @@ class RunHistory:
         return found
 
     def of(self, digest: Digest) -> RunDefinition:
-        """The definition of this digest. Raises NotFoundError if it is none of the pool's."""
+        """The definition with this digest. Raises NotFoundError if the pool has none."""
         for run in (self.first, *(run for _, run in self.revisions)):
             if run.digest() == digest:
                 return run
         raise NotFoundError(f"no revision of the pool's run has digest {digest}")
 
     def of_lease(self, lease: Lease) -> RunDefinition:
-        """The run that a lease is judged and paid under. Raises UntrustedError unless the lease
+        """The run under which a lease is judged and paid. Raises UntrustedError unless the lease
         names the run of its step."""
         run = self.at(lease.step)
         if lease.run_digest != run.digest():
@@ -75,12 +75,11 @@ class RunHistory:
 def read_history(
     first: Digest, revisions: Iterable[tuple[int, Digest]], fetch: Callable[[Digest], bytes]
 ) -> RunHistory:
-    """The history that the chain names, its definitions fetched by digest.
+    """Builds the history recorded on chain, fetching the definitions by digest.
 
-    Args: `first`, the digest that the pool was created with; `revisions`, first step and digest of
-    each, in their order; `fetch`, the bytes of a digest.
-    Raises UntrustedError if fetched bytes do not hash to their digest, MalformedError if they are
-    no run definition, what `fetch` raises.
+    `first` is the digest at the pool's creation, `revisions` the first step and digest of each in
+    order; `fetch` returns the bytes of a digest. Raises UntrustedError if fetched bytes do not hash
+    to their digest, MalformedError if they are not a run definition, and what `fetch` raises.
     """
 
     def read(digest: Digest) -> RunDefinition:

@@ -1,6 +1,6 @@
 """Rollout files: the untrusted submission and the verified rows.
 
-The Parquet schema and every limit on a file live here, in one place.
+Defines the Parquet schema and all limits on a file.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MAX_OUTPUT_TOKENS = 65_536
 COLUMNS: dict[str, str] = {
     "problem_id": "string",
     "group": "int32",  # 0 … groups of the lease − 1
-    "sample": "int32",  # 0 … samples a group − 1
+    "sample": "int32",  # 0 … samples per group − 1
     "prompt_tokens": "list<int32>",
-    "output_tokens": "list<int32>",  # the end token included where the row ends by it
+    "output_tokens": "list<int32>",  # including the end token if the row ends with it
     "logprobs": "list<float32>",  # log softmax(logits / T) of each output token, before the noise
     "target_length": "int32",
     "finish_reason": "string",
@@ -82,9 +82,11 @@ def model_tokens(output_tokens: Sequence[int], spans: Sequence[int]) -> Sequence
 
 
 class Submission(Statement):
-    """The signed claim of `node` that file `sha256` fulfils a lease. Its digest is the Merkle leaf.
+    """The signed claim of `node` that file `sha256` fulfills a lease. Its digest is the Merkle
+    leaf.
 
-    Untrusted: `rows` and `size` are checked against the file itself. Bytes; Unix seconds.
+    Untrusted: `rows` and `size` (bytes) are checked against the file. `valid_until` is in Unix
+    seconds.
     """
 
     CONTRACT: ClassVar[ContractName] = "work"
@@ -108,7 +110,7 @@ class Receipt(Statement):
 
 
 class SignedSubmission(Strict):
-    """One leaf as it is published in a root's leaves object."""
+    """One leaf, as published in a root's leaves object."""
 
     submission: Submission
     node: AddressField
@@ -116,12 +118,13 @@ class SignedSubmission(Strict):
 
 
 def encode_leaves(leaves: Sequence[SignedSubmission]) -> bytes:
-    """The object that a work root names: canonical JSON of its submissions, in leaf order."""
+    """Encodes the object that a work root commits to: canonical JSON of its submissions, in leaf
+    order."""
     return encoding.canonical_json([leaf.model_dump(mode="json") for leaf in leaves])
 
 
 def decode_leaves(data: bytes) -> list[SignedSubmission]:
-    """Reads a leaves object. Raises MalformedError if it is not one, or not canonical."""
+    """Parses a leaves object. Raises MalformedError if it is malformed or not canonical."""
     value = encoding.parse_canonical_json(data)
     if not isinstance(value, list):
         raise MalformedError("a leaves object is a list")
@@ -135,11 +138,11 @@ def decode_leaves(data: bytes) -> list[SignedSubmission]:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One verified row, ready to train on. Only prime_verify makes these from files.
+    """One verified row, ready for training. Only prime_verify creates these from files.
 
-    tokens int, logprobs in nats at temperature T, reward recomputed by the validator. Tokens and
-    log-probabilities are held as the file holds them, 4 bytes each (int32, float32), whatever they
-    came as: a batch may be tens of millions of tokens.
+    `logprobs` are in nats at temperature T; `reward` is recomputed by the validator. Tokens and
+    log-probabilities are converted to 4-byte arrays (int32, float32), because a batch may hold tens
+    of millions of tokens.
     """
 
     problem_id: str

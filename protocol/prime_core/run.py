@@ -1,8 +1,8 @@
-"""The run definition: the file that says what a pool's nodes do, how work is judged and paid.
+"""The run definition: the file that specifies a pool's work, and how it is judged and paid.
 
-The run digest is the SHA-256 of the file's bytes, whatever fields this program knows: a later
-release may add optional fields without changing the digest of any run. What only the trainer uses
-is in the trainer's configuration (prime_trainer/config.py). Fractions are whole millionths
+The run digest is the SHA-256 of the file's bytes, including fields this program does not know, so a
+later release may add optional fields without changing the digest of any run. Settings that only the
+trainer uses are in its configuration (prime_trainer/config.py). Fractions are whole millionths
 (`_micro`); times are whole seconds unless named otherwise.
 """
 
@@ -25,11 +25,11 @@ from prime_core.version import UPGRADE
 MICRO = 1_000_000
 MAX_RUN_BYTES = 1 << 20
 MAX_SOLUTION_BYTES = 64 << 20
-"""Largest solution of a hardware challenge."""
+"""Maximum size of a hardware challenge's solution."""
 
 
 class EnvironmentRef(Strict):
-    """A registered environment with its arguments; `digest` pins its code version and dataset."""
+    """A registered environment and its arguments; `digest` pins its code version and dataset."""
 
     name: str = Field(max_length=64)
     arguments: dict[str, int | str] = Field(default_factory=dict)
@@ -41,23 +41,25 @@ class EnvironmentRef(Strict):
 
 
 LEAST_SHARE = 10_000
-"""Smallest `min_share_micro` but 0: a smaller share cannot be kept over a few hundred leases."""
+"""Smallest nonzero `min_share_micro`: a smaller share cannot be maintained over a few hundred
+leases."""
 LengthForm = Literal["exact", "max", "clip"]
 
 
 class LengthBudgets(Strict):
     """The target lengths of a run, and the reward's penalty per token off the target.
 
-    `form`: how length enters the reward (prime_envs/lengths.py)."""
+    `form` selects how length enters the reward (prime_envs/lengths.py).
+    """
 
     targets: tuple[int, ...] = Field(min_length=1, max_length=32)
-    """Every length that the run asks for, in generated tokens, ascending. A lease names one."""
+    """All target lengths of the run, in generated tokens, ascending. A lease names one."""
     min_share_micro: int | None = Field(default=None, ge=0, le=MICRO)
-    """Least share of the groups for each target: 0, or LEAST_SHARE at least. None: half of an
+    """Minimum share of the groups for each target: 0, or at least LEAST_SHARE. None: half of an
     equal share."""
     by_class: dict[str, tuple[int, ...]] = Field(default_factory=dict)
-    """Which targets nodes of a speed class are asked for first: class number as text ("1", "2", …)
-    to some of `targets`. A preference, never an exclusion: `min_share` comes before it."""
+    """Preferred targets per speed class: class number as text ("1", "2", …) to a subset of
+    `targets`. Only a preference: `min_share` takes precedence."""
     penalty_micro: int = Field(ge=0)
     form: LengthForm = "exact"
 
@@ -76,7 +78,7 @@ class LengthBudgets(Strict):
 
     @property
     def min_share(self) -> int:
-        """Least share of the groups for each target, in millionths."""
+        """Minimum share of the groups for each target, in millionths."""
         if self.min_share_micro is not None:
             return self.min_share_micro
         return MICRO // (2 * len(self.targets))
@@ -88,7 +90,7 @@ class LengthBudgets(Strict):
 
 
 BUDGET_WORDING = "Think for {tokens} tokens before giving a response."
-"""How a prompt asks for a length (INTELLECT-2's wording)."""
+"""Default sentence by which a prompt asks for a length (INTELLECT-2's wording)."""
 
 
 class Chat(Strict):
@@ -97,13 +99,13 @@ class Chat(Strict):
     template: DigestField
     """SHA-256 of the text of the model folder's chat template."""
     system: str = Field(default="", max_length=65_536)
-    """The system prompt; empty: none of the run's."""
+    """The system prompt. If empty, the run adds none."""
     budget: str = Field(default=BUDGET_WORDING, max_length=4096)
-    """The sentence that asks for the target length, with `{tokens}` for it; empty: none."""
+    """The sentence that asks for the target length; contains `{tokens}`. Empty: none."""
     budget_in: Literal["system", "user"] = "system"
-    """The message that the sentence is the last paragraph of."""
+    """The message to which the sentence is appended as its last paragraph."""
     length: Literal["output", "thinking"] = "output"
-    """What the length reward counts: all generated tokens (or what the environment counts), or
+    """What the length reward counts: all generated tokens (or what the environment counts), or only
     those up to the end of `</think>`."""
 
     @model_validator(mode="after")
@@ -132,12 +134,13 @@ class Conversation(Strict):
 
 
 class SpeedClasses(Strict):
-    """How nodes are sorted by speed relative to one another (prime_orchestrator/manager/speed.py).
+    """How nodes are classified by relative speed (prime_orchestrator/manager/speed.py).
 
-    Class = 1 + number of ratios reached by the node's rate divided by the median of the pool."""
+    Class = 1 + the number of ratios that (node's rate / pool's median rate) reaches.
+    """
 
     ratios_micro: tuple[int, ...] = ()
-    """Ascending, in millionths. Empty: every node is of class 1."""
+    """Ascending, in millionths. Empty: every node is in class 1."""
     challenge_size: int = Field(default=512, ge=16, le=8192)
     challenge_rounds: int = Field(default=2, ge=1, le=64)
 
@@ -152,10 +155,10 @@ class SpeedClasses(Strict):
 
 
 class RunDefinition(Strict):
-    """See the module's docstring. `price_per_unit` in wei of the pool's token.
+    """See the module's docstring. `price_per_unit` is in wei of the pool's token.
 
-    Read a file with `parse`: it keeps the file's bytes. A run made of values has the bytes of its
-    canonical JSON.
+    Read a file with `parse`, which keeps the file's bytes. An instance built from values uses its
+    canonical JSON as its bytes.
     """
 
     schema_version: Literal[1, 2, 3] = 1
@@ -168,19 +171,19 @@ class RunDefinition(Strict):
     temperature_micro: int = Field(default=MICRO, ge=1)
     noise: Literal["murmur3-gumbel-1"] = "murmur3-gumbel-1"
     """The function that draws tokens from a row's seed (prime_verify/proofs/sampling.py). Sampling
-    is by temperature alone: there is no field for top-k, top-p, penalties or other processors."""
+    uses temperature only; there are no fields for top-k, top-p, penalties or other processors."""
     max_output_tokens: int = Field(ge=1, le=65_536)
     samples_per_group: int = Field(ge=2, le=1024)
     groups_per_lease: int = Field(ge=1, le=1024)
     groups_per_batch: int = Field(ge=1, le=65_536)
     max_staleness: int = Field(default=2, ge=0, le=4)
     oversample_micro: int = Field(default=0, ge=0, le=8 * MICRO)
-    """Groups with some difference in their rewards that must lie ready before a batch is sealed,
-    beyond those it takes, as a share of `groups_per_batch`; the surplus waits for a later batch
-    while it is fresh, and is paid like the rest."""
+    """Surplus of groups with differing rewards that must be available before a batch is sealed, as
+    a share of `groups_per_batch`. Surplus groups are paid, and remain available to later batches
+    while they are fresh."""
     selection: Literal["arrival", "difficulty"] = "arrival"
-    """Which groups a batch takes of those: the oldest policy's first, or those whose mean reward is
-    nearest to one half. Groups without any difference are never taken."""
+    """Order in which a batch takes groups: oldest policy first, or mean reward nearest to one half
+    first. Groups whose rewards are all equal are never taken."""
     budgets: LengthBudgets
     chat: Chat | None = Field(default=None, exclude_if=lambda chat: chat is None)
     """None: prompts are the environment's plain text, as a base model continues it."""
@@ -190,16 +193,16 @@ class RunDefinition(Strict):
     requirements: Requirements = Requirements()
     task: Task
     replay_rows_micro: int = Field(default=250_000, ge=0, le=MICRO)
-    """Share of a file's rows drawn for replay (at least one)."""
+    """Fraction of a file's rows drawn for replay (at least one row)."""
     calibration: DigestField = ZERO_DIGEST
-    """SHA-256 of a calibration object; zero means the numbers shipped in proofs/thresholds.py."""
+    """SHA-256 of a calibration object; zero selects the values shipped in proofs/thresholds.py."""
     price_per_unit: int = Field(ge=0)
     price_per_prompt_token: int = Field(default=0, ge=0, exclude_if=lambda price: price == 0)
     """What a token that a node only reads is paid, in wei: each distinct prompt of an accepted file
     once, and what the environment says in a conversation once. About 1/20 of `price_per_unit`
     pays for a prefill."""
     price_per_judged_file: int = Field(default=0, ge=0)
-    """What a validator is paid for each file on which it gave an opinion, whatever the verdict, in
+    """What a validator is paid for each file it gave an opinion on, independent of the verdict, in
     wei of the pool's token."""
     stake_per_class: int = Field(ge=0)
     slash_amount: int = Field(ge=0)
@@ -212,8 +215,8 @@ class RunDefinition(Strict):
     lease_seconds: int = Field(default=1800, ge=5)
     heartbeat_seconds: int = Field(default=10, ge=1)
     death_seconds: int = Field(default=55, ge=2)
-    """Silence after which a node is dead. The default leaves room for the tick that notices it: its
-    leases are another's within a minute of its last heartbeat."""
+    """Silence after which a node is considered dead. The default leaves time for the tick that
+    detects it, so its leases are reissued within a minute of its last heartbeat."""
     root_seconds: int = Field(default=10, ge=1)
     root_submissions: int = Field(default=64, ge=1, le=4096)
 
@@ -226,7 +229,7 @@ class RunDefinition(Strict):
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> RunDefinition:
-        """A copy; one with changed fields has bytes of its own."""
+        """Returns a copy. With `update`, the copy's raw bytes are rebuilt from its values."""
         copied = super().model_copy(update=update, deep=deep)
         if update:
             copied.model_post_init(None)
@@ -234,11 +237,10 @@ class RunDefinition(Strict):
 
     @classmethod
     def parse(cls, raw: bytes, *, exact: bool = False) -> RunDefinition:
-        """The run in a file's bytes.
+        """Parses a run definition from a file's bytes.
 
-        Args: `exact` rejects fields that this program does not know; without it they are ignored,
-        as a peer of an earlier release does.
-        Raises MalformedError if the bytes hold no run of a schema that this program knows.
+        `exact` rejects unknown fields; without it they are ignored, as a peer of an earlier release
+        does. Raises MalformedError if the bytes are not a run definition of a known schema.
         """
         if len(raw) > MAX_RUN_BYTES:
             raise MalformedError(f"more than {MAX_RUN_BYTES} bytes are no run definition")
@@ -272,12 +274,12 @@ class RunDefinition(Strict):
         return self.temperature_micro / MICRO
 
     def fresh(self, step: int, policy_version: int) -> bool:
-        """Whether the policy is not too old for batch `step`."""
+        """Whether the policy is recent enough for batch `step`."""
         return step <= policy_version + self.max_staleness
 
     @property
     def surplus_groups(self) -> int:
-        """Groups that must lie ready beyond those that a batch takes."""
+        """Number of groups that must be available beyond those that a batch takes."""
         return self.groups_per_batch * self.oversample_micro // MICRO
 
     @property
@@ -300,7 +302,7 @@ class RunDefinition(Strict):
         return stake * self.risk_factor_micro // MICRO
 
     def least_drawn(self, rows: int) -> int:
-        """How many of a file's rows are replayed at least."""
+        """Minimum number of a file's `rows` to replay."""
         return max(1, -(-self.replay_rows_micro * rows // MICRO))
 
     def raw(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Reading the file of a run definition."""
+"""Reads run definition files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _HINT = "give the file that the pool was made with by --run; make one with: orch
 
 
 def read_run(path: Path, *, exact: bool = False) -> RunDefinition:
-    """The run definition in a file; `exact` as in `RunDefinition.parse`. Raises UserError if it
-    cannot be read or is none."""
+    """Reads a run definition; `exact` as in `RunDefinition.parse`. Raises UserError if the file
+    cannot be read or parsed."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_RUN_BYTES + 1)

@@ -1,7 +1,7 @@
-"""The one derivation of prompts, target lengths and sampling noise from a lease.
+"""Derivation of prompts, target lengths and sampling noise from a lease.
 
-Everything is keccak-256 in counter mode under a domain tag, so a node chooses nothing that pays and
-anyone recomputes what a lease asked for.
+Everything is keccak-256 in counter mode under a domain tag, so a node has no influence on what
+pays, and anyone can recompute what a lease asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def lease_seed(lease_digest: Digest) -> Digest:
 
 
 def _stream(seed: Digest, tag: bytes) -> Iterator[int]:
-    """Endless 64-bit words keccak256(tag ‖ seed ‖ counter), four to a hash."""
+    """Endless 64-bit words of keccak256(tag ‖ seed ‖ counter), four per hash."""
     counter = 0
     while True:
         block = keccak(tag + to_bytes(seed) + counter.to_bytes(8, "big"))
@@ -32,14 +32,14 @@ def _stream(seed: Digest, tag: bytes) -> Iterator[int]:
 
 
 def _below(stream: Iterator[int], bound: int) -> int:
-    """Uniform in [0, bound) by rejection, so no residue is favoured."""
+    """Uniform in [0, bound), by rejection sampling to avoid modulo bias."""
     limit = _U64 - _U64 % bound
     return next(word for word in stream if word < limit) % bound
 
 
 def problem_indices(seed: Digest, groups: int, problems: int) -> list[int]:
-    """Index of each group's problem in [0, problems), without repetition within the lease
-    (with repetition only if groups > problems)."""
+    """Draws each group's problem index in [0, problems), without repetition within the lease (with
+    repetition only if groups > problems)."""
     stream = _stream(seed, b"prime/prompts/v1")
     chosen: list[int] = []
     while len(chosen) < groups:
@@ -50,14 +50,15 @@ def problem_indices(seed: Digest, groups: int, problems: int) -> list[int]:
 
 
 def target_lengths(seed: Digest, groups: int, allowed: Sequence[int]) -> list[int]:
-    """A target length for each of `groups` problems, drawn from `allowed` (evaluation, benches)."""
+    """Draws a target length from `allowed` for each of `groups` problems (used in evaluation and
+    benchmarks)."""
     stream = _stream(seed, b"prime/targets/v1")
     return [allowed[_below(stream, len(allowed))] for _ in range(groups)]
 
 
 def noise_seed(seed: Digest, group: int, sample: int) -> int:
-    """The signed 64-bit seed of one row's sampling noise (see proofs/sampling.py). Never −1, for
-    which vLLM draws a seed of its own: that one becomes −2."""
+    """The signed 64-bit seed of one row's sampling noise (see proofs/sampling.py). −1 is mapped to
+    −2, because vLLM treats −1 as "choose a random seed"."""
     block = keccak(
         b"prime/noise/v2" + to_bytes(seed) + group.to_bytes(4, "big") + sample.to_bytes(4, "big")
     )
@@ -66,14 +67,14 @@ def noise_seed(seed: Digest, group: int, sample: int) -> int:
 
 
 def sketch_key(seed: Digest, group: int, sample: int, window: int, tokens: Sequence[int]) -> bytes:
-    """32 bytes that seed the CountSketch of one window; binds the window's own tokens."""
+    """32 bytes that seed the CountSketch of one window; bound to the window's own tokens."""
     body = b"".join(token.to_bytes(4, "big") for token in tokens)
     head = b"".join(value.to_bytes(4, "big") for value in (group, sample, window))
     return keccak(b"prime/sketch/v1" + to_bytes(seed) + head + body)
 
 
 def drawn_rows(secret: Digest, submission_digest: Digest, rows: int, count: int) -> list[int]:
-    """The rows a validator replays: PRF(epoch secret, submission digest), sorted, distinct."""
+    """The rows a validator replays: PRF(secret, submission digest); sorted, distinct."""
     key = hmac.digest(to_bytes(secret), to_bytes(submission_digest), "sha256")
     stream = _stream(digest(key), b"prime/draw/v1")
     order = list(range(rows))

@@ -1,4 +1,4 @@
-"""How every program reads its settings: flag > environment > TOML > remembered > default.
+"""Settings of every program, in order of precedence: flag > environment > TOML > saved > default.
 
 A program reads its settings once, when a command starts. Nothing is read at import.
 """
@@ -34,7 +34,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def _split(value: object) -> object:
-    """Splits comma-separated text, which is how the environment carries a list."""
+    """Splits comma-separated text, the form of a list in the environment."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return tuple(value) if isinstance(value, list) else value
@@ -54,9 +54,9 @@ def load_settings(
 ) -> Settings:
     """Loads settings of `kind`.
 
-    `flags`: values from the command line; None or () means not given. `toml`: a file that may be
-    missing. `memory`: values that an earlier command kept. Raises UserError with the setting's name
-    if a value is wrong, or if the file is not TOML.
+    `flags`: values from the command line; None or () means not given. `toml`: a file, which may be
+    missing. `memory`: values saved by an earlier command. Raises UserError with the setting's name
+    if a value is invalid, or if the file is not TOML.
     """
 
     given = {name: value for name, value in flags.items() if value not in (None, ())}
@@ -101,7 +101,7 @@ def variable_of(kind: type[BaseSettings], name: str) -> str:
 
 
 def settings_file(config: Path | None) -> Path | None:
-    """The TOML file that `--config` names. Raises UserError if it is not there."""
+    """The TOML file given by `--config`. Raises UserError if it does not exist."""
     if config is None:
         return None
     if not config.expanduser().is_file():
@@ -110,7 +110,8 @@ def settings_file(config: Path | None) -> Path | None:
 
 
 def needed(settings: BaseSettings, name: str, what: str = "") -> Any:
-    """A setting without default; `what` is its name in prose. Raises UserError if it is missing."""
+    """The value of a required setting; `what` is its name in prose. Raises UserError if it is
+    missing."""
     value = getattr(settings, name)
     if value in (None, "", ()):
         flag, variable = name.replace("_", "-"), variable_of(type(settings), name)

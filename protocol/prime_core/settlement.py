@@ -1,16 +1,16 @@
-"""Who is owed what, as a pure function of confirmed roots, verdicts and slashes.
+"""Settlement: rewards as a pure function of confirmed roots, verdicts and slashes.
 
-A settlement covers every leaf of the roots of its epochs, so that none can be left out unseen:
+A settlement covers every leaf of the roots of its epochs, so that an omission is visible:
 
-    paid       accepted, judged within its root's validity, and no slash stands over it
+    paid       accepted, judged within its root's validity, and not covered by a slash
     held       as paid, but a slash of its node is open; decided by a later settlement
-    forfeited  as paid, but its node was slashed for a file handed in up to 24 h later
-    rejected   the verdict, or the contract, refused it
-    void       the verdict found no fault and no work (late, malformed, unreachable), or nobody
-               answers for the file on chain: it was rooted too late (`answered_for`)
-    unjudged   no verdict within the validity: our fault, unpaid, unpunished, counted
+    forfeited  as paid, but its node was slashed for a file submitted up to 24 h later
+    rejected   rejected by the verdict or by the contract
+    void       the verdict found neither fault nor usable work (late, malformed, unreachable), or
+               the file was rooted too late for a slash to be possible (`answered_for`)
+    unjudged   no verdict within the validity: the pool's fault; no pay, no penalty
 
-Amounts are cumulative per node and never shrink: what a settlement has paid stays paid.
+Amounts are cumulative per node and never decrease.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from prime_core.signing import (
 from prime_core.verdict import Outcome, Verdict
 
 FORFEIT_SECONDS = 86_400
-"""A final rejection forfeits credits handed in this long before the bad file, and with it."""
+"""A final rejection forfeits credits submitted up to this long before the bad file, or together
+with it."""
 
 FileState = Literal["paid", "held", "forfeited", "rejected", "void", "unjudged"]
 SlashState = Literal["open", "executed", "cancelled"]
 
 
 class SettledFile(Strict):
-    """One leaf: where it stands on chain, what was found, what came of it.
+    """One leaf: its place on chain, its verdict and its settled state.
 
     `receipt` is the manager's signature over Receipt(submission_digest, received_at). `verdict` and
-    `table` are SHA-256s of objects, zero where there is none; `because` is the bad submission for
-    held and forfeited, else zero; `price_per_unit` what the run of its lease pays, in wei.
+    `table` are SHA-256s of objects, zero if there is none. `because` is the bad submission for held
+    and forfeited, else zero. `price_per_unit` is what the lease's run pays per unit, in wei.
     """
 
     submission_digest: DigestField
@@ -64,7 +65,7 @@ class SettledFile(Strict):
     state: FileState
     because: DigestField
     judges: tuple[AddressField, ...] = ()
-    """Validators that this settlement pays for having judged the file, by address …"""
+    """Validators that this settlement pays for judging the file, sorted by address."""
     price_per_judged_file: str = Field(default="0", pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
     """… and what each of them gets, in wei."""
     prompt_units: int = Field(default=0, ge=0, exclude_if=lambda count: count == 0)
@@ -84,9 +85,9 @@ class SettledFile(Strict):
 
 
 class SettledSlash(Strict):
-    """A slash that stood over nodes of this settlement: `receipt` says when its bad file came.
+    """A slash against a node of this settlement. `receipt` proves when its bad file arrived.
 
-    `open` may be one that a verdict calls for and that is not proposed on chain yet.
+    `open` includes slashes that a verdict calls for but that are not proposed on chain yet.
     """
 
     submission_digest: DigestField
@@ -97,8 +98,8 @@ class SettledSlash(Strict):
 
 
 class RewardTable(Statement):
-    """What a pool owes up to an epoch, as its validators sign it when the manager does not post it.
-    Members as `Rewards.postRewardRoot` takes them; `object` is the settlement's digest."""
+    """What a pool owes up to an epoch. Validators sign it when the manager does not post the root.
+    Fields are the arguments of `Rewards.postRewardRoot`; `object` is the settlement's digest."""
 
     CONTRACT: ClassVar[ContractName] = "rewards"
     pool: U256
@@ -109,16 +110,17 @@ class RewardTable(Statement):
 
 
 class RewardEntry(Strict):
-    """One leaf of the reward tree; `cumulative` in wei as decimal text."""
+    """One leaf of the reward tree; `cumulative` is in wei, as decimal text."""
 
     node: AddressField
     cumulative: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
 
 
 class Settlement(Strict):
-    """The object behind a reward root. `previous` is the digest of the settlement before (zero for
-    the first); `files` are the leaves of the epochs since then and those it held; `slashes` all
-    that were not cancelled, of the nodes among them; chain facts are those up to `as_of_block`."""
+    """The object behind a reward root. `previous` is the digest of the previous settlement (zero
+    for the first). `files` are the leaves of the epochs since then plus those it held. `slashes`
+    are all slashes of the nodes among them that were not cancelled. Chain data is as of
+    `as_of_block`."""
 
     schema_version: Literal[1] = 1
     chain_id: int
@@ -147,11 +149,11 @@ class Settlement(Strict):
         return [encoding.reward_leaf(e.node, int(e.cumulative)) for e in self.entries]
 
     def root(self) -> Digest:
-        """The reward root. Raises MalformedError if nobody is owed anything."""
+        """The reward root. Raises MalformedError if there are no entries."""
         return encoding.merkle_root(self.leaves())
 
     def table(self) -> RewardTable:
-        """What validators sign of it. Raises MalformedError if nobody is owed anything."""
+        """The RewardTable that validators sign. Raises MalformedError if there are no entries."""
         return RewardTable(
             pool=self.pool,
             epoch=self.epoch,
@@ -161,7 +163,8 @@ class Settlement(Strict):
         )
 
     def proof(self, node: Address) -> tuple[int, list[Digest]]:
-        """Cumulative wei and Merkle proof of `node`. Raises MalformedError if it has no entry."""
+        """Cumulative wei of `node` and its Merkle proof. Raises MalformedError if it has no
+        entry."""
         for index, entry in enumerate(self.entries):
             if entry.node == node:
                 return int(entry.cumulative), encoding.merkle_proof(self.leaves(), index)
@@ -169,7 +172,7 @@ class Settlement(Strict):
 
 
 def read_settlement(path: Path) -> Settlement:
-    """A settlement from its file. Raises UserError if it cannot be read or is none."""
+    """Reads a settlement file. Raises UserError if it cannot be read or does not parse."""
     try:
         return Settlement.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -180,7 +183,7 @@ def read_settlement(path: Path) -> Settlement:
 
 @dataclass(frozen=True)
 class JudgedFact:
-    """A verdict on a leaf. `judged_at` in Unix seconds; `verdict`, `table` name objects."""
+    """A verdict on a leaf. `judged_at` is in Unix seconds; `verdict` and `table` name objects."""
 
     verdict: Digest
     table: Digest
@@ -234,7 +237,8 @@ class LeafFact:
 
 @dataclass(frozen=True)
 class SlashFact:
-    """A slash over `node` for the file `bad`, handed in at `received_at` as `receipt` says."""
+    """A slash against `node` for the file `bad`. `receipt` proves that it arrived at
+    `received_at`."""
 
     bad: Digest
     node: Address
@@ -244,23 +248,24 @@ class SlashFact:
 
 
 def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
-    """Whether a lie in a submission rooted at `rooted_at` can be slashed: Work refuses a proposal
-    with `RootedLate` if not. `accountable` is slash + dispute window; all in (Unix) seconds."""
+    """Whether cheating in a submission rooted at `rooted_at` can still be slashed; if not, the Work
+    contract rejects a proposal with `RootedLate`. `accountable` is slash window + dispute window.
+    All arguments in (Unix) seconds."""
     return rooted_at <= valid_until + accountable
 
 
 def covers(slash: SlashFact, node: Address, received_at: int) -> bool:
-    """Whether a credit of `node` handed in at `received_at` stands or falls with `slash`."""
+    """Whether a credit of `node` submitted at `received_at` depends on `slash`."""
     return slash.node == node and 0 <= slash.received_at - received_at <= FORFEIT_SECONDS
 
 
 def standing(
     slashes: Iterable[SlashFact], node: Address, received_at: int
 ) -> tuple[Literal["free", "held", "forfeited"], Digest]:
-    """What slashes do to a credit, and the bad submission that does it (zero if free).
+    """Returns how `slashes` affect a credit, and the bad submission responsible (zero if free).
 
-    An executed slash outweighs an open one; of equals the smallest digest is named, so that the
-    order of `slashes` plays no part.
+    An executed slash takes precedence over an open one. Among equals the smallest digest is named,
+    so the result does not depend on the order of `slashes`.
     """
     over = [s for s in slashes if s.state != "cancelled" and covers(s, node, received_at)]
     executed = [s.bad for s in over if s.state == "executed"]
@@ -272,11 +277,11 @@ def standing(
 
 
 def judge_leaf(leaf: LeafFact, slashes: Sequence[SlashFact]) -> tuple[FileState, Digest]:
-    """The state of one leaf and the bad submission that explains held or forfeited."""
+    """Returns the state of one leaf, and the bad submission for held or forfeited (else zero)."""
     judged = leaf.judged
     if leaf.refused or (judged is not None and judged.outcome is Outcome.REJECTED):
         return "rejected", ZERO_DIGEST
-    if not leaf.answered:  # work without liability is not bought, however good it looks
+    if not leaf.answered:  # never pay for work that cannot be slashed
         return "void", ZERO_DIGEST
     if judged is None or judged.judged_at > leaf.expires or judged.outcome is Outcome.ABSTAINED:
         return "unjudged", ZERO_DIGEST
@@ -296,12 +301,12 @@ def settle(
     leaves: Iterable[LeafFact],
     slashes: Sequence[SlashFact],
 ) -> Settlement:
-    """The settlement of `epoch`: `leaves` are those of the roots since the previous settlement and
-    those that it held. A file's validators are paid when it is first settled, if they judged it
-    within its validity, whatever came of it.
+    """Computes the settlement of `epoch`. `leaves` are those of the roots since the previous
+    settlement plus those it held. A file's validators are paid when it is first settled, if they
+    judged it within its validity, independent of the outcome.
 
-    Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice,
-    or was finally settled by `previous` already.
+    Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice
+    or was already final in `previous`.
     """
     final = (
         {f.submission_digest for f in previous.files if f.state != "held"} if previous else set()
@@ -371,7 +376,7 @@ def _standing_slashes(
 
 
 def entries_of(amounts: Mapping[Address, int]) -> tuple[RewardEntry, ...]:
-    """Reward entries of all nodes that are owed anything, sorted by address."""
+    """Reward entries of all addresses with a positive amount, sorted by address."""
     return tuple(
         RewardEntry(node=node, cumulative=str(amount))
         for node, amount in sorted(amounts.items(), key=lambda item: item[0].lower())

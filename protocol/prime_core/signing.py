@@ -1,6 +1,6 @@
-"""EIP-712 statements: one base class, one way to digest, sign and recover.
+"""EIP-712 statements: a base class that hashes, signs and recovers.
 
-A statement is a frozen pydantic model whose fields carry their Solidity type and whose class names
+A statement is a frozen pydantic model whose fields carry their Solidity types and whose class names
 the contract that checks it. Identity always comes from the recovered signer, never from a field.
 """
 
@@ -33,7 +33,7 @@ SECP256K1_ORDER = 0xFFFFFFFF_FFFFFFFF_FFFFFFFF_FFFFFFFE_BAAEDCE6_AF48A03B_BFD25E
 
 @dataclass(frozen=True)
 class Sol:
-    """The Solidity type under which a field enters the EIP-712 struct hash."""
+    """The Solidity type of a field in the EIP-712 struct hash."""
 
     name: str
 
@@ -49,20 +49,20 @@ Text = Annotated[str, Field(max_length=512), Sol("string")]
 
 
 class Strict(BaseModel):
-    """Base of everything parsed from outside: frozen, no unknown field, no coercion."""
+    """Base of all parsed external data: frozen, no unknown fields, no coercion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
 
 
 class Answer(Strict):
-    """Base of what a server answers: fields that this program does not know are ignored, so that
-    an answer may gain fields. Requests and signed statements stay Strict."""
+    """Base of server responses. Unknown fields are ignored, so that responses may gain fields.
+    Requests and signed statements stay Strict."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class Domain(Strict):
-    """EIP-712 domain: chain and verifying contract under the fixed name and version."""
+    """EIP-712 domain: chain and verifying contract; name and version are fixed."""
 
     chain_id: U256
     contract: AddressField
@@ -86,7 +86,7 @@ class Statement(Strict):
         return {cls.__name__: members}
 
     def struct_hash(self) -> Digest:
-        """EIP-712 hashStruct, which depends on no domain."""
+        """EIP-712 hashStruct; independent of the domain."""
         return ids.digest(self._struct_hash())
 
     def _struct_hash(self) -> bytes:
@@ -100,9 +100,10 @@ class Statement(Strict):
         return ids.digest(typed_data_hash(domain, self._struct_hash()))
 
     def recover(self, domain: Domain, signature: Signature) -> Address:
-        """The externally owned account that signed. Raises UntrustedError if none did.
+        """Recovers the externally owned account that signed. Raises UntrustedError if there is
+        none.
 
-        Only the canonical low-s form is accepted (EIP-2), so a signature has one encoding.
+        Accepts only the canonical low-s form (EIP-2), so a signature has exactly one encoding.
         """
         raw = ids.to_bytes(signature)
         if len(raw) != 65 or raw[64] not in (27, 28):
@@ -120,7 +121,7 @@ class Statement(Strict):
 
 @cache
 def _layout(kind: type[Statement]) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """The type hash of a statement and its members as (field name, Solidity type)."""
+    """The type hash of a statement class and its members as (field name, Solidity type)."""
     types = kind.eip712_types()[kind.__name__]
     members = tuple((name, one["type"]) for name, one in zip(kind.model_fields, types, strict=True))
     return type_hash(kind.__name__, {one["name"]: one["type"] for one in types}), members
@@ -133,8 +134,8 @@ def type_hash(name: str, members: Mapping[str, str]) -> bytes:
 
 
 def encode_member(sol: str, value: object) -> bytes:
-    """One member as EIP-712 encodes it: 32 bytes. Raises TypeError for a type without an encoding
-    here (bytes, arrays and nested structs are not used)."""
+    """Encodes one member as 32 bytes (EIP-712). Raises TypeError for types that are not supported
+    here (bytes, arrays, nested structs)."""
     if isinstance(value, int) and (sol.startswith("uint") or sol == "bool"):
         return value.to_bytes(32, "big")
     if isinstance(value, str):
@@ -161,7 +162,7 @@ def _domain_separator(chain_id: int, contract: Address) -> bytes:
 
 
 def typed_data_hash(domain: Domain, struct_hash: bytes) -> bytes:
-    """The 32 bytes that are signed for a struct under `domain` (EIP-712)."""
+    """The 32-byte hash to sign for a struct under `domain` (EIP-712)."""
     return keccak(b"\x19\x01" + _domain_separator(domain.chain_id, domain.contract) + struct_hash)
 
 
@@ -175,7 +176,7 @@ def _camel(name: str) -> str:
 
 
 class Signer(Protocol):
-    """Whatever holds a key: a local account, a keystore, a remote signer."""
+    """A key holder: a local account, a keystore, or a remote signer."""
 
     @property
     def address(self) -> Address: ...
@@ -186,9 +187,9 @@ class Signer(Protocol):
 
 
 class LocalSigner:
-    """A private key in this process's memory. `repr` never shows it.
+    """A private key in this process's memory. `repr` never reveals it.
 
-    Raises ValueError unless `private_key` is 32 bytes in [1, order of the curve).
+    Raises ValueError unless `private_key` is 32 bytes in [1, curve order).
     """
 
     def __init__(self, private_key: bytes) -> None:
@@ -218,8 +219,7 @@ class LocalSigner:
 
 
 def limit_recursion() -> None:
-    """Call after importing eth_account or web3: py_ecc, which they bring along, raises the
-    interpreter's recursion limit to 100,000. With that, deeply nested JSON from outside overflows
-    the C stack and ends the process, where it should raise RecursionError.
-    """
+    """Resets the interpreter's recursion limit to at most 1,000. Call it after importing
+    eth_account or web3: their dependency py_ecc raises it to 100,000, with which deeply nested
+    external JSON overflows the C stack and kills the process instead of raising RecursionError."""
     sys.setrecursionlimit(min(sys.getrecursionlimit(), 1000))

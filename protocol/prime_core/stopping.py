@@ -1,10 +1,10 @@
-"""How long-running programs are told to end: SIGTERM (a supervisor) and SIGINT (Ctrl-C).
+"""Shutdown of long-running programs by SIGTERM (a supervisor) and SIGINT (Ctrl-C).
 
-Python runs a signal's handler in the main thread, between two of its instructions. An event set
-there can hang the program: if the main thread was just inside that event's `wait`, it holds the
-lock that `set` needs; and a signal that comes just before it begins to wait is not noticed before
-something else wakes it. So the signal's number travels through a socket, which the C handler writes
-whatever the main thread does, to a thread that sets the event.
+Python runs signal handlers in the main thread, between two bytecode instructions. Setting an event
+there can deadlock: the main thread may be inside that event's `wait` and hold the lock that `set`
+needs. A signal just before the wait starts also goes unnoticed until something else wakes the
+thread. Therefore the C-level handler writes the signal number to a socket (`signal.set_wakeup_fd`),
+and a separate thread reads it and sets the event.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from prime_core.waiting import StoppedError
 def until_stopped(
     stop: threading.Event | None = None, *, second_ends: bool = False
 ) -> threading.Event:
-    """An event (`stop`, or a new one) that the first SIGTERM or SIGINT sets; with `second_ends`, a
-    second one ends the process at once. Call it once, in the main thread."""
+    """Returns an event (`stop`, or a new one) that the first SIGTERM or SIGINT sets. With
+    `second_ends`, a second signal ends the process at once. Call it once, in the main thread."""
     event = stop or threading.Event()
     ours, handlers = socket.socketpair()
     handlers.setblocking(False)
@@ -34,7 +34,7 @@ def until_stopped(
             signal.signal(number, signal.SIG_DFL)
 
     def listen() -> None:
-        while handlers.fileno() >= 0:  # open for good: a number freed would be given to a file
+        while handlers.fileno() >= 0:  # never closed: the freed descriptor number could be reused
             if ours.recv(1)[0] in (signal.SIGTERM, signal.SIGINT):
                 event.set()
 
@@ -46,8 +46,9 @@ def until_stopped(
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within it, the first SIGTERM or SIGINT raises StoppedError in the main thread, from where it
-    is called; a second one ends the process. For work that changes nothing that is kept."""
+    """While active, the first SIGTERM or SIGINT raises StoppedError in the main thread, and a
+    second one ends the process. Call it from the main thread, around work without persistent side
+    effects."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

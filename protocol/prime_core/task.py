@@ -1,4 +1,4 @@
-"""Tasks (container specs) and leases (the right and duty to make one rollout file)."""
+"""Tasks (container specs) and leases (the right and duty to produce one rollout file)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prime_core.signing import (
 class Task(Strict):
     """A container spec. `image` is a reference by digest (or a bare image id without a registry).
 
-    Memory in MiB, `cpus` in thousandths of a core.
+    `memory_mb` is in MiB, `cpus_milli` in thousandths of a core.
     """
 
     image: str = Field(max_length=512)
@@ -36,19 +36,22 @@ class Task(Strict):
 
 
 SHADOW_POOLS = 1 << 255
-"""Pool numbers from here on are no pools: contracts count theirs from 1 and never reach it."""
+"""Pool numbers from here on are reserved for shadow leases. Contracts count pools from 1 and never
+reach it."""
 
 
 def shadow_pool(pool: int) -> int:
-    """The number under which shadow leases of a pool are signed.
+    """Returns the pool number under which shadow leases of `pool` are signed.
 
-    No contract knows such a pool, so a file made for it has no way onto the chain: no root, no pay,
-    no slash, whoever holds the signatures."""
+    No contract knows such a pool, so a file made for it can never be rooted, paid or slashed on
+    chain, regardless of who holds the signatures.
+    """
     return SHADOW_POOLS + pool
 
 
 class Lease(Statement):
-    """Signed by the manager. `seed = keccak256("prime/lease/v1" ‖ digest)` fixes all that pays."""
+    """A lease, signed by the manager. `seed = keccak256("prime/lease/v1" ‖ digest)` determines
+    everything that is paid for."""
 
     CONTRACT: ClassVar[ContractName] = "work"
     pool: U256
@@ -58,36 +61,36 @@ class Lease(Statement):
     policy_digest: DigestField
     run_digest: DigestField
     target: U32
-    """The length in tokens that every group of the lease asks for."""
+    """Target length in tokens for every group of the lease."""
     salt: DigestField
     deadline: U64
 
     @property
     def shadow(self) -> bool:
-        """Whether its file is judged and nothing else: never rooted, paid, trained on, slashed."""
+        """Whether its file is only judged: never rooted, paid, trained on or slashed."""
         return self.pool >= SHADOW_POOLS
 
 
 class SignedLease(Strict):
-    """A lease with the manager's signature and what the worker must know to fulfil it.
+    """A lease with the manager's signature and what the worker needs to fulfill it.
 
-    `policy_version` names the policy whose manifest digest is `lease.policy_digest`; `opening` says
-    which draw commitments the salt stands for (prime_core/draws.py).
+    `policy_version` names the policy whose manifest digest is `lease.policy_digest`. `opening`
+    lists the draw commitments behind the salt (prime_core/draws.py).
     """
 
     lease: Lease
     signature: SignatureField
     policy_version: int = Field(ge=0)
     opening: SaltOpening | None = None
-    """What the salt commits to. None where nobody will be slashed (calibration); a node refuses
-    such a lease, and no validator judges its file."""
+    """What the salt commits to. None where slashing is impossible (calibration); a node refuses
+    such a lease, and validators do not judge its file."""
 
     def problems(self) -> Digest | None:
-        """The seed that the lease's problems are drawn from, if it is not the lease's own."""
+        """The seed for the lease's problems, if it differs from the lease's own seed; else None."""
         return self.opening.problems if self.opening is not None else None
 
     def opens(self) -> bool:
-        """Whether the salt is what `opening` says."""
+        """Whether the salt matches `opening`."""
         return self.opening is not None and self.opening.salt() == self.lease.salt
 
 

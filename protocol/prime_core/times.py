@@ -1,4 +1,4 @@
-"""Times as people read them: always UTC, and saying so."""
+"""Times in human-readable form, always in UTC and marked as such."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from prime_core.errors import UserError
 
 
 def utc(seconds: float) -> str:
-    """Unix seconds as `2026-11-20 19:05:00Z` (RFC 3339 with a blank for the T), cut to seconds."""
+    """Formats Unix seconds as `2026-11-20 19:05:00Z` (RFC 3339 with a space for the T), truncated
+    to seconds."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def parse_utc(text: str) -> float:
-    """Unix seconds of an ISO 8601 time, UTC if it names no zone. Raises UserError if it is none."""
+    """Parses an ISO 8601 time into Unix seconds; UTC if it has no zone. Raises UserError if
+    invalid."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""HTTP bodies between validator and orchestrator; each is signed by a session of scope "validator".
+"""HTTP bodies between validator and orchestrator, signed by a session of scope "validator".
 
 | method and path | body → answer |
 |---|---|
@@ -29,28 +29,28 @@ from prime_core.verdict import SignedOpinion
 
 MAX_JOBS = 64
 MAX_MARKS_BODY = 4 << 20
-"""Bytes of a RowsRequest: a file may have very many rows."""
+"""Maximum size of a RowsRequest in bytes: a file may have very many rows."""
 Worker = Annotated[str, Field(min_length=1, max_length=128)]
-"""Names one process among those that share a validator's key."""
+"""Identifies one of the processes that share a validator's key."""
 
 
 class CommitRequest(Strict):
-    """Commitments to the draws of this epoch and of those to come."""
+    """Commitments to the draws of this epoch and future ones."""
 
     commitments: tuple[SignedDrawCommitment, ...] = Field(min_length=1, max_length=16)
 
 
 class ClaimRequest(Strict):
-    """Asks for the files that were assigned to the caller, at most `most` of one policy."""
+    """Requests files assigned to the caller, at most `most` files, all of one policy."""
 
     worker: Worker
     most: int = Field(default=1, ge=1, le=MAX_JOBS)
 
 
 class Job(Answer):
-    """One file to judge. `file` is a signed URL of its bytes; `second` the manager's secret of the
-    file (prime_core.draws); `rows` how many rows to replay at least; the claim ends at `until`
-    unless it is kept (Unix seconds)."""
+    """One file to judge. `file` is a signed URL of its bytes, `second` the manager's secret of the
+    file (prime_core.draws), `rows` the minimum number of rows to replay. The claim expires at
+    `until` (Unix seconds) unless it is renewed."""
 
     submission_digest: DigestField
     submission: SignedSubmission
@@ -63,7 +63,7 @@ class Job(Answer):
 
 
 class ClaimAnswer(Answer):
-    """`reveal`: sealed files whose opinions are to be handed in now."""
+    """`reveal`: sealed files whose opinions must be submitted now."""
 
     jobs: tuple[Job, ...] = ()
     reveal: tuple[DigestField, ...] = ()
@@ -71,15 +71,15 @@ class ClaimAnswer(Answer):
 
 
 class KeepRequest(Strict):
-    """Keeps the claims on files that are still being judged."""
+    """Renews the claims on files that are still being judged."""
 
     worker: Worker
     submissions: tuple[DigestField, ...] = Field(min_length=1, max_length=MAX_JOBS)
 
 
 class ReleaseRequest(Strict):
-    """Ends a claim without an opinion. "abstain": the file goes to another validator and does not
-    come back. "later": an outage; the file comes back to the caller after `seconds`."""
+    """Ends a claim without an opinion. "abstain": the file goes to another validator and is not
+    offered again. "later": an outage; the file is offered to the caller again after `seconds`."""
 
     worker: Worker
     submission: DigestField
@@ -90,7 +90,7 @@ class ReleaseRequest(Strict):
 
 
 class RowsRequest(Strict):
-    """Which of these row marks (prime_verify.repeats) do other files have?"""
+    """Asks which of these row marks (prime_verify.repeats) occur in other files."""
 
     submission: DigestField
     marks: dict[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")], bool]
@@ -101,7 +101,7 @@ class RowsAnswer(Answer):
 
 
 class SealRequest(Strict):
-    """`seal` is SignedOpinion.seal() of an opinion that the caller keeps for now."""
+    """`seal` is SignedOpinion.seal() of an opinion that the caller does not reveal yet."""
 
     worker: Worker
     submission: DigestField
@@ -109,13 +109,13 @@ class SealRequest(Strict):
 
 
 class SealAnswer(Answer):
-    """Whether every opinion that is needed is sealed, so that this one is to be handed in."""
+    """Whether all required opinions are sealed, so that this one must be submitted."""
 
     reveal: bool
 
 
 class ObjectRequest(Strict):
-    """Asks for a signed URL to upload a table or evidence of a file that the caller has sealed."""
+    """Requests a signed URL to upload a table or evidence for a file that the caller has sealed."""
 
     submission: DigestField
     sha256: DigestField
@@ -123,7 +123,7 @@ class ObjectRequest(Strict):
 
 
 class OpinionList(Answer):
-    """Every opinion on a submission, once it has a verdict."""
+    """All opinions on a submission, once it has a verdict."""
 
     submission_digest: DigestField
     status: LeaseStatus

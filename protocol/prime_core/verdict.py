@@ -1,4 +1,4 @@
-"""What a validator found: outcome, reason, evidence, and the table of recomputed rows."""
+"""A validator's result: outcome, reason, evidence, and the table of recomputed rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from prime_core.task import SignedLease
 
 
 class Outcome(IntEnum):
-    """The four endings, never mixed."""
+    """The four possible outcomes of judging a file."""
 
     ACCEPTED = 1
     REJECTED = 2
@@ -36,10 +36,10 @@ class Outcome(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why. 1–49 reject (slashable), 50–79 void (no pay, no penalty), 80+ abstain."""
+    """Reason codes. 1–49 reject (slashable), 50–79 void (no pay, no penalty), 80+ abstain."""
 
     NONE = 0
-    # rejected: a lie that the evidence shows
+    # rejected: an attack that the evidence proves
     WRONG_PROMPTS = 1
     WRONG_TARGETS = 2
     WRONG_SAMPLING = 3
@@ -65,7 +65,7 @@ class Reason(IntEnum):
     POLICY_TOO_OLD = 58
     UNROOTED = 59
     UNCALIBRATED = 60
-    # abstained: the validator's own trouble
+    # abstained: a problem on the validator's side
     VALIDATOR_CRASHED = 80
     POLICY_MISSING = 81
     UNKNOWN_SETUP = 82
@@ -81,7 +81,8 @@ class Reason(IntEnum):
 
     @property
     def sentence(self) -> str:
-        """What was found, why it ends so, and what its node can do: for people."""
+        """User-facing sentence: what was found, why it leads to this outcome, and what the node can
+        do."""
         return SENTENCES[self]
 
 
@@ -122,13 +123,14 @@ SENTENCES: dict[Reason, str] = {
     "takes it, nothing to do",
     Reason.OUT_OF_RESOURCES: "the validator ran out of resources; another takes it",
 }
-"""One sentence a reason (see Reason.sentence)."""
+"""One sentence per reason (see Reason.sentence)."""
 
 
 class Law(Statement):
-    """What an opinion was formed under. Only its struct hash is part of a signed opinion: opinions
-    count together only if it is equal. `verification_class` is the digest of the calibration,
-    `verifier` keccak256 of the verifier's version, `draws` the digest of the lease's DrawList."""
+    """The rules under which an opinion was formed. Only its struct hash is part of a signed
+    opinion; opinions count together only if it is equal. `verification_class` is the digest of the
+    calibration, `verifier` keccak256 of the verifier's version, `draws` the digest of the lease's
+    DrawList."""
 
     CONTRACT: ClassVar[ContractName] = "work"
     lease: DigestField
@@ -139,9 +141,9 @@ class Law(Statement):
 
 
 class Opinion(Statement):
-    """One validator on one submission. `law` is the struct hash of a Law, `reason` keccak256 of the
-    reason's name, `table` the SHA-256 of the VerdictTable object, `evidence` that of the Evidence
-    object (zero unless rejected). `judged_at` in Unix seconds."""
+    """One validator's opinion on one submission. `law` is the struct hash of a Law, `reason`
+    keccak256 of the reason's name, `table` the SHA-256 of the VerdictTable object, `evidence` that
+    of the Evidence object (zero unless rejected). `judged_at` is in Unix seconds."""
 
     CONTRACT: ClassVar[ContractName] = "work"
     pool: U256
@@ -155,7 +157,7 @@ class Opinion(Statement):
 
 
 def reason_digest(reason: Reason) -> Digest:
-    """keccak256 of the reason's name, as it stands in an opinion."""
+    """keccak256 of the reason's name, as used in an opinion."""
     return encoding.keccak256(reason.name.encode())
 
 
@@ -163,12 +165,12 @@ _REASONS: dict[str, Reason] = {reason_digest(reason): reason for reason in Reaso
 
 
 def reason_of(digest: Digest) -> Reason | None:
-    """The reason whose `reason_digest` this is; None if none is known."""
+    """Inverse of `reason_digest`; None for an unknown digest."""
     return _REASONS.get(digest)
 
 
 class SignedOpinion(Strict):
-    """An opinion as it is published, with the law that it names by its hash."""
+    """A published opinion, together with the law whose hash it contains."""
 
     opinion: Opinion
     law: Law
@@ -181,7 +183,7 @@ class SignedOpinion(Strict):
 
     @property
     def reason(self) -> Reason:
-        """Raises MalformedError if the opinion names none that is known."""
+        """Raises MalformedError if the reason is unknown."""
         found = reason_of(self.opinion.reason)
         if found is None:
             raise MalformedError("the opinion names an unknown reason")
@@ -191,13 +193,13 @@ class SignedOpinion(Strict):
         return encoding.canonical_json(self.model_dump(mode="json"))
 
     def seal(self) -> Digest:
-        """SHA-256 of the canonical bytes. It hides the opinion: only the validator's key can make
-        the signature in it."""
+        """SHA-256 of the canonical bytes. It hides the opinion, because only the validator's key
+        can produce the signature that they contain."""
         return encoding.sha256(self.canonical())
 
     def check(self, domain: Domain) -> None:
-        """Raises UntrustedError unless `validator` signed it under `domain`, MalformedError if its
-        parts contradict one another."""
+        """Raises UntrustedError unless `validator` signed the opinion under `domain`,
+        MalformedError if its parts are inconsistent."""
         said = self.opinion
         if said.law != self.law.struct_hash():
             raise MalformedError("the opinion is bound to another law than it states")
@@ -214,8 +216,8 @@ class SignedOpinion(Strict):
 
 
 class Verdict(Strict):
-    """Object named by its SHA-256: every opinion on one submission when it was decided, in the
-    order of arrival. The first opinion of the decided outcome gives table and evidence."""
+    """Object named by its SHA-256: all opinions on one submission at the time of the decision, in
+    order of arrival. Table and evidence come from the first opinion with the decided outcome."""
 
     version: Literal[1] = 1
     outcome: int
@@ -226,7 +228,7 @@ class Verdict(Strict):
 
     @property
     def deciding(self) -> SignedOpinion:
-        """The opinion whose table and evidence the verdict rests on. Raises MalformedError if no
+        """The opinion that supplies the verdict's table and evidence. Raises MalformedError if no
         opinion has the verdict's outcome."""
         for signed in self.opinions:
             if signed.opinion.outcome == self.outcome:
@@ -235,7 +237,8 @@ class Verdict(Strict):
 
 
 class VerdictRow(Strict):
-    """One row as the validator recomputed it. Reward in millionths, so that the object is exact."""
+    """One row as the validator recomputed it. The reward is in millionths, so that the object is
+    exact."""
 
     problem_id: str = Field(max_length=256)
     group: int = Field(ge=0)
@@ -248,10 +251,11 @@ class VerdictRow(Strict):
 
 
 class VerdictTable(Strict):
-    """Object named by its SHA-256: what one validator recomputed of one file. `rows` are all rows
-    of an accepted file, none of another. `rows_drawn` were replayed, by PRF(`draw_secret`,
-    submission digest); numbers are decimal text. `shares` are the file's statistics as shares of
-    their limits, `marks` what its rows are remembered by (prime_verify.repeats)."""
+    """Object named by its SHA-256: what one validator recomputed from one file. `rows` holds all
+    rows of an accepted file, else none. `rows_drawn` are the replayed row numbers, selected by
+    PRF(`draw_secret`, submission digest). Numbers are decimal text. `shares` are the file's
+    statistics as fractions of their limits; `marks` identify its rows for duplicate detection
+    (prime_verify.repeats)."""
 
     submission_digest: DigestField
     sha256: DigestField
@@ -265,12 +269,12 @@ class VerdictTable(Strict):
     shares: dict[str, str] = Field(default_factory=dict)
     setup: str = ""
     repeated_rows: int | None = None
-    """How many rows other files had; None if that was not looked up."""
+    """Number of rows that also occur in other files; None if that was not checked."""
     marks: dict[str, bool] = Field(default_factory=dict)
 
     @property
     def units(self) -> int:
-        """Generated tokens of the rows."""
+        """Total generated tokens of the rows."""
         return sum(row.output_tokens for row in self.rows)
 
     @property
@@ -284,11 +288,11 @@ class VerdictTable(Strict):
 
 
 class Evidence(Strict):
-    """Object named by its SHA-256: all that an auditor needs to reach the same verdict.
+    """Object named by its SHA-256: everything an auditor needs to reach the same verdict.
 
-    `statistics` maps names to decimal text (floats are no part of canonical JSON).
-    `rows_drawn` are the file's row numbers that were replayed, by PRF(`draw_secret`, submission
-    digest); prime_core.draws says what the draw secret is made of.
+    `statistics` maps names to decimal text (canonical JSON has no floats). `rows_drawn` are the
+    replayed row numbers, selected by PRF(`draw_secret`, submission digest); prime_core.draws
+    defines the draw secret.
     """
 
     schema_version: Literal[1] = 1
@@ -305,14 +309,13 @@ class Evidence(Strict):
     statistics: dict[str, str]
     thresholds: dict[str, str]
     calibration: DigestField = ZERO_DIGEST
-    """Object whose limits these are (`Calibration`); zero: none was used.
-    """
+    """Digest of the `Calibration` object that the limits come from; zero if none was used."""
     row_statistics: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Statistic → its value in each of `rows_drawn`, in their order."""
+    """Statistic → its value in each of `rows_drawn`, in the same order."""
     chance: str = Field(
         default="",
         max_length=16,
         pattern=r"^(|0|1|0\.[0-9]{1,9}|[0-9](\.[0-9]{1,3})?e-[0-9]{2,3})$",
     )
-    """At most so probable is it that an honest file looks like this; 0 where that is no matter of
-    chance. Empty in evidence from before this was stated."""
+    """Upper bound on the probability that an honest file looks like this; 0 where chance plays no
+    part. Empty in evidence older than this field."""

@@ -1,13 +1,12 @@
-"""The protocol's version: what each program speaks, and how two programs agree on one version.
+"""The protocol version, and how two programs agree on one.
 
-Every request and every answer between our programs carries `Prime-Protocol: N`. A client asks in
-its newest version. A server that speaks it answers in it; otherwise it refuses with a problem
-document of kind "protocol" that names the versions it speaks, and the client asks again in the
-newest version that both speak, or ends with one sentence and the command that upgrades it.
+Every request and response between our programs carries `Prime-Protocol: N`. A client first uses its
+newest version. A server that supports it answers in it; otherwise it refuses with a problem
+document of kind "protocol" that lists the versions it supports. The client then retries in the
+newest common version, or exits with one sentence and the command that upgrades it.
 
-Within one version, an answer may gain fields (readers ignore fields that they do not know) and a
-request may not (servers reject them). Signed statements are exact: a change to one is a new
-version.
+Within a version, responses may gain fields (readers ignore unknown fields), and requests may not
+(servers reject them). Signed statements are exact: changing one requires a new version.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from prime_core.errors import MalformedError, ProtocolError
 
 HEADER = "Prime-Protocol"
 SPOKEN = range(1, 2)
-"""The versions that this program speaks, ascending, without gaps."""
+"""The versions that this program supports, ascending, without gaps."""
 UPGRADE = "pip install --upgrade prime-open"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}\Z")
 
@@ -26,8 +25,8 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,8}\Z")
 def agree(asked: str | None, spoken: range = SPOKEN) -> int:
     """Returns the version in which a server answers a request.
 
-    Args: `asked`, the request's header or None; `spoken`, the versions of the server.
-    Raises ProtocolError if the server does not speak that version.
+    `asked` is the request's header or None; `spoken` are the server's versions. Raises
+    ProtocolError if the server does not support the requested version.
     """
     number = _number(asked)
     if number in spoken:
@@ -49,7 +48,7 @@ def agree(asked: str | None, spoken: range = SPOKEN) -> int:
 
 
 def common(theirs: tuple[int, int] | None, mine: range = SPOKEN) -> int | None:
-    """The newest version that both sides speak; None if there is none or `theirs` is unknown."""
+    """The newest version that both sides support; None if there is none or `theirs` is unknown."""
     if theirs is None:
         return None
     newest = min(theirs[1], mine[-1])
@@ -57,10 +56,10 @@ def common(theirs: tuple[int, int] | None, mine: range = SPOKEN) -> int | None:
 
 
 def check_answer(named: str | None, asked: int, who: str) -> None:
-    """Raises ProtocolError if an answer is in another version than was asked for, MalformedError
-    if it names none: then something between answered (a proxy), or another program.
+    """Raises ProtocolError if the response's version differs from `asked`, MalformedError if it
+    names none: then a proxy or another program answered.
 
-    Args: `named`, the answer's header or None; `who`, the server's name in the sentence.
+    `named` is the response's header or None; `who` is the server's name in the error sentence.
     """
     number = _number(named)
     if not number:
@@ -73,5 +72,5 @@ def check_answer(named: str | None, asked: int, who: str) -> None:
 
 
 def _number(text: str | None) -> int:
-    """The version in a header; 0 if there is none."""
+    """Parses a version header; 0 if it is missing or invalid."""
     return int(text) if text is not None and _NUMBER.match(text) else 0

@@ -1,8 +1,8 @@
-"""How programs wait for what does not answer: patiently once it was there, briefly before.
+"""Waiting for peers: without limit for a program that has worked before, briefly at its first
+start.
 
-A program that has worked before waits for its orchestrator and RPC as long as it takes: they come
-back. At its very first start nothing tells that their addresses are right, so there it gives up
-and says what to check.
+A program that has worked before waits for its orchestrator and RPC as long as necessary. At its
+very first start the addresses may be wrong, so there it gives up and says what to check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prime_core.errors import UnavailableError
 
 Answer = TypeVar("Answer")
 FIRST_ANSWER_SECONDS = 60.0
-"""How long a program's very first start waits for an answer."""
+"""How long a program waits for an answer at its very first start."""
 FIRST_ANSWER_HELP = (
     "Seconds that the very first start waits for orchestrator and RPC to answer (60); later starts "
     "wait as long as it takes."
@@ -24,7 +24,8 @@ FIRST_ANSWER_HELP = (
 
 
 class StoppedError(Exception):
-    """A program was told to stop while it waited. No error: it ends cleanly on it."""
+    """A program received a stop request while it waited. Not a failure: the program exits
+    cleanly."""
 
 
 def until_answered(
@@ -37,11 +38,12 @@ def until_answered(
     longest: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
-    """What `ask` answers, asked again whenever it raises UnavailableError.
+    """Calls `ask` until it does not raise UnavailableError, and returns its result.
 
-    `tell` hears each such error and the seconds until the next attempt, which grow from `pause` to
-    `longest`. Raises StoppedError once `stop` is set, and after `give_up` seconds (None: never)
-    UnavailableError with what to check. A single question is bounded by whoever asks it.
+    Before each pause, calls `tell` with the error and the seconds until the next attempt; these
+    double from `pause` up to `longest`. Raises StoppedError once `stop` is set, and
+    UnavailableError with what to check after `give_up` seconds (None: never). `ask` must have its
+    own timeout.
     """
     began = clock()
     while True:

@@ -1,8 +1,8 @@
-"""The model behind one port: generate with seeded noise and captured states, replay by prefill.
+"""The model interface: generate with seeded noise and captured states, replay by prefill.
 
-Importing this needs numpy only. States are the final norm's output at the positions that *predict*
-each output token (prompt_len − 1 … prompt_len + T − 2), as bf16 bit patterns, so that proofs need
-no engine.
+Importing this module requires only numpy. States are the final norm's output at the positions that
+*predict* each output token (prompt_len − 1 … prompt_len + T − 2), as bf16 bit patterns, so that
+proofs do not depend on an engine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from prime_core.proof_form import FinishReason
 Dtype = Literal["float32", "bfloat16"]
 Noise = Callable[[Any, Any, int], Any]
 """(seeds int64 (N,), positions int64 (N,) of the input tokens in their rows, vocabulary) → Gumbel
-noise float32 (N, vocabulary), torch tensors: proofs.sampling_torch.gumbel, handed in so that the
-packages stay apart."""
+noise float32 (N, vocabulary), all torch tensors. It is proofs.sampling_torch.gumbel, passed in to
+keep the packages independent."""
 
 
 def cpu_name() -> str:
-    """What a file says of the processor: "cpu" on x86-64, where limits are measured. Others name
-    their architecture: how far their kernels drift is to be measured before anybody is judged."""
+    """The processor name in a file's metadata: "cpu" on x86-64, where limits were measured; other
+    architectures include their name, because their kernels' drift must be measured before files are
+    judged."""
     machine = platform.machine().lower()
     return "cpu" if machine in ("x86_64", "amd64") else f"cpu {machine}"
 
@@ -34,7 +35,8 @@ def cpu_name() -> str:
 @dataclass(frozen=True)
 class GenerationRequest:
     """One row to generate. `noise_seed` is the signed 64-bit seed of core.seeds.noise_seed; None
-    takes the most probable token at each position (evaluation, and one of the known lies)."""
+    selects the most probable token at each position (for evaluation, and for one of the known
+    attacks)."""
 
     prompt_tokens: tuple[int, ...]
     max_output_tokens: int
@@ -43,8 +45,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """T generated tokens, the end token included; `logprobs` float32 [T] = log softmax(logits / T)
-    of each, before the noise; `states` uint16 [T, H], or [T, 0] if a sink took them."""
+    """T generated tokens, including the end token; `logprobs` float32 [T] = log softmax(logits / T)
+    of each, before the noise; `states` uint16 [T, H], or [T, 0] if a sink received them."""
 
     output_tokens: tuple[int, ...]
     logprobs: NDArray[np.float32]
@@ -57,10 +59,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """One row to check: tokens as claimed, the noise as the lease dictates.
+    """One row to check: tokens as claimed, noise as dictated by the lease.
 
-    `rivals`: for each position the token that Replay.contrasts sets against the claimed one; None
-    takes the seeded choice among all others.
+    `rivals`: for each position, the token that Replay.contrasts compares with the claimed one; None
+    selects the seeded choice among all others.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -71,14 +73,14 @@ class ReplayRequest:
 
 @dataclass(frozen=True)
 class Replay:
-    """What this engine finds at each of the T output positions.
+    """This engine's results at each of the T output positions.
 
-    `logprobs` float32 [T] of the claimed tokens; `winners` int64 [T] the seeded choice; `margins`
-    float32 [T] by how much the winner's logits/T + noise exceeds the claimed token's (0 if equal);
-    `rivals` int64 [T], see ReplayRequest; `contrasts` float32 [T] by how much the claimed token's
-    logits/T exceeds its rival's, without noise (as far apart as those of two engines are, a margin
-    between them can be); `tail_mass` float32 [T] probability of all tokens less probable than
-    TAIL_PROBABILITY; `end_probability` of the last token; `states` uint16 [T, H].
+    `logprobs` float32 [T] of the claimed tokens; `winners` int64 [T], the seeded choice; `margins`
+    float32 [T], by how much the winner's logits/T + noise exceeds the claimed token's (0 if equal);
+    `rivals` int64 [T], see ReplayRequest; `contrasts` float32 [T], by how much the claimed token's
+    logits/T exceeds its rival's, without noise (the difference between two engines' contrasts
+    bounds the margin between them); `tail_mass` float32 [T], total probability of all tokens less
+    probable than TAIL_PROBABILITY; `end_probability` of the last token; `states` uint16 [T, H].
     """
 
     logprobs: NDArray[np.float32]
@@ -92,30 +94,30 @@ class Replay:
 
 
 class StateSink(Protocol):
-    """Takes states as they are made, so that no engine holds those of whole rows
+    """Receives states as they are computed, so that engines do not hold those of whole rows
     (proofs.windows.WindowReducer)."""
 
     def step(self, rows: Sequence[int], places: Sequence[int], tokens: Any, states: Any) -> None:
-        """Tokens int64 (n,) and states bf16 (n, H), torch tensors, of n rows (their numbers among
-        the requests) at these places of their outputs. A place may come again while its window of
-        32 places is the row's last."""
+        """Receives tokens int64 (n,) and states bf16 (n, H), torch tensors, of n rows (numbered as
+        in the requests) at these positions of their outputs. A position may be repeated while its
+        window of 32 positions is the row's last."""
         ...
 
     def end(self, rows: Sequence[int]) -> None:
-        """Nothing more comes of these rows."""
+        """Marks these rows as complete."""
         ...
 
 
 TAIL_PROBABILITY = 1e-4
-"""Tokens below this are the tail whose observed and expected numbers are compared."""
+"""Tokens below this form the tail whose observed and expected counts are compared."""
 
 
 class Engine(Protocol):
-    """A policy, loaded. One thread at a time."""
+    """A loaded policy. Not thread-safe."""
 
     @property
     def name(self) -> str:
-        """Name and generation of the implementation, as in the file's metadata: "plain/1"."""
+        """Name and version of the implementation, as in the file's metadata: "plain/1"."""
         ...
 
     @property
@@ -141,8 +143,8 @@ class Engine(Protocol):
         ...
 
     def twin(self, dtype: str) -> Engine:
-        """The same policy computed in `dtype` (itself if that is its own): the measure of what the
-        dtype alone changes. Raises UnavailableError if it cannot compute in that dtype."""
+        """The same policy computed in `dtype` (itself if that is its own), to measure the effect of
+        the dtype alone. Raises UnavailableError if it cannot compute in that dtype."""
         ...
 
     def generate(
@@ -151,7 +153,7 @@ class Engine(Protocol):
         temperature: float,
         sink: StateSink | None = None,
     ) -> list[Generation]:
-        """Generates every row, in order; with a `sink` states go there, and Generation.states is
+        """Generates every row, in order. With a `sink`, states go there and Generation.states is
         empty. Raises MalformedError on a request that cannot be run."""
         ...
 
@@ -160,5 +162,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the process must not hold twice; the engine is not used after it."""
+        """Frees resources that the process cannot hold twice; the engine must not be used
+        afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""What a policy folder says about itself, for every engine."""
+"""Facts about a policy folder, shared by all engines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose logits are exactly the LM head applied to the final norm's output."""
+"""Model families whose logits are exactly the LM head applied to the final norm's output."""
 
 
 def end_tokens(folder: Path, config: Any) -> frozenset[int]:
-    """End tokens of generation_config.json, else of config.json (a transformers config)."""
+    """End tokens from generation_config.json, or else from config.json (a transformers config)."""
     path = folder / "generation_config.json"
     value = None
     if path.exists():
@@ -24,8 +24,7 @@ def end_tokens(folder: Path, config: Any) -> frozenset[int]:
 
 
 class PolicyFacts:
-    """What an engine tells of the policy it has loaded (prime_engine.base.Engine); the engine
-    fills the fields in."""
+    """Properties of the loaded policy (prime_engine.base.Engine); engines set the fields."""
 
     _dtype: str
     _vocabulary: int

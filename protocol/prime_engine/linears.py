@@ -1,6 +1,6 @@
 """bfloat16 linear layers on processors without bfloat16 instructions (before AVX-512).
 
-There PyTorch multiplies bfloat16 matrices element by element: 7 GFLOP/s of a core, where float32
+On these, PyTorch multiplies bfloat16 matrices element by element: 7 GFLOP/s per core, where float32
 reaches 70. A product of bfloat16 values is exact in float32, so multiplying in float32 and rounding
 the sum is the same computation in another order of addition.
 """
@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 def native_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices at the speed of float32 or faster."""
+    """Whether this processor multiplies bfloat16 matrices at least as fast as float32."""
     return bool(
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
 
 def widen(model: torch.nn.Module) -> None:
-    """Every bfloat16 linear layer of `model` multiplies in float32 from now on and rounds its
-    result. The weights' float32 copies take twice their bytes; changing the weights later changes
-    nothing. Hooks stay."""
+    """Makes every bfloat16 linear layer of `model` multiply in float32 and round its result. The
+    weights' float32 copies take twice their size; later changes to the weights have no effect.
+    Hooks are kept."""
     for module in model.modules():
         if type(module) is torch.nn.Linear and module.weight.dtype is torch.bfloat16:
             bias = None if module.bias is None else module.bias.detach().float()

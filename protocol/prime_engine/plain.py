@@ -1,10 +1,10 @@
 """The plain engine: Hugging Face causal language models on PyTorch, any device.
 
-    generate: left-padded prefill → [logits + noise → token → one decode step]* on the rows alive
-    replay:   right-padded prefill of prompt and output → everything about each claimed token
+    generate: left-padded prefill → [logits + noise → token → one decode step]* on unfinished rows
+    replay:   right-padded prefill of prompt and output → all statistics of each claimed token
 
-Rows do not depend on their batch beyond rounding. Offline: nothing is downloaded, no remote code
-runs, weights are safetensors only. Left out: paged caches, fused sampling, tensor parallelism.
+Rows do not depend on their batch beyond rounding. Offline: it downloads nothing, runs no remote
+code, and loads only safetensors. Not supported: paged caches, fused sampling, tensor parallelism.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ NAME = "plain/1"
 _LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
-"""Tokens of one prefill. On a CPU what lies between two layers should stay in its cache: 3.4 M
-parameters validate a fifth faster than with 16,384."""
+"""Tokens per prefill. On a CPU, the activations between two layers should fit in cache: a model of
+3.4 M parameters validates a fifth faster than with 16,384."""
 
 
 class PlainEngine(PolicyFacts):
     """A causal language model loaded from a policy folder. See prime_engine.base.Engine.
 
-    `batch_rows` rows are generated together; `replay_tokens` bounds rows × length of one prefill;
-    `logit_elements` bounds the float32 logits held at once. `prepare` may alter the loaded module
-    (quantisation in tests and on the devnet).
-    Raises UnavailableError if the folder does not hold a model that this engine runs.
+    `batch_rows` rows are generated together; `replay_tokens` limits rows × length of one prefill;
+    `logit_elements` limits the float32 logits held at once. `prepare` may modify the loaded module
+    (quantization in tests and on the devnet). Raises UnavailableError if the folder does not hold a
+    model that this engine runs.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PlainEngine(PolicyFacts):
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             if config.model_type not in ARCHITECTURES:
                 raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
-            disable_progress_bar()  # a worker's log is no terminal
+            disable_progress_bar()  # a worker's log is not a terminal
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -119,7 +119,7 @@ class PlainEngine(PolicyFacts):
         return cpu_name() if self._torch_device.type == "cpu" else self._torch_device.type
 
     def twin(self, dtype: str) -> PlainEngine:
-        """See Engine.twin. Loaded from the same folder once, then kept."""
+        """See Engine.twin. Loaded once from the same folder, then cached."""
         if dtype == self._dtype:
             return self
         if dtype not in self._twins:
@@ -135,7 +135,7 @@ class PlainEngine(PolicyFacts):
         return self._twins[dtype]
 
     def close(self) -> None:
-        """See Engine.close: memory goes with the last reference."""
+        """See Engine.close. Memory is freed with the last reference."""
         self._twins.clear()
 
     # generation ----------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class PlainEngine(PolicyFacts):
         sink: StateSink | None,
         first: int,
     ) -> list[Generation]:
-        """Generates rows `first`, `first` + 1, … of all that were asked for."""
+        """Generates rows `first`, `first` + 1, … of all requested rows."""
         device = self._torch_device
         count = len(requests)
         width = max(len(r.prompt_tokens) for r in requests)
@@ -254,7 +254,7 @@ class PlainEngine(PolicyFacts):
     def _replay_batch(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
         device = self._torch_device
         # Right padding: under a causal mask no real position sees a padded one. The last output
-        # token predicts nothing that is claimed, so it is left out.
+        # token predicts no claimed token, so it is omitted.
         rows = [r.prompt_tokens + r.output_tokens[:-1] for r in requests]
         ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
         for i, row in enumerate(rows):
@@ -268,7 +268,7 @@ class PlainEngine(PolicyFacts):
             ]
         )
         claimed = torch.tensor([t for r in requests for t in r.output_tokens], device=device)
-        # −1 stands for a rival yet to be found.
+        # −1 means that the rival is still to be determined.
         rivals = torch.tensor(
             [t for r in requests for t in r.rivals or (-1,) * len(r.output_tokens)], device=device
         )
@@ -349,7 +349,7 @@ def _gather_rows(
     count: int,
     end_tokens: frozenset[int],
 ) -> list[Generation]:
-    """Per-step results of the rows alive → one Generation a row."""
+    """Per-step results of the unfinished rows → one Generation per row."""
     rows = torch.cat([alive for alive, *_ in steps])
     order = rows.argsort(stable=True)
     tokens = torch.cat([tokens for _, tokens, _, _ in steps])[order].cpu().numpy()

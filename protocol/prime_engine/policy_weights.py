@@ -1,7 +1,7 @@
-"""Proof that a loaded vLLM model computes with a policy's weights: every one of them, exactly.
+"""Verifies that a loaded vLLM model computes with exactly a policy's weights.
 
-vLLM fuses projections, and on CPUs packs linear weights and drops the originals. What a packed
-layer computes with is read back by giving it the unit vectors: x·Wᵀ with x = 1 is Wᵀ, exactly.
+vLLM fuses projections; on CPUs it also packs linear weights and drops the originals. The weights of
+a packed layer are read back by applying it to unit vectors: x·Wᵀ with x = 1 is exactly Wᵀ.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-"""A policy's projection → vLLM's fused layer and its place in it."""
+"""A policy's projection → vLLM's fused layer and its index there."""
 _UNITS = 1024
-"""Unit vectors put through a layer at once."""
+"""Unit vectors passed through a layer at once."""
 
 
 def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
-    """Compares every tensor of `folder`/*.safetensors with what `model` computes with.
+    """Compares every tensor of `folder`/*.safetensors with the weights that `model` computes with.
 
-    Returns how many numbers were compared. Raises UnavailableError, naming the first tensor, if
-    one differs or cannot be found.
+    Returns how many numbers were compared. Raises UnavailableError, naming the first tensor, if one
+    differs or cannot be found.
     """
     compared = 0
     cast = getattr(torch, dtype)
@@ -60,7 +60,7 @@ def _policy_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _loaded(model: Any, name: str, config: Any, cache: dict[str, Tensor]) -> Tensor:
-    """The tensor that stands for the policy's `name`."""
+    """The loaded tensor that corresponds to the policy's `name`."""
     owner, _, kind = name.rpartition(".")
     parent, _, leaf = owner.rpartition(".")
     fused = _FUSED.get(leaf)
@@ -83,7 +83,7 @@ def _loaded(model: Any, name: str, config: Any, cache: dict[str, Tensor]) -> Ten
 
 @torch.inference_mode()
 def _tensor(layer: Any, kind: str, name: str) -> Tensor:
-    """`layer.kind`, read back through the layer where the original was dropped."""
+    """Returns `layer.kind`, read back through the layer if the original was dropped."""
     found = getattr(layer, kind, None)
     if isinstance(found, Tensor) and found.numel() > 0 and not found.is_meta:
         packed = kind == "weight" and hasattr(layer, "cpu_linear")

@@ -1,6 +1,7 @@
-"""Group-wise round-to-nearest weight quantisation, faked: values change, the storage does not.
+"""Group-wise round-to-nearest fake quantization of weights: values change, the storage type does
+not.
 
-For tests, detection benches and the devnet's liars; an honest node never imports this.
+For tests, detection benchmarks and the devnet's attackers; honest nodes never import this.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def fake_quantize(weight: Tensor, bits: int, group: int) -> Tensor:
-    """`weight` [out, in] rounded to 2^bits − 1 symmetric levels a group of `group` inputs, each
+    """Rounds `weight` [out, in] to 2^bits − 1 symmetric levels per group of `group` inputs, each
     group scaled by its largest magnitude. Same shape and dtype."""
     levels = (1 << (bits - 1)) - 1
     rows, columns = weight.shape
@@ -24,8 +25,8 @@ def fake_quantize(weight: Tensor, bits: int, group: int) -> Tensor:
 
 
 def quantizer(bits: int = 4, group: int = 32) -> Callable[[torch.nn.Module], None]:
-    """A `prepare` for PlainEngine: every linear layer but the LM head (weights may be tied to the
-    embedding) gets its weights rounded in place."""
+    """A `prepare` for PlainEngine: rounds the weights of every linear layer in place, except the LM
+    head (its weights may be tied to the embedding)."""
 
     def prepare(model: torch.nn.Module) -> None:
         head = model.get_output_embeddings()  # type: ignore[operator]

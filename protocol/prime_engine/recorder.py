@@ -1,12 +1,12 @@
-"""What the vLLM engine adds to a step: seeded noise in, tokens, log-probabilities, states out.
+"""Adds seeded noise to vLLM's sampling steps and records tokens, log-probabilities, and states.
 
     hidden states of the sampled positions [n, H] ──► LM head ──► logits [n, V]
               │ `hidden`                                             │ `step`
               └──── both, for the same n rows in the same order ─────┘  → logits/T + noise, greedy
 
-vLLM moves rows about in its batch; `assign`, `drop`, `move` follow it. A step may be thrown away
-(a prompt prefilled in parts, a row taken out and put back): whatever is recorded last for a row's
-position holds. Imports torch, and nothing of vLLM, so that it is tested without it.
+vLLM moves rows within its batch; `assign` and `move` track that. A step may be discarded (a prompt
+prefilled in parts, a row preempted and resumed), so the last record for a row's position counts.
+Imports torch but nothing of vLLM, so that it can be tested without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prime_engine.base import Noise, StateSink
 
 @dataclass
 class Row:
-    """One row being generated. `seed` None takes the most probable token; `prompt` is the number of
+    """A row being generated. `seed` None selects the most probable token; `prompt` is the number of
     its prompt tokens; `output` is vLLM's own growing list of its tokens."""
 
     number: int
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass
 class _Step:
-    """One step's rows: numbers and positions (n,), and what was found for them (n, …)."""
+    """One step's rows: numbers and positions (n,), and their results (n, …)."""
 
     numbers: list[int]
     places: list[int]
@@ -57,35 +57,35 @@ class Recorder:
     _steps: list[_Step] = field(default_factory=list)
 
     def begin(self, temperature: float, sink: StateSink | None = None) -> None:
-        """Forgets everything; the rows to come are sampled at `temperature`, their states go to
-        `sink` or are kept."""
+        """Resets the recorder. Following rows are sampled at `temperature`; their states go to
+        `sink`, or are kept if it is None."""
         self.temperature = temperature
         self.sink = sink
         self._steps = []
         self._hidden = None
 
     def assign(self, index: int, row: Row | None) -> None:
-        """Row at batch index `index` from now on; None for one that is not ours."""
+        """Sets the row at batch index `index`; None for one that is not ours."""
         if row is None:
             self._batch.pop(index, None)
         else:
             self._batch[index] = row
 
     def move(self, one: int, other: int, swap: bool) -> None:
-        """Row at `one` goes to `other`; with `swap`, the other way too."""
+        """Moves the row at `one` to `other`; with `swap`, exchanges the two."""
         a, b = self._batch.pop(one, None), self._batch.pop(other, None)
         self.assign(other, a)
         if swap:
             self.assign(one, b)
 
     def hidden(self, states: Tensor) -> None:
-        """The final norm's output at the positions about to be sampled: (n, H)."""
+        """Receives the final norm's output (n, H) at the positions about to be sampled."""
         self._hidden = states
 
     def step(self, logits: Tensor) -> Tensor:
-        """Logits (n, V) → logits/T + noise (n, V), whose largest is each row's token.
+        """Logits (n, V) → logits/T + noise (n, V), whose maximum is each row's token.
 
-        Rows that are not ours (warming up) are left as they are.
+        Rows that are not ours (warm-up) are unchanged.
         """
         rows = [self._batch.get(index) for index in range(len(logits))]
         own = [row for row in rows if row is not None]
@@ -121,10 +121,10 @@ class Recorder:
     def rows(
         self, outputs: Sequence[Sequence[int]]
     ) -> list[tuple[NDArray[np.float32], NDArray[np.uint16]]]:
-        """(log-probabilities float32 [T], states uint16 bf16 bits [T, H], or [T, 0] if a
-        sink took them) of each row, for the tokens that vLLM returned.
+        """(log-probabilities float32 [T], states uint16 bf16 bits [T, H], or [T, 0] if a sink
+        received them) of each row, for the tokens that vLLM returned.
 
-        Raises FatalError if these are not the tokens that were recorded.
+        Raises FatalError if these differ from the recorded tokens.
         """
         latest: list[dict[int, tuple[int, int]]] = [{} for _ in outputs]
         for number, step in enumerate(self._steps):

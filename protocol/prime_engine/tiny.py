@@ -1,7 +1,7 @@
-"""A tiny policy folder with random weights, for tests and benches: no download, half a second.
+"""A tiny policy folder with random weights, for tests and benchmarks: no download, half a second.
 
-Qwen3-shaped, one token a character. Its logits are scaled so that text is neither flat nor
-one-hot; it says nothing sensible.
+Qwen3-shaped, one token per character. The logits are scaled so that text is neither uniform nor
+deterministic; the text is meaningless.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ END = "\n"
 
 
 def character_tokenizer(characters: str = CHARACTERS, end: str = END) -> PreTrainedTokenizerFast:
-    """One token a character; unknown characters become "?"."""
+    """One token per character; unknown characters become "?"."""
     vocabulary = {character: i for i, character in enumerate(characters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -30,7 +30,7 @@ def qwen3_shape(
     tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, positions: int, **changes: Any
 ) -> Qwen3Config:
     """A Qwen3 configuration for `tokenizer` with two key-value heads. `changes` are further fields
-    of Qwen3Config; `num_attention_heads` is one that has to be there."""
+    of Qwen3Config and must include `num_attention_heads`."""
     values = {
         "vocab_size": len(CHARACTERS),
         "hidden_size": hidden,

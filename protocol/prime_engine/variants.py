@@ -1,6 +1,6 @@
-"""Other weights than the policy's, for lying: quantised, older, shallower.
+"""Altered weights for attacks: quantized, older, shallower.
 
-For tests, benches and lying nodes of the devnet; an honest node never imports this.
+For tests, benchmarks and attacking nodes of the devnet; honest nodes never import this.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from prime_engine.quantize import fake_quantize, quantizer
 
 Prepare = Callable[[torch.nn.Module], None]
-"""Alters a loaded model (PlainEngine's `prepare`)."""
+"""Modifies a loaded model (PlainEngine's `prepare`)."""
 
 
 def _older(steps: int, rate: float) -> Prepare:
-    """`steps` optimizer steps of ±rate on every weight, in independent directions, as the bfloat16
-    files of an older policy would hold it."""
+    """Simulates an older policy: `steps` optimizer steps of ±rate on every weight, in independent
+    directions, rounded to bfloat16 as in policy files."""
 
     def prepare(model: torch.nn.Module) -> None:
         generator = torch.Generator().manual_seed(steps)
@@ -33,7 +33,7 @@ def _older(steps: int, rate: float) -> Prepare:
 
 
 def _quantized_cache(bits: int) -> Prepare:
-    """Keys and values rounded to `bits`, a scale for each token."""
+    """Rounds keys and values to `bits`, with one scale per token."""
 
     def round_off(_layer: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         flat = output.reshape(-1, output.shape[-1])

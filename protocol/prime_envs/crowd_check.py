@@ -1,11 +1,11 @@
-"""Is a contributed environment fit to be trained on? Six findings, each with what it saw.
+"""Checks whether a contributed environment is fit for training. Six findings:
 
 answered       every task has a gold answer, and it scores 1
 refuses        every given wrong answer scores 0, and so does another task's gold answer
-unhackable     every known trick (tricks.py) scores 0
-deterministic  a fresh grader in a fresh process says the very same, to the part
-bounded        no grade took more than a share of its limits, whatever the answer
-steady         packed again, read again: the same digest
+unhackable     every known exploit (tricks.py) scores 0
+deterministic  a new grader in a new process gives exactly the same result, including parts
+bounded        no grade took more than a fraction of its limits, for any answer
+steady         reading it twice gives the same digest
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from prime_envs.tasks import Task
 from prime_envs.tricks import tricks
 
 MAX_TASKS = 64
-"""More tasks are thinned out evenly for the tricks; gold answers are all graded."""
+"""Larger sets are thinned out evenly for wrong answers and exploits; gold answers are all
+graded."""
 MAX_TRICKED = 8
 MAX_SECONDS = 20.0
-"""Wall seconds for one grade. Far above the graders' own limits of processor time: what this
-bounds is a grader that waits."""
+"""Maximum wall time of one grade. Far above the graders' own CPU time limits; it catches graders
+that wait."""
 SECOND_LOOKS = 3
-"""Grades of one check that a limit decided and that are taken anew: a machine that was busy for
-some seconds makes nobody's grader unfit; one that is at its limits again and again is found out."""
+"""Number of limit-decided grades per check that are retried: a machine that is busy for some
+seconds must not fail a grader, but one that keeps reaching its limits is detected."""
 NAMES = ("answered", "refuses", "unhackable", "deterministic", "bounded", "steady")
 
 
 @dataclass
 class Report:
-    """What was seen. `faults` by finding's name; a finding without faults holds."""
+    """Result of a check. `faults` by finding; a finding without faults holds."""
 
     digest: str
     tasks: int
@@ -48,7 +49,7 @@ class Report:
 
 
 def check(path: Path, *, clock: Callable[[], float] = time.monotonic) -> Report:
-    """Checks the packed environment in `path`. Raises what reading it raises (MalformedError with
+    """Checks the packed environment in `path`. Raises the errors of reading it (MalformedError with
     file and row, UserError); a grader's faults are in the report."""
     first = open_packed(path)
     second = open_packed(path)
@@ -124,8 +125,8 @@ class _Checker:
             self._fault("bounded", f"{task.where}: a grade took {spent:.0f} s")
         two = self._settled(self._second, task, text)
         if one.uncertain or two.uncertain:
-            # A program among the tricks may well vary from run to run; a contributed grader may
-            # fail on no answer at all.
+            # A program among the exploits may legitimately vary from run to run; a contributed
+            # grader must handle every answer.
             if not trick or task.task_type == CUSTOM:
                 reason = one.reason if one.uncertain else two.reason
                 self._fault("bounded", f"{task.where}: not the same on every machine: {reason}")
@@ -138,7 +139,7 @@ class _Checker:
         return one
 
     def _settled(self, environment: CrowdEnvironment, task: Task, text: str) -> TaskScore:
-        """A grade; once more if a limit decided it, as often as the check has looks left."""
+        """A grade, repeated if a limit decided it, as long as the check has retries left."""
         score = environment.grader(task.task_type).grade(task, text)
         while score.uncertain and self._looks:
             self._looks -= 1

@@ -1,4 +1,4 @@
-"""What `orchestrator env new` writes: a small environment that passes every check as it stands."""
+"""The template that `orchestrator env new` writes: a small environment that passes every check."""
 
 from __future__ import annotations
 

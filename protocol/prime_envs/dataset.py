@@ -1,12 +1,12 @@
-"""Tasks from a file, pinned by digest: the environment `tasks`.
+"""The environment `tasks`: tasks from a file, pinned by digest.
 
-Arguments: `sha256` (of the file), and where it is: `url`, `path`, or neither (sources.py);
-`bad_rows` "stop" (default: the first bad row is an error) or "skip" (it is left out and listed in
-`skipped`). Each row is graded by its task_type (graders/base.py); the length budget follows the
-prompt in the wording of prompts.py.
+Arguments: `sha256` of the file; its location: `url`, `path`, or neither (sources.py); `bad_rows`:
+"stop" (default; the first bad row is an error) or "skip" (bad rows are omitted and listed in
+`skipped`). Each row is graded by its task_type (graders/base.py). The length budget follows the
+prompt, worded as in prompts.py.
 
-Problems come in the order of the SHA-256 of their ids, so that the held-out tail is a fair sample.
-Where the file was found does not enter the digest; what grades it does.
+Problems are ordered by the SHA-256 of their ids, so that the held-out tail is a fair sample. The
+digest covers the graders, but not the file's location.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from prime_envs.sources import locate
 from prime_envs.tasks import Task, load_json, parse_task, require_text
 
 PLACES = frozenset({"url", "path"})
-"""Arguments that say where the file is, not what it is."""
+"""Arguments that give the file's location, not its content."""
 
 
 class TaskDataset(Environment):
-    """See the module's docstring. Raises UserError, UntrustedError, UnavailableError or
-    MalformedError (naming file and row) when made."""
+    """See the module's docstring. The constructor raises UserError, UntrustedError,
+    UnavailableError or MalformedError (naming file and row)."""
 
     name = "tasks"
     version = 1
@@ -54,12 +54,12 @@ class TaskDataset(Environment):
         self._sha256 = text["sha256"].lower()
         self._graders: dict[str, Grader] = {}
         self.skipped: list[str] = []
-        """What was wrong with each row left out, with its file and row."""
+        """One message per omitted row, with file and row."""
         self._rows: list[tuple[str, bytes]] = []
         self._load(locate(text["sha256"], path=text["path"], url=text["url"]))
 
     def grader(self, task_type: str) -> Grader:
-        """The grader of a task type, made once. Raises UserError if there is none."""
+        """Returns the grader of a task type, created once. Raises UserError if there is none."""
         if task_type not in self._graders:
             self._graders[task_type] = grader_class(task_type)()
         return self._graders[task_type]
@@ -113,7 +113,7 @@ class TaskDataset(Environment):
         return self.task(index)
 
     def digest(self) -> Digest:
-        """As every environment's, but places do not count."""
+        """Like every environment's, but without the file's location."""
         kept = {name: value for name, value in self.arguments.items() if name not in PLACES}
         return encoding.sha256(
             encoding.canonical_json(
@@ -127,7 +127,7 @@ class TaskDataset(Environment):
         )
 
     def data_digest(self) -> Digest:
-        """The file's digest, and version and pins of every grader that its rows need."""
+        """Covers the file's digest, and version and pins of every grader that its rows need."""
         graders: dict[str, Any] = {
             name: {"version": grader.version, "pins": dict(grader.pins())}
             for name, grader in self._graders.items()

@@ -1,4 +1,4 @@
-"""A run definition from the TOML that a person writes; digests come from what is installed here."""
+"""Builds a run definition from a user's TOML; digests are computed from the installed packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prime_envs.tools import require_tools
 
 
 def read_toml(source: Path) -> dict[str, Any]:
-    """The values of a TOML file. Raises UserError if it cannot be read or is none."""
+    """Reads a TOML file. Raises UserError if it cannot be read or parsed."""
     try:
         return tomllib.loads(source.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -40,10 +40,10 @@ def require_config(model: Path) -> None:
 def run_from(
     values: Mapping[str, Any], source: Path, model: Path, base_model: Digest
 ) -> RunDefinition:
-    """The run that `values` of the file `source` describe.
+    """Builds the run that `values`, read from the file `source`, describe.
 
-    Args: `model`, the base model's folder, whose chat template may be pinned; `base_model`, its
-    digest. Raises UserError with the name of what is wrong.
+    `model` is the base model's folder, whose chat template may be pinned; `base_model` is its
+    digest. Raises UserError naming the invalid value.
     """
     try:
         shaped = budgets_from(values["budgets"])

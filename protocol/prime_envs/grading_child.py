@@ -1,12 +1,13 @@
 """The child of SubprocessGrader: JSON lines in, JSON lines out, limits set before any import.
 
-With "fork", each request is answered by a fork of the warm child under a processor limit of its
-own: a request that hangs costs its own time only, and leaves nothing behind for the next.
+With "fork", each request is answered by a fork of the warm child with its own CPU time limit: a
+request that hangs costs only its own time, and leaves nothing behind for the next.
 
-"Confined", the target prepares (it may import and read files, and must not look at foreign text)
-and returns what is then called in a process that can only compute: one pipe is left open, and the
-sandbox's filter refuses every call that opens, connects, starts or signals (sandbox/kernel.py).
-What would be imported only then is an error with the module's name, never a silent other score.
+With "confined", the target prepares (it may import and read files, but must not look at untrusted
+text) and returns a function, which is called in a process that can only compute: one pipe stays
+open, and the sandbox's filter rejects every system call that opens, connects, starts or signals
+(sandbox/kernel.py). A late import raises an error with the module's name instead of silently
+changing the score.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ CONFINED = "confined"
 
 
 def main() -> None:
-    """argv: module:function, address-space limit in bytes, seconds a request may take with "fork"
-    (0: no fork), module:function to warm up with or "", the JSON list of its arguments, "confined"
+    """argv: module:function, address-space limit in bytes, CPU seconds per request with "fork"
+    (0: no fork), module:function for warm-up or "", the JSON list of its arguments, "confined"
     or ""."""
     target, memory, seconds, warm = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
     warm_with, confined = json.loads(sys.argv[5]), sys.argv[6] == CONFINED
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries may print; that is not an answer
     grade = _named(target)
     if warm:
         try:
             _named(warm)(*warm_with)
-        except Exception as error:  # told, like a grader's own
+        except Exception as error:  # reported like a grader's own
             answers.write(json.dumps({"raised": _told(error)}).encode() + b"\n")
             return
-    random.seed(0)  # a grader that draws without a seed of its own draws the same everywhere
+    random.seed(0)  # makes graders without their own seed deterministic
     gc.freeze()  # forks share these pages
     answers.write(b'"ready"\n')
     for line in sys.stdin.buffer:
@@ -65,13 +66,13 @@ def _named(target: str) -> Callable[..., Any]:
 
 
 def _answer(grade: Callable[..., Any], request: Any) -> dict[str, Any]:
-    """The answer with the processor time it took, or what the grader raised."""
+    """The answer with its CPU time, or what the grader raised."""
     start = time.process_time()
     try:
         answer = grade(request)
     except MemoryError:
         return {"ended": "memory"}
-    except Exception as error:  # a grader's defect is told, by name, to whoever asked
+    except Exception as error:  # a grader's bug is reported to the caller
         return {"raised": _told(error)}
     return {"answer": answer, "cpu_seconds": time.process_time() - start}
 
@@ -81,7 +82,7 @@ def _told(error: Exception) -> str:
 
 
 class _Missed(MetaPathFinder):
-    """Refuses and remembers every import of what is not loaded yet."""
+    """Rejects and records every import of a module that is not loaded yet."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -92,12 +93,12 @@ class _Missed(MetaPathFinder):
 
 
 def _confined(grade: Callable[..., Any], request: Any, write: int, seconds: int) -> dict[str, Any]:
-    """The answer of what `grade(request)` returns, called where nothing but computing is left. The
-    limit of `seconds` and the time that is told are of that call."""
+    """Calls the function that `grade(request)` returns, in a process that can only compute. The
+    limit of `seconds` and the reported time apply to that call."""
     missed = _Missed()
     try:
         scored = grade(request)
-        os.dup2(2, 0)  # the requests; 1 and 2 lead nowhere already
+        os.dup2(2, 0)  # closes the requests; 1 and 2 already go nowhere
         os.closerange(3, write)
         os.closerange(write + 1, 1 << 16)
         sys.meta_path.insert(0, missed)
@@ -125,7 +126,7 @@ def _forked(
         resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))
         _write_and_exit(write, _answer(grade, request))
     os.close(write)
-    # Wall time is a second net only: a busy machine must not turn a right answer into a wrong one.
+    # Wall time is only a second limit: a busy machine must not make a right answer wrong.
     deadline = time.monotonic() + 10 * seconds
     data = bytearray()
     with contextlib.closing(os.fdopen(read, "rb", buffering=0)) as stream:

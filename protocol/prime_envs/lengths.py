@@ -1,6 +1,6 @@
-"""Length budgets: the reward for answering in the length that was asked for, and who is asked what.
+"""Length budgets: the reward for meeting a target length, and the targets for each speed class.
 
-Three forms, in integer millionths so that every machine gets the same bits:
+Three forms, in integer millionths so that all machines get the same bits:
 
 - exact: `task − α·|target − actual|` (LCPO-Exact, arXiv 2503.04697; INTELLECT-2)
 - clip:  `max(0, task − α·|target − actual|)`: never below a wrong answer's zero
@@ -19,15 +19,15 @@ from prime_core.run import MICRO, LengthForm
 
 MAX_MENU = 16
 TOLERANCE = Fraction(5, 4)
-"""Files of all speed classes take this much longer than one another at most."""
+"""Maximum ratio between the file times of any two speed classes."""
 _EVEN = Fraction(21, 20)
-"""Times this close count as equal, so that a class may keep more targets to draw from."""
+"""Times within this ratio count as equal, so that a class can keep more targets to draw from."""
 
 
 def length_reward(
     task_micro: int, *, target: int, actual: int, penalty_micro: int, form: LengthForm
 ) -> int:
-    """Reward in millionths; `penalty_micro` is α per token. Rounds towards minus infinity."""
+    """Reward in millionths; `penalty_micro` is α per token. Rounds toward minus infinity."""
     if form == "exact":
         return task_micro - penalty_micro * abs(target - actual)
     if form == "clip":
@@ -37,20 +37,20 @@ def length_reward(
 
 
 def file_seconds(targets: Sequence[int], speed: Fraction, answer_tokens: int) -> Fraction:
-    """What a row of these targets takes on average, in seconds for `speed` tokens a second:
-    thinking as long as asked, and the answer after it."""
+    """Average time of a row with these targets, in seconds at `speed` tokens per second: thinking
+    of the target length, followed by the answer."""
     return (Fraction(sum(targets), len(targets)) + answer_tokens) / speed
 
 
 def balanced_targets(
     menu: Sequence[int], speeds: Mapping[int, Fraction], *, answer_tokens: int = 0
 ) -> dict[str, tuple[int, ...]]:
-    """Which targets of `menu` each speed class may be asked for, so that files of all classes take
-    about equally long: small budgets for slow nodes, large ones for fast nodes.
+    """Selects the targets of `menu` for each speed class so that files of all classes take about
+    equally long: small budgets for slow nodes, large ones for fast nodes.
 
-    `speeds`: class → tokens a second (in any unit, only ratios count). Each class gets neighbours
-    on the menu, as many as keep the times together. Raises UserError if no choice brings them
-    within TOLERANCE: the menu is too narrow for these machines.
+    `speeds`: class → tokens per second (any unit; only ratios count). Each class gets adjacent
+    targets on the menu, as many as keep the times together. Raises UserError if no choice brings
+    them within TOLERANCE, because the menu is too narrow for these machines.
     """
     choices = sorted(set(menu))
     if not 1 <= len(choices) <= MAX_MENU or choices[0] < 0 or answer_tokens < 0 or not speeds:
@@ -92,7 +92,7 @@ def _whole_times(
     speeds: Mapping[int, Fraction],
     answer_tokens: int,
 ) -> list[int]:
-    """`file_seconds` of every window, all in one unit so small that they are whole numbers."""
+    """`file_seconds` of every window, in a common unit that makes them integers."""
     scale = math.lcm(*range(1, MAX_MENU + 1))
     unit = math.lcm(*(known.numerator for known in speeds.values()))
     factor = int(unit / speed * math.lcm(*(known.denominator for known in speeds.values())))
@@ -102,7 +102,7 @@ def _whole_times(
 
 
 def _nearest(windows: Sequence[tuple[int, ...]], times: Sequence[int], wanted: int) -> int:
-    """Number of the widest window whose time is close to `wanted`; of the closest if none is."""
+    """Index of the widest window whose time is close to `wanted`, or of the closest if none is."""
 
     def apart(index: int) -> Fraction:
         return Fraction(max(times[index], wanted), min(times[index], wanted))
@@ -120,9 +120,8 @@ def _nearest(windows: Sequence[tuple[int, ...]], times: Sequence[int], wanted: i
 
 
 def budgets_from(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A TOML's `[budgets]`. If it names `menu`, `speeds` (class → tokens a second) and
-    `answer_tokens`, `by_class` is worked out from them and `targets` are all that it has.
-    Raises UserError."""
+    """Converts a TOML's `[budgets]`. If it has `menu`, `speeds` (class → tokens per second) and
+    `answer_tokens`, `by_class` and `targets` are computed from them. Raises UserError."""
     if "menu" not in values:
         return dict(values)
     if "by_class" in values or "targets" in values or "speeds" not in values:

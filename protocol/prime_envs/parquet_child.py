@@ -1,6 +1,7 @@
-"""The child that unpacks Parquet into JSON lines under limits of memory and output (rows.py).
+"""The child that converts Parquet to JSON lines under memory and output limits (rows.py).
 
-Exit 0: done. 65: the last line of output says what is wrong with the file. Anything else: it died.
+Exit 0: done. 65: the last line of output says what is wrong with the file. Anything else: it
+crashed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ BATCH_ROWS = 64
 
 
 def main() -> None:
-    """argv: source, target, MiB of memory, bytes of output, bytes a row."""
+    """argv: source, target, MiB of memory, bytes of output, bytes per row."""
     source, target = sys.argv[1], sys.argv[2]
     memory, most, line_bytes = int(sys.argv[3]) << 20, int(sys.argv[4]), int(sys.argv[5])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def refuse(sentence: str) -> None:
-    """Says what is wrong, and ends."""
+    """Prints what is wrong and exits."""
     print(sentence)
     sys.stdout.flush()
     os._exit(65)

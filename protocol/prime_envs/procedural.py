@@ -1,12 +1,12 @@
 """reasoning-gym's procedural families (Apache-2.0) as environments.
 
-Problem i is the family's entry i under the run's dataset seed; the family's own scorer grades. Both
-happen in a child (subprocess_grader.py) and nowhere else:
+Problem i is the family's entry i under the run's dataset seed, graded by the family's own scorer.
+Both run only in a child process (subprocess_grader.py):
 
-- entries, because some families walk sets of text or draw from the global generators: only a fixed
-  hash seed and a generator set anew for each entry give every machine the same problem
-- scores, because some scorers evaluate what the model wrote: there the child can only compute, and
-  reasoning.py says which answers these scorers are shown
+- entries, because some families iterate over sets of text or use the global random generators:
+  only a fixed hash seed and a generator reseeded for each entry give every machine the same problem
+- scores, because some scorers evaluate the model's text: the child can only compute, and
+  reasoning.py decides which answers these scorers are shown
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from prime_envs.tasks import Task
 
 ENDING = "End with a line `Answer:` and your answer."
 SIZE = 1_000_000
-"""Entries are made on demand, so a family is as large as we say (but for those of SIZES)."""
+"""Entries are generated on demand, so a family can have any size (except for those in SIZES)."""
 MAX_ANSWER_CHARACTERS = 8192
 CPU_SECONDS = 5.0
 SLACK = 8
-"""A grade that took more than 1/SLACK of the limit may fail on a machine that much slower."""
+"""A grade that took more than 1/SLACK of the limit may fail on a machine that is SLACK times
+slower."""
 KEPT_ENTRIES = 256
-"""A batch's samples of one problem come one after another."""
+"""Cache size; a batch's samples of one problem arrive consecutively."""
 
 
 class ReasoningGym(Environment):
     """Arguments: `family` (a reasoning-gym dataset name), `seed`.
 
-    The answer is what follows the last `Answer:`; without one, the last line that is not empty.
+    The answer is the text after the last `Answer:`, or the last nonempty line if there is none.
     """
 
     name = "reasoning_gym"
@@ -92,7 +93,7 @@ class ReasoningGym(Environment):
         self._grader.close()
 
     def data_digest(self) -> Digest:
-        """The library's version and the text of the first problems."""
+        """Covers the library's version and the text of the first problems."""
         sample = [[self._entry(i)["question"], self._entry(i)["answer"]] for i in range(8)]
         version = installed_version("reasoning_gym")
         return encoding.sha256(encoding.canonical_json({"library": version, "sample": sample}))
@@ -113,8 +114,8 @@ class ReasoningGym(Environment):
         return f"{problem.prompt}\n\n{ENDING}"
 
     def as_task(self, index: int) -> Task | None:
-        """The entry for the grader of the task type `reasoning_gym`; None where a family's entries
-        hold what JSON does not."""
+        """The entry for the grader of the task type `reasoning_gym`; None if its metadata cannot be
+        stored as JSON."""
         problem = self.problem(index)
         metadata = self._entry(index)["metadata"]
         if metadata is None:
@@ -155,7 +156,7 @@ class ReasoningGym(Environment):
 
 
 def size_of(family: str) -> int:
-    """How many entries a family has."""
+    """Number of entries of a family."""
     return SIZES.get(family, SIZE)
 
 
@@ -177,7 +178,8 @@ def warm_up(family: str, seed: int) -> None:
 
 
 def work(request: dict[str, Any]) -> Callable[[], Any]:
-    """{index} → what gives the entry; {index, answer} → what gives the score in millionths."""
+    """{index} → function that returns the entry; {index, answer} → function that returns the score
+    in millionths."""
     import numpy as np
 
     assert _family is not None
@@ -195,7 +197,7 @@ def work(request: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _plain(metadata: Any) -> Any:
-    """As JSON holds it; None if it cannot."""
+    """Converts to plain JSON data; None if impossible."""
     try:
         return json.loads(json.dumps(metadata, allow_nan=False))
     except (TypeError, ValueError):

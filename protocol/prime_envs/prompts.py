@@ -1,4 +1,4 @@
-"""The prompt's wording of a length budget: here and nowhere else."""
+"""The wording of a length budget in prompts, defined only here."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""How reasoning-gym is imported, which answers its scorers are shown, and what they forget to ask.
+"""Imports reasoning-gym, filters the answers its scorers see, and adds the checks they lack.
 
-Some of its scorers hand the answer to Python's `eval` (sympy's `parse_expr` does, too): whoever
-wrote the answer would run what they like on the machine that grades it. Those see only answers that
-are data or arithmetic; and every scorer runs in a process that can do nothing but compute
-(grading_child.py), since what it evaluates of the task's own row is foreign text as well.
+Some of its scorers pass the answer to Python's `eval` (as does sympy's `parse_expr`), which would
+let the answer's author run arbitrary code on the grading machine. Those scorers only see answers
+that are data or arithmetic. In addition, every scorer runs in a process that can only compute
+(grading_child.py), because the task's own row, which it evaluates too, is also untrusted.
 
-A few pay for no work at all: `score` asks what they forget, or the family is refused (UNFIT). A
+A few scorers pay for no work: `score` adds the missing checks, or the family is refused (UNFIT). A
 test gives every family the same free answers.
 
-It requires pycosat for one family (`zebra_puzzles`), and pycosat comes as C source only. A machine
-without a compiler has every other family: there, that one is refused by name.
+reasoning-gym requires pycosat for one family (`zebra_puzzles`), and pycosat is available only as C
+source. On a machine without a compiler, only that family is refused.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ EVALUATED = frozenset({
     "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
     "string_insertion",
 })  # fmt: skip
-"""Families whose scorer evaluates the answer as Python (a test looks through the package)."""
+"""Families whose scorer evaluates the answer as Python (a test searches the package for them)."""
 NUMBERS_ONLY = frozenset({"countdown", "puzzle24"})
-"""Whose answers are sums of the given numbers: `x/x + x/x` would be any number of none, and so
-would a power, a factorial, or `2.9` of a 2 and a 9."""
+"""Families whose answers are expressions of the given numbers. Variables are not allowed (`x/x +
+x/x` would make any number from nothing), nor are powers, factorials, or `2.9` from a 2 and a 9."""
 INTEGRALS = frozenset({"simple_integration", "intermediate_integration"})
-"""Whose question is no answer: an integral that is left to be worked out."""
+"""Families in which the question itself, an unevaluated integral, is not an accepted answer."""
 NO_NAN = frozenset({"complex_arithmetic", "number_sorting"})
-"""Whose scorers find NaN as close as anything to any number."""
+"""Families whose scorers treat NaN as equal to any number."""
 COIN_TOLERANCE = 1e-4
-"""That of coin_flip's own scorer; beyond it, it pays in full for `0`, the first digit of most."""
+"""Tolerance of coin_flip's own scorer; beyond it, that scorer pays in full for `0`, the first digit
+of most answers."""
 UNFIT = {"propositional_logic": "its scorer pays in full for a premise said again"}
-"""Families that nobody can train on, and why."""
+"""Families unfit for training → the reason."""
 SIZES = {"acre": 10_000}
-"""Families that make all of their entries before they give the first."""
+"""Families that generate all of their entries before the first one is available."""
 _FUNCTIONS = frozenset({
     "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp",
     "log", "ln", "sqrt", "Abs", "Integral", "pi",
@@ -55,9 +56,9 @@ _FUNCTIONS = frozenset({
 REHEARSED = 3
 _OTHER_KINDS = ("17", "[1, 2, 3]", "sqrt(x) + log(x)/x + C")
 START_SECONDS = 180.0
-"""For a child's warm-up: some seconds of processor time on a machine that may be busy."""
+"""Limit for a child's warm-up, which takes some seconds of CPU time on a possibly busy machine."""
 _NAME = re.compile(r"[A-Za-z_]\d{0,2}|[A-Z]+")
-"""A variable, a board's mark, a row of capitals: nothing that Python or sympy would run."""
+"""A variable, a board's mark, or a row of capitals: nothing that Python or sympy would execute."""
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
 _SUM = re.compile(r"(?!.*(?:\*\*|//))[0-9+\-*/()\s]+", re.S)
 _NODES = (
@@ -67,8 +68,8 @@ _NODES = (
 
 
 def only_data(family: str, answer: str) -> bool:
-    """Whether `family`'s scorer may see `answer`: always, if it evaluates none; else only numbers,
-    short names, lists of them, arithmetic and the usual functions of it."""
+    """Whether `family`'s scorer may see `answer`: always, if it evaluates nothing; else only
+    numbers, short names, lists of them, arithmetic and its usual functions."""
     if family not in EVALUATED:
         return True
     if family in NUMBERS_ONLY and not _SUM.fullmatch(answer):
@@ -78,8 +79,8 @@ def only_data(family: str, answer: str) -> bool:
     try:
         tree = ast.parse(answer.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        # No Python, but sympy reads a little more ("5!"): then at least no name to do harm with,
-        # and no text, which might spell one by escapes.
+        # Not Python, but sympy accepts a little more ("5!"). Require harmless names only, and no
+        # strings, which could spell a name with escapes.
         names = re.findall(r"[^\W\d]\w*", answer)
         return not {"'", '"'} & set(answer) and all(map(_harmless, names))
     for node in ast.walk(tree):
@@ -103,8 +104,8 @@ def _harmless(name: str) -> bool:
 
 
 def _plain(value: object) -> bool:
-    """A constant that is a number, or text of numbers and short names: sympy's functions evaluate
-    what text they are given, as `exp("…")`."""
+    """Whether a constant is a number, or text of numbers and short names. Text is restricted
+    because sympy's functions evaluate it, as in `exp("…")`."""
     if not isinstance(value, str):
         return not isinstance(value, bytes)
     return all(_NUMBER.fullmatch(word) or _harmless(word) for word in value.split())
@@ -116,11 +117,11 @@ def score(
     answer: str,
     entry: Mapping[str, Any],
 ) -> int:
-    """Millionths: what the family's own scorer finds, once what it forgets to ask is asked. Where a
-    grade is computed, in the child."""
+    """Score in millionths: the family's own scorer, after the checks that it lacks. Runs in the
+    child."""
     if not _keeps_to_the_question(family, answer, entry):
         return 0
-    if family == "game_of_life_halting":  # its scorer takes any text for any other
+    if family == "game_of_life_halting":  # its scorer accepts any text
         return MICRO
     found = float(scorer(answer, entry))
     return round(min(1.0, max(0.0, found)) * MICRO) if math.isfinite(found) else 0
@@ -145,7 +146,7 @@ def _keeps_to_the_question(family: str, answer: str, entry: Mapping[str, Any]) -
 
 
 def require_fit(family: str) -> None:
-    """Raises UserError if a family is one that nobody can train on."""
+    """Raises UserError if a family is unfit for training."""
     if family in UNFIT:
         raise UserError(
             f"reasoning-gym's family {family} is refused: {UNFIT[family]}",
@@ -163,24 +164,24 @@ def require_reasoning_gym() -> None:
 
 
 def warm_up() -> None:
-    """Loads the families before a grading child's first fork, and what their scorers load of sympy
-    only when they score: a confined fork loads nothing."""
+    """Loads the families before a grading child's first fork, and the parts of sympy that their
+    scorers load only when scoring, because a confined fork cannot import."""
     gym = reasoning_gym()
     for family in sorted(EVALUATED):
         rehearse(gym.create_dataset(family, seed=1, size=REHEARSED))
 
 
 def rehearse(dataset: Any) -> None:
-    """Scores the first gold answers of a family, and answers of other kinds."""
+    """Scores a family's first gold answers, and answers of other kinds."""
     for index in range(REHEARSED):
         entry = dataset[index]
         for answer in (str(entry["answer"]), *_OTHER_KINDS):
-            with contextlib.suppress(Exception):  # what it raises here, it raises again when asked
+            with contextlib.suppress(Exception):  # it raises the same error when grading
                 dataset.score_answer(answer, entry)
 
 
 def reasoning_gym() -> ModuleType:
-    """The package `reasoning_gym`, about a second at the first call.
+    """The package `reasoning_gym`; the first call takes about a second.
 
     Raises UserError if it is not installed.
     """

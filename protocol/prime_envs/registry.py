@@ -12,7 +12,7 @@ from prime_envs.base import Environment
 from prime_envs.tools import require_tools
 
 ENTRY_POINT_GROUP = "prime_open.environments"
-"""A plugin names its Environment class here, e.g. `mytask = "my_package:MyTask"`."""
+"""Plugins register their Environment class here, e.g. `mytask = "my_package:MyTask"`."""
 
 BUILT_IN = {
     "reverse": "prime_envs.reverse:Reverse",
@@ -51,9 +51,9 @@ def load_environment(
 
 
 def environment_for(run: RunDefinition) -> Environment:
-    """The run's environment, which asks in the run's chat format.
+    """The run's environment, with the run's chat format.
 
-    Raises PolicyError unless it is bit for bit what the run pinned.
+    Raises PolicyError unless its digest is the one that the run pins.
     """
     ref = run.environment
     environment = load_environment(ref.name, ref.arguments, run.budgets)
@@ -82,7 +82,7 @@ def environment_ref(
     train_size: int,
     heldout_size: int,
 ) -> EnvironmentRef:
-    """A reference to what is installed here, its digest filled in, for a new run definition."""
+    """A reference to the installed environment, with its digest, for a new run definition."""
     environment = load_environment(name, arguments, budgets)
     return EnvironmentRef(
         name=name,

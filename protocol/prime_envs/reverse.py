@@ -1,8 +1,8 @@
-"""The demo's task: think for the asked number of dots, then write the word backwards.
+"""The demo's task: think for the requested number of dots, then write the word backwards.
 
 Prompt `06|tate>`, good answer `......=etat` and the end token (a newline in the demo's tokenizer).
-The words are reasoning-gym's `spell_backward` list. The digits ask for the number of dots; the
-length reward speaks of dots, not of all tokens. Correct means the exact reversed word.
+The words are reasoning-gym's `spell_backward` list. The digits request the number of dots; the
+length reward counts dots, not all tokens. Correct means the exact reversed word.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _argument(arguments: Mapping[str, int | str], name: str, default: int) -> in
 
 @lru_cache(maxsize=4)
 def word_list(shortest: int, longest: int) -> tuple[str, ...]:
-    """Distinct lowercase words of that length, in an order fixed by SHA-256 of each word, so that
-    held-out words (the tail) are a fair sample and share none with the training words.
+    """Distinct lowercase words of that length, ordered by the SHA-256 of each word, so that the
+    held-out words (the tail) are a fair sample and disjoint from the training words.
 
     Reads the data file without importing reasoning-gym (0.9 s of imports).
     """
@@ -51,7 +51,7 @@ def word_list(shortest: int, longest: int) -> tuple[str, ...]:
 
 
 class Reverse(Environment):
-    """Arguments: `shortest`, `longest` (letters a word)."""
+    """Arguments: `shortest`, `longest` (letters per word)."""
 
     name = "reverse"
     version = 1

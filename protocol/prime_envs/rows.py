@@ -1,7 +1,7 @@
-"""Rows of a JSONL or Parquet file, one by one, within bounds; every error names file and row.
+"""Bounded reading of JSONL and Parquet rows, one by one; every error names file and row.
 
-Parquet is unpacked into JSON lines by a child of limited memory, time and output: a file that
-unfolds into more than it may ends the child, not us.
+Parquet is converted to JSON lines by a child process with limited memory, time and output, so that
+a file that expands beyond the limits ends the child, not us.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of one file: bytes on disk, bytes as JSON lines, bytes a line, rows, and MiB of memory that
-    unpacking Parquet may take."""
+    """Limits of one file: bytes on disk, bytes as JSON lines, bytes per line, rows, and MiB of
+    memory for unpacking Parquet."""
 
     file_bytes: int = 8 << 30
     unpacked_bytes: int = 16 << 30
@@ -33,15 +33,15 @@ class Bounds:
 
 
 def read_rows(path: Path, bounds: Bounds | None = None) -> Iterator[tuple[str, Any]]:
-    """(where, row) of each row; `where` is "NAME row N", counted from 1. An iterator: what it
-    raises, it raises when it gets there. A row that is not JSON is an error like any other; see
-    `read_lines` for the raw ones. Raises UserError (no such file, unknown kind), MalformedError."""
+    """Yields (where, row) for each row; `where` is "NAME row N", counted from 1. Errors are raised
+    during iteration. A row that is not JSON raises MalformedError; `read_lines` returns the raw
+    rows. Raises UserError (no such file, unknown kind), MalformedError."""
     for where, line in read_lines(path, bounds or Bounds()):
         yield where, load_json(line, where)
 
 
 def read_lines(path: Path, bounds: Bounds) -> Iterator[tuple[str, bytes]]:
-    """(where, JSON text) of each row. Raises UserError, MalformedError."""
+    """Yields (where, JSON text) for each row. Raises UserError, MalformedError."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -98,6 +98,6 @@ def _unpack(source: Path, target: Path, bounds: Bounds) -> None:
 
 
 def _count_lines(path: Path) -> int:
-    """In pieces: it may be as long as a file may unfold into."""
+    """Counts lines in chunks, because the file may be very large."""
     with path.open("rb") as file:
         return sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))

@@ -1,4 +1,4 @@
-"""A sample as a person reads it: prompt, thinking and answer, with its reward."""
+"""Displays a sample in readable form: prompt, thinking and answer, with its reward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prime_envs.chat import END_OF_THOUGHT, THINK
 
 SpanKind = Literal["prompt", "thinking", "answer", "environment"]
 Style = Callable[[str, SpanKind], str]
-"""Colors a text by what it is; what it returns is printed as it is."""
+"""Colors a text by its kind; the result is printed unchanged."""
 
 
 def styled(text: str, kind: SpanKind) -> str:

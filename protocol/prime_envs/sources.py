@@ -1,8 +1,8 @@
-"""Where a dataset lies: a local file, the folder of fetched ones, or a URL; pinned by digest.
+"""Locates a dataset pinned by digest: a local file, the folder of fetched files, or a URL.
 
-A file counts only if its SHA-256 is the one that the run pins, wherever it came from. Fetched files
-are kept by digest under `$PRIME_DATASETS` (default `~/.cache/prime-open/datasets`); a machine
-without network finds there what was put into it.
+A file is accepted only if its SHA-256 is the one that the run pins. Fetched files are stored by
+digest under `$PRIME_DATASETS` (default `~/.cache/prime-open/datasets`); on a machine without
+network, files can be placed there manually.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_BYTES = 8 << 30
 _CHUNK = 1 << 20
 SUFFIXES = (".jsonl", ".parquet")
 BESIDE_POLICIES = "datasets"
-"""Where a node's agent puts them for its worker: in the folder of policies, which it mounts."""
+"""Folder for datasets within the folder of policies, which a node's agent mounts for its worker."""
 
 
 def datasets_folder() -> Path:
-    """Where fetched datasets are kept."""
+    """Folder of fetched datasets."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/prime-open/datasets").expanduser()
 
 
@@ -44,10 +44,11 @@ def file_digest(path: Path) -> Digest:
 
 
 def locate(sha256: str, *, path: str = "", url: str = "", folder: Path | None = None) -> Path:
-    """The file with that digest: at `path`, among the fetched ones, or fetched from `url` now.
+    """Finds the file with that digest: at `path`, among the fetched files, or by fetching `url`
+    now.
 
-    Raises UntrustedError if a file is not the pinned one (both digests named), UnavailableError if
-    it cannot be fetched, UserError if nothing says where it is.
+    Raises UntrustedError if a file is not the pinned one (naming both digests), UnavailableError if
+    it cannot be fetched, UserError if there is no location.
     """
     if not (len(sha256) == 66 and sha256.startswith("0x") and _is_hex(sha256[2:])):
         raise UserError(
@@ -72,7 +73,7 @@ def locate(sha256: str, *, path: str = "", url: str = "", folder: Path | None = 
 
 
 def checked(path: Path, sha256: str) -> Path:
-    """`path` if its digest is `sha256`. Raises UntrustedError."""
+    """Returns `path` if its digest is `sha256`. Raises UntrustedError."""
     found = file_digest(path)
     if found != sha256.lower():
         raise UntrustedError(f"{path} has digest {found}, but the run pins {sha256}")
@@ -80,8 +81,8 @@ def checked(path: Path, sha256: str) -> Path:
 
 
 def bring(arguments: Mapping[str, int | str], folder: Path) -> Path | None:
-    """Puts an environment's dataset into `folder` for a worker that has no network, readable by
-    whoever it runs as. None if the environment names no dataset. Raises as `locate` does."""
+    """Puts an environment's dataset into `folder` for a worker without network, readable by every
+    user. Returns None if the environment names no dataset. Raises the same errors as `locate`."""
     sha256 = str(arguments.get("sha256", "")).lower()
     if not sha256:
         return None
@@ -102,9 +103,9 @@ def bring(arguments: Mapping[str, int | str], folder: Path) -> Path | None:
 
 
 def fetch(url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES) -> Path:
-    """Downloads `url` into `folder` under its digest, whole or not at all. Raises UnavailableError
-    (unreachable), UntrustedError (other bytes), MalformedError (too long), UserError (no such kind
-    of address)."""
+    """Downloads `url` into `folder` under its digest, atomically. Raises UnavailableError
+    (unreachable), UntrustedError (wrong bytes), MalformedError (too long), UserError (unsupported
+    address)."""
     import httpx
 
     parts = urlsplit(url)

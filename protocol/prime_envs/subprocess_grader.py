@@ -1,9 +1,8 @@
-"""Grading in a child process that is killed when it takes too long: a grader cannot hang us.
+"""Grading in a child process that is killed on timeout, so that a grader cannot hang the caller.
 
-The child (`python -m prime_envs.grading_child`) reads one JSON line a
-request and writes one JSON line an answer. It protects the caller's time and its memory up to
-`memory_bytes` of address space. Only `confined` isolates: without it, run no code from outside in
-it.
+The child (`python -m prime_envs.grading_child`) reads one JSON line per request and writes one JSON
+line per answer. It protects the caller's time, and its memory up to `memory_bytes` of address
+space. Only `confined` isolates: without it, do not run untrusted code in the child.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from prime_envs.grading_child import CONFINED, MAX_ANSWER_BYTES
 from prime_envs.sandbox import kernel
 
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")
-"""All of our environment that a child sees: no password, no token."""
+"""The only environment variables passed to a child (with _PREFIXES): no passwords, no tokens."""
 _PREFIXES = ("HF_", "OMP_", "MKL_", "OPENBLAS_", "XDG_", "TIKTOKEN_")
 
 
@@ -39,12 +38,12 @@ class GradingCrashError(UnavailableError):
 
 
 class GradingRaisedError(GradingCrashError):
-    """The grader itself raised: a defect of it, named in the sentence."""
+    """The grader raised an exception: a bug in it, named in the sentence."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What the target returned, and the processor seconds it took."""
+    """The target's return value and its CPU time in seconds."""
 
     value: Any
     cpu_seconds: float
@@ -53,13 +52,13 @@ class Answered:
 class SubprocessGrader:
     """Calls `target` ("module:function", JSON in, JSON out) in one child that lives between calls.
 
-    With `fork`, `timeout` is processor seconds of a fork of the child for each call: nothing that
-    one call leaves behind (caches, settings) reaches the next, and a slow call costs no restart.
-    `confined` (with `fork`): `target` must return a function, which is called once the fork can do
-    nothing but compute (see grading_child.py). Raises UserError where there is no such wall.
-    `warm` names a function that the child calls once, with `warm_with`, before its first request;
-    `python` another interpreter to run it under, with `path` as its PYTHONPATH.
-    Safe to call from several threads (one call at a time). `close` or `with` ends the child.
+    With `fork`, each call runs in a fork of the child with `timeout` CPU seconds: no state (caches,
+    settings) carries over to the next call, and a slow call costs no restart. `confined` (with
+    `fork`): `target` must return a function, which is called once the fork can only compute (see
+    grading_child.py); raises UserError on platforms without that sandbox. `warm` names a function
+    that the child calls once, with `warm_with`, before its first request. `python` is another
+    interpreter to run it in, with `path` as its PYTHONPATH. Thread-safe (one call at a time).
+    `close` or `with` ends the child.
     """
 
     def __init__(
@@ -103,12 +102,12 @@ class SubprocessGrader:
         self.close()
 
     def call(self, request: Any) -> Any:
-        """The target's answer. Raises GradingTimeoutError, GradingRaisedError or GradingCrashError;
-        after any of them the next call is answered as if nothing had happened."""
+        """Returns the target's answer. Raises GradingTimeoutError, GradingRaisedError or
+        GradingCrashError; the next call works normally after any of them."""
         return self.ask(request).value
 
     def ask(self, request: Any) -> Answered:
-        """Like `call`, with the time it took."""
+        """Like `call`, with the CPU time used."""
         with self._lock:
             child = self._started()
             try:
@@ -121,7 +120,7 @@ class SubprocessGrader:
                 self._kill()
                 raise GradingCrashError(f"The grader {self._target} died: {error}.") from error
             except BaseException:
-                self._kill()  # an interrupted talk cannot be taken up again
+                self._kill()  # an interrupted exchange cannot be resumed
                 raise
             if not self._fork and "answer" not in answer:
                 self._kill()
@@ -200,8 +199,8 @@ class SubprocessGrader:
 
 
 def _environment(path: Path | None) -> dict[str, str]:
-    """What the child's interpreter is told. The same hash seed everywhere: sets of text come in the
-    same order, so that a scorer or an algebra system that walks one finds the same."""
+    """Environment of the child. The hash seed is fixed, so that sets of text iterate in the same
+    order everywhere; scorers and algebra systems may depend on it."""
     kept = {
         name: value
         for name, value in os.environ.items()

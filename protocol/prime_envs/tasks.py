@@ -1,9 +1,9 @@
 """One task of a dataset, in the columns of GENESYS and SYNTHETIC-1, strictly parsed.
 
-`problem_id, source, task_type, prompt, gold_standard_solution, verification_info, metadata`, and
-what INTELLECT-2's dataset makes of them: no `source`, `verification_info` and `metadata` as JSON
-text, further columns such as `solve_rate_…` kept under metadata. What a grader needs of
-`verification_info` is the grader's to check (graders/base.py).
+Columns: `problem_id, source, task_type, prompt, gold_standard_solution, verification_info,
+metadata`. INTELLECT-2's variant is also accepted: no `source`, `verification_info` and `metadata`
+as JSON text, and further columns such as `solve_rate_…`, which are kept under metadata. Graders
+check the parts of `verification_info` that they need (graders/base.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXT_LIMITS = {"problem_id": MAX_ID, "source": 1024, "task_type": 64, "prompt":
 
 @dataclass(frozen=True)
 class Task:
-    """A row of a dataset. `where` names its file and row, for every sentence about it."""
+    """A row of a dataset. `where` names its file and row, for use in messages."""
 
     problem_id: str
     task_type: str
@@ -41,7 +41,7 @@ class Task:
     where: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """The row as plain data, as a grader's program sees it."""
+        """The row as plain data, in the form that a grader's program receives."""
         return {
             "problem_id": self.problem_id,
             "source": self.source,
@@ -54,7 +54,7 @@ class Task:
 
 
 def parse_task(row: Any, where: str) -> Task:
-    """Raises MalformedError that names `where` and the column."""
+    """Parses a row. Raises MalformedError naming `where` and the column."""
     if not isinstance(row, dict):
         raise MalformedError(f"{where}: not an object with columns")
     text = {name: _text(row, name, limit, where) for name, limit in _TEXT_LIMITS.items()}
@@ -96,7 +96,7 @@ def _text(row: dict[str, Any], name: str, limit: int, where: str) -> str:
 
 
 def _object(row: dict[str, Any], name: str, where: str) -> dict[str, Any]:
-    """A column that holds an object, or JSON text of one; {} if it is absent or null."""
+    """A column that holds an object or its JSON text; {} if it is absent or null."""
     value = row.get(name)
     if value is None or value == "":
         return {}
@@ -108,8 +108,8 @@ def _object(row: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def load_json(text: str | bytes, what: str) -> Any:
-    """Parsed JSON, without NaN and infinities, at most MAX_DEPTH deep, so that whoever walks it
-    later does not run out of stack. Raises MalformedError that begins with `what`."""
+    """Parses JSON without NaN and infinities, at most MAX_DEPTH deep, so that later traversal
+    cannot overflow the stack. Raises MalformedError whose message begins with `what`."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON number")
@@ -132,14 +132,14 @@ def load_json(text: str | bytes, what: str) -> Any:
 
 
 def _openings(text: str | bytes) -> int:
-    """At least as many as the text is deep."""
+    """Upper bound on the nesting depth of the text."""
     if isinstance(text, bytes):
         return text.count(b"[") + text.count(b"{")
     return text.count("[") + text.count("{")
 
 
 def _deeper(value: Any, depth: int) -> bool:
-    """Whether lists and objects stand in one another more than `depth` deep."""
+    """Whether lists and objects are nested more than `depth` deep."""
     level = [value]
     for _ in range(depth + 1):
         level = [container for container in level if isinstance(container, dict | list)]
@@ -154,8 +154,8 @@ def _deeper(value: Any, depth: int) -> bool:
 
 
 def require_text(value: Any, where: str) -> None:
-    """Raises MalformedError if a text in `value` holds half of a surrogate pair: JSON can name one,
-    and nothing can be made of it, no prompt, no file, no digest."""
+    """Raises MalformedError if a text in `value` contains an unpaired surrogate: JSON can express
+    one, but it cannot be encoded as UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,8 @@
-"""Known ways to be paid without an answer: what `orchestrator env check` tries on every grader.
+"""Known exploits that try to get paid without an answer; `orchestrator env check` tries all on a
+grader.
 
-Each was seen to work on some grader somewhere: hedging, repeating the question, printing a verdict,
-ending the grader, being equal to everything, drowning it.
+Each has worked on some grader: hedging, repeating the question, printing a verdict, ending the
+grader, comparing equal to everything, overloading it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _TEXTS = {
 
 
 def tricks(task: Task, gold: str, wrong: list[str]) -> Iterator[tuple[str, str]]:
-    """(name, answer) of each trick on a task. None of them is the gold answer."""
+    """Yields (name, answer) of each exploit for a task. None of them is the gold answer."""
     for name, text in _TEXTS.items():
         if text.strip() != gold.strip():
             yield name, text

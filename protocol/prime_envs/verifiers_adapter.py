@@ -1,12 +1,12 @@
-"""Environments written for the package `verifiers` (its tasksets, 0.4), as `verifiers`.
+"""The environment `verifiers`: tasksets of the package `verifiers` (0.4).
 
-Arguments: `environment` (the taskset's id), `size` (how many of its tasks, at most MAX_SIZE).
-The package is heavy (about a hundred others), so it is optional, and may live in a virtual
-environment of its own: `$PRIME_VERIFIERS_PYTHON` names that interpreter; by default ours.
+Arguments: `environment` (the taskset's id), `size` (how many of its tasks, at most MAX_SIZE). The
+package is heavy (about a hundred dependencies), so it is optional and may have its own virtual
+environment: `$PRIME_VERIFIERS_PYTHON` names that interpreter; the default is the current one.
 
-One turn of text only: tasks with tools, containers or judging models are refused. A taskset's own
-code runs in a child that is killed when it takes too long; it is code that the operator installed,
-and is not confined.
+Only single-turn text is supported: tasks with tools, containers or judge models are refused. A
+taskset's own code runs in a child that is killed on timeout. The operator installed that code, and
+it is not confined.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SLACK = 8
 
 
 class VerifiersEnvironment(Environment):
-    """See the module's docstring. Raises UserError if the package or the taskset is missing, or
-    the taskset cannot be used."""
+    """See the module's docstring. Raises UserError if the package or the taskset is missing, or the
+    taskset cannot be used."""
 
     name = "verifiers"
     version = 1
@@ -85,7 +85,7 @@ class VerifiersEnvironment(Environment):
         self._child.close()
 
     def data_digest(self) -> Digest:
-        """The package's version and the digest over all tasks."""
+        """Covers the package's version and the digest over all tasks."""
         pinned = {name: self._found[name] for name in ("count", "digest", "version")}
         return encoding.sha256(encoding.canonical_json(pinned))
 

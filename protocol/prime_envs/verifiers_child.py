@@ -1,7 +1,7 @@
-"""The side of the `verifiers` adapter that imports verifiers (its v1, 0.4): tasks and scores.
+"""The part of the `verifiers` adapter that imports verifiers (its v1, 0.4): tasks and scores.
 
-Runs in a child (subprocess_grader.py), under the interpreter that has the package; needs nothing
-of ours. A taskset is taken only if an answer of one turn is all that its rewards look at.
+Runs in a child (subprocess_grader.py), in the interpreter that has the package; imports none of our
+code. Only tasksets whose rewards depend on a single-turn answer alone are accepted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Audit: the validator's own code run again by anyone, on what is published.
+"""Audit: anyone reruns the validator's code on published data.
 
-    slash      transaction → proposal → evidence object → file, policy → the same drawn rows → the
+    slash      transaction → proposal → evidence object → file, policy → the same drawn rows →
                same outcome and reason? → match | mismatch
     accepted   submission → its leaf in a root on chain → verdict, table, file, policy → every
-               reward graded again, rows replayed → accepted | mismatch
+               reward regraded, rows replayed → accepted | mismatch
     void       as accepted; the same reason → match
 
-Every signature and digest on the way is checked: evidence that does not belong to the slash is a
-mismatch as well. What is not to be had (file gone, policy not served, set-up not calibrated here)
-is *cannot tell*: it accuses nobody.
+Every signature and digest on the way is checked; evidence that does not belong to the slash is also
+a mismatch. If something is unavailable (file deleted, policy not served, set-up not calibrated
+here), the result is *cannot tell*, which accuses no one.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ MAX_OBJECT_BYTES = 32 << 20
 
 
 class Library(Protocol):
-    """Where published things come from (an orchestrator, or a copy of its objects)."""
+    """Source of published objects (an orchestrator, or a copy of its objects)."""
 
     def object(self, digest: Digest, limit: int) -> bytes:
-        """Bytes that hash to `digest` (SHA-256). Raises NotFoundError, UnavailableError."""
+        """Returns the bytes with SHA-256 `digest`. Raises NotFoundError, UnavailableError."""
         ...
 
     def submission(self, digest: Digest) -> SubmissionInfo:
-        """What the orchestrator says of a submission. Raises NotFoundError."""
+        """Returns the orchestrator's record of a submission. Raises NotFoundError."""
         ...
 
     def lease(self, digest: Digest) -> SignedLease:
-        """The signed lease of that digest. Raises NotFoundError."""
+        """Returns the signed lease with this digest. Raises NotFoundError."""
         ...
 
 
 class Accusation(Protocol):
-    """What a slash says, on chain: who lied about what, and where the evidence lies."""
+    """A slash as recorded on chain: the accused node, the leaf, the reason, and where the evidence
+    is."""
 
     @property
     def node(self) -> Address: ...
@@ -84,9 +85,9 @@ class _Rejection:
 
 @dataclass(frozen=True)
 class Setting:
-    """What an audit rests on: the chain's word on who is who, the run, and this machine's engines.
+    """The basis of an audit: accounts as recorded on chain, the run, and this machine's engines.
 
-    `validators`: every account that the pool ever appointed; `now` in Unix seconds.
+    `validators`: every account that the pool ever appointed; `now` is in Unix seconds.
     """
 
     deployment: Deployment
@@ -101,7 +102,8 @@ class Setting:
 
 
 def audit_slash(slash: Accusation, setting: Setting, library: Library) -> Audit:
-    """Replays a slash's evidence: *match* if this machine finds the same lie in the same file."""
+    """Replays a slash's evidence. The result is *match* if this machine makes the same finding on
+    the same file."""
     expected = Reason(slash.reason)
     try:
         raw = library.object(slash.evidence, MAX_OBJECT_BYTES)
@@ -128,7 +130,7 @@ def audit_slash(slash: Accusation, setting: Setting, library: Library) -> Audit:
         evidence.lease,
         evidence.draw_secret,
         setting,
-        draw_count=len(evidence.rows_drawn),  # more than the run's share, by the node's history
+        draw_count=len(evidence.rows_drawn),  # may exceed the run's share
         rewards_first=evidence.reason == Reason.TAMPERED_REWARD,
     )
     return compare_slash(evidence, finding, notes)
@@ -142,9 +144,9 @@ def audit_submission(
 ) -> Audit:
     """Judges an accepted, void or rejected submission again.
 
-    `rooted` gives the signed submission as a root on chain holds it; it raises NotFoundError,
+    `rooted` returns the signed submission from the root on chain; it raises NotFoundError,
     UntrustedError or UnavailableError. A rejected submission is audited by its evidence, whether or
-    not its slash came on chain.
+    not its slash is on chain.
     """
     try:
         info = library.submission(digest)
@@ -165,7 +167,7 @@ def audit_submission(
         return Audit("cannot tell", str(error))
     except (UntrustedError, MalformedError, ValueError) as error:
         return Audit("mismatch", f"what is published does not hold: {error}")
-    secret = file_secret(ZERO_DIGEST, digest)  # our own draw: any rows must do
+    secret = file_secret(ZERO_DIGEST, digest)  # our own draw: any rows must pass
     finding = _run(data, signed, lease, secret, setting)
     return compare_verdict(verdict, table, finding, lease)
 
@@ -181,7 +183,7 @@ def _audit_rejected(
     return audit_slash(rejection, setting, library)
 
 
-# ── what is published belongs together ───────────────────────────────────────────────────────────
+# ── consistency of published objects ─────────────────────────────────────────────────────────────
 
 
 def _parse_evidence(raw: bytes) -> Evidence:
@@ -192,7 +194,7 @@ def _parse_evidence(raw: bytes) -> Evidence:
 
 
 def _check_evidence(evidence: Evidence, slash: Accusation, setting: Setting) -> None:
-    """Raises UntrustedError unless the evidence is of this slash, in this pool, and signed."""
+    """Raises UntrustedError unless the evidence belongs to this slash and pool, and is signed."""
     _check_pair(evidence.submission, evidence.lease, slash.leaf, setting)
     for name, said, due in (
         ("chain", evidence.chain_id, setting.deployment.chain_id),
@@ -207,7 +209,7 @@ def _check_evidence(evidence: Evidence, slash: Accusation, setting: Setting) -> 
 
 
 def _check_calibration(evidence: Evidence, setting: Setting) -> None:
-    """Raises UntrustedError if the run names another calibration than the evidence,
+    """Raises UntrustedError if the run names a different calibration than the evidence,
     UnavailableError if the run names none and this version ships another."""
     mine = (setting.calibration or shipped()).digest()
     if evidence.calibration in (ZERO_DIGEST, mine):
@@ -225,7 +227,7 @@ def _check_calibration(evidence: Evidence, setting: Setting) -> None:
 def _check_pair(
     signed: SignedSubmission, lease: SignedLease, leaf: Digest, setting: Setting
 ) -> None:
-    """Raises UntrustedError unless the node signed the leaf and the manager its lease."""
+    """Raises UntrustedError unless the node signed the leaf and the manager signed its lease."""
     claim, promise = signed.submission, lease.lease
     domain = setting.deployment.domain_of
     if claim.digest(domain(claim)) != leaf:
@@ -236,14 +238,14 @@ def _check_pair(
         raise UntrustedError("the lease is not signed by the pool's manager")
     if promise.digest(domain(promise)) != claim.lease_digest or promise.node != signed.node:
         raise UntrustedError("the submission answers to another lease")
-    pools = (setting.pool, shadow_pool(setting.pool))  # contracts know none of the latter
+    pools = (setting.pool, shadow_pool(setting.pool))  # contracts do not know the latter
     if promise.pool not in pools:
         raise UntrustedError("the lease is of another pool")
     setting.runs.of_lease(promise)
 
 
 def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedOpinion:
-    """The opinion that decided, after every opinion of the verdict was checked."""
+    """Parses a verdict, checks all of its opinions, and returns the deciding one."""
     try:
         verdict = Verdict.model_validate_json(raw)
     except ValueError as error:
@@ -254,7 +256,7 @@ def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedOpinion:
     return verdict.deciding
 
 
-# ── the same code again ──────────────────────────────────────────────────────────────────────────
+# ── rerun of the verifier ────────────────────────────────────────────────────────────────────────
 
 
 def _run(

@@ -1,7 +1,7 @@
-"""An audit's result: what was published, held against what this machine finds by the same code.
+"""Compares published results with what this machine finds with the same code.
 
-Devices round differently, so statistics are one finding within a tolerance; reasons, rows drawn,
-units and rewards have none.
+Devices round differently, so statistics are compared within a tolerance; reasons, drawn rows, units
+and rewards must be equal.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from prime_verify.verify import EXPLAINED_BY_WEIGHTS, Finding
 
 RELATIVE_TOLERANCE = 0.1
 ABSOLUTE_TOLERANCE = 0.02
-"""How far statistics may lie apart and still be the same finding: devices round differently."""
+"""Statistics closer than this count as equal, because devices round differently."""
 ABSOLUTE_LOG_CHANCE, RELATIVE_LOG_CHANCE = 5.0, 0.25
-"""The same for the logarithm of a chance, which moves as far as a statistic 10 % off does in units
-of its tail: 1e-7 and 1e-10 are one finding, 1e-7 and 1e-14 are not."""
+"""The same for the logarithm of a chance, which changes as much as a statistic that is 10 % off
+does in units of its tail: 1e-7 and 1e-10 count as equal, 1e-7 and 1e-14 do not."""
 
 _SAME_LIE = EXPLAINED_BY_WEIGHTS | {Reason.WRONG_POLICY}
-"""One finding, *other weights*: whether states or samples cross their limits first may hang on a
-device's rounding, and whether an earlier policy explains it on which of them are at hand. Rows,
-statistics and chance must agree all the same, so no file is a lie by this that is none without."""
+"""Reasons that count as one finding, *different weights*: device rounding may decide whether states
+or samples exceed their limits first, and which earlier policies are available decides whether one
+explains it. Rows, statistics and chance must still agree, so this never turns an honest file into a
+rejected one."""
 
 Result = Literal["match", "accepted", "mismatch", "cannot tell"]
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What came of it. `expected` is what was published, `found` what this machine finds."""
+    """Result of an audit. `expected` is what was published, `found` what this machine finds."""
 
     result: Result
     detail: str
@@ -54,7 +55,7 @@ class Audit:
 
 
 def compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) -> Audit:
-    """The evidence of a slash against what this machine finds in the same file and rows."""
+    """Compares a slash's evidence with this machine's finding on the same file and rows."""
     expected = Reason(evidence.reason)
     statistics = {
         name: (evidence.statistics[name], value)
@@ -83,8 +84,8 @@ def compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) 
 
 
 def _rows_apart(evidence: Evidence, finding: Finding) -> tuple[str, ...]:
-    """A note that names the rows whose own statistics differ: they decide nothing beside the
-    file's, but whoever states them falsely should be seen to."""
+    """A note that names rows whose own statistics differ. They do not change the result, because
+    the file's statistics decide, but false row statistics should be visible."""
     found = finding.decimal_row_statistics()
     apart = {
         number
@@ -103,7 +104,7 @@ def _rows_apart(evidence: Evidence, finding: Finding) -> tuple[str, ...]:
 def compare_verdict(
     signed: SignedOpinion, table: VerdictTable | None, finding: Finding, lease: SignedLease
 ) -> Audit:
-    """The opinion that decided (and its table if it accepts) against what this machine finds."""
+    """Compares the deciding opinion (and its table if it accepts) with this machine's finding."""
     expected = signed.reason
 
     def audit(result: Result, detail: str) -> Audit:
@@ -125,9 +126,9 @@ def compare_verdict(
 
 
 def as_sure(published: str, found: str) -> bool:
-    """Whether two chances of an honest file say the same, rounding apart: in an exponential tail
-    their logarithms lie apart as statistics do. What is none (0, no matter of chance, or infinity)
-    is like nothing else."""
+    """Whether two chances of an honest file are equal up to rounding: in an exponential tail their
+    logarithms differ as statistics do. Values outside (0, 1] (0: not a matter of chance) only match
+    themselves."""
     try:
         a, b = float(published), float(found)
     except ValueError:
@@ -139,8 +140,9 @@ def as_sure(published: str, found: str) -> bool:
 
 
 def close(published: str, found: str) -> bool:
-    """Whether two statistics are one finding, rounding apart. Anything may be published;
-    an infinite margin (a token that the policy gives no chance) is like another alone."""
+    """Whether two statistics are equal up to rounding. `published` may be arbitrary text. An
+    infinite margin (a token to which the policy gives probability 0) only matches another infinite
+    one."""
     try:
         a, b = float(published), float(found)
     except ValueError:

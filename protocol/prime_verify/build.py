@@ -1,4 +1,4 @@
-"""From a lease to its rollout file: plan → generate → grade → prove → Parquet.
+"""Builds the rollout file of a lease: plan → generate → grade → prove → Parquet.
 
 The node's worker calls `build_rollout_file`; a validator plans the same rows from the same seed.
 Each step is a function of its own, so that tests and the devnet's liars can replace exactly one.
@@ -52,7 +52,8 @@ def plan_rows(
     tokenizer: Any,
     problems: Digest | None = None,
 ) -> list[PlannedRow]:
-    """The rows of a lease, sorted by (group, sample). `problems`: see SignedLease.problems."""
+    """Returns the rows of a lease, sorted by (group, sample). `problems`: see
+    SignedLease.problems."""
     seed = seeds.lease_seed(lease_digest)
     groups = run.groups_per_lease
     indices = seeds.problem_indices(problems or seed, groups, run.environment.train_size)
@@ -207,9 +208,9 @@ def generate_proved(
     engine: Engine,
     environment: Environment | None = None,
 ) -> tuple[list[Generation], list[tuple[bytes, bytes]]]:
-    """`generate_rows` and `prove_rows` at once: each window is proved when it is full, so that no
-    states are kept."""
-    from prime_verify.proofs.windows import WindowReducer  # torch: planning rows needs none
+    """Combines `generate_rows` and `prove_rows`: each window is proved as soon as it is full, so
+    that no states are kept."""
+    from prime_verify.proofs.windows import WindowReducer  # torch, only needed here
 
     seed = seeds.lease_seed(lease_digest)
 
@@ -234,7 +235,7 @@ def sketch_keys(seed: Digest, group: int, sample: int, tokens: Sequence[int]) ->
 def prove_rows(
     lease_digest: Digest, plan: Sequence[PlannedRow], generations: Sequence[Generation]
 ) -> list[tuple[bytes, bytes]]:
-    """(activation proofs, sketch) of each row, packed as the file holds them."""
+    """Returns (activation proofs, sketch) of each row, packed in file format."""
     seed = seeds.lease_seed(lease_digest)
     windows = [activations.split_windows(g.states) for g in generations]
     proofs = iter(activations.build([window for row in windows for window in row]))
@@ -253,7 +254,7 @@ def grade_rows(
     environment: Environment,
     tokenizer: Any,
 ) -> list[float]:
-    """The node's own reward of each row; a validator grades again."""
+    """Returns the node's own reward of each row; a validator regrades them."""
     return [
         environment.grade_output(
             row.problem, row.target_length, generation.output_tokens, tokenizer, generation.spans
@@ -270,7 +271,7 @@ def assemble_rows(
     rewards: Sequence[float],
     proofs: Sequence[tuple[bytes, bytes]],
 ) -> list[FileRow]:
-    """Everything of each row put together."""
+    """Combines the results of all steps into file rows."""
     return [
         FileRow(
             problem_id=row.problem.problem_id,
@@ -314,7 +315,7 @@ def build_rollout_file(
     engine: Engine,
     environment: Environment,
 ) -> bytes:
-    """The honest rollout file of one lease, as Parquet bytes.
+    """Builds the honest rollout file of one lease, as Parquet bytes.
 
     `engine` has the policy `signed.policy_version` loaded; `lease_digest` is the EIP-712 digest of
     `signed.lease` under the pool's Work domain.

@@ -1,12 +1,12 @@
-"""Measures honest drift and makes a calibration: `orchestrator calibrate` writes and signs it.
+"""Measures honest drift and builds a calibration; `orchestrator calibrate` writes and signs it.
 
     generate   honest files of every set-up (setups.py), as a worker builds them
-    replay     every row of them, as a validator replays it
+    replay     all of their rows, as a validator does
     fit        each statistic's distribution over rows, and over sets of FILE_ROWS rows (tails.py)
 
-Besides the models given, tiny random ones are used. Minutes on one core; the result depends on the
-machine's rounding, so two runs agree in kind, not to the digit. A set-up that does not run here is
-left out and reported: files that declare it are judged in shadow.
+Tiny random models are used in addition to the given ones. It takes minutes on one core. The result
+depends on the machine's rounding, so two runs agree approximately, not exactly. A set-up that does
+not run here is omitted and reported; files that declare it are measured only.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ __all__ = ["HonestFile", "calibrate", "replay_rows", "synthetic_lease", "synthet
 
 log = logging.getLogger(__name__)
 BATCH_FILES = {64: 40, 1: 16}
-"""Rows generated together → files measured (of 64 rows, or 8 in batches of 1) for each model, dtype
-and length."""
+"""Rows per batch → number of files measured (of 64 rows, or 8 in batches of 1) for each model,
+dtype and length."""
 LENGTHS = (24, 80, 160)
-"""Output limits in tokens: rows of one proof window, of three, and of five, FILE_ROWS of which can
-be a long file; a length that a model has no positions for is left out."""
+"""Output limits in tokens: rows of one proof window, of three, and of five; FILE_ROWS of the last
+can be a long file. A length is omitted if a model has too few positions."""
 DTYPES = ("float32", "bfloat16")
 REPLAY_DTYPE = "float32"
 OTHER_CPUS = (
     (("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),),
     (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx2")),
 )
-"""Settings under which this machine computes as others do that lack its newest instructions: their
-files are measured too, in the largest batches, one for every OTHERS_SHARE of its own."""
+"""Settings under which this machine computes like machines without its newest instructions. Their
+files are measured too, in the largest batches, one for every OTHERS_SHARE of the normal ones."""
 OTHERS_SHARE = 4
 LEAST_VALUES = 10
-"""With fewer honest values of a statistic none lies in its tail (tails.SHARE), and what is fitted
-may be tighter than the truth: rows or files of which so few were measured get no limits."""
+"""Minimum number of honest values of a statistic. With fewer, none lies in its tail (tails.SHARE)
+and the fit may be too tight, so such rows or files get no limits."""
 
 
 @dataclass
@@ -108,8 +108,8 @@ class _Measured:
 def replay_rows(
     honest: HonestFile, run: RunDefinition, environment: Environment, verifier: Engine
 ) -> tuple[list[replay.RowStatistics], list[Reference]]:
-    """All rows of a file as a validator's engine measures them, and the reference drift of each
-    set of FILE_ROWS rows (none if the file's dtype is the verifier's)."""
+    """Returns the statistics of all rows of a file, as a validator's engine measures them, and the
+    reference drift of each set of FILE_ROWS rows (none if the file's dtype is the verifier's)."""
     file = read_rollout_file(honest.data)
     plan = plan_rows(honest.signed.lease, honest.lease_digest, run, environment, verifier.tokenizer)
     found, references = [], []
@@ -156,14 +156,15 @@ def calibrate(
     scale: float = 1.0,
     keep: Calibration | None = None,
 ) -> tuple[Calibration, list[str]]:
-    """(calibration, what it lacks with the reason: set-ups that do not run here, long files).
+    """Returns (calibration, what it lacks with the reason: set-ups that do not run here, long
+    files).
 
-    `keep`: an earlier calibration (of another machine, or other engines), whose set-ups stay; of
-    one that is measured again, each statistic has the wider of both limits.
-    `python_of`: engine → its interpreter (None: this one). `scale` multiplies the number of files.
-    Every set-up is measured on each of `models` and on tiny random ones, generated on `device` and
-    replayed in float32 on `replay_device` (None: the same). Raises UnavailableError if a model does
-    not load, no set-up runs, or `keep` is for replays by another set-up.
+    `keep`: an earlier calibration (of another machine or other engines) whose set-ups are kept; for
+    a set-up measured again, each statistic gets the wider of both limits. `python_of`: engine → its
+    interpreter (None: this one). `scale` multiplies the number of files. Every set-up is measured
+    on each of `models` and on tiny random ones, generated on `device` and replayed in float32 on
+    `replay_device` (None: the same). Raises UnavailableError if a model does not load, no set-up
+    runs, or `keep` is for replays by another set-up.
     """
     measured: dict[tuple[str, str], _Measured] = defaultdict(_Measured)
     left_out: list[str] = []
@@ -233,7 +234,7 @@ def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: _M
 
 
 def tiny_models(folder: Path) -> list[Path]:
-    """Two models with random weights, written into `folder`."""
+    """Writes two models with random weights into `folder`."""
     from prime_engine.tiny import write_tiny_model
 
     return [

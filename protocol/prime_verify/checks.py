@@ -1,6 +1,6 @@
-"""What a file shows without a replay: order, prompts, endings, proofs, humps, rewards.
+"""Checks that need no replay: order, prompts, endings, proofs, improbable tokens, rewards.
 
-Each raises RulingError with the reason at the first thing that is wrong; see verify.py.
+Each raises RulingError at the first violation; see verify.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from prime_verify.rollout_file import FileRow
 
 
 class RulingError(Exception):
-    """Ends the flow with a reason; never leaves verify_file. `chance` as in verify.Finding, by
-    default 0 for a lie, as nothing but a count of tokens is a matter of chance here."""
+    """Ends verification with a reason; never leaves verify_file. `chance` is as in verify.Finding;
+    it defaults to 0 for rejections, because only token counts involve chance here."""
 
     def __init__(self, reason: Reason, detail: str, chance: float = 0.0) -> None:
         super().__init__(detail)
@@ -42,7 +42,7 @@ def check_rows(
     engine: Engine,
     environment: Environment | None = None,
 ) -> None:
-    """Structure of every row first (void), then what the seed dictates (rejected).
+    """Checks the structure of every row (void), then the data that the seed dictates (rejected).
 
     `environment` is needed for a run with conversation. Raises RulingError: WRONG_ROWS, MALFORMED;
     WRONG_TARGETS, WRONG_PROMPTS, WRONG_OBSERVATION.
@@ -142,7 +142,7 @@ def _check_replies(
 
 
 def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
-    """Lengths (void), then contents that no honest program writes (rejected).
+    """Checks lengths (void), then contents that no honest program writes (rejected).
 
     Raises RulingError: MALFORMED; COPIED_ROWS, FORGED_PROOF.
     """
@@ -175,19 +175,20 @@ def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
 
 
 NOISE_SPAN = 26.1
-"""Between the largest and the smallest noise that proofs/sampling.py gives, 22.9 and −3.1."""
+"""Difference between the largest and smallest noise of proofs/sampling.py, 22.9 and −3.1."""
 SPARE = 10.0
 
 
 def least_logprob(vocabulary: int) -> float:
-    """No sampler draws a token below this, whatever the model: the most probable token has at least
-    1/vocabulary, and noise lifts another above it by NOISE_SPAN at most; rounding takes SPARE."""
+    """Lower bound on the log-probability of any sampled token, for every model: the most probable
+    token has at least 1/vocabulary, noise lifts another token above it by at most NOISE_SPAN, and
+    SPARE allows for rounding."""
     return -(math.log(vocabulary) + NOISE_SPAN + SPARE)
 
 
 def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
-    """What log-probabilities show of themselves: none that no noise draws (in training one of them
-    would be a ratio of infinity), and not too many small ones.
+    """Checks the claimed log-probabilities alone: none below what noise can draw (its ratio in
+    training would be infinite), and not too many small ones.
 
     Raises RulingError: TWO_HUMPED.
     """
@@ -220,8 +221,8 @@ def check_rewards(
     environment: Environment,
     engine: Engine,
 ) -> tuple[VerdictRow, ...]:
-    """Recomputes every reward. A grade that a limit of time decided accuses nobody, nor does one
-    that comes out otherwise the second time.
+    """Recomputes every reward. A grade decided by a time limit, or one that changes on the second
+    try, accuses no one.
 
     Raises RulingError: TAMPERED_REWARD.
     """

@@ -1,4 +1,4 @@
-"""Whether a validator drew the rows that it replayed by the secrets that bind it (core/draws.py).
+"""Checks that a validator drew its replayed rows with the committed secrets (core/draws.py).
 
 evidence.lease.salt ─opens to─► DrawList ─► the validator's signed commitment ─► its reveal
                                          ─► the manager's second commitment   ─► its reveal
@@ -24,7 +24,7 @@ from prime_core.run import RunDefinition
 from prime_core.verdict import Evidence
 
 REVEAL_PATIENCE = 600.0
-"""Seconds after which a secret that was due counts as withheld."""
+"""Seconds after its due time from which an unpublished secret counts as withheld."""
 
 Fetch = Callable[[Digest], bytes]
 
@@ -39,11 +39,11 @@ def check_draw(
     manager: Address,
     now: float,
 ) -> tuple[str, ...]:
-    """Raises UntrustedError if the rows were not drawn by the two secrets that the lease's salt
-    commits to, NotFoundError if one is withheld though it was due; a note while they are not due.
+    """Raises UntrustedError if the rows were not drawn with the two secrets that the lease's salt
+    commits to, NotFoundError if one is overdue and withheld. Returns a note while they are not due.
 
-    `leaf` is the submission's digest. `fetch` gives the bytes of an object, checked against its
-    digest, or raises NotFoundError. `manager` is the pool's, `now` in Unix seconds.
+    `leaf` is the submission's digest. `fetch` returns the bytes of an object, checked against its
+    digest, or raises NotFoundError. `manager` is the pool's; `now` is in Unix seconds.
     """
     signed, second = _commitments(evidence, deployment, fetch)
     epoch = signed.commitment.epoch
@@ -80,10 +80,11 @@ def check_draw(
 def _commitments(
     evidence: Evidence, deployment: Deployment, fetch: Fetch
 ) -> tuple[SignedDrawCommitment, Digest]:
-    """The validator's commitment and the manager's in the list that the lease's salt commits to.
+    """Returns the validator's commitment and the manager's, from the list that the lease's salt
+    commits to.
 
     The node signed the lease's digest with its file, so the commitment is older than the file.
-    Raises UntrustedError if there is none that holds.
+    Raises UntrustedError if there is no valid one.
     """
     lease = evidence.lease
     if lease.opening is None or not lease.opens():

@@ -1,6 +1,6 @@
-"""Engines by policy: the port that verification asks, and the folder of policies behind it.
+"""Engines by policy: the interface that verification uses, and an implementation over a folder.
 
-Importing this loads no torch; loading an engine does.
+Importing this module does not load torch; loading an engine does.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from prime_engine.base import Engine
 
 MANIFEST = "manifest.json"
 ENGINES = ("plain", "vllm")
-"""Engines by the name that commands take."""
+"""Engine names as used in commands."""
 
 
 class EngineProvider(Protocol):
-    """Gives the engine of a policy that has been verified against its digest."""
+    """Provides the engine of a policy that has been verified against its digest."""
 
     def engine(self, version: int, policy_digest: Digest) -> Engine:
-        """Raises UnavailableError if that policy is not here, or does not load."""
+        """Raises UnavailableError if the policy is not available or does not load."""
         ...
 
     def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
-        """Engines of at hand versions before `version`, newest first: used only to say which policy
-        a rejected file was made with. May give none."""
+        """Yields engines of available versions before `version`, newest first; may yield none. Only
+        used to report which policy a rejected file was made with."""
         ...
 
 
@@ -42,10 +42,11 @@ def load_engine(
     threads: int | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine with the policy in `folder` loaded and the seeded noise wired in.
+    """Loads an engine with the policy in `folder` and connects the seeded noise.
 
-    `options` go to the engine's constructor (`batch_rows`, `prepare`). `threads` sets torch's.
-    Raises UnavailableError if the engine is unknown or the folder holds no model that it runs.
+    `options` go to the engine's constructor (`batch_rows`, `prepare`). `threads` sets torch's
+    thread count. Raises UnavailableError if the engine is unknown or cannot run the model in the
+    folder.
     """
     if engine not in ENGINES:
         known = " and ".join(ENGINES)
@@ -75,12 +76,12 @@ def load_engine(
 
 
 EXPANSION, WIDENED = 3, 5
-"""Memory of a loaded policy by the size of its bfloat16 files: float32, and a bfloat16 twin; with
-the twin's float32 copies where the processor has no bfloat16 instructions."""
+"""Memory of a loaded policy relative to its bfloat16 files: EXPANSION for float32 and a bfloat16
+twin; WIDENED adds the twin's float32 copies on processors without bfloat16 instructions."""
 
 
 def loaded_bytes(folder: Path) -> int:
-    """What the policy in `folder` may take once loaded, by the size of its weights."""
+    """Estimates the memory of the loaded policy in `folder` from the size of its weights."""
     from prime_engine.linears import native_bfloat16
 
     expansion = EXPANSION if native_bfloat16() else WIDENED
@@ -88,11 +89,12 @@ def loaded_bytes(folder: Path) -> int:
 
 
 class FolderEngines:
-    """Policies under `root`/<version>/, each with its manifest.json. The last used stay loaded: at
-    most `keep`, and together at most `max_bytes` (by `loaded_bytes`), but always the one in use.
+    """Policies in `root`/<version>/, each with its manifest.json. Recently used engines stay
+    loaded: at most `keep`, and at most `max_bytes` in total (by `loaded_bytes`), but always the one
+    in use.
 
-    The folder is trusted to have been verified when it was placed there by prime_broadcast;
-    here only its manifest's digest is compared.
+    Folders are trusted: prime_broadcast verified them when it placed them. This class only compares
+    the manifest's digest.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class FolderEngines:
         if key not in self._loaded:
             folder = self._root / str(version)
             size = loaded_bytes(folder)
-            while self._loaded and not self._room_for(size):  # before: both may not fit
+            while self._loaded and not self._room_for(size):  # before loading: both may not fit
                 oldest, engine = self._loaded.popitem(last=False)
                 del self._bytes[oldest]
                 engine.close()

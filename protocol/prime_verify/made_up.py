@@ -1,4 +1,4 @@
-"""A rollout file's row that nobody generated: for files that are read and not verified."""
+"""A fabricated rollout row, for files that are read but not verified."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prime_verify.rollout_file import FileRow
 
 
 def made_up_row(number: int, tokens: int = 5) -> FileRow:
-    """Row `number` of groups of four, well formed, with `tokens` output tokens."""
+    """Row `number` in groups of four, well formed, with `tokens` output tokens."""
     return FileRow(
         problem_id=f"problem-{number}",
         group=number // 4,

@@ -1,14 +1,14 @@
-"""Rows of several files in one prefill: files judged side by side meet where they replay.
+"""Batches the replays of several files into one prefill.
 
     file 1  cheap checks ──► replay ┐                 ┌─► its replays ──► finding
     file 2  cheap checks ──► replay ┼─► one prefill ──┤
     file 3  cheap checks ──► ended  ┘                 └─► …
 
-Each file is judged by code that knows nothing of this (verify.py), in a thread of its own, against
-an engine whose `replay` waits until every file that is still being judged has asked for a replay or
-has ended; the last to come runs what all ask for, in one call for each engine. Nothing else runs at
-that moment, so an engine is used by one thread at a time. The engine itself bounds how many tokens
-it takes at once. Rows do not depend on their batch beyond rounding (prime_engine/plain.py).
+Each file is judged in its own thread, by code that is unaware of the batching (verify.py). Its
+engine's `replay` waits until every file still being judged has requested a replay or has ended. The
+last one to arrive runs all requests, in one call per engine. Nothing else runs at that moment, so
+an engine is used by one thread at a time. The engine limits how many tokens it processes at once.
+Rows do not depend on their batch beyond rounding (prime_engine/plain.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prime_verify.engines import EngineProvider
 
 @dataclass
 class _Call:
-    """One file's replay that waits. `found` or `error` is set before `done`."""
+    """One file's pending replay. `found` or `error` is set before `done`."""
 
     engine: Engine
     requests: Sequence[ReplayRequest]
@@ -38,8 +38,8 @@ class _Call:
 
 
 class Packing:
-    """Where `files` files meet. Each is judged with an `engines()` of its own, and says `ended()`
-    when it is over, however it ended."""
+    """The meeting point of `files` files. Each is judged with its own `engines()`, and must call
+    `ended()` when it is finished, even after a failure."""
 
     def __init__(self, engines: EngineProvider, files: int) -> None:
         self._engines = engines
@@ -48,14 +48,14 @@ class Packing:
         self._gate = threading.Lock()
         self._loading = threading.Lock()
         self.prefills: list[int] = []
-        """Rows of each call that reached an engine, in order."""
+        """Number of rows of each call that reached an engine, in order."""
 
     def engines(self) -> EngineProvider:
-        """The engines for one of the files."""
+        """Returns the engine provider for one of the files."""
         return _Engines(self)
 
     def ended(self) -> None:
-        """One file asks for nothing more."""
+        """Called when one file will request nothing more."""
         with self._gate:
             self._alive -= 1
             calls = self._due()
@@ -64,7 +64,7 @@ class Packing:
     def replay(
         self, engine: Engine, requests: Sequence[ReplayRequest], temperature: float
     ) -> list[Replay]:
-        """`engine.replay`, together with what the other files ask for."""
+        """`engine.replay`, batched with the requests of the other files."""
         call = _Call(engine, requests, temperature)
         with self._gate:
             self._waiting.append(call)
@@ -77,7 +77,8 @@ class Packing:
         return call.found
 
     def _due(self) -> list[_Call]:
-        """All that waits, once nobody else is coming. Under the gate."""
+        """Returns all pending calls if no file can add another, else none. Call with the lock
+        held."""
         if len(self._waiting) < self._alive:
             return []
         calls, self._waiting = self._waiting, []
@@ -93,8 +94,8 @@ class Packing:
             call.done.set()
 
     def _run_together(self, group: Sequence[_Call]) -> None:
-        """One prefill for the group; each by itself if that fails, so that a file that does not
-        fit the model fails alone."""
+        """Runs one prefill for the group. If it fails, runs each call separately, so that a file
+        that does not fit the model fails alone."""
         requests = [request for call in group for request in call.requests]
         self.prefills.append(len(requests))
         try:
@@ -106,7 +107,7 @@ class Packing:
             for call in group:
                 self._run_together([call])
             return
-        except Exception as error:  # every one of them has to end: it is raised in each thread
+        except Exception as error:  # every thread must finish: the error is raised in each
             for call in group:
                 call.error = error
             return
@@ -118,7 +119,7 @@ class Packing:
             return self._engines.engine(version, policy_digest)
 
     def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
-        """The provider's earlier policies, one loaded at a time."""
+        """The provider's earlier policies, loaded one at a time."""
         found = self._engines.earlier(version)
         while True:
             with self._loading:
@@ -147,7 +148,8 @@ class _Engines:
 
 
 class _Packed:
-    """An engine as one file sees it: `replay` goes through the packing, the rest to the engine."""
+    """An engine as one file sees it: `replay` goes through the packing, everything else to the
+    engine."""
 
     def __init__(self, engine: Engine, packing: Packing) -> None:
         self._engine = engine

@@ -1,9 +1,9 @@
-"""Parquet's footer and page headers, looked into before pyarrow is given the file.
+"""Checks Parquet's footer and page headers before pyarrow reads the file.
 
-pyarrow allocates by what page headers say, and some of its accessors end the process on values that
-they do not know. So both are read here first (ids as in parquet-format's parquet.thrift) and held
-to what a rollout file may be: one row group, zstd, data pages of version 1 in plain encoding,
-within a budget. Plain encoding is what makes the unpacked size a bound on the decoded one.
+pyarrow allocates memory according to page headers, and some of its accessors abort the process on
+unknown values. Therefore both are read here first (ids as in parquet-format's parquet.thrift) and
+restricted to what a rollout file may contain: one row group, zstd, data pages of version 1 in plain
+encoding, within a budget. With plain encoding, the unpacked size bounds the decoded size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prime_verify.thrift import (
 )
 
 MAX_VALUES = 1 << 23
-"""Values of all columns of a file together, as declared by footer and page headers alike."""
+"""Maximum number of values in all columns of a file, as declared by footer and page headers."""
 MAX_FOOTER = 1 << 16
 MAGIC = b"PAR1"
 _DATA_PAGE = 0
@@ -32,7 +32,8 @@ PHYSICAL_TYPES = range(8)
 
 @dataclass(frozen=True)
 class Column:
-    """One column chunk as the footer declares it; `dictionary` or `elsewhere` are never ours."""
+    """One column chunk as declared by the footer; our files never have `dictionary` or
+    `elsewhere`."""
 
     codec: int
     values: int
@@ -44,7 +45,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Footer:
-    """What the footer declares. `groups` counts row groups; `columns` are those of the first."""
+    """The footer's declarations. `groups` is the number of row groups; `columns` are those of the
+    first."""
 
     rows: int
     groups: int
@@ -53,7 +55,8 @@ class Footer:
 
 
 def read_footer(data: bytes) -> Footer:
-    """The footer of a Parquet file. Raises MalformedError if it is none, or over its limits."""
+    """Reads the footer of a Parquet file. Raises MalformedError if it is invalid or over its
+    limits."""
     if len(data) < 12 or data[:4] != MAGIC or data[-4:] != MAGIC:
         raise MalformedError("not a Parquet file")
     length = int.from_bytes(data[-8:-4], "little")
@@ -92,7 +95,7 @@ def _column(chunk: Struct) -> Column:
 
 
 def require_plain_pages(data: bytes, *, start: int, length: int, values: int, budget: int) -> int:
-    """Walks the pages of one column chunk, `length` bytes of `data` from `start`.
+    """Checks the pages of one column chunk, `length` bytes of `data` from `start`.
 
     Returns their unpacked size in bytes. Raises MalformedError unless all are plainly encoded data
     pages, hold `values` values in total and unpack to at most `budget` bytes.

@@ -1,16 +1,17 @@
-"""Rows that repeat earlier ones: the same prompt and the very same answer, under other noise.
+"""Detects rows that repeat earlier ones: the same prompt and exactly the same answer, with other
+noise.
 
-A row is known by its *mark*, a digest of its prompt and output tokens, which is remembered of every
-accepted file. Two files have a row in common if the answer had, by the log-probabilities of at
-least one of them, a chance below COINCIDENCE: short or foreseeable answers honestly come again, and
-are never looked for. A file with a row that another had is replayed whole; if no fault is found,
-the other is, too, whatever was said of it (manager/reviews.py): either may be the copy. That
-is all: the repetition accuses nobody, the replay does. Each lease has noise of its own, so a copied
-answer is not what its seed gives, and anybody can see so without our records; an honest coincidence
-replays without fault and costs a prefill.
+A row is identified by its *mark*, a digest of its prompt and output tokens; the marks of every
+accepted file are stored. Two files share a row if, according to the log-probabilities of at least
+one of them, the answer had a probability below COINCIDENCE. Short or predictable answers recur
+honestly and are ignored. A file with a row that another file has is replayed completely. If that
+finds no fault, the other file is replayed too, independent of its verdict (manager/reviews.py),
+because either may be the copy. The repetition itself accuses no one; only the replay does. Each
+lease has its own noise, so a copied answer is not what its seed gives, and anyone can see that
+without our records. An honest coincidence passes the replay and costs a prefill.
 
-Not found: answers changed by a token, and those whose chance both files overstate (if nobody
-replayed that row).
+Not detected: answers changed by one token, and answers whose probability both files overstate (if
+that row was not replayed).
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import numpy as np
 from prime_verify.rollout_file import FileRow
 
 COINCIDENCE = 1e-9
-"""An answer less probable than this does not come a second time by chance."""
+"""An answer less probable than this does not occur twice by chance."""
 Seen = Callable[[Mapping[str, bool]], Collection[str]]
-"""Which of these marks (as `marks` gives them) belong to other files."""
+"""Returns those of the given marks (as from `marks`) that belong to other files."""
 
 
 def mark(row: FileRow) -> str:
-    """32 hex digits that two rows share if prompt and output tokens are the same."""
+    """32 hex digits, equal for two rows if prompt and output tokens are the same."""
     digest = hashlib.sha256(b"prime/row-mark/v1")
     for tokens in (row.prompt_tokens, row.output_tokens):
         digest.update(len(tokens).to_bytes(4, "big") + np.array(tokens, dtype=">u4").tobytes())
@@ -39,13 +40,13 @@ def mark(row: FileRow) -> str:
 
 
 def improbable(row: FileRow) -> bool:
-    """Whether the row claims an answer that nobody draws twice."""
+    """Whether the row's claimed answer is too improbable to be drawn twice."""
     return float(row.logprobs.astype(np.float64).sum()) < math.log(COINCIDENCE)
 
 
 def marks(rows: Sequence[FileRow]) -> dict[str, bool]:
-    """What a file is remembered by: the mark of each row → whether a row that has it claims an
-    answer that nobody draws twice."""
+    """The marks to store for a file: mark of each row → whether a row with it claims an answer too
+    improbable to be drawn twice."""
     found: dict[str, bool] = {}
     for row in rows:
         name = mark(row)
@@ -54,8 +55,8 @@ def marks(rows: Sequence[FileRow]) -> dict[str, bool]:
 
 
 def repeated(rows: Sequence[FileRow], seen: Seen) -> tuple[int, ...]:
-    """Numbers of the rows that were seen in another file, or occur twice in this one although one
-    of them claims an improbable answer."""
+    """Numbers of the rows that another file has, or that occur twice in this one although one of
+    them claims an improbable answer."""
     names, claims = [mark(row) for row in rows], marks(rows)
     elsewhere = frozenset(seen(claims))
     twice = {name for name, times in Counter(names).items() if times > 1 and claims[name]}

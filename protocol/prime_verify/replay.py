@@ -1,15 +1,15 @@
-"""Replay of drawn rows: the statistics of each, and what they say together.
+"""Replay of drawn rows: per-row statistics, and the accusation that follows from them.
 
     Replayed    drawn rows through the verifier's engine, and through its twin in the file's dtype
-    .measure    … against what the file claims           → RowStatistics
-    .reference  … against each other                     → drift that this dtype explains
+    .measure    replay compared with the file's claims   → RowStatistics
+    .reference  both replays compared                    → drift that this dtype explains
     combine     rows → statistics of the file            (means by token or window, maxima)
     accuse      statistics + limits → Accusation | None  (pure)
 
-A file made in another dtype than the verifier's is held to a multiple of the drift that the dtype
-itself makes on the very same rows, so that no number depends on the model. It is also compared with
-the twin: honest rounding falls where the twin's does wherever the kernels agree, so what other
-weights change shows above far less drift.
+Limits for a file in another dtype than the verifier's are multiples of the drift that this dtype
+causes on the same rows, so they do not depend on the model. The file is also compared with the
+twin (the same policy replayed in the file's dtype). Where kernels agree, honest rounding matches
+the twin's, so the effect of different weights stands out against much less drift.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ _LOGPROBS = frozenset({"logprob_mean", "logprob_max", "twin_logprob"})
 
 
 class NoNumbersError(Exception):
-    """The replay is no evidence: policy, machine or engine gave states or probabilities that are
-    not numbers."""
+    """The replay yields no evidence: policy, machine or engine produced NaN or infinite values."""
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """One replayed row. `values` has every name in thresholds.STATISTICS; `inner_margin` is the
-    largest margin before the last token; `tail_observed` and `tail_expected` count tokens of
+    """One replayed row. `values` has all names in thresholds.STATISTICS; `inner_margin` is the
+    largest margin before the last token; `tail_observed` and `tail_expected` count tokens with
     replayed probability below TAIL_PROBABILITY."""
 
     number: int
@@ -75,8 +74,8 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class Accusation:
-    """A lie that the statistics show. `chance`: at most so probable is it that an honest file shows
-    the same, as the calibration extrapolates it."""
+    """An attack that the statistics prove. `chance` is an upper bound on the probability that an
+    honest file shows the same, extrapolated from the calibration."""
 
     reason: Reason
     detail: str
@@ -85,7 +84,7 @@ class Accusation:
 
 @dataclass(frozen=True)
 class _Claim:
-    """What is said of one row: by a file, or by another engine."""
+    """Claims about one row: by a file, or by another engine."""
 
     logprobs: NDArray[np.float32]
     proofs: Sequence[activations.DecodedProof]
@@ -94,7 +93,7 @@ class _Claim:
 
 @dataclass(frozen=True)
 class _Side:
-    """What one engine makes of the rows: replay, flattened windows and sketches of each."""
+    """One engine's result: replay, flattened windows and sketches of each row."""
 
     replays: Sequence[Replay]
     windows: Sequence[Sequence[NDArray[np.uint16]]]
@@ -102,11 +101,12 @@ class _Side:
 
 
 class Replayed:
-    """The rows `numbers` of a file, replayed by `engine` and by `twin`, the same policy in the
-    file's own dtype (`engine` itself if that is its dtype, or one that it cannot compute in).
+    """The rows `numbers` of a file, replayed by `engine` and by `twin`: the same policy in the
+    file's own dtype (`engine` itself if the dtypes are equal, or if it cannot compute in that
+    dtype).
 
-    `rows` have passed the structural checks: prompts as planned, proofs that decode. Raises
-    MalformedError if a row does not fit the model, NoNumbersError.
+    `rows` have passed the structural checks: prompts as planned, decodable proofs. Raises
+    MalformedError if a row does not fit the model, and NoNumbersError.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Replayed:
         return _Side(replays, windows, sketches)
 
     def _claimed(self, i: int) -> _Claim:
-        """What the file says of its i-th replayed row."""
+        """The file's claim about its i-th replayed row."""
         row, windows = self._rows[i], self._own.windows[i]
         packed = activations.unpack(row.proofs, len(windows))
         proofs = [
@@ -165,7 +165,7 @@ class Replayed:
         return _Claim(own, proofs, sketch.decode(row.sketch, len(windows)))
 
     def _twins_claim(self, i: int) -> _Claim:
-        """What the twin would say of it."""
+        """The claim that the twin would make about the i-th row."""
         windows = self._twin.windows[i]
         proofs = [
             activations.decode(proof, len(window))
@@ -174,7 +174,7 @@ class Replayed:
         return _Claim(self._twin.replays[i].logprobs, proofs, self._twin.sketches[i])
 
     def measure(self) -> list[RowStatistics]:
-        """What the file claims, against the replay."""
+        """Compares the file's claims with the replay; returns one RowStatistics per row."""
         found = []
         for i, row in enumerate(self._rows):
             replay = self._own.replays[i]
@@ -203,7 +203,7 @@ class Replayed:
         return found
 
     def _against_twin(self, claim: _Claim, values: Mapping[str, float], i: int) -> dict[str, float]:
-        """The statistics of TWIN: those of the same claim against the twin's replay."""
+        """The TWIN statistics: the same claim compared with the twin's replay."""
         if self._twin is not self._own:
             margins = self._twin.replays[i].margins
             drawn = sampling.match_sampling(margins, MARGIN_CAP)
@@ -237,13 +237,13 @@ class Replayed:
         return found
 
     def reference(self) -> Reference:
-        """Drift between twin and replay: what the file's dtype alone explains; none if they are
-        one.
+        """Drift between twin and replay, which the file's dtype alone explains; NO_REFERENCE if
+        they are the same engine.
 
-        Margins: a claimed token's lies below 0 by as much as two engines' contrasts differ at most,
-        so the largest difference stands in for `margin_max`. A difference δ tips a token whose
-        rival is closer than δ, by δ/2 on average; rivals lie less dense than one a unit (Gumbel
-        noise), so the mean of δ²/2 stands in for `margin_mean`.
+        Margins: a claimed token's margin is at most the difference between the two engines'
+        contrasts, so the largest difference stands in for `margin_max`. A difference δ flips a
+        token whose rival is closer than δ, by δ/2 on average, and rivals have a density below one
+        per unit (Gumbel noise), so the mean of δ²/2 stands in for `margin_mean`.
         """
         if self._twin is self._own:
             return NO_REFERENCE
@@ -257,7 +257,7 @@ class Replayed:
             rows.append(RowStatistics(i, tokens, windows, 1.0, values, 0.0, False, 0, 0.0))
         together = combine(rows)
         worst = {name: max(row.values[name] for row in rows) for name in rows[0].values}
-        # A row may be one token long: its means are held against the largest drift of a token.
+        # A row may be one token long, so its means are compared with the largest drift of a token.
         worst["margin_mean"], worst["logprob_mean"] = worst["margin_max"], worst["logprob_max"]
         return Reference(row=worst, file=together)
 
@@ -292,16 +292,16 @@ def _only(replay: Replay, places: NDArray[np.int64]) -> Replay:
 
 
 def _numbers(replay: Replay) -> bool:
-    """Whether a replay can be held against anybody: finite states, no NaN. A margin may be infinite
-    (a token that the policy gives no chance)."""
+    """Whether a replay is usable as evidence: finite states, no NaN. A margin may be infinite (a
+    token to which the policy gives probability 0)."""
     found = (replay.logprobs, replay.margins, replay.contrasts, replay.tail_mass)
     finite = bool(((replay.states & 0x7FFF) < 0x7F80).all())
     return finite and not any(np.isnan(values).any() for values in found)
 
 
 def combine(rows: Sequence[RowStatistics]) -> dict[str, float]:
-    """Statistics of all replayed rows together: maxima, else means weighted by windows or tokens;
-    with `tokens`, `equal` and `tail_probability` besides those that are judged."""
+    """Statistics of all replayed rows together: maxima, or means weighted by windows or tokens.
+    Adds `tokens`, `equal` and `tail_probability` to the judged statistics."""
     tokens = np.array([row.tokens for row in rows], dtype=np.float64)
     windows = np.array([row.windows for row in rows], dtype=np.float64)
     result: dict[str, float] = {}
@@ -321,16 +321,16 @@ def combine(rows: Sequence[RowStatistics]) -> dict[str, float]:
 
 
 def file_scopes(rows: Sequence[RowStatistics]) -> tuple[Scope, ...]:
-    """By which limits these rows are judged together."""
+    """The file-level scopes whose limits apply to these rows."""
     if len(rows) < FILE_ROWS:
         return ()
     return ("file", "long") if sum(row.tokens for row in rows) >= LONG_TOKENS else ("file",)
 
 
 def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
-    """The lie that the replayed rows show beyond the limits, or None.
+    """The attack that the replayed rows show beyond the limits, or None.
 
-    States are judged before sampling: other weights also change what is sampled.
+    States are judged before sampling, because different weights also change the sampled tokens.
     """
     together = combine(rows)
     file_excess = {name for scope in file_scopes(rows) for name in limits.exceeded(together, scope)}
@@ -364,7 +364,7 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
 
 
 def _chance(rows: Sequence[RowStatistics], together: Mapping[str, float], limits: Limits) -> float:
-    """Chance that an honest file reaches the most unlikely of these statistics."""
+    """Probability that an honest file reaches the most unlikely of these statistics."""
     chances = [
         limits.honest_chance(name, row.values[name], "row", len(rows))
         for row in rows
@@ -379,8 +379,9 @@ def _chance(rows: Sequence[RowStatistics], together: Mapping[str, float], limits
 
 
 def _states_reason(excess: set[str], bad: Sequence[RowStatistics]) -> Reason:
-    """Which lie about states. Other weights shift proof, sketch and log-probabilities together;
-    what is made up is broken alone, or beside tokens that are right."""
+    """Classifies an accusation about states. Different weights shift proof, sketch and
+    log-probabilities together; fabricated data is broken in isolation, or next to correct
+    tokens."""
     mean = {name: float(np.mean([row.values[name] for row in bad])) for name in BROKEN}
     sketch_broken = mean["sketch"] > BROKEN["sketch"]
     proof_broken = any(mean[name] > BROKEN[name] for name in BROKEN.keys() - {"sketch"})

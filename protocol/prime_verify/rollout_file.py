@@ -1,9 +1,8 @@
-"""Rollout files: writing, and strict bounded reading. See prime_core.rollout for the schema.
+"""Writing and strict, bounded reading of rollout files. See prime_core.rollout for the schema.
 
-A reader's steps, each before anything larger is allocated:
-size → footer → rows, columns, codec → page headers → pyarrow: types, values → bounds of each row.
-Every malformed input ends in one FileError that names its reason; nothing else escapes but a
-MemoryError, which says nothing of the file.
+The reader checks, each step before anything larger is allocated: size → footer → rows, columns,
+codec → page headers → pyarrow: types, values → bounds of each row. Every malformed input raises a
+FileError with a reason; the only other exception is MemoryError, which says nothing about the file.
 """
 
 from __future__ import annotations
@@ -49,15 +48,16 @@ from prime_verify.pages import (
 MAX_METADATA_VALUE = 128
 MAX_PROOF_BYTES = 2 + 2 + 2 * PROOF_TOPK
 MAX_SKETCH_BYTES = 2 * SKETCH_DIMENSIONS
-"""Of one proof window, as packed."""
+"""Per proof window, as packed."""
 _SLACK = 128 << 10
-"""Bytes a column: levels, and values too long by a little, which are told by their row."""
+"""Extra bytes per column, for levels and for slightly overlong values, which are reported later by
+row."""
 MAX_FINISH_REASON = 16
 """Bytes; what it may be is looked at later."""
 MAX_SPANS = 127
 """Of 64 turns, the most that prime_core.run.Conversation allows."""
 MAX_PROBLEM_ID = 256
-"""Characters, as prime_core.verdict.VerdictRow allows."""
+"""In characters, as prime_core.verdict.VerdictRow allows."""
 _LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
 _TYPES = {
     "string": pa.string(),
@@ -70,7 +70,7 @@ _TYPES = {
 
 
 class FileError(MalformedError):
-    """The file cannot be judged; `reason` is its void verdict's."""
+    """The file cannot be judged; `reason` is the reason of its void verdict."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ class FileError(MalformedError):
 
 @dataclass(frozen=True)
 class FileMetadata:
-    """What made the file. `lease` is the lease digest; the rest names the set-up ("plain/1",
+    """The origin of a file. `lease` is the lease digest; the rest is the set-up ("plain/1",
     "float32", "cpu")."""
 
     lease: str
@@ -91,8 +91,8 @@ class FileMetadata:
 
 @dataclass(frozen=True)
 class FileRow:
-    """One row as the file holds it: T output tokens, `logprobs` float32 [T], `proofs` and `sketch`
-    still packed, `reward` the node's own grading."""
+    """One row as stored in the file: T output tokens, `logprobs` float32 [T], `proofs` and `sketch`
+    still packed, `reward` as graded by the node."""
 
     problem_id: str
     group: int
@@ -123,7 +123,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class RolloutFile:
-    """A file that parsed; nothing in it is believed yet."""
+    """A parsed file; its contents are still untrusted."""
 
     metadata: FileMetadata
     rows: tuple[FileRow, ...]
@@ -159,8 +159,8 @@ def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes
 
 
 def read_rollout_file(data: bytes) -> RolloutFile:
-    """Parses a file within the limits of core/rollout.py. Raises FileError, and MemoryError where
-    this machine has too little; nothing else."""
+    """Parses a file within the limits of core/rollout.py. Raises FileError, or MemoryError if this
+    machine has too little memory; nothing else."""
     if len(data) > MAX_FILE_BYTES:
         raise FileError(Reason.OVERSIZED, f"{len(data)} bytes exceed {MAX_FILE_BYTES}")
     try:
@@ -189,7 +189,7 @@ def read_rollout_file(data: bytes) -> RolloutFile:
 
 def _metadata(footer: Footer) -> FileMetadata:
     pairs = dict(footer.pairs)
-    if "ARROW:schema" in pairs:  # which would steer how pyarrow reads the columns
+    if "ARROW:schema" in pairs:  # it would control how pyarrow reads the columns
         raise FileError(Reason.WRONG_SCHEMA, "the file stores an Arrow schema (store_schema=False)")
     if any(len(value) > MAX_METADATA_VALUE for value in pairs.values()):
         raise FileError(Reason.OVERSIZED, f"a metadata value exceeds {MAX_METADATA_VALUE} letters")
@@ -282,7 +282,7 @@ def _lists(column: pa.ChunkedArray) -> list[NDArray[Any]]:
 
 
 def _require_lengths(table: pa.Table) -> None:
-    """How long each row's values may be, before any of them becomes a Python object."""
+    """Checks the lengths of each row's values before any become Python objects."""
 
     def lengths(name: str, of: Callable[[pa.ChunkedArray], pa.ChunkedArray]) -> NDArray[np.int64]:
         found: NDArray[np.int64] = of(table.column(name)).to_numpy().astype(np.int64)
@@ -315,7 +315,7 @@ def _require_lengths(table: pa.Table) -> None:
 
 
 def _require_row(number: int, row: FileRow) -> None:
-    """Bounds of one row's values that need no lease."""
+    """Checks one row's values against bounds that do not depend on the lease."""
     if min(row.output_tokens) < 0 or min(row.prompt_tokens) < 0:
         raise FileError(Reason.MALFORMED, f"row {number} has a negative token")
     if not np.isfinite(row.logprobs).all() or not np.isfinite(row.reward):
@@ -344,11 +344,11 @@ def _require_spans(number: int, row: FileRow) -> None:
 
 
 def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
-    """The verified rows of an accepted file: tokens and log-probabilities as the validator saw
-    them, rewards from its verdict table. What the trainer trains on.
+    """Returns the verified rows of an accepted file, for training: tokens and log-probabilities
+    from the file, rewards from its verdict table.
 
     Raises FileError if the file does not parse, MalformedError if file and table do not belong
-    together; the caller has checked both digests.
+    together. The caller has checked both digests.
     """
     file = read_rollout_file(data)
     if len(file.rows) != len(table.rows):

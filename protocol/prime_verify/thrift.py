@@ -1,7 +1,8 @@
-"""Thrift's compact protocol, read strictly: bounded in depth, in number of values, in bytes.
+"""Strict reader of Thrift's compact protocol, bounded in depth, number of values, and bytes.
 
-Just enough to look into Parquet's footer and page headers before a larger library does. Structs
-become dicts by field id, lists Python lists, binaries bytes, booleans 0 and 1; doubles are skipped.
+It supports just enough to inspect Parquet's footer and page headers before a larger library does.
+Structs become dicts by field id, lists Python lists, binaries bytes, booleans 0 and 1; doubles are
+skipped.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ Struct = dict[int, Value]
 
 MAX_DEPTH = 12
 MAX_NODES = 20_000
-"""Values of one top-level struct; a footer of ours has some 600."""
+"""Maximum number of values in one top-level struct; a footer of ours has about 600."""
 
 
 class Reader:
-    """Cursor over data[at:end]. Every method raises MalformedError at the first fault."""
+    """Cursor over data[at:end]. Every method raises MalformedError at the first error."""
 
     def __init__(self, data: bytes, at: int, end: int) -> None:
         if not 0 <= at <= end <= len(data):
@@ -26,12 +27,12 @@ class Reader:
         self._nodes = 0
 
     def struct(self) -> Struct:
-        """One top-level struct from the cursor on."""
+        """Reads one top-level struct at the cursor."""
         self._nodes = 0
         return self._struct(0)
 
     def skip(self, count: int) -> None:
-        """Moves the cursor `count` bytes on."""
+        """Advances the cursor by `count` bytes."""
         if not 0 <= count <= self.end - self.at:
             raise MalformedError("a Thrift structure is cut off")
         self.at += count

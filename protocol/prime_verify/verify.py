@@ -1,25 +1,25 @@
-"""One file, one finding: the checks, cheapest first.
+"""Verifies one rollout file. Checks run in this order, cheapest first:
 
     read            size, schema, bounds                     → void
     submission      digest, size, rows, lease                → void
     freshness       the lease's policy, for its batch        → void
-    engine          the lease's policy                       → abstained if it is not here
+    engine          the lease's policy                       → abstained if not available
     rows            order, prompts, targets, termination     → void, or rejected: wrong data
-    proofs          decode strictly; no sketch occurs twice  → void, or rejected
-    two humps       claimed improbabilities: one, too many   → rejected
-    rewards         every row graded again                   → rejected
-    repeats         a row that another file has              → every row is replayed
+    proofs          strict decoding; no repeated sketch      → void, or rejected
+    two humps       too improbable, or too many improbable   → rejected
+    rewards         every row is regraded                    → rejected
+    repeats         a row that another file also has         → every row is replayed
     replay          drawn rows: sampling, states, log-probs  → rejected; void if uncalibrated
 
-Where a grader may use up a limit of time (Environment.may_give_up), rewards come last, and only of
-a file that the replay accepts: answers that were made up to keep graders busy cost their author
-nothing, those that the replay finds drawn as they should be cost a generation.
+If a grader has a time limit (Environment.may_give_up), rewards are checked last and only for files
+that the replay accepts. Fabricated answers designed to keep graders busy would be free to make;
+answers that pass the replay cost a generation.
 
-What refutes itself (a file that contradicts its own words, or does not parse) is *void*: no honest
-program gains by it, and it earns nothing. *Rejected* needs evidence that holds against the signed
-claim: data that the seed does not give, rewards that the grader does not give, statistics beyond
-honest drift. Nothing here reads a clock or draws randomness, so an auditor gets the same finding.
-An exception that escapes is the validator's own trouble: its caller abstains.
+A file that does not parse or contradicts itself is *void*: it earns nothing, and there is nothing
+to gain from it. *Rejected* requires evidence against the signed claim: data that differs from what
+the seed dictates, rewards that differ from the grader's, statistics beyond honest drift. The checks
+use no clock and no randomness, so an auditor gets the same finding. An uncaught exception is a
+problem of the validator: the caller abstains.
 """
 
 from __future__ import annotations
@@ -56,21 +56,22 @@ from prime_verify.rollout_file import (
 
 _NO_UNITS = Units(0)
 EXPLAINED_BY_WEIGHTS = frozenset({Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING})
-"""Lies that other weights alone may explain: small changes of them tip single tokens first."""
+"""Reasons that different weights alone could explain: small weight changes first flip single
+tokens."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a file turned out to be.
+    """The result of verifying a file.
 
-    `rows_drawn` are the rows replayed; `row_statistics` those of each; `table` and `units` are set
-    for accepted files only; `setup` is what made a file that was replayed ("plain/1 float32 cpu").
-    `repeated`: rows that were seen in other files (None: not looked for); `marks` of an accepted
-    file's rows are to be remembered (repeats.py). `whole`: every row was replayed.
-    `chance` of a rejected file: at most so probable is it that an honest file looks like that; 0
-    where that is no matter of chance (what seed, grader or strict decoding say). None: no lie.
-    Statistics are named in proofs.thresholds; beside them `tokens`, `equal`, `tail_probability`
-    (replay.combine) and `compute_share`, the replay's cost.
+    `rows_drawn` are the replayed rows, `row_statistics` their statistics. `table` and `units` are
+    set for accepted files only. `setup` is the file's set-up if it was replayed ("plain/1 float32
+    cpu"). `repeated` are rows also seen in other files (None: not checked); `marks` of an accepted
+    file's rows are to be stored (repeats.py). `whole`: every row was replayed. `chance` of a
+    rejected file is an upper bound on the probability that an honest file looks like this; 0 where
+    chance plays no part (seed, grader or strict decoding); None if not rejected. Statistics are
+    named in proofs.thresholds, plus `tokens`, `equal`, `tail_probability` (replay.combine) and
+    `compute_share`, the cost of the replay.
     """
 
     reason: Reason
@@ -88,7 +89,7 @@ class Finding:
     chance: float | None = None
 
     def shares(self) -> dict[str, float]:
-        """Each judged statistic of the file as a share of its limit; empty without a replay."""
+        """Each judged statistic of the file as a fraction of its limit; empty without a replay."""
         limits = {name: self.thresholds.get(f"file.{name}", 0.0) for name in self.statistics}
         return {name: self.statistics[name] / limit for name, limit in limits.items() if limit > 0}
 
@@ -105,7 +106,7 @@ class Finding:
         return {name: f"{value:.9g}" for name, value in self.statistics.items()}
 
     def decimal_row_statistics(self) -> dict[str, tuple[str, ...]]:
-        """Statistic → its value in each row drawn, as decimal text, for Evidence."""
+        """Statistic → its value in each drawn row, as decimal text, for Evidence."""
         names = self.row_statistics[0].values if self.row_statistics else ()
         return {
             name: tuple(f"{row.values[name]:.6g}" for row in self.row_statistics) for name in names
@@ -123,7 +124,7 @@ class Finding:
         step: int,
         draw_secret: Digest = ZERO_DIGEST,
     ) -> VerdictTable:
-        """The table object that an opinion names; `draw_secret` drew the rows."""
+        """The table object that an opinion names; `draw_secret` selected the rows."""
         return VerdictTable(
             submission_digest=submission_digest,
             sha256=sha256,
@@ -159,13 +160,12 @@ def verify_file(
 ) -> Finding:
     """Judges the bytes of a rollout file against its lease.
 
-    The lease's signature and deadline are the caller's to check. `draw_secret` (core.draws
-    .file_secret; any fresh digest in a pre-flight) and `submission_digest` draw the rows to replay.
-    `calibration` is the object that run.calibration names; None takes the shipped one.
-    `draw_count`: how many rows to replay, if that is more than the run's share. `seen`: which rows
-    other files had; one that has any is replayed whole. `rewards_first`: they are graded before the
-    replay whatever the environment, as who looks into an accusation of tampering wants it.
-    Raises PolicyError if `run` is not the lease's run.
+    The caller checks the lease's signature and deadline. `draw_secret` (core.draws.rows_secret; any
+    digest in a pre-flight) and `submission_digest` select the rows to replay. `calibration` is the
+    object that run.calibration names; None uses the shipped one. `draw_count`: rows to replay, if
+    more than the run's share. `seen`: looks up rows of other files; a file that repeats any is
+    replayed completely. `rewards_first`: grade before the replay in any environment, for audits of
+    a tampered reward. Raises PolicyError if `run` is not the lease's run.
     """
     if signed.lease.run_digest != run.digest():
         raise PolicyError("the lease belongs to another run definition")
@@ -203,7 +203,7 @@ def verify_file(
         try:
             table = check_rewards(file.rows, plan, environment, engine)
         except RulingError as ruling:
-            return Finding(  # as if it came first
+            return Finding(  # the same finding as if rewards were checked first
                 ruling.reason, ruling.detail, repeated=repeated, chance=ruling.chance
             )
     return replace(
@@ -250,7 +250,8 @@ def _check_submission(
 
 
 def _check_freshness(signed: SignedLease, run: RunDefinition) -> None:
-    """By the lease alone: what is published after it costs no node its pay (docs/adr/0006)."""
+    """Uses the lease only, so that policies published after it do not cost a node its pay
+    (docs/adr/0006)."""
     step, version = signed.lease.step, signed.policy_version
     if not run.fresh(step, version):
         raise RulingError(
@@ -329,9 +330,9 @@ def _judge_replay(
 
 
 def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) -> float:
-    """What the replay computed as a share of what making the file did: tokens through the model,
-    twice where another dtype's drift is measured too. A token's work is nearly the same either way;
-    a prefill's runs many times faster."""
+    """Compute of the replay divided by the compute of making the file: tokens through the model,
+    counted twice if another dtype's drift is measured too. Work per token is nearly equal in both
+    cases, although a prefill runs many times faster."""
     tokens = [len(row.prompt_tokens) + len(row.output_tokens) for row in file.rows]
     passes = 1 if file.metadata.dtype == engine.dtype else 2
     return passes * sum(tokens[number] for number in numbers) / sum(tokens)
@@ -340,7 +341,8 @@ def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) ->
 def _calibration(
     run: RunDefinition, engine: Engine, calibration: Calibration | None
 ) -> Calibration | None:
-    """The calibration that the run names, if it is here and for an engine like the validator's."""
+    """The run's calibration, if it is available and applies to an engine like the validator's; else
+    None."""
     chosen = calibration or shipped()
     if run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return None
@@ -355,12 +357,13 @@ def _explained_by_earlier(
     measure: Callable[[Engine], Sequence[replay.RowStatistics]],
     limits: Limits,
 ) -> replay.Accusation:
-    """WRONG_POLICY, with its version, if an earlier policy replays the rows without fault."""
+    """Changes the accusation to WRONG_POLICY, with the version, if an earlier policy replays the
+    rows without a finding."""
     for version, engine in engines.earlier(signed.policy_version):
         try:
             explained = replay.accuse(measure(engine), limits) is None
         except (replay.NoNumbersError, MalformedError):
-            continue  # a policy that explains nothing: the accusation stands
+            continue  # this policy explains nothing: the accusation stands
         if explained:
             detail = f"made with policy {version}; {accusation.detail}"
             return replace(accusation, reason=Reason.WRONG_POLICY, detail=detail)

@@ -1,4 +1,4 @@
-"""Advantages: how much better a sample was than the others that answered the same prompt."""
+"""Advantages: how much better a sample is than the others for the same prompt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ STD_FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class Judged:
-    """One value a sample, in the batch's order: its advantage, and whether it has a say."""
+    """One value per sample, in the batch's order: its advantage, and whether it counts in the
+    loss."""
 
     advantages: list[float]
     counted: list[bool]
     overlong: int
-    """Samples that were cut at the length limit, whatever became of them."""
+    """Samples cut at the length limit, independent of their treatment."""
 
 
 def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[float]:
@@ -47,10 +48,10 @@ def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[fl
 
 
 def judge(groups: Sequence[Sequence[Rollout]], objective: Objective) -> Judged:
-    """Every sample's advantage in its group, and what becomes of samples cut at the limit:
+    """Every sample's advantage in its group, and the treatment of samples cut at the limit:
 
-    - keep: as any other
-    - mask: its reward stays in its group's baseline, its tokens weigh nothing (DAPO)
+    - keep: like any other
+    - mask: its reward stays in its group's baseline, its tokens have weight zero (DAPO)
     - penalise: its reward is lowered before the group is compared
     """
     advantages: list[float] = []

@@ -1,6 +1,6 @@
-"""Alarms: numbers of a finished step that a person should look at. Pure.
+"""Alarms: values of a finished step that need a person's attention. Pure.
 
-They never change what is trained; the run goes on or ends after the step (`alarm_action`).
+They never change the training itself; the run continues or ends after the step (`alarm_action`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from prime_trainer.config import Settings
 
 
 def alarms_of(line: Mapping[str, Any], settings: Settings) -> list[str]:
-    """One phrase for each bound that the step's line breaks; a value that is not finite (told as
-    text) breaks every bound."""
+    """One phrase for each limit that the step's line exceeds; a non-finite value (stored as text)
+    exceeds every limit."""
     found = []
     for name, limit in (
         ("ratio_max", settings.alarm_ratio),

@@ -1,8 +1,8 @@
-"""Attention over packed rows: each sample by itself, causal; the others are never even multiplied.
+"""Attention over packed rows: causal within each sample; other samples are never even multiplied.
 
-Registered with transformers under NAME, so any decoder that takes an attention function (Llama,
-Qwen2, Qwen3, …) uses it. A model called with `segments` skips masks altogether: the cost is that of
-the samples, not of the row's square. Padding gets zeros and is predicted by nobody.
+Registered with transformers under NAME, so that any decoder that takes an attention function
+(Llama, Qwen2, Qwen3, …) can use it. A model called with `segments` needs no masks, and the cost is
+that of the samples, not of the row's square. Padding gets zeros and is never predicted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """(R, H, L, D) queries, (R, K, L, D) keys and values → (R, L, H, D), as transformers expects.
 
-    Without `segments` every row is one sample. Deterministic on CPU: a sample's numbers do not
-    depend on its neighbours or its place.
+    Without `segments` every row is one sample. Deterministic on CPU: a sample's results do not
+    depend on its neighbors or position.
     """
     width = query.shape[2]
     if segments is None:
@@ -49,8 +49,8 @@ def packed_attention(
                       for part in (key, value))  # fmt: skip
         grouped = False
     found = []
-    # Cut by unbind and split, whose gradients are put together once: that of a slice is a tensor
-    # as large as all rows together, for each sample anew.
+    # Use unbind and split, whose gradients are assembled once. The gradient of a slice is a tensor
+    # as large as all rows together, for each sample.
     for lengths, *parts in zip(rows, query.unbind(), key.unbind(), value.unbind(), strict=True):
         sizes = [*lengths, width - sum(lengths)]
         cut = [part.split(sizes, dim=1) for part in parts]
@@ -65,9 +65,9 @@ def packed_attention(
 
 
 def wants_whole_heads(query: Tensor, window: int | None) -> bool:
-    """Whether keys must be repeated for each query head. On CUDA only the flash kernel shares them,
-    and it takes half precision without a mask; anything else would fall back to the kernel that
-    holds a sample's whole square."""
+    """Whether keys must be repeated for each query head. On CUDA, only the flash kernel shares
+    them, and it requires half precision without a mask; otherwise torch would fall back to a kernel
+    that materializes the full attention matrix."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and (not half or window is not None)
 
@@ -95,7 +95,7 @@ def _window(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def register() -> None:
-    """Makes NAME known to transformers; masks are never built for it. May be called again."""
+    """Registers NAME with transformers; no masks are built for it. Idempotent."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

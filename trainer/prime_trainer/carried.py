@@ -1,8 +1,8 @@
-"""Who has all of a policy, as the pool itself says: what `trainer publish` waits for.
+"""Finds out whether a node or relay has all of a policy; used by `trainer publish`.
 
-A node's heartbeat names the newest policy that it has verified, and the orchestrator passes that on
-(`reach` in its status). A relay that is announced there says on /healthz which versions are wholly
-with it. Who merely reads says nothing.
+A node's heartbeat names the newest policy that it has verified, and the orchestrator reports this
+(`reach` in its status). A relay that is announced there lists the versions that it has completely
+on /healthz. Plain readers report nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def whole_at(
     client: OrchestratorClient, version: int, ended: Callable[[], bool] = lambda: False
 ) -> str | None:
     """A relay or node that has all of a published policy, in words; None if none is known, or once
-    it has `ended`. Raises PrimeError if the orchestrator does not answer."""
+    `ended` returns True. Raises PrimeError if the orchestrator does not answer."""
     reach = {of.version: len(of.after_ms) for of in client.get("/v1/status", Status).reach}
     if reach.get(version):
         return "a node"
@@ -42,7 +42,7 @@ def whole_at(
 
 
 def wait_whole(client: OrchestratorClient, version: int, stop: threading.Event) -> str | None:
-    """`whole_at`, once there is one; None if `stop` comes first."""
+    """Waits until `whole_at` finds one, and returns it; None if `stop` is set first."""
     trouble = ""
     while True:
         try:
@@ -58,14 +58,15 @@ def wait_whole(client: OrchestratorClient, version: int, stop: threading.Event) 
 
 
 def _says_whole(url: str, version: int) -> bool:
-    """Only a relay's word counts: an origin has what it publishes, and it may be this very one."""
+    """Whether a relay claims to have the version. Origins do not count: they have what they
+    publish, and this may be our own."""
     try:
         link = Link(url)
         try:
             health = link.health()
         finally:
             link.close()
-    except (TransferError, ValueError):  # nobody is there, or that is no address
+    except (TransferError, ValueError):  # unreachable, or an invalid address
         return False
     complete = health.get("complete")
     return health.get("role") == "relay" and isinstance(complete, list) and version in complete

@@ -1,4 +1,4 @@
-"""From a plan's rows to tensors: where each sample sits, what it predicts, what it weighs."""
+"""Converts a plan's rows to tensors: location, targets and weights of each sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prime_trainer.objectives.base import Tokens
 
 @dataclass(frozen=True)
 class Extra:
-    """One entry a sample: (|o_i|,) log-probabilities of the proximal policy; whether the sample's
+    """One entry per sample: log-probabilities (|o_i|,) of the proximal policy; whether the sample's
     policy is the one that this step begins with."""
 
     proximal: Sequence[torch.Tensor] | None = None
@@ -32,9 +32,9 @@ def collate(
     dtype: torch.dtype = torch.float32,
     extra: Extra | None = None,
 ) -> tuple[PackedBatch, Tokens]:
-    """One micro-batch. `rows` hold indices into `rollouts`; `advantages` and `weights` are one a
-    sample (a weight counts for each of its tokens). No rows give one row of padding without
-    tokens to predict: a rank with nothing to do still takes part."""
+    """Builds one micro-batch. `rows` hold indices into `rollouts`; `advantages` and `weights` have
+    one entry per sample (a weight applies to each of its tokens). Without rows, returns one row of
+    padding with no tokens to predict, so that an idle rank still takes part in collectives."""
     lengths = [
         [len(rollouts[i].prompt_tokens) + len(rollouts[i].output_tokens) for i in row]
         for row in rows
@@ -116,5 +116,6 @@ def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def _whole(segments: list[tuple[int, int, int]]) -> Segments:
-    """A row of padding attends to itself, so that its rank takes part in every collective."""
+    """Without samples, returns a segment of padding, so that the rank takes part in every
+    collective."""
     return tuple(segments) or ((0, 0, 1),)

@@ -1,8 +1,9 @@
-"""Settings of `trainer run`, built once at the edge: flag > environment > TOML > default.
+"""Settings of `trainer run`, loaded once at startup: flag > environment > TOML > default.
 
-Environment variables begin with PRIME_TRAINER_ (PRIME_TRAINER_LEARNING_RATE, …). What only the
-trainer uses is here and not in the run definition: no node needs it to do or to judge work. What
-shaped a policy is published in the policy's own folder (`Settings.training`, docs/adr/0009).
+Environment variables begin with PRIME_TRAINER_ (PRIME_TRAINER_LEARNING_RATE, …). Settings that only
+the trainer uses are here and not in the run definition, because nodes do not need them to do or
+judge work. Those that determined a policy are published in the policy's own folder
+(`Settings.training`, docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ ENV_PREFIX = "PRIME_TRAINER_"
 
 
 TRAINING_FILE = "trainer.json"
-"""The file of a policy's folder that holds the configuration that the policy was trained with."""
+"""File in a policy's folder with the configuration that the policy was trained with."""
 TRAINING = (
     "objective", "learning_rate", "warmup_steps", "beta1", "beta2", "weight_decay",
     "gradient_clip", "optimizer_steps", "bf16", "head_fp32", "lora_rank", "lora_alpha",
 )  # fmt: skip
-"""The settings that decide what a batch makes of the weights."""
+"""The settings that determine how a batch changes the weights."""
 
 
 class Objective(BaseModel):
-    """The loss: bounds of the clip (`clip` is ε, `delta` the two-sided bound δ), weights of the KL
-    and entropy terms (`kl` is β, `entropy` η)."""
+    """The loss: clip bounds (`clip` is ε, `delta` the two-sided bound δ), and weights of the KL and
+    entropy terms (`kl` is β, `entropy` η)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]{0,31}$")
-    """An entry of the registry (prime_trainer/objectives): how tokens weigh and are clipped."""
+    """An entry of the registry (prime_trainer/objectives), which defines token weights and
+    clipping."""
     clip: float = Field(default=0.2, gt=0, le=1)
     delta: float = Field(default=4.0, ge=1)
     kl: float = Field(default=0.0, ge=0)
@@ -46,13 +48,15 @@ class Objective(BaseModel):
     entropy: float = 0.0
     advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
     ratio: Literal["behaviour", "proximal"] = "behaviour"
-    """What π_θ is compared with: the policy that generated (its log-probabilities are in the file),
-    or the trainer's own at the start of the batch (decoupled PPO), the rest of the way corrected by
-    an importance weight truncated at `importance_cap`."""
+    """The denominator of the ratio: the policy that generated the row ("behaviour"; its
+    log-probabilities are in the file), or the trainer's own policy at the start of the batch
+    ("proximal", decoupled PPO). The remaining difference is corrected by an importance weight
+    truncated at `importance_cap`."""
     importance_cap: float = Field(default=2.0, ge=1)
     overlong: Literal["keep", "mask", "penalise"] = "keep"
-    """What becomes of a sample cut at the length limit: trained as it is, without weight in the
-    loss (its reward still in its group's baseline), or its reward lowered by the penalty."""
+    """Treatment of samples cut at the length limit: "keep" trains them unchanged, "mask" gives them
+    no weight in the loss (their reward stays in the group's baseline), "penalise" lowers their
+    reward by the penalty."""
     overlong_penalty: float = Field(default=0.0, ge=0)
 
 
@@ -72,23 +76,23 @@ class Settings(ChainSettings):
     deployment: UserPath | None = None
     """With `rpc`: the pool's facts are checked on chain before anything is trained."""
     pool: int | None = Field(default=None, ge=0)
-    """Refuse to work for any other pool."""
+    """If set, refuse to work for any other pool."""
     wallet: UserPath | None = None
     """Keystore (v3) of the pool's trainer."""
     password_file: UserPath | None = None
     password_fd: int | None = None
     origin_host: str = "127.0.0.1"
     origin_port: int = Field(default=0, ge=0, le=65_535)
-    """Where relays fetch policies; 0 takes a free port."""
+    """Port from which relays fetch policies; 0 selects a free port."""
     origin_url: str = ""
-    """How relays reach the origin, behind a proxy."""
+    """The origin's public URL, if it is behind a proxy."""
     origin_connections_each: int = Field(default=256, ge=0)
-    """Connections that one address (an IPv6 /64) may have at the origin at once, of 1024 in all. A
-    relay takes two. 0: unlimited, for an origin whose readers all come through one proxy."""
+    """Maximum simultaneous connections per address (an IPv6 /64) to the origin, of 1024 in total. A
+    relay uses two. 0: unlimited, for an origin whose readers all come through one proxy."""
     steps: int | None = Field(default=None, ge=0)
-    """Stop after so many batches in all; by default never."""
+    """Stop after this many batches in total; by default never."""
     linger: bool = False
-    """After the last step go on serving policies, which validators and auditors still need."""
+    """After the last step, keep serving policies, which validators and auditors still need."""
 
     objective: Objective = Objective()
     learning_rate: float = Field(default=3e-7, gt=0, le=1)
@@ -99,63 +103,65 @@ class Settings(ChainSettings):
     gradient_clip: float = Field(default=0.1, gt=0)
     """Limit of the global gradient norm."""
     optimizer_steps: int = Field(default=1, ge=1, le=256)
-    """Optimizer steps a batch, each on its share of the groups; with more than one the
-    objective should compare with the proximal policy."""
+    """Optimizer steps per batch, each on its share of the groups; with more than one, the objective
+    should use the proximal ratio."""
     bf16: bool = False
-    """Compute in bf16 (masters and reduction stay fp32); for GPUs."""
+    """Compute in bf16 (master weights and reductions stay fp32); for GPUs."""
     head_fp32: bool = False
-    """With bf16: logits in fp32, slower and with a head's worth of memory more; default as the
-    engines do, rounded to bf16 before the softmax."""
+    """With bf16: compute logits in fp32, which is slower and needs an extra copy of the head. By
+    default, like the engines, logits are rounded to bf16 before the softmax."""
     recompute: bool = False
-    """Compute activations again in the backward pass instead of keeping them (checkpointing)."""
+    """Recompute activations in the backward pass instead of storing them (activation
+    checkpointing)."""
     lora_rank: int = Field(default=0, ge=0, le=4096)
-    """Train adapters of this rank beside frozen weights; 0 trains the weights themselves."""
+    """Train adapters of this rank on frozen weights; 0 trains the weights themselves."""
     lora_alpha: int = Field(default=0, ge=0)
-    """Adapters count α/rank; 0 takes twice the rank."""
+    """Adapters are scaled by α/rank; 0 selects twice the rank."""
     row_tokens: int = Field(default=128, ge=1)
-    """Samples are packed into rows of this many tokens (a longer one gets a row of its own)."""
+    """Samples are packed into rows of this many tokens (a longer sample gets its own row)."""
     micro_tokens: int = Field(default=4096, ge=1)
-    """Padded tokens of a micro-batch; what fits the device's memory."""
+    """Padded tokens per micro-batch, limited by the device's memory."""
     delta_from: int = Field(default=2, ge=0, le=16)
-    """Deltas are made from so many earlier versions."""
+    """Number of earlier versions for which deltas are made."""
     bad_batch: Literal["stop", "skip"] = "stop"
-    """What a sealed batch that breaks a rule does: end the trainer, or publish the weights
-    unchanged under the next number. Three in a row end it in either case."""
+    """Reaction to a sealed batch that breaks a rule: end the trainer, or publish the weights
+    unchanged under the next number. Three in a row always end it."""
     alarm_ratio: float = Field(default=100.0, gt=0)
-    """An importance ratio above this in a batch is an alarm."""
+    """An importance ratio above this in a batch raises an alarm."""
     alarm_kl: float = Field(default=1.0, gt=0)
-    """So is a mean KL from the behaviour (or the reference) policy above this."""
+    """A mean KL from the behaviour (or the reference) policy above this raises an alarm."""
     alarm_entropy: float = Field(default=0.0, ge=0)
-    """So is a mean entropy below this; 0: never."""
+    """A mean entropy below this raises an alarm; 0: never."""
     alarm_action: Literal["warn", "stop"] = "warn"
-    """What an alarm does: a warning and a word in the step's line, or the end of the run (the
-    batch is kept, nothing after it is trained)."""
+    """Effect of an alarm: a warning and a note in the step's line, or the end of the run (the batch
+    is kept, but training stops)."""
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
-    """Serve Prometheus' text at http://127.0.0.1:<port>/metrics; 0 takes a free port."""
+    """Serve Prometheus metrics at http://127.0.0.1:<port>/metrics; 0 selects a free port."""
     tensorboard: UserPath | None = None
-    """Write TensorBoard event files into this folder as well."""
+    """Also write TensorBoard event files into this folder."""
     peak_tflops: float = Field(default=0.0, ge=0)
-    """Peak of one device in 10^12 operations a second, for MFU; 0 takes the known device's own."""
+    """Peak of one device in 10^12 operations per second, for MFU; 0 uses the value of a known
+    device."""
     progress: bool = True
-    """A bar with what it waits for, where there is a terminal."""
+    """Show a progress bar on terminals, with what the loop waits for."""
     first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
     """How long the very first start waits for the orchestrator and the RPC to answer."""
     log_level: str = "info"
 
     def training(self) -> str:
-        """The JSON text of TRAINING_FILE: every setting that decides what a batch makes of the
-        weights, defaults included."""
+        """The JSON text of TRAINING_FILE: every setting that determines how a batch changes the
+        weights, including defaults."""
         values = self.model_dump(mode="json", include=set(TRAINING))
         return json.dumps({"schema_version": 1, **values}, indent=2, sort_keys=True) + "\n"
 
     def need(self, name: str) -> Any:
-        """A setting without default. Raises UserError if it was not given."""
+        """The value of a required setting. Raises UserError if it was not given."""
         return needed(self, name)
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
-    """Settings from flags (None or () = not given), environment and TOML file.
+    """Loads settings from flags (None or () = not given), environment and TOML file.
 
-    Raises UserError with the setting's name if a value is wrong or the file cannot be read.
+    Raises UserError with the setting's name if a value is invalid or the file cannot be read.
     """
     return load_settings(Settings, flags, settings_file(config))

@@ -1,13 +1,13 @@
-"""The next sealed batch: fetched by signed URLs, checked to the last row, never believed.
+"""Fetches and verifies the next sealed batch; nothing in it is trusted.
 
     wait until /v1/batches/{step} is sealed
       → manager's signature, pool, run, step
         → each file and verdict table: size and SHA-256, both of the same submission
-          → rows of the groups taken; every reward from the verdict table, none from the file
-            → fresh enough, whole groups, some difference in every group's rewards, no row twice
+          → rows of the batch's groups; every reward from the verdict table, none from the file
+            → fresh enough, complete groups, differing rewards in every group, no row twice
 
-What fails here is the orchestrator's fault, not ours: the trainer stops and says which line broke.
-Left out: which node made a row; the trainer has no use for it.
+A failure here is the orchestrator's fault, not ours: the trainer stops and reports the failed
+check. The node that made a row is not recorded, because the trainer does not need it.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ from prime_verify.rollout_file import load_rollouts
 MAX_TABLE_BYTES = 8 << 20
 
 GroupKey = tuple[Digest, int]
-"""A group for ever: its file's SHA-256 and its number there."""
+"""Unique identifier of a group: its file's SHA-256 and its number in the file."""
 Fetch = Callable[[Digest, int], bytes]
-"""(sha256, limit) → the object's bytes, its digest checked."""
+"""(sha256, limit) → the object's bytes, with the digest checked."""
 
 
 @dataclass(frozen=True)
 class BatchRules:
-    """What a batch is held against. `vocabulary`: token ids are below this."""
+    """The rules that a batch is checked against. `vocabulary`: token ids are below this."""
 
     run: RunDefinition
     pool: int
     manager: Address
     domain: Domain
-    """Of the Work contract, under which the manager signs batches."""
+    """EIP-712 domain of the Work contract, under which the manager signs batches."""
     vocabulary: int
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Verified: groups in manifest order, each of `samples_per_group` rollouts by sample number.
+    """A verified batch: groups in manifest order, each of `samples_per_group` rollouts by sample
+    number.
 
-    Of the files that it takes groups from: `seen` groups, `alike` of which have equal rewards."""
+    The files that it takes groups from contain `seen` groups, `alike` of which have equal rewards.
+    """
 
     step: Step
     digest: Digest
@@ -60,7 +62,7 @@ class TrainingBatch:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All rows, group after group."""
+        """All rows, group by group."""
         return [row for group in self.groups for row in group]
 
     def require_new(self, trained: Collection[GroupKey]) -> None:
@@ -74,7 +76,8 @@ class TrainingBatch:
 
 
 def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:
-    """The manifest, once it is the manager's for this pool, run and step, and well formed.
+    """Returns the manifest if it is well formed and signed by the manager for this pool, run and
+    step.
 
     Raises UntrustedError (signature, wrong pool, run or step) or MalformedError (unsorted or
     repeated files or groups, more groups than the run's batch).
@@ -97,7 +100,7 @@ def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> Batch
         if not file.groups or list(file.groups) != sorted(set(file.groups)):
             raise MalformedError(f"the groups taken of file {file.sha256} are not sorted, distinct")
     groups = sum(len(file.groups) for file in manifest.files)
-    if groups > rules.run.groups_per_batch:  # known before a byte is fetched: memory is bounded
+    if groups > rules.run.groups_per_batch:  # checked before fetching, to bound memory
         raise MalformedError(
             f"batch {step} names {groups} groups, and the run takes {rules.run.groups_per_batch}"
         )
@@ -111,10 +114,10 @@ def assemble(
     fetch: Fetch,
     trained: Collection[GroupKey] = (),
 ) -> TrainingBatch:
-    """Fetches and checks everything that batch `step` names; see the module's docstring.
+    """Fetches and checks everything in batch `step`; see the module's docstring.
 
-    `trained`: groups of earlier batches, none of which may come again. Raises UntrustedError,
-    MalformedError or PolicyError (stale rows), UnavailableError if an object cannot be had.
+    `trained`: groups of earlier batches, which must not be repeated. Raises UntrustedError,
+    MalformedError or PolicyError (stale rows), UnavailableError if an object cannot be fetched.
     """
     manifest = verify_statement(signed, step, rules)
     groups: list[tuple[Rollout, ...]] = []
@@ -144,7 +147,8 @@ def assemble(
 
 
 def _rows_of(file: BatchFile, step: int, rules: BatchRules, fetch: Fetch) -> list[Rollout]:
-    """All rows of one file, rewards from its verdict table; every check of file and table."""
+    """All rows of one file, with rewards from its verdict table; performs all checks of file and
+    table."""
     run = rules.run
     age = step - file.policy_version
     if not 0 <= age <= run.max_staleness:
@@ -167,7 +171,7 @@ def _rows_of(file: BatchFile, step: int, rules: BatchRules, fetch: Fetch) -> lis
 def _groups_of(
     rows: Sequence[Rollout], file: BatchFile, rules: BatchRules
 ) -> list[tuple[int, tuple[Rollout, ...]]]:
-    """The groups taken of one file, by number; every check of their rows."""
+    """The groups taken from one file, by number; performs all checks of their rows."""
     result = []
     for number in file.groups:
         members = sorted((row for row in rows if row.group == number), key=lambda row: row.sample)
@@ -192,7 +196,7 @@ def _table_of(file: BatchFile, raw: bytes) -> VerdictTable:
 
 
 def _require_row(row: Rollout, file: BatchFile, rules: BatchRules) -> None:
-    """What the reader of files cannot know: the file's policy, the run's limits, the vocabulary."""
+    """Checks what the file reader cannot: the file's policy, the run's limits, the vocabulary."""
     where = f"row ({row.group}, {row.sample}) of {file.sha256}"
     if row.policy_version != file.policy_version:
         raise UntrustedError(f"{where} claims policy {row.policy_version}, not the file's")
@@ -205,7 +209,8 @@ def _require_row(row: Rollout, file: BatchFile, rules: BatchRules) -> None:
 def _require_whole(
     rows: Sequence[Rollout], number: int, file: BatchFile, run: RunDefinition
 ) -> None:
-    """Raises UntrustedError unless these are all samples of one problem, not all rewarded alike."""
+    """Raises UntrustedError unless these are all samples of one problem and their rewards
+    differ."""
     where = f"group {number} of {file.sha256}"
     if [row.sample for row in rows] != list(range(run.samples_per_group)):
         raise UntrustedError(f"{where} has {len(rows)} of {run.samples_per_group} samples")

@@ -1,7 +1,7 @@
-"""What the trainer gets from the orchestrator: the pool's facts, the run, sealed batches.
+"""The trainer's inputs from the orchestrator: the pool's facts, the run, sealed batches.
 
-Waiting is patient and interruptible: an orchestrator that is away is asked again, with a longer
-pause each time, until it answers or the trainer is told to stop.
+Waits are persistent and interruptible: an unavailable orchestrator is retried with growing pauses
+until it answers or the trainer is stopped.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 POLL_SECONDS = 0.5
-"""Between two questions for a batch that is not sealed yet."""
+"""Interval between requests for a batch that is not sealed yet."""
 LONGEST_PAUSE = 15.0
 FETCH_TRIES = 6
 
 
 @dataclass(frozen=True)
 class PoolFacts:
-    """Who may sign what in this pool, and what it trains."""
+    """The pool's signers and its run."""
 
     info: PoolInfo
     run: RunDefinition
@@ -62,8 +62,8 @@ def insist(
     pause: float = 0.5,
     give_up: float | None = None,
 ) -> Answer:
-    """`action` until it is not UnavailableError any more, or for `give_up` seconds. Raises
-    StoppedError when told to stop."""
+    """Repeats `action` while it raises UnavailableError, for at most `give_up` seconds. Raises
+    StoppedError on a stop request."""
 
     def tell(error: UnavailableError, wait: float) -> None:
         log.warning("%s: %s; trying again in %.1f s", what, error, wait)
@@ -72,7 +72,8 @@ def insist(
 
 
 def pool_facts(client: OrchestratorClient, run_file: Path | None) -> PoolFacts:
-    """The pool and its run, whose digest is checked. Raises UserError if `run_file` is another."""
+    """Fetches the pool and its run, and checks the run's digest. Raises UserError if `run_file` is
+    another run."""
     info = client.pool(refresh=True)
     if run_file is None:
         run = RunDefinition.parse(client.request("GET", "/v1/run", b"", signed=False))
@@ -115,7 +116,7 @@ def require_trainer(facts: PoolFacts, account: Address) -> None:
 
 
 def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event) -> BatchAnswer:
-    """Batch `step`, once it is sealed. Raises StoppedError when told to stop before."""
+    """Returns batch `step` once it is sealed. Raises StoppedError on an earlier stop request."""
 
     def ask() -> BatchAnswer:
         while True:
@@ -129,8 +130,8 @@ def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event)
 
 
 def fetcher(client: OrchestratorClient, urls: dict[str, str], stop: threading.Event) -> Fetch:
-    """Gets objects by their signed URLs, digests checked; a few tries each. A download that fails
-    is an error, never an empty file (an ancestor marked such files as fetched)."""
+    """Returns a function that fetches objects by their signed URLs, checks digests and retries a
+    few times. A failed download always raises an error."""
 
     def fetch(sha256: Digest, limit: int) -> bytes:
         url = urls.get(sha256)

@@ -1,6 +1,6 @@
-"""One batch in, new weights out: gradient of the run's objective, clip, AdamW, a line of metrics.
+"""Trains on one batch: gradient of the run's objective, clipping, AdamW, a line of metrics.
 
-judge (advantages, samples cut at the limit) ─► proximal log-probabilities, if the run wants them
+judge (advantages, samples cut at the limit) ─► proximal log-probabilities, if configured
   for each of `optimizer_steps` shares of the batch's groups:
     a weight for each token of the share ─► plan ─► collate ─► forward, −J, backward … ─► step
 """
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Learner:
-    """What is trained and how. `reference`: the frozen base model, if the run has a KL term."""
+    """The trained policy and its configuration. `reference`: the frozen base model, if there is a
+    KL term."""
 
     policy: Policy
     reference: Policy | None
@@ -48,16 +49,16 @@ class Learner:
 
     @property
     def objective(self) -> Objective:
-        """The run's objective in plain floats."""
+        """The objective's settings."""
         return self.settings.objective
 
     @property
     def shape(self) -> Shape:
-        """What the model costs."""
+        """The model's compute costs."""
         return shape_of(self.policy.lm.config)
 
     def planned(self, lengths: Sequence[int]) -> Plan:
-        """Where samples of these lengths go; the same on every rank."""
+        """The packing plan for samples of these lengths; the same on every rank."""
         return plan(
             lengths,
             ranks=self.world.size,
@@ -72,16 +73,16 @@ Fill = Callable[[Policy, Path, torch.device], Policy]
 
 
 def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learner:
-    """Loads the base model and shards it over all ranks. Raises UserError for a folder that is no
-    model, or an objective that is not registered."""
+    """Loads the base model and shards it over all ranks. Raises UserError for a folder without a
+    model, or an unregistered objective."""
     return filled_learner(*empty_policies(run, settings, world), run, settings, world)
 
 
 def empty_policies(
     run: RunDefinition, settings: Settings, world: World
 ) -> tuple[Policy, Policy | None]:
-    """The policy to train and, if there is a KL term, its reference: sharded, on the meta device.
-    Raises UserError as `make_learner` does."""
+    """The policy to train and, if there is a KL term, its reference; both sharded, on the meta
+    device. Raises UserError like `make_learner`."""
     base = settings.need("model")
     wanted = settings.objective
     form_of(wanted.name)
@@ -93,7 +94,7 @@ def empty_policies(
     shard(policy, world, bf16=settings.bf16, recompute=settings.recompute)
     reference = None
     if wanted.kl:
-        width = torch.bfloat16 if settings.bf16 else torch.float32  # it is never stepped
+        width = torch.bfloat16 if settings.bf16 else torch.float32  # never updated
         reference = empty_policy(base, run.temperature, width).requires_grad_(False)
         reference.head_fp32 = settings.head_fp32
         shard(reference, world, bf16=settings.bf16)
@@ -108,7 +109,7 @@ def filled_learner(
     world: World,
     fill: Fill = fill_weights,
 ) -> Learner:
-    """A learner of `empty_policies`, whose parameters `fill` gives their values."""
+    """Builds a learner from `empty_policies`; `fill` sets the parameters' values."""
     for one in (policy, reference):
         if one is not None:
             fill(one, settings.need("model"), world.device)
@@ -127,7 +128,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 
 def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
-    """Rows in the batch's order, `size` of them a group."""
+    """Splits the rows, in the batch's order, into groups of `size`."""
     return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
 
@@ -138,10 +139,11 @@ def backward(
     proximal: Sequence[torch.Tensor] | None = None,
     watch: Stopwatch | None = None,
 ) -> dict[str, float]:
-    """Accumulates the gradient of all `rollouts`, ranks together; returns the statistics.
+    """Accumulates the gradient of all `rollouts` over all ranks; returns the statistics.
 
-    The same gradient however rows are packed, cut into micro-batches or spread over ranks. `step`:
-    the policy that this step begins with, if it has taken no step yet.
+    The gradient does not depend on how rows are packed, split into micro-batches or distributed
+    over ranks. `step`: the policy that this step begins with, if no optimizer step of the batch was
+    taken yet.
     """
     run, world = learner.run, learner.world
     watch = watch or Stopwatch()
@@ -176,7 +178,7 @@ def backward(
             sums[name] = sums.get(name, torch.zeros_like(value)) + value
         ratio_max = torch.maximum(ratio_max, terms.ratio_max)
     names = sorted(sums)
-    with watch.timed("statistics"):  # waits for the device, and for the slowest rank
+    with watch.timed("statistics"):  # waits for the device and the slowest rank
         totals = world.sum(torch.stack([sums[name] for name in names])).tolist()
     found = _statistics(dict(zip(names, totals, strict=True)), sum(outputs))
     return {
@@ -190,7 +192,7 @@ def backward(
 
 
 def _statistics(totals: dict[str, float], count: int) -> dict[str, float]:
-    """Sums over tokens as means over tokens; the loss is a sum already."""
+    """Converts sums over tokens to means over tokens, except the loss."""
     found = {"loss": totals.pop("loss")}
     fresh = totals.pop("fresh_tokens", 0.0)
     mismatch = totals.pop("kl_mismatch", 0.0)
@@ -234,9 +236,9 @@ def proximal_logprobs(learner: Learner, rollouts: Sequence[Rollout]) -> list[tor
 
 
 def optimizer_step(learner: Learner, loss: float, step: int) -> dict[str, Any]:
-    """Clips and steps, if loss and gradient are finite; otherwise changes nothing and says so.
+    """Clips and steps, if loss and gradient are finite; otherwise changes nothing and reports that.
 
-    Raises FatalError if the step made a weight that is not finite: nothing of it is kept.
+    Raises FatalError if the step produced a weight that is not finite; it is then not saved.
     """
     norm = clip_gradients(learner.policy, learner.settings.gradient_clip)
     applied = math.isfinite(norm) and math.isfinite(loss)
@@ -254,7 +256,7 @@ def optimizer_step(learner: Learner, loss: float, step: int) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Converts non-finite floats to text, because JSON has no NaN."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
@@ -264,16 +266,17 @@ def _worst(norms: Sequence[float]) -> float:
 
 
 def shares_of(groups: int, steps: int) -> list[list[int]]:
-    """Group numbers of each optimizer step: every group once, sizes within one of each other, no
-    step empty."""
+    """Group numbers of each optimizer step: every group once, sizes differing by at most one, no
+    empty step."""
     steps = max(1, min(steps, groups))
     return [list(range(number, groups, steps)) for number in range(steps)]
 
 
 def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict[str, Any]:
-    """`optimizer_steps` steps on one batch; the batch's line of metrics without its waits.
+    """Runs `optimizer_steps` steps on one batch; returns the batch's line of metrics without its
+    waits.
 
-    Its statistics are those of the first step, whose ratios are the batch's own staleness, but for
+    Statistics are those of the first step, whose ratios reflect the batch's own staleness, except
     the largest gradient norm and ratio, and `applied`, which is true if any step was taken.
     """
     rollouts = batch.rollouts

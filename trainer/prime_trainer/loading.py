@@ -1,8 +1,8 @@
 """Loads a Hugging Face model folder into a policy, one shard per rank.
 
-`empty_policy` builds the model with its parameters on the meta device, so it takes no memory.
-`fill_weights` gives every parameter its values from the safetensors files and reads only the rows
-that this rank holds. Neither a rank nor a device ever holds the whole model.
+`empty_policy` builds the model with its parameters on the meta device, which takes no memory.
+`fill_weights` sets every parameter from the safetensors files and reads only the rows that this
+rank holds. No rank or device ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from prime_trainer.model import Policy
 
 
 def require_model_folder(folder: Path, *, weights: bool = True) -> None:
-    """Raises UserError naming what a model folder lacks: configuration, tokenizer or weights.
-    Without `weights`, a configuration is enough."""
+    """Raises UserError naming what a model folder lacks: configuration, tokenizer or weights. With
+    `weights` False, a configuration is enough."""
     needs = {
         "config.json": [folder / "config.json"],
         "tokenizer": [folder / "tokenizer.json", folder / "tokenizer.model", folder / "vocab.json"],
@@ -45,8 +45,8 @@ def require_model_folder(folder: Path, *, weights: bool = True) -> None:
 def empty_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.float32) -> Policy:
     """Builds the model of `folder` with parameters of `dtype` on the meta device.
 
-    Reads from disk, never from a hub. Raises UserError if the folder holds no model, or one of a
-    kind that cannot be trained here.
+    Reads only local files. Raises UserError if the folder holds no model, or one that cannot be
+    trained here.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -83,11 +83,11 @@ def empty_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.fl
 
 
 def fill_weights(policy: Policy, folder: Path, device: torch.device) -> Policy:
-    """Gives every parameter on the meta device its values from `folder`; returns `policy`.
+    """Sets every parameter on the meta device from `folder`; returns `policy`.
 
-    A parameter that is sharded by FSDP2 is read row by row from this rank's share; adapters get
-    their initial values (Hu et al., arXiv 2106.09685). Raises UserError if a weight is missing or
-    has another shape.
+    Of parameters sharded by FSDP2, only this rank's rows are read; adapters get their initial
+    values (Hu et al., arXiv 2106.09685). Raises UserError if a weight is missing or has another
+    shape.
     """
     require_model_folder(folder)
     with _weight_files(folder) as stored:
@@ -97,8 +97,8 @@ def fill_weights(policy: Policy, folder: Path, device: torch.device) -> Policy:
 def place_weights(
     policy: Policy, device: torch.device, values: Callable[[list[str], nn.Parameter], Tensor]
 ) -> Policy:
-    """Replaces every parameter on the meta device by `values(its names, it)`, this rank's rows of
-    it, on `device`; returns `policy`. Tied names share one parameter."""
+    """Replaces every parameter on the meta device by `values(its names, parameter)`, this rank's
+    rows of it, on `device`; returns `policy`. Tied names share one parameter."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
@@ -131,7 +131,7 @@ def load_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.flo
 
 @contextmanager
 def _weight_files(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The folder's weights by name, each as its open file. Raises UserError if one is damaged."""
+    """The folder's weights: name → open file. Raises UserError if a file is damaged."""
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -149,7 +149,7 @@ def _weight_files(folder: Path) -> Iterator[Mapping[str, Any]]:
 def _values(
     names: list[str], parameter: nn.Parameter, stored: Mapping[str, Any], folder: Path
 ) -> Tensor:
-    """This rank's rows of a parameter that goes by `names`."""
+    """This rank's rows of the parameter with these `names`."""
     if names[0].endswith((DOWN, UP)):
         return _rows(_adapter(names[0], parameter), parameter)
     plain = [base_name(name.removeprefix("lm.")) for name in names]
@@ -187,7 +187,8 @@ def _rows(whole: Any, parameter: nn.Parameter) -> Tensor:
 
 
 def _adapter(name: str, parameter: nn.Parameter) -> Tensor:
-    """An adapter's initial values, the same on every rank: A is random by its name, B is zero."""
+    """An adapter's initial values, the same on every rank: A is random, seeded by its name; B is
+    zero."""
     if name.endswith(UP):
         return torch.zeros(parameter.shape)
     generator = torch.Generator().manual_seed(SEED ^ zlib.crc32(name.encode()))

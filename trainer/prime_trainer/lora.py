@@ -1,7 +1,8 @@
-"""LoRA through peft: small trained matrices beside frozen weights; published merged into them.
+"""LoRA through peft: small trained matrices on frozen weights; merged for publication.
 
 Nodes never see an adapter: a policy is W + (α/r)·B·A under the base model's own names, so engines,
-proofs and deltas need nothing new. Adapters begin from a fixed seed, on every rank the same.
+proofs and deltas are unchanged. Adapters are initialized from a fixed seed, identical on every
+rank.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ BASE, DOWN, UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weig
 
 
 def add_adapters(policy: Policy, rank: int, alpha: int) -> Policy:
-    """Adds adapters of rank `rank` to every linear map but the head; only they are trained (Hu et
-    al., arXiv 2106.09685). They are on the meta device until `loading.fill_weights`. Raises
+    """Adds adapters of rank `rank` to every linear map except the head; only they are trained (Hu
+    et al., arXiv 2106.09685). They are on the meta device until `loading.fill_weights`. Raises
     UserError if peft is missing."""
     try:
         from accelerate import init_empty_weights
@@ -49,13 +50,13 @@ def is_adapted(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The base model's own name of a weight of an adapted model."""
+    """The base model's name for a weight of an adapted model."""
     return name.removeprefix(PREFIX).replace(BASE, ".")
 
 
 def merged(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
-    """`state` of an adapted model as the base model names it, factors multiplied in (in fp32 or
-    wider). A state without adapters comes back as it is."""
+    """`state` of an adapted model under the base model's names, with factors merged (in fp32 or
+    wider). A state without adapters is returned unchanged."""
     if not hasattr(lm, "peft_config"):
         return state
     config = lm.peft_config["default"]

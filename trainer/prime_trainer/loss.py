@@ -1,19 +1,19 @@
 """The objective of a micro-batch, as small pure functions over its generated tokens.
 
-All tensors are flat over the N generated tokens of the micro-batch, whatever rows they sat in.
-Each token carries its weight in the whole batch, computed before packing (`token_weights`), so a
-sum over micro-batches, accumulation steps and ranks is the objective itself, whatever the layout.
+All tensors are flat over the N generated tokens of the micro-batch, independent of rows. Each token
+has a weight in the whole batch, computed before packing (`token_weights`), so that the sum over
+micro-batches, accumulation steps and ranks equals the objective for any layout.
 
     J = Σ_t w_t · [ c_t · surrogate(r_t, A_t) − β·KL_t + η·H_t ]
 
-    ratio = "behaviour":  r = π_θ/π_old, c = 1; π_old generated the row, its log-probabilities
-                          came with the file
+    ratio = "behaviour":  r = π_θ/π_old, c = 1; π_old generated the row, and its
+                          log-probabilities are in the file
     ratio = "proximal":   r = π_θ/π_prox, c = min(π_prox/π_old, cap) without gradient; π_prox is
                           the trainer's own policy at the start of the batch. Decoupled PPO
                           (arXiv 2110.00641); c is also the truncated importance weight between
                           engine and trainer
 
-`surrogate` and w_t are the registered form's (prime_trainer/objectives).
+`surrogate` and w_t come from the registered objective (prime_trainer/objectives).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prime_trainer.objectives.base import (
     two_sided_clip,
 )
 
-if TYPE_CHECKING:  # its settings need pydantic, which a kernel machine may lack
+if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
     from prime_trainer.config import Objective
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LossTerms:
-    """`loss` to be summed over micro-batches and ranks, and detached sums for the metrics."""
+    """`loss`, to be summed over micro-batches and ranks, and detached sums for the metrics."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -65,8 +65,8 @@ def token_weights(
 ) -> list[float]:
     """Weight of each token of each sample; `output_lengths` are those of the *whole* batch.
 
-    Samples that are not `counted` (masked) weigh nothing, and the others as if those were not
-    there. Raises UserError for a form that is not registered.
+    Samples that are not `counted` (masked) have weight zero, and the others are weighted as if
+    those did not exist. Raises UserError for an unregistered objective.
     """
     if counted is None:
         counted = [True] * len(output_lengths)
@@ -76,9 +76,9 @@ def token_weights(
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, form: KlForm) -> Tensor:
-    """(N,) estimates of KL(π_θ ‖ π_ref) on sampled tokens (Schulman, "Approximating KL"): with
-    d = log π_ref − log π_θ, k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d. Gradients flow through
-    `logprobs`; a published ancestor computed this without gradient, for months."""
+    """Estimates (N,) of KL(π_θ ‖ π_ref) on sampled tokens (Schulman, "Approximating KL"): with d
+    = log π_ref − log π_θ, k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d. Gradients flow through
+    `logprobs`."""
     d = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if form == "k1":
         return -d
@@ -88,7 +88,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, form: KlForm) -> Tensor:
 
 
 def importance(proximal: Tensor, old_logprobs: Tensor, cap: float) -> Tensor:
-    """(N,) min(π_prox/π_old, cap), without gradient (IMPALA's truncation, arXiv 1802.01561)."""
+    """min(π_prox/π_old, cap), (N,), without gradient (IMPALA's truncation, arXiv 1802.01561)."""
     log_weight = (proximal - old_logprobs).detach()
     return log_weight.clamp(max=MAX_LOG_RATIO).exp().clamp(max=cap)
 
@@ -115,7 +115,7 @@ def policy_loss(
         objective = objective - settings.kl * kl
     if settings.entropy:
         objective = objective + settings.entropy * entropy
-    # A token without weight has no say, whatever its numbers are (0 · inf is NaN).
+    # Mask tokens without weight instead of multiplying by 0 (0 · inf is NaN).
     weighted = torch.where(tokens.weights != 0, objective * tokens.weights, 0.0)
     loss = -weighted.sum()
     with torch.no_grad():
@@ -130,9 +130,9 @@ def policy_loss(
 def _statistics(
     logprobs: Tensor, entropy: Tensor, log_ratio: Tensor, tokens: Tokens, s: Objective
 ) -> dict[str, Tensor]:
-    """Sums over tokens; `kl_old` and `kl_mismatch` are k3 of KL(π_old ‖ π_θ) (tokens are samples
-    of π_old), the latter over rows that the present policy itself is said to have generated: what
-    is left there is the difference between engine and trainer."""
+    """Sums over tokens. `kl_old` and `kl_mismatch` are k3 of KL(π_old ‖ π_θ) (tokens are samples of
+    π_old). `kl_mismatch` covers only rows generated by the current policy itself, so it measures
+    the difference between engine and trainer."""
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     positive = tokens.advantages > 0
     clipped = torch.where(positive, ratio > 1 + s.clip, ratio < 1 - s.clip)

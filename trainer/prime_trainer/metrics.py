@@ -1,7 +1,7 @@
-"""One JSON line a step, exactly once, however often the trainer is killed.
+"""One JSON line per step, written exactly once even if the trainer is killed.
 
-The line is part of the checkpoint that it belongs to; a restart writes the newest one again if the
-file lacks it, and cuts off a line that was not finished.
+The line is part of the checkpoint that it belongs to. A restart rewrites the newest line if the
+file lacks it, and truncates an incomplete one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prime_trainer.disk import writing
 
 
 class Stopwatch:
-    """Seconds spent, by name: every wait of the loop has one."""
+    """Seconds spent, by name; every wait of the loop has a name."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to `name`; tells `begins` of it first."""
+        """Calls `begins` with `name`, then adds the block's time to it."""
         self._begins(name)
         start = self._now()
         try:
@@ -42,15 +42,15 @@ class Stopwatch:
 
 
 class MetricsFile:
-    """Appends to `path`; `repair` after a restart."""
+    """Appends to `path`; call `repair` after a restart."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def repair(self, last: Mapping[str, Any] | None) -> None:
-        """Drops an unfinished line and lines newer than `last`; adds `last` if it is missing.
+        """Drops an incomplete line and lines newer than `last`; adds `last` if it is missing.
 
-        Raises UnavailableError if the disk refuses; the file is then as it was.
+        Raises UnavailableError on a disk error, leaving the file unchanged.
         """
         with writing("the metrics file", self.path):
             self._repair(last)
@@ -71,8 +71,8 @@ class MetricsFile:
         staging.replace(self.path)
 
     def _step_of(self, number: int, line: str) -> int:
-        """Raises UserError naming a line that is damaged: what was measured is never thrown away
-        unasked."""
+        """The step of a line. Raises UserError naming a damaged line: measurements are never
+        silently discarded."""
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError) as error:
@@ -82,8 +82,8 @@ class MetricsFile:
             ) from error
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Adds a line. Raises UnavailableError if the disk refuses; `repair` then mends the file,
-        since the line is in the checkpoint."""
+        """Adds a line. Raises UnavailableError on a disk error; `repair` can then restore the line
+        from the checkpoint."""
         with (
             writing(f"the metrics of step {line['step']}", self.path),
             self.path.open("a") as file,
@@ -92,8 +92,8 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file (the last may be being written). Raises UserError naming a
-    line that is none."""
+    """The complete lines of a metrics file (the last one may be in progress). Raises UserError
+    naming a line that is not JSON."""
     if not path.is_file():
         return []
     found = []
@@ -107,10 +107,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
-    """What a batch's rows look like: reward and share by target, staleness, lengths, endings.
+    """Statistics of a batch's rows: reward and share by target, staleness, lengths, endings.
 
-    `length_error`: mean distance of all generated tokens from each target (an environment may mean
-    a part of them; its own unit is in `trainer evaluate`).
+    `length_error`: mean distance between the number of generated tokens and the target, by target.
+    (An environment may count only a part of them; `trainer evaluate` uses its unit.)
     """
     by_target: dict[int, list[float]] = {}
     apart: dict[int, list[int]] = {}

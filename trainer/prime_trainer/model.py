@@ -1,11 +1,11 @@
-"""The policy: a Hugging Face causal LM that answers one question, "how likely were these tokens?".
+"""The policy: a Hugging Face causal LM that returns the log-probabilities of given tokens.
 
-Weights are fp32 masters; what is published is their bf16 rounding, which is also what nodes sample
-from. Log-probabilities are log softmax(logits / T) in fp32, T the run's temperature.
+Weights are fp32 masters. Their bf16 rounding is published, and nodes sample from it.
+Log-probabilities are log softmax(logits / T) in fp32; T is the run's temperature.
 
-Any decoder that transformers can load and that takes an attention function serves (Qwen2, Qwen3,
-Llama and their kind): an embedding, a list of layers, a head over the last hidden state. Caps on
-logits are refused rather than forgotten.
+Supports every decoder that transformers can load and that takes an attention function (Qwen2,
+Qwen3, Llama and similar): an embedding, a list of layers, a head over the last hidden state. Models
+with capped logits are refused.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from prime_core.errors import FatalError
 from prime_trainer.attention import Segments
 
 PAD = -1
-"""Sequence id of padding: attends to itself only, is predicted by nobody."""
+"""Sequence id of padding, which attends only to itself and is never predicted."""
 CHUNK_LOGITS = 1 << 26
-"""Logits held at once (256 MiB in fp32); more are computed in chunks, and again in the backward
-pass."""
+"""Logits held at once (256 MiB in fp32); more are computed in chunks, and recomputed in the
+backward pass."""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """One micro-batch of R rows of L tokens.
 
-    `inputs`, `positions`, `sequences`: (R, L) int64: token ids, positions counted anew in every
-    sample, sample numbers (PAD where padded). `predict`: (N,) flat positions in R·L whose *next*
-    token is a generated one; `targets`: (N,) that token. `segments`: where each sample sits.
+    `inputs`, `positions`, `sequences`: (R, L) int64: token ids, positions within each sample,
+    sample numbers (PAD for padding). `predict`: (N,) flat positions in R·L whose *next* token is a
+    generated one; `targets`: (N,) that token. `segments`: location of each sample.
     """
 
     inputs: Tensor
@@ -46,9 +46,9 @@ class PackedBatch:
 
 
 def block_causal_mask(sequences: Tensor) -> Tensor:
-    """(R, 1, L, L) bool: a token sees the earlier tokens of its own sample and itself, no others;
-    padding sees itself (an all-masked softmax row would be NaN). The slow statement of what
-    `attention.packed_attention` does; tests hold one against the other."""
+    """(R, 1, L, L) bool: a token attends to itself and to earlier tokens of its own sample; padding
+    attends to itself (an all-masked softmax row would be NaN). Slow reference for
+    `attention.packed_attention`, used by tests."""
     length = sequences.shape[1]
     same = sequences[:, :, None] == sequences[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool, device=sequences.device).tril()
@@ -57,13 +57,13 @@ def block_causal_mask(sequences: Tensor) -> Tensor:
 
 
 class Policy(nn.Module):
-    """Wraps the language model so that one forward (which FSDP hooks) gives what the loss needs,
-    and the vocabulary is only touched where a generated token is predicted.
+    """Wraps the language model so that one forward pass (hooked by FSDP) returns what the loss
+    needs, and logits are computed only where a generated token is predicted.
 
-    `entropy_gradient`: whether the objective has an entropy term; without it the entropy is only
-    measured, which costs less. `head_fp32`: where weights are narrower, the logits are still
-    computed and kept in fp32, from the very weights that are published; by default they are
-    rounded as the head's own width has it, and only the softmax is wide.
+    `entropy_gradient`: whether the objective has an entropy term; otherwise the entropy is only
+    measured, which is cheaper. `head_fp32`: with narrower weights, compute and keep logits in fp32,
+    from the same weights that are published; by default logits have the head's own width, and only
+    the softmax is wide.
     """
 
     def __init__(self, lm: Any, temperature: float) -> None:
@@ -75,12 +75,12 @@ class Policy(nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """Embedding, layers and final norm, under whatever adapters there are."""
+        """Embedding, layers and final norm, without adapter wrappers."""
         return causal_lm(self.lm).get_decoder()
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """→ log-probability of each target and entropy of its distribution: (N,), (N,) fp32 (or
-        wider, as the weights are)."""
+        """Returns the log-probability of each target and the entropy of its distribution: (N,),
+        (N,), fp32 (or float64 for float64 weights)."""
         hidden = self.decoder(
             input_ids=batch.inputs,
             position_ids=batch.positions,
@@ -114,15 +114,15 @@ class Policy(nn.Module):
 
 
 def wide_head(head: Any) -> Callable[[Tensor], Tensor]:
-    """The head's map in fp32, of its own weights: widened once, so that gradients of all chunks are
-    summed wide."""
+    """The head's map in fp32 from its own weights. They are widened once, so that the gradients of
+    all chunks are summed in fp32."""
     weight = head.weight.float()
     bias = None if getattr(head, "bias", None) is None else head.bias.float()
     return lambda hidden: nn.functional.linear(hidden.float(), weight, bias)
 
 
 def causal_lm(lm: Any) -> Any:
-    """The transformers model, without peft's wrapping where there is one."""
+    """The transformers model, without peft's wrapper if there is one."""
     return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
 
 
@@ -135,8 +135,8 @@ def require_finite(state: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model costs: parameters of the layers' linear maps and of the head, and its attention
-    (layers · heads · head size)."""
+    """Compute costs of a model: parameters of the layers' linear maps and of the head, and its
+    attention width (layers · heads · head size)."""
 
     layer_parameters: int
     head_parameters: int
@@ -144,19 +144,21 @@ class Shape:
 
     @property
     def attention_cost(self) -> float:
-        """A pair of attended tokens against one token's linear layers (see packing)."""
+        """Cost of one pair of attended tokens relative to one token's linear layers (see
+        packing)."""
         return 2.0 * self.attention_width / max(1, self.layer_parameters)
 
     def training_flops(self, lengths: list[int], outputs: list[int]) -> float:
-        """Forward and backward of one pass over samples of `lengths` tokens of which `outputs` are
-        predicted: 6 a parameter and token, and 6·width·length² for causal attention."""
+        """FLOPs of one forward and backward pass over samples of `lengths` tokens, of which
+        `outputs` are predicted: 6 per parameter and token, and 6·width·length² for causal
+        attention."""
         pairs = sum(length * length for length in lengths)
         linear = self.layer_parameters * sum(lengths) + self.head_parameters * sum(outputs)
         return 6.0 * linear + 6.0 * self.attention_width * pairs
 
 
 def shape_of(config: Any) -> Shape:
-    """A decoder's costs from its configuration alone."""
+    """A decoder's costs, from its configuration."""
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or hidden // heads)

@@ -1,14 +1,14 @@
-"""Packing: samples onto ranks, into rows, rows into micro-batches. Pure; nothing is lost.
+"""Packs samples onto ranks, into rows, and rows into micro-batches. Pure.
 
     samples, heaviest first ─► the rank with least work      (every rank gets the same mixture, so
-                                                              tokens and attention balance both)
+                                                              tokens and attention both balance)
     a rank's samples        ─► rows, best fit decreasing
-    a rank's rows           ─► micro-batches, heaviest first  (the ranks' m-th cost alike: a
-                                                              collective waits for the slowest)
+    a rank's rows           ─► micro-batches, heaviest first  (all ranks' m-th cost about the same:
+                                                              a collective waits for the slowest)
 
-Every sample lands in exactly one row of exactly one rank (a property test holds this; a published
-ancestor duplicated a micro-batch here, with its loss). All ranks get the same number of
-micro-batches, because a collective waits for every rank; a rank without work gets empty ones.
+Every sample is in exactly one row of exactly one rank (checked by a property test). All ranks get
+the same number of micro-batches, because a collective waits for every rank; a rank without work
+gets empty ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ATTENTION_COST = 1 / 12288
-"""Cost of one pair of attended tokens against one token's linear layers: 4·h over 24·h² multiply-
-adds a layer at hidden size h = 2,048. `plan` takes a model's own."""
+"""Cost of one pair of attended tokens relative to one token's linear layers: 4·h over 24·h²
+multiply-adds per layer at hidden size h = 2,048. Callers pass the model's own value to `plan`."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,15 @@ class Plan:
 
 
 def cost(length: int, attention_cost: float = ATTENTION_COST) -> float:
-    """Work of one sample: linear layers plus its own (causal) attention."""
+    """Work of one sample: linear layers plus its own causal attention."""
     return length + attention_cost * length * length / 2
 
 
 def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: sample numbers in rows of at most `row_tokens` tokens.
+    """Packs samples into rows of at most `row_tokens` tokens, by best-fit decreasing; returns
+    sample numbers.
 
-    A sample longer than a row gets a row of its own. Deterministic: ties go to the earlier row.
+    A sample longer than a row gets its own row. Deterministic: ties go to the earlier row.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows: list[list[int]] = []
@@ -64,8 +65,9 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def share_out(
     lengths: Sequence[int], ranks: int, attention_cost: float = ATTENTION_COST
 ) -> list[list[int]]:
-    """Sample numbers of each rank: heaviest first to the rank with least work (LPT: within 4/3 of
-    the best makespan, Graham 1969; with many samples within a fraction of the last one's)."""
+    """Sample numbers of each rank: heaviest first, to the rank with least work (LPT: within 4/3
+    of the optimal makespan, Graham 1969; with many samples, within a fraction of the last one's
+    work)."""
     if ranks == 1:
         return [list(range(len(lengths)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -85,9 +87,10 @@ def plan(
     micro_tokens: int,
     attention_cost: float = ATTENTION_COST,
 ) -> Plan:
-    """Which sample goes where. `lengths` in tokens; the same on every rank.
+    """Assigns samples to ranks, rows and micro-batches. `lengths` are in tokens; same result on
+    every rank.
 
-    A micro-batch holds rows worth at most `micro_tokens` padded tokens, at least one row. Raises
+    A micro-batch holds rows of at most `micro_tokens` padded tokens, and at least one row. Raises
     ValueError for a sample without tokens.
     """
     micro = [
@@ -107,15 +110,15 @@ def _micro_batches(
     micro_tokens: int,
     attention_cost: float,
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """One rank's samples in rows in micro-batches."""
+    """Packs one rank's samples into rows and micro-batches."""
     rows = pack_rows([lengths[i] for i in share], row_tokens)
     named = [tuple(share[i] for i in row) for row in rows]
     widths = [sum(lengths[i] for i in row) for row in named]
     work = [sum(cost(lengths[i], attention_cost) for i in row) for row in named]
     batches: list[list[tuple[int, ...]]] = []
     widest = 0
-    # By work, so that the ranks' m-th batches cost alike (by width they differed by 12 %: rows are
-    # equally full, but a few long samples attend more than many short ones).
+    # Sort by work, so that the ranks' m-th batches cost about the same. (Sorted by width they
+    # differed by 12 %: rows are equally full, but few long samples attend more than many short.)
     for row in sorted(range(len(named)), key=lambda k: (-work[k], k)):
         wider = max(widest, widths[row])
         if batches and wider * (len(batches[-1]) + 1) <= micro_tokens:
@@ -129,9 +132,9 @@ def _micro_batches(
 
 @dataclass(frozen=True)
 class Quality:
-    """Of a plan: `fill` = tokens in rows over their room; `padding` = padded tokens among those
-    computed; `imbalance` = the heaviest rank's work over the mean, less one; `lockstep` the same
-    with every micro-batch waiting for the slowest rank."""
+    """Quality of a plan. `fill`: tokens in rows over their capacity. `padding`: share of padding in
+    the computed tokens. `imbalance`: the heaviest rank's work over the mean, minus one. `lockstep`:
+    the same if every micro-batch waits for the slowest rank."""
 
     fill: float
     padding: float
@@ -140,7 +143,7 @@ class Quality:
 
 
 def quality(found: Plan, lengths: Sequence[int], attention_cost: float = ATTENTION_COST) -> Quality:
-    """How well a plan uses the machines."""
+    """Measures how well a plan uses the ranks."""
     micro = [[[sum(lengths[i] for i in row) for row in m] for m in rank] for rank in found.ranks]
     room = sum(max(found.row_tokens, w) for rank in micro for m in rank for w in m)
     computed = sum(len(m) * max(m) for rank in micro for m in rank if m)

@@ -1,11 +1,11 @@
-"""The next sealed batch, fetched and checked while this one trains.
+"""Fetches and checks the next sealed batch while the current one trains.
 
-    rank 0's thread:   wait for batch s ─► fetch by signed URLs ─► check to the last row ─► one slot
-    the loop:          take batch s (waits only for what is not there yet) ─► the slot is free
+    rank 0's thread:   wait for batch s ─► fetch by signed URLs ─► check every row ─► one slot
+    the loop:          take batch s (waits only if it is not ready) ─► the slot is free
 
-Exactly one batch is held ahead, so memory is bounded by two: 4 bytes a prompt token, 8 a generated
-one (`Rollout`), and one file while it is read. A download that fails raises in the
-loop, never nowhere (an ancestor's prefetcher swallowed errors and marked the file fetched).
+Exactly one batch is held ahead, so memory is bounded by two batches: 4 bytes per prompt token, 8
+per generated one (`Rollout`), plus one file while it is read. Download errors are raised in the
+loop.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from prime_trainer.data import TrainingBatch
 from prime_trainer.metrics import Stopwatch
 
 Produce = Callable[[int, Stopwatch], TrainingBatch]
-"""(step, watch) → the verified batch; raises what makes it unusable, StoppedError when stopped."""
+"""(step, watch) → the verified batch; raises why it is unusable, or StoppedError when stopped."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A batch and how long its thread worked at it, by name."""
+    """A batch, and the time its thread spent on it by name."""
 
     batch: TrainingBatch
     watch: Stopwatch
 
 
 class Prefetcher:
-    """One batch ahead, in a thread. Belongs to one caller; `close` ends the thread.
+    """Fetches one batch ahead, in a thread. Not thread-safe; `close` ends the thread.
 
-    `limit`: steps from here on are never asked for.
+    `limit`: batches from this step on are never requested.
     """
 
     def __init__(self, produce: Produce, limit: int | None) -> None:
@@ -41,21 +41,21 @@ class Prefetcher:
         self._slots: dict[int, Future[Fetched]] = {}
 
     def take(self, step: int) -> Fetched:
-        """Batch `step`; the thread then goes after the next. Raises what `produce` raised: taking
-        the same step again tries again."""
+        """Returns batch `step`; the thread then starts on the next. Raises what `produce` raised;
+        taking the same step again retries."""
         future = self._slots.pop(step, None) or self._begin(step)
         fetched = future.result()
         self.ahead(step + 1)
         return fetched
 
     def ahead(self, step: int) -> None:
-        """Begins with batch `step`, unless it is under way or beyond the limit."""
+        """Starts fetching batch `step`, unless it is in progress or beyond the limit."""
         if step not in self._slots and (self._limit is None or step < self._limit):
             self._slots[step] = self._begin(step)
 
     def close(self) -> None:
-        """Ends the thread. Whoever closes before the limit is reached first sets the event that
-        `produce` stops by."""
+        """Ends the thread. To close before the limit is reached, first set the event that stops
+        `produce`."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, step: int) -> Future[Fetched]:

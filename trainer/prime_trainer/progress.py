@@ -1,4 +1,4 @@
-"""The bar on a terminal: steps done, reward, ETA, and what the loop waits for just now."""
+"""Progress bar on a terminal: steps done, reward, ETA, and what the loop is waiting for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = {
 
 
 class Bar:
-    """rich's progress bar; `total` None shows steps without an end."""
+    """A rich progress bar; `total` None shows steps without an end."""
 
     def __init__(self, total: int | None) -> None:
         from rich.console import Console
@@ -53,10 +53,11 @@ class Bar:
         self._progress.stop()
 
     def say(self, name: str) -> None:
-        """What the loop waits for, by its name in the step's line."""
+        """Shows what the loop waits for; `name` is its name in the step's line."""
         self._progress.update(self._task, waits=WORDS.get(name, name))
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """A step is kept; the step's number counts, so that a resumed run begins where it is."""
+        """Shows a saved step. Uses the absolute step number, so that a resumed run continues from
+        its step."""
         reward = f"reward {line['reward']:.3f} · " if "reward" in line else ""
         self._progress.update(self._task, completed=line["version"], reward=reward)

@@ -1,13 +1,13 @@
-"""A trained policy becomes a published one: exported, judged fit, signed, served, announced.
+"""Publishes a trained policy: export, check, sign, serve, announce.
 
     weights (bf16, finite, shaped as the base) → folder → manifest and deltas → trainer's signature
-      → the origin's layout, by one rename → POST /v1/policies (the outbox puts it on chain)
+      → the origin's layout, by one rename → POST /v1/policies (the orchestrator puts it on chain)
 
-Every step may be repeated: the same checkpoint gives the same bytes, and what is already there is
-left alone. Relays fetch from the origin, a thread of this process (`prime_broadcast/server.py`),
-newest first, while the next step trains; a publication is over once the first of them has begun.
-The origin keeps every policy: the newest and an anchor at intervals whole, those between as deltas.
-Nothing that is not finite gets past `export`.
+Every step is idempotent: the same checkpoint gives the same bytes, and existing files are left
+alone. Relays fetch from the origin, a thread of this process (`prime_broadcast/server.py`), newest
+first, while the next step trains; a publication ends when the first relay has started. The origin
+keeps every policy: the newest ones and periodic anchors in full, those between as deltas. `export`
+rejects weights that are not finite.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FIRST_RELAY_SECONDS = 3.0
 
 
 def sidecars(base: Path) -> list[Path]:
-    """Everything in a model folder but its weights: config, tokenizer, generation settings."""
+    """All files of a model folder except its weights: config, tokenizer, generation settings."""
     return [
         path
         for path in sorted(base.iterdir())
@@ -60,13 +60,12 @@ def sidecars(base: Path) -> list[Path]:
 
 
 def export(state: dict[str, Tensor], base: Path, folder: Path, training: str = "") -> None:
-    """Writes `state` (whole, on CPU) as a Hugging Face folder in bf16 with the base's sidecars and
-    `training`, the configuration that made it (prime_trainer/config.py).
+    """Writes `state` (complete, on CPU) as a Hugging Face folder in bf16, with the base's sidecars
+    and `training`, the configuration that made it (prime_trainer/config.py).
 
-    A tensor that shares its memory with an earlier one (tied embeddings) is written once, as the
-    base has it. Raises FatalError, and writes nothing, if a weight is missing, has another shape
-    than in the base, or is not finite in bf16; UnavailableError, and leaves no folder, if the disk
-    refuses.
+    Tied weights (embeddings) are written once, as in the base. Raises FatalError, and writes
+    nothing, if a weight is missing, has another shape than in the base, or is not finite in bf16;
+    UnavailableError, and leaves no folder, on a disk error.
     """
     rounded: dict[str, Tensor] = {}
     for name, shape in _tensor_shapes(base).items():
@@ -106,7 +105,7 @@ def _tensor_shapes(base: Path) -> dict[str, tuple[int, ...]]:
 
 
 class Publisher:
-    """Signs and serves policies of one pool from `<data>/origin`; belongs to one thread."""
+    """Signs and serves policies of one pool from `<data>/origin`. Not thread-safe."""
 
     def __init__(
         self,
@@ -128,14 +127,14 @@ class Publisher:
         self._delta_from = delta_from
 
     def published(self) -> int | None:
-        """The newest version that lies whole in the origin."""
+        """The newest version that is complete in the origin."""
         return max(layout.versions(self.root), default=None)
 
     def publish(self, folder: Path, version: int) -> SignedManifest:
-        """Signs `folder` as policy `version`, serves it, and hands it to the orchestrator.
+        """Signs `folder` as policy `version`, serves it, and submits it to the orchestrator.
 
         Raises FatalError if that version was published with other bytes, UserError if version 0 is
-        not the run's base model, UnavailableError if orchestrator or disk refuse (try again).
+        not the run's base model, UnavailableError on an orchestrator or disk error (retry).
         """
         try:
             manifest = publish(
@@ -167,7 +166,7 @@ class Publisher:
         return signed
 
     def hand_in(self, version: int) -> None:
-        """Tells the orchestrator of a version that lies in the origin; harmless if it knows."""
+        """Submits a version in the origin to the orchestrator; no effect if it is already known."""
         signed = layout.manifest_of(self.root, version)
         try:
             self._client.post("/v1/policies", signed, Empty)
@@ -184,8 +183,9 @@ class Publisher:
 
 
 class _Asked(DirectoryContent):
-    """A layout that remembers the newest version that anybody began to fetch: what is not there
-    counts for nothing, or any stranger's number would end every wait to come."""
+    """A layout that records the newest version that any reader started to fetch. Requests for
+    missing versions do not count, because any stranger's number would otherwise end all later
+    waits."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -202,8 +202,8 @@ class _Asked(DirectoryContent):
         return found
 
     def wait(self, version: int, seconds: float) -> bool:
-        """Whether somebody asked for `version` or a later one, waiting for it if anybody ever
-        asked for any."""
+        """Waits until a reader has asked for `version` or a later one; returns whether one has.
+        Returns False at once if no reader ever asked for any version."""
         with self._change:
             if self._newest < 0:
                 return False
@@ -211,7 +211,7 @@ class _Asked(DirectoryContent):
 
 
 class Origin:
-    """Serves `root` over HTTP and keeps the orchestrator told of its address, until stopped."""
+    """Serves `root` over HTTP and announces its address to the orchestrator until stopped."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Origin:
 
     @property
     def url(self) -> str:
-        """Where relays find it."""
+        """The URL for relays."""
         return self._server.url
 
     def __enter__(self) -> Origin:
@@ -245,21 +245,20 @@ class Origin:
         self.stop()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Ends announcing and serving; for `grace` seconds at most, answers under way are finished
-        first. May be called twice."""
+        """Stops announcing and serving; responses in progress get at most `grace` seconds to
+        finish. Idempotent."""
         self._stopped.set()
         self._wake.set()
         self._thread.join()
         self._server.stop(grace)
 
     def announce(self) -> None:
-        """Tells the orchestrator now instead of at the next turn (a new version is there)."""
+        """Announces immediately instead of at the next interval (a new version is available)."""
         self._wake.set()
 
     def wait_taken(self, version: int) -> bool:
-        """Returns once a relay has begun to fetch `version`, so that publications do not run ahead
-        of whoever shall carry them: True; False after FIRST_RELAY_SECONDS, or at once if no relay
-        ever came."""
+        """Waits until a relay has started to fetch `version`, so that publications do not outrun
+        the relays: True then; False after FIRST_RELAY_SECONDS, or at once if no relay ever came."""
         return self._asked.wait(version, FIRST_RELAY_SECONDS)
 
     def _announce(self) -> None:
@@ -289,8 +288,9 @@ def publish_state(
     training: str,
     insist: Callable[[Callable[[], SignedManifest]], object],
 ) -> None:
-    """Publishes `weights` (rank 0's whole state, on CPU), made under the configuration `training`,
-    as `version`; version 0 is the base model as it is. `insist` repeats what is refused for now."""
+    """Publishes `weights` (rank 0's complete state, on CPU), trained under the configuration
+    `training`, as `version`; version 0 is the unmodified base model. `insist` retries temporary
+    failures."""
     folder = base
     if version:
         folder = data / "export"
@@ -300,5 +300,5 @@ def publish_state(
 
 
 def write_address(data: Path, url: str) -> None:
-    """Notes the origin's address in `<data>/origin.url`, for whoever starts a relay."""
+    """Writes the origin's address to `<data>/origin.url`, for starting relays."""
     write_whole(data / "origin.url", url.encode() + b"\n")

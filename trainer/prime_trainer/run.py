@@ -1,4 +1,5 @@
-"""Wiring of `trainer run`: settings in, one process of the run until it is told to stop."""
+"""Wiring of `trainer run`: builds everything from the settings and runs one process until a stop
+request."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 KNOWN_RUN = "run.json"
-"""In the data folder, once the orchestrator (and the chain) has answered for the first time."""
+"""File in the data folder, written once the orchestrator (and the chain) has answered for the first
+time."""
 FINISH_SECONDS = 30.0
-"""Readers may so long finish what they began, once a policy is known to be elsewhere."""
+"""Time for readers to finish their downloads once a policy is available elsewhere."""
 
 
 def unlock(settings: Settings) -> LocalSigner:
@@ -50,9 +52,11 @@ def known_facts(
     stop: threading.Event,
     give_up: float | None = None,
 ) -> PoolFacts:
-    """The pool's facts, waiting for the orchestrator, checked on chain where that is set.
+    """Fetches the pool's facts, waiting for the orchestrator, and checks them on chain if
+    configured.
 
-    Raises UnavailableError if one of them does not answer for `give_up` seconds (None: waits)."""
+    Raises UnavailableError if one of them does not answer for `give_up` seconds (None: waits).
+    """
     facts = insist(
         lambda: pool_facts(client, settings.run), stop, "asking for the pool", give_up=give_up
     )
@@ -106,9 +110,9 @@ def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> Origin:
 
 
 def run_trainer(settings: Settings, stop: threading.Event) -> None:
-    """Runs this rank until `stop`, or the wished number of steps. Raises PrimeError.
+    """Runs this rank until `stop`, or for the configured number of steps. Raises PrimeError.
 
-    What a person can have got wrong is found before torch is loaded.
+    User errors are detected before torch is loaded.
     """
     log_to_stderr(settings.log_level)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -120,7 +124,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
     known = settings.data / KNOWN_RUN
     give_up = settings.first_answer_seconds if leads and not known.exists() else None
     with ExitStack() as stack:
-        if leads:  # two would write one another's checkpoints, and sign two policies of a number
+        if leads:  # two would overwrite checkpoints and sign two policies for a version
             stack.enter_context(held_alone(settings.data, "trainer"))
         client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
         try:
@@ -154,8 +158,8 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
 
 
 def dry_run(settings: Settings) -> tuple[RunDefinition, Estimate]:
-    """The run that would be trained, and what a batch would cost. Nothing is written, no key is
-    opened; the orchestrator is only asked where no run file is named."""
+    """The run that would be trained, and the estimated cost of a batch. Writes nothing, opens no
+    key, and contacts the orchestrator only if no run file is given."""
     from prime_core.run_file import read_run
     from prime_trainer.dryrun import cpu_peak, estimate, measured_prompt
     from prime_trainer.loading import require_model_folder
@@ -192,10 +196,10 @@ def publish_by_hand(
     as_json: bool = False,
     stop: threading.Event | None = None,
 ) -> None:
-    """Signs `model` as policy `version` and hands it to the orchestrator, then serves it until a
-    relay or node is known to have all of it, or `stop` (by default Ctrl-C or SIGTERM). Safe to
-    repeat: the same folder gives the same policy, which is served again if nobody has it. Raises
-    UserError while a trainer publishes from the same folder."""
+    """Signs `model` as policy `version` and submits it to the orchestrator, then serves it until a
+    relay or node is known to have all of it, or until `stop` (by default Ctrl-C or SIGTERM).
+    Idempotent: the same folder gives the same policy, which is served again if no one has it.
+    Raises UserError while a trainer publishes from the same folder."""
     signer = unlock(settings)
     make_folder(settings.data)
     with (
@@ -213,7 +217,7 @@ def publish_by_hand(
                 _say(f"{who} has all of policy {version} already: it is not served again")
             return
         origin = new_origin(settings, publisher.root, signer)
-        stack.enter_context(origin)  # that it cannot listen is found before anything is announced
+        stack.enter_context(origin)  # listening errors surface before anything is announced
         publish_and_say(publisher, model, version, as_json)
         origin.announce()
         stop = stop or until_stopped()
@@ -232,7 +236,8 @@ def publish_by_hand(
 
 
 def publish_and_say(publisher: Publisher, model: Path, version: int, as_json: bool) -> None:
-    """Publishes with a bar on a terminal, and prints the policy's digest, or all as JSON."""
+    """Publishes, with a progress bar on terminals, and prints the policy's digest, or all facts as
+    JSON."""
     from prime_broadcast.bars import work_bar
 
     with work_bar(shown=not as_json):

@@ -1,4 +1,4 @@
-"""Evaluations and plans as a person reads them."""
+"""Evaluations and plans as text tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prime_trainer.evaluate import Comparison, Evaluation, Interval
 
 
 def evaluation_table(found: Evaluation) -> str:
-    """Whole, by environment, by budget."""
+    """Overall figures, then by environment and by budget."""
     k = found.samples
     lines = [
         f"{name:13} {_show(value)}"
@@ -34,7 +34,7 @@ def evaluation_table(found: Evaluation) -> str:
 
 
 def comparison_table(both: Comparison) -> str:
-    """Base, trained, and what was gained, problem by problem."""
+    """Base, trained, and the paired gains."""
     lines = [f"{'':13} {'base':26} {'trained':26} gain"]
     rows = (
         ("reward", both.base.reward, both.trained.reward, both.reward_gain),
@@ -57,7 +57,7 @@ def _show(value: Interval) -> str:
 
 
 def plan_table(rows: Sequence[PlanRow]) -> str:
-    """One line a number of ranks."""
+    """One line per number of ranks."""
     columns = ("ranks", "kept", "peak", "fits", "micro-batches", "traffic", "computing")
     words = {True: "yes", False: "no", None: "?"}
     lines = [columns]

@@ -1,4 +1,4 @@
-"""The training loop.
+"""The training loop of `trainer run`.
 
     rank 0, a thread                 every rank                            rank 0, a thread
     ────────────────                 ──────────                            ────────────────
@@ -11,17 +11,17 @@
                                      └ gradients summed over ranks in the last one
                                      finite? clip, AdamW; else skip and say so
                                      alarms                  (alarms)
-                                     wait until s − 1 is kept and published
+                                     wait until s − 1 is saved and published
                                      copy weights and optimizer to CPU ──► write checkpoint s + 1
                                      batch s + 1 …                         metrics line s
                                                                            export, load it once,
-                                                                           sign, serve, hand in
+                                                                           sign, serve, submit
 
-A version is published only from a checkpoint that is on disk, so a killed trainer publishes the
-same bytes again; one checkpoint and one publication are under way at a time. Batch s trains policy
-s into s + 1, whatever happens: a step whose gradient is not finite, or a batch that is skipped,
-publishes the weights unchanged under the new number. Every wait has a name in the step's line:
-`seconds` is the loop's own time, `background` what the two threads did beside it.
+A version is published only from a checkpoint on disk, so that a killed trainer publishes the same
+bytes again. At most one checkpoint and one publication are in progress. Batch s always trains
+policy s into s + 1: if the gradient is not finite or the batch is skipped, the weights are
+published unchanged under the new number. Every wait has a name in the step's line: `seconds` is
+the loop's own time, `background` the time of the two threads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 
 class Trainer:
-    """One trainer process of a run: the loop, and what it needs from outside."""
+    """One trainer process of a run: the loop and its external dependencies."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class Trainer:
         self.prefetcher: Prefetcher | None = None
 
     def run(self) -> TrainerState:
-        """Trains batch after batch until `steps`, or told to stop (then it ends cleanly)."""
+        """Trains batch after batch until `steps`, or until a stop request, on which it ends
+        cleanly."""
         limit = self.learner.settings.steps
         state = self.resume()
         if self.world.leads:
@@ -99,7 +100,7 @@ class Trainer:
                 found = self.next_batch(state, watch)
                 line = self.train(found, state, watch)
                 state = self.keep(state, found, line, watch)
-                watch = self.new_watch()  # what is waited for from here on is the next step's
+                watch = self.new_watch()  # waits from here on belong to the next step
                 skipped = 0 if line["applied"] else skipped + 1
                 if skipped >= MAX_SKIPPED_IN_A_ROW:
                     raise FatalError(f"{skipped} steps in a row changed no weight")
@@ -110,18 +111,18 @@ class Trainer:
             self.end_kept()
         finally:
             if not ended:
-                self.stop.set()  # the threads wait for nothing any more
+                self.stop.set()  # ends the threads' waits
             if self.prefetcher is not None:
                 self.prefetcher.close()
             self.keeper.shutdown(wait=True)
         return state
 
     def new_watch(self) -> Stopwatch:
-        """A step's stopwatch; whoever looks on is told what is waited for."""
+        """A step's stopwatch, which reports to the observers what the loop waits for."""
         return Stopwatch(begins=self.observers.waiting)
 
     def resume(self) -> TrainerState:
-        """The newest checkpoint's state, or that of a run not begun."""
+        """The newest checkpoint's state, or the initial state of a new run."""
         digest = self.facts.run.digest()
         learner = self.learner
         found = checkpoint.load(self.data, digest, learner.policy, learner.optimizer, self.world)
@@ -134,7 +135,8 @@ class Trainer:
         return state
 
     def verified_batch(self, step: int, watch: Stopwatch) -> TrainingBatch:
-        """The prefetcher's work. That no group comes again is checked when it is taken."""
+        """Fetches and verifies a batch, in the prefetcher's thread. Repeated groups are checked
+        later, when the batch is taken."""
         with watch.timed("sealed"):
             answer = wait_for_batch(self.client, step, self.stop)
         with watch.timed("fetch"):
@@ -142,13 +144,13 @@ class Trainer:
             return assemble(answer.batch, step, self.rules, fetch)
 
     def next_batch(self, state: TrainerState, watch: Stopwatch) -> TrainingBatch | BadBatch:
-        """Batch `state.step`, the same on every rank, or why it is skipped. Raises StoppedError on
-        every rank."""
+        """Returns batch `state.step`, the same on every rank, or the reason for skipping it. Raises
+        StoppedError on every rank."""
         found: TrainingBatch | BadBatch | None = None
         with watch.timed("wait_batch"):
             if self.prefetcher is not None:
                 try:
-                    if self.stop.is_set():  # however many batches lie ready
+                    if self.stop.is_set():  # even if batches are ready
                         raise StoppedError
                     fetched = self.prefetcher.take(state.step)
                     fetched.batch.require_new(self.recent)
@@ -171,7 +173,8 @@ class Trainer:
     def train(
         self, found: TrainingBatch | BadBatch, state: TrainerState, watch: Stopwatch
     ) -> dict[str, Any]:
-        """The step's line. A batch that is skipped changes nothing, and its line says why."""
+        """Trains one batch and returns the step's line. A skipped batch changes nothing, and its
+        line says why."""
         line: dict[str, Any]
         if isinstance(found, TrainingBatch):
             line = train_step(self.learner, found, watch)
@@ -191,8 +194,9 @@ class Trainer:
         line: dict[str, Any],
         watch: Stopwatch,
     ) -> TrainerState:
-        """Hands weights, optimizer and line to the keeper; from its checkpoint on the batch is
-        trained. Raises FatalError after that if an alarm shall end the run."""
+        """Passes weights, optimizer and line to the keeper thread; the batch counts as trained
+        once its checkpoint is written. Then raises FatalError if an alarm is configured to end
+        the run."""
         learner = self.learner
         self.wait_kept(watch)
         line |= {"time": time.time(), "background": self.observers.taken_background()}
@@ -217,7 +221,7 @@ class Trainer:
     def keep_here(
         self, saving: Saving, weights: dict[str, Tensor], line: dict[str, Any]
     ) -> Stopwatch:
-        """The keeper's work on this rank: the checkpoint, the line, the publication, in order."""
+        """The keeper's work on this rank, in order: checkpoint, metrics line, publication."""
         watch = Stopwatch()
         with watch.timed("checkpoint"):
             saving.finish(self.world.leads)
@@ -228,8 +232,8 @@ class Trainer:
         return watch
 
     def wait_kept(self, watch: Stopwatch) -> None:
-        """Until the batch before is kept and published; raises what went wrong there, and
-        StoppedError on every rank if rank 0 was stopped in it."""
+        """Waits until the previous batch is saved and published. Raises its error, and StoppedError
+        on every rank if rank 0 was stopped during it."""
         if self.kept is None:
             return
         pending, self.kept = self.kept, None
@@ -244,14 +248,15 @@ class Trainer:
             raise StoppedError
 
     def end_kept(self) -> None:
-        """At a stop: what is under way is brought to its end, or left for the restart."""
+        """On a stop request: finishes the work in progress, or leaves it for the restart."""
         try:
             self.wait_kept(Stopwatch())
         except StoppedError:
             log.info("the last policy is published at the next start")
 
     def publish_first(self, state: TrainerState, watch: Stopwatch) -> None:
-        """What a restart finds trained is published (again); at the start, the base model."""
+        """Publishes the newest trained policy (again) at a restart, and the base model at the first
+        start."""
         with watch.timed("snapshot"):
             weights = published_state(self.learner.policy, self.world)
 
@@ -264,8 +269,8 @@ class Trainer:
         self.wait_kept(watch)
 
     def publish(self, weights: dict[str, Tensor], state: TrainerState, watch: Stopwatch) -> None:
-        """Rank 0 publishes `weights` as version `state.step`, with the configuration that made it;
-        version 0 is the base model as it is."""
+        """On rank 0, publishes `weights` as version `state.step`, with the configuration that made
+        it; version 0 is the unmodified base model."""
         if self.publisher is None:
             return
         version = state.step
@@ -278,5 +283,6 @@ class Trainer:
         log.info("policy %d is published", version)
 
     def retry(self, action: Any) -> Any:
-        """`action` until the orchestrator takes it; raises StoppedError when told to stop."""
+        """Repeats `action` until the orchestrator accepts it; raises StoppedError on a stop
+        request."""
         return insist(action, self.stop, "publishing")

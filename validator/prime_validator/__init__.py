@@ -1,1 +1,1 @@
-"""The validator: a program of its own that judges rollout files for a pool."""
+"""The validator: a separate program that judges rollout files for a pool."""

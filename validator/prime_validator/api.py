@@ -1,4 +1,4 @@
-"""The orchestrator as a validator asks it: signed requests, and what anyone may read."""
+"""A validator's client for the orchestrator: signed requests and public reads."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Empty(Answer):
 
 
 class ValidatorApi:
-    """One session with an orchestrator; calls from several threads follow one another. `worker`
-    names this process among those of the same key. Raises as OrchestratorClient does."""
+    """One session with an orchestrator; calls from several threads are serialized. `worker`
+    distinguishes this process from others with the same key. Raises the same errors as
+    OrchestratorClient."""
 
     def __init__(self, client: OrchestratorClient, worker: str) -> None:
         self.client = client
@@ -71,25 +72,25 @@ class ValidatorApi:
         self._post("keep", request, Empty)
 
     def abstain(self, submission: Digest, reason: Reason, detail: str) -> None:
-        """The file goes to another validator and does not come back."""
+        """Gives the file up for good; it goes to another validator."""
         self._release(submission, "abstain", reason, detail)
 
     def delay(self, submission: Digest, reason: Reason, detail: str, seconds: int) -> None:
-        """The file comes back after `seconds`."""
+        """Postpones the file; it returns after `seconds`."""
         self._release(submission, "later", reason, detail, seconds)
 
     def rows_seen(self, submission: Digest, marks: Mapping[str, bool]) -> frozenset[str]:
-        """Those of a file's row marks that other files have."""
+        """Returns those of a file's row marks that other files have."""
         request = RowsRequest(submission=submission, marks=dict(marks))
         return frozenset(self._post("rows", request, RowsAnswer).marks)
 
     def seal(self, submission: Digest, seal: Digest) -> bool:
-        """Whether the opinion is to be handed in now."""
+        """Seals an opinion; returns whether it is to be submitted now."""
         request = SealRequest(worker=self.worker, submission=submission, seal=seal)
         return self._post("seals", request, SealAnswer).reveal
 
     def upload(self, submission: Digest, data: bytes) -> None:
-        """Uploads a table or evidence of a file that was sealed."""
+        """Uploads a table or evidence of a file on which an opinion is sealed."""
         request = ObjectRequest(submission=submission, sha256=sha256(data), size=len(data))
         target = self._post("objects", request, UploadAnswer)
         if not target.exists:
@@ -100,7 +101,7 @@ class ValidatorApi:
         self._post("opinions", signed, Empty)
 
     def file(self, job: Job) -> bytes:
-        """The bytes of a job's file, which hash to what its node signed."""
+        """Returns the bytes of a job's file, checked against the digest its node signed."""
         claim = job.submission.submission
         with self._lock:
             return self.client.download(job.file, limit=MAX_FILE_BYTES, sha256=claim.sha256)
@@ -110,14 +111,15 @@ class ValidatorApi:
             return self.client.get_object(digest, MAX_OBJECT_BYTES)
 
     def draw_list(self, digest: Digest) -> DrawList:
-        """Raises MalformedError if the object is none."""
+        """Returns a DrawList object. Raises MalformedError if it does not parse."""
         try:
             return DrawList.model_validate_json(self.object(digest))
         except ValueError as error:
             raise MalformedError("the lease's list of draw commitments does not parse") from error
 
     def run(self, digest: Digest | None = None) -> bytes:
-        """The bytes of the pool's first run definition, or of the revision of that digest."""
+        """Returns the bytes of the pool's first run definition, or of the revision with that
+        digest."""
         path = "/v1/run" if digest is None else f"/v1/runs/{digest}"
         with self._lock:
             return self.client.request("GET", path, b"", signed=False)
@@ -127,7 +129,7 @@ class ValidatorApi:
             return self.client.get(f"/v1/policies/{version}", SignedManifest)
 
     def relays(self) -> list[str]:
-        """URLs of the relays that serve policies."""
+        """Returns the URLs of the relays that serve policies."""
         with self._lock:
             raw = self.client.request("GET", "/v1/relays", b"", signed=False)
         try:

@@ -1,4 +1,4 @@
-"""`validator doctor`: whether this machine and account can judge, before files depend on it."""
+"""`validator doctor`: checks in advance whether this machine and account can judge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FREE_MB = 1024
 
 @dataclass(frozen=True)
 class Finding:
-    """One check; `said` is what was found, or what to do."""
+    """One check; `said` is the result, or what to do about it."""
 
     name: str
     ok: bool
@@ -35,7 +35,7 @@ class Finding:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Every check that can be made; what rests on a failed one is left out."""
+    """Runs all checks; those that depend on a failed one are skipped."""
     found: list[Finding] = []
 
     def check(name: str, ask: Callable[[], str]) -> bool:

@@ -1,10 +1,11 @@
-"""A validator's draw secrets: drawn and committed to ahead, used for one file each, revealed late.
+"""A validator's draw secrets: generated and committed to in advance, used for files, revealed
+later.
 
-    prepare   commits to the secrets of this epoch and those to come; reveals what no lease needs
-    draw      the draw secret of one file, from the epoch that its lease names and the manager's
-              part, which comes with the job
+    prepare   commits to the secrets of this and coming epochs; reveals those no lease needs
+    draw      derives one file's draw secret from the secret of the epoch that its lease names
+              and the manager's part, which comes with the job
 
-The epoch's secret never leaves the folder before it is due; see prime_core.draws.
+An epoch's secret never leaves the folder before it is due; see prime_core.draws.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ EPOCHS_AHEAD = 8
 
 @dataclass(frozen=True)
 class Draw:
-    """The secret that draws one file's rows, and the validator's commitment behind it."""
+    """The secret that draws one file's rows, and the validator's commitment it is based on."""
 
     secret: Digest
     epoch: int
@@ -45,7 +46,7 @@ class Draw:
 
 
 class Draws:
-    """`random(n)` gives n unpredictable bytes, `now` Unix seconds."""
+    """`random(n)` returns n unpredictable bytes, `now` Unix seconds."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Draws:
         self._lists: dict[Digest, DrawList] = {}
 
     def prepare(self) -> None:
-        """Commits to what is not committed to yet, and reveals what is due."""
+        """Commits to secrets that are not committed yet, and reveals those that are due."""
         run, now = self._pool.run, self._now()
         epoch = int(now) // run.epoch_seconds
         secrets = [
@@ -86,10 +87,10 @@ class Draws:
                 self._folder.mark_revealed(one.epoch)
 
     def draw(self, job: Job) -> Draw:
-        """The draw of a job's file.
+        """Returns the draw for a job's file.
 
-        Raises UntrustedError or MalformedError if its lease names no commitment of this folder's
-        secrets: the file is another's. UnavailableError, NotFoundError if the list cannot be had.
+        Raises UntrustedError or MalformedError if its lease names no commitment to a secret in this
+        folder; UnavailableError or NotFoundError if the list cannot be fetched.
         """
         lease = job.lease
         if lease.opening is None or not lease.opens():

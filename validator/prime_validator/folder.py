@@ -1,7 +1,7 @@
-"""What a validator keeps in its own folder: draw secrets, and opinions until they are handed in.
+"""A validator's own folder: draw secrets, and opinions until they are submitted.
 
-One SQLite file, durable before anything that rests on it leaves the machine: a secret before its
-commitment, an opinion before its seal. Several processes of one key may share it.
+One SQLite file. Data is durable before anything that depends on it leaves the machine: a secret
+before its commitment, an opinion before its seal. Several processes with the same key may share it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS opinions (
 
 @dataclass(frozen=True)
 class Sealed:
-    """An opinion with the objects that it names."""
+    """An opinion with the objects it names."""
 
     signed: SignedOpinion
     table: bytes
@@ -36,7 +36,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Secret:
-    """One epoch's draw secret and how far it has gone."""
+    """One epoch's draw secret, and whether it is committed and revealed."""
 
     epoch: int
     secret: Digest
@@ -45,7 +45,7 @@ class Secret:
 
 
 class Folder:
-    """The file in `path`. Safe from several threads."""
+    """The database in `path`. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_folder(path)
@@ -68,18 +68,18 @@ class Folder:
     # -- draw secrets --------------------------------------------------------------------------
 
     def keep_secret(self, epoch: int, secret: Digest) -> Secret:
-        """Keeps an epoch's secret unless there is one; returns the one that counts."""
+        """Stores an epoch's secret unless there is one; returns the stored one."""
         self._run("INSERT OR IGNORE INTO draws (epoch, secret) VALUES (?, ?)", epoch, secret)
         found = self.secret(epoch)
         assert found is not None
         return found
 
     def secret(self, epoch: int) -> Secret | None:
-        """The secret of an epoch, or None."""
+        """Returns the secret of an epoch, or None."""
         return next((one for one in self._secrets("WHERE epoch = ?", epoch)), None)
 
     def unrevealed(self) -> list[Secret]:
-        """Secrets that are committed to and not shown yet, oldest first."""
+        """Returns secrets that are committed to and not revealed yet, oldest first."""
         return self._secrets("WHERE committed AND NOT revealed ORDER BY epoch")
 
     def mark_committed(self, epochs: list[int]) -> None:
@@ -100,7 +100,7 @@ class Folder:
     # -- opinions ------------------------------------------------------------------------------
 
     def keep_opinion(self, sealed: Sealed) -> None:
-        """Keeps an opinion, in the place of an earlier one on the same file."""
+        """Stores an opinion, replacing an earlier one on the same file."""
         self._run(
             "INSERT OR REPLACE INTO opinions (submission, body, verdict_table, evidence, given) "
             "VALUES (?, ?, ?, ?, 0)",
@@ -109,7 +109,7 @@ class Folder:
         )
 
     def sealed(self, submission: Digest) -> Sealed | None:
-        """The opinion on a file that is still to be handed in, or None."""
+        """Returns the opinion on a file that is still to be submitted, or None."""
         rows = self._run(
             "SELECT body, verdict_table, evidence FROM opinions WHERE submission = ? AND NOT given",
             submission,
@@ -121,7 +121,7 @@ class Folder:
         return None
 
     def mark_given(self, submission: Digest) -> None:
-        """The opinion was handed in; its objects are published."""
+        """Marks the opinion submitted and deletes its objects, which are now published."""
         self._run(
             "UPDATE opinions SET given = 1, verdict_table = NULL, evidence = NULL "
             "WHERE submission = ?",
@@ -129,7 +129,7 @@ class Folder:
         )
 
     def counts(self) -> dict[str, int]:
-        """Number of opinions: `given` and `sealed`."""
+        """Returns the number of opinions, `given` and `sealed`."""
         rows = self._run("SELECT given, COUNT(*) FROM opinions GROUP BY given")
         found = {bool(given): int(str(number)) for given, number in rows}
         return {"given": found.get(True, 0), "sealed": found.get(False, 0)}

@@ -1,12 +1,12 @@
-"""Judging: claimed files become opinions, which are sealed first and handed in when they are due.
+"""Judges claimed files: forms opinions, seals them first, and submits them when they are due.
 
-    claim ─► check signatures ─► draw ─► file, policy ─► verify ─► opinion ─► seal ─► hand in
-                     └ ours fails: abstain        └ outage: later
+    claim ─► check signatures ─► draw ─► file, policy ─► verify ─► opinion ─► seal ─► submit
+                     └ our fault: abstain         └ outage: later
 
-Verification decides nothing by failing: an exception, a missing policy or a lost file is never an
-opinion. The validator abstains from what it cannot judge, and the file goes to another; an outage
-only delays it. Claims are kept while the judging lasts; if the process dies, they run out, and the
-file comes back a few times before it goes to another validator.
+A failure of the verifier decides nothing: an exception, a missing policy or a lost file never
+becomes an opinion. The validator abstains from what it cannot judge, and the file goes to another;
+an outage only delays it. Claims are extended during judging. If the process dies, they expire, and
+the file returns a few times before it goes to another validator.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from prime_verify.verify import Finding, verify_file
 log = logging.getLogger(__name__)
 
 KEEP_SECONDS = 10.0
-"""How often claims are kept while their files are judged …"""
+"""Interval at which claims are extended while their files are judged …"""
 JUDGE_SECONDS = 900.0
-"""… and for how long at most."""
+"""… and the longest time for which this is done."""
 LATER_SECONDS = 15
 
 
@@ -68,12 +68,12 @@ class _AbstainError(Exception):
 
 
 class _LaterError(_AbstainError):
-    """It cannot judge it now."""
+    """This validator cannot judge the file now."""
 
 
 class Validator:
-    """One validator process. `keeping` is a second session, which keeps claims while the first one
-    is busy; `version` is part of the law that opinions are formed under."""
+    """One validator process. `keeping` is a second session that extends claims while the first is
+    busy; `version` is part of the law under which opinions are formed."""
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class Validator:
         self._calibration = calibration
 
     def judge_some(self, most: int = 1) -> list[Digest]:
-        """Hands in what is due, then claims and judges up to `most` files of one policy, whose rows
-        share prefills; returns them.
+        """Submits the opinions that are due, then claims and judges up to `most` files of one
+        policy, whose rows share prefills; returns them.
 
-        Raises UnavailableError if the orchestrator does not answer; what was sealed is kept.
+        Raises UnavailableError if the orchestrator does not answer; sealed opinions are kept.
         """
         answer = self._api.claim(most)
         for digest in answer.reveal:
@@ -119,7 +119,7 @@ class Validator:
         return names
 
     def hand_in(self, digest: Digest) -> None:
-        """Uploads the objects of a sealed opinion and hands the opinion in."""
+        """Uploads the objects of a sealed opinion and submits the opinion."""
         sealed = self._folder.sealed(digest)
         if sealed is None:
             log.error("the sealed opinion on %s is not in this folder", digest)
@@ -188,7 +188,7 @@ class Validator:
         return self._opinion(job, draw, finding)
 
     def _check(self, job: Job) -> None:
-        """The job's own signatures: evidence will name them."""
+        """Checks the job's signatures, because evidence will include them."""
         domain, claim, promise = self._pool.domain, job.submission.submission, job.lease.lease
         receipt = job.receipt.receipt
         try:
@@ -247,8 +247,8 @@ class Validator:
         except MemoryError as error:
             raise _AbstainError(Reason.OUT_OF_RESOURCES, f"out of memory: {error}") from error
         except Exception as error:
-            # A defect of ours is never the node's fault: it is logged in full, and another
-            # validator judges the file.
+            # A defect of ours is never the node's fault: log it in full, and let another
+            # validator judge the file.
             log.exception("judging %s failed", digest)
             raise _AbstainError(
                 Reason.VALIDATOR_CRASHED, f"{type(error).__name__}: {error}"
@@ -257,7 +257,7 @@ class Validator:
     def _seen(self, digest: Digest, marks: Mapping[str, bool]) -> frozenset[str]:
         return self._api.rows_seen(digest, marks)
 
-    # -- what is said --------------------------------------------------------------------------
+    # -- opinions and evidence -----------------------------------------------------------------
 
     @property
     def _calibrated_by(self) -> Digest:
@@ -325,7 +325,7 @@ class Validator:
 
     @contextmanager
     def _kept(self, digests: Sequence[Digest]) -> Iterator[None]:
-        """Keeps the claims while the block runs, at most JUDGE_SECONDS."""
+        """Extends the claims while the block runs, for at most JUDGE_SECONDS."""
         if not digests:
             yield
             return

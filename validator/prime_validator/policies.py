@@ -1,4 +1,4 @@
-"""The validator's policies: fetched over the broadcast as a node's are, verified on arrival."""
+"""The validator's policies, fetched over the broadcast as a node's are and verified on arrival."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Policies:
-    """Policies under `root`/<version>/, from the pool's relays and `sources`. `keep`: how many
-    stay on disk, the newest; `passes` sign the requests to relays."""
+    """Policies under `root`/<version>/, from the pool's relays and `sources`. `keep`: how many of
+    the newest stay on disk; `passes` sign the requests to relays."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Policies:
         self._known: dict[int, SignedManifest] = {}
 
     def ensure(self, version: int, policy_digest: Digest) -> Path:
-        """The folder of policy `version`, whose manifest's digest is `policy_digest`.
+        """Returns the folder of policy `version`, whose manifest must have digest `policy_digest`.
 
-        Raises UnavailableError if no source has it, UntrustedError if what is published under
-        that version is another policy or not the trainer's.
+        Raises UnavailableError if no source has it, UntrustedError if the policy published under
+        that version is a different one or not the trainer's.
         """
         if version in self.folder.versions():
             present = self.folder.manifest(version).manifest.digest()

@@ -1,7 +1,7 @@
-"""Which pool is judged for: the chain says who manages and trains it and what its run is.
+"""The pool to judge for: the chain gives its manager, trainer and run.
 
-The run definition comes from the orchestrator and is held to the chain's digest. What was found is
-kept in the folder, so that a restart needs no RPC.
+The run definition comes from the orchestrator and must match the chain's digest. The result is
+saved in the folder, so that a restart needs no RPC.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Pool:
     run: RunDefinition
 
     def domain(self, statement: type[Statement] | Statement) -> Domain:
-        """EIP-712 domain under which this kind of statement is signed."""
+        """Returns the EIP-712 domain under which this kind of statement is signed."""
         return self.deployment.domain_of(statement)
 
 
 def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> Pool:
     """The orchestrator's pool, from `folder` or else from the chain.
 
-    Raises UserError if nothing trusted names the contracts, UntrustedError if the orchestrator
-    serves another run than the chain names, UnavailableError if either does not answer.
+    Raises UserError if no trusted source names the contracts, UntrustedError if the orchestrator
+    serves a different run than the chain names, UnavailableError if either does not answer.
     """
     kept = folder / FILE
     if kept.exists():
@@ -92,8 +92,8 @@ def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> Pool:
 
 
 class Runs:
-    """The pool's run and its revisions as the chain names them; the definitions come from the
-    orchestrator and are held to their digests. `revisions` gives first step and digest of each."""
+    """The pool's run and its revisions on chain. The definitions come from the orchestrator and
+    must match their digests. `revisions` returns first step and digest of each."""
 
     def __init__(
         self,
@@ -108,17 +108,17 @@ class Runs:
         self._environments: dict[Digest, Environment] = {}
 
     def of_lease(self, lease: Lease) -> RunDefinition:
-        """The run that a lease is judged by. Raises UntrustedError if it names another than its
-        step's, UnavailableError if chain or orchestrator do not answer."""
+        """Returns the run by which a lease is judged. Raises UntrustedError if the lease names a
+        run other than its step's, UnavailableError if chain or orchestrator do not answer."""
         try:
             return self._history.of_lease(lease)
-        except UntrustedError:  # perhaps revised since the last look
+        except UntrustedError:  # the run may have been revised since the last read
             first = self._pool.run.digest()
             self._history = read_history(first, self._revisions(), self._fetch)
             return self._history.of_lease(lease)
 
     def environment(self, run: RunDefinition) -> Environment:
-        """The environment of a run; kept, since files of it may come for long."""
+        """Returns the environment of a run, cached because files of it may keep arriving."""
         name = run.digest()
         if name not in self._environments:
             self._environments[name] = environment_for(run)
@@ -129,9 +129,9 @@ class Runs:
 
 
 def run_calibration(pool: Pool, api: ValidatorApi) -> Calibration | None:
-    """The run's own calibration object; None where it uses the shipped one.
+    """Returns the run's own calibration object; None if it uses the shipped one.
 
-    Raises UserError if the orchestrator has no such object, or it is not signed by the manager.
+    Raises UserError if the orchestrator lacks the object, or the manager did not sign it.
     """
     named = pool.run.calibration
     if named == ZERO_DIGEST:
@@ -151,7 +151,7 @@ def run_calibration(pool: Pool, api: ValidatorApi) -> Calibration | None:
 
 
 def check_replay(calibration: Calibration, dtype: str, device: str) -> None:
-    """Raises UserError if a validator that replays so could judge nothing by this calibration."""
+    """Raises UserError if this calibration does not cover replays in `dtype` on `device`."""
     due = calibration.replay_dtype, calibration.replay_device
     on_cpu = device == "cpu"
     fits = due[1] == cpu_name() if on_cpu else not due[1].startswith("cpu")

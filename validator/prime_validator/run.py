@@ -1,7 +1,7 @@
 """`validator run`: one validator process, until SIGTERM.
 
-Judging runs in the main thread, draws in another. It needs an orchestrator,
-an RPC, a keystore and a folder of its own.
+Judging runs in the main thread, draws in another. It needs an orchestrator, an RPC endpoint, a
+keystore and its own folder.
 """
 
 from __future__ import annotations
@@ -121,20 +121,20 @@ def run(settings: Settings) -> None:
 
 
 def revisions_on_chain(contracts: Contracts, pool: int) -> list[tuple[int, Digest]]:
-    """First step and digest of each revision of the run that the chain names."""
+    """Returns first step and digest of each revision of the run on chain."""
     return [(one.from_step, one.run_digest) for one in contracts.pools.revisions_of(pool)]
 
 
 def version() -> str:
-    """The verifier's version, as it enters the law of an opinion."""
+    """Returns the verifier's version as it enters the law of an opinion."""
     return f"prime-open {importlib.metadata.version('prime-open')}"
 
 
 def judge_until(
     stop: threading.Event, validator: Validator, pack: int, idle_seconds: float
 ) -> None:
-    """Judges up to `pack` files together until `stop`; asks again every `idle_seconds` when there
-    is nothing, and ever later while the orchestrator refuses or does not answer."""
+    """Judges up to `pack` files together until `stop`. Asks again every `idle_seconds` when there
+    is nothing, with growing pauses while the orchestrator refuses or does not answer."""
     pause = idle_seconds
     while not stop.is_set():
         try:
@@ -156,7 +156,7 @@ def _answered(ask: Callable[[], T], stop: threading.Event, give_up: float | None
 
 
 class Background:
-    """Threads that repeat a tick until `stop` is set; a defect in one sets it."""
+    """Threads that repeat a tick until `stop` is set. A defect in one sets it."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -177,19 +177,19 @@ class Background:
             except (UnavailableError, PolicyError) as error:
                 pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
                 log.warning("%s: tries again in %.0f s: %s", name, pause, error)
-            except Exception as error:  # a defect ends the process; its supervisor starts another
+            except Exception as error:  # a defect ends the process; its supervisor restarts it
                 log.critical("%s met a defect; the process ends", name, exc_info=error)
                 self._defects.append(error)
                 self._stop.set()
             self._stop.wait(pause)
 
     def join(self) -> None:
-        """Ends the threads."""
+        """Stops the threads and waits for them."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
 
     def raise_defect(self) -> None:
-        """Raises the first defect, if a thread met one."""
+        """Raises the first defect that a thread met, if any."""
         for error in self._defects:
             raise error

@@ -20,14 +20,14 @@ class Settings(ChainSettings):
 
     orchestrator: str = ""
     wallet: UserPath | None = None
-    """Keystore of the validator."""
+    """The validator's keystore."""
     password_file: UserPath | None = None
     password_fd: int | None = None
     data: UserPath = Path("var/validator").absolute()
     """Our own folder: draw secrets, opinions, policies."""
     deployment: UserPath | None = None
-    """Deployment JSON; by default the shipped one of the chain, or on a test network the
-    orchestrator's word."""
+    """Deployment JSON; by default the one shipped for the chain, or on a test network the one named
+    by the orchestrator."""
     source: Urls = ()
     """Relays or origins to fetch policies from, before those that the orchestrator names."""
     device: str = "cpu"
@@ -36,7 +36,7 @@ class Settings(ChainSettings):
     policies: int = Field(default=3, ge=1)
     """Policies to keep loaded."""
     policy_memory_mb: int = Field(default=0, ge=0)
-    """What loaded policies may take together, by the size of their files; 0: no bound."""
+    """Memory limit in MiB for all loaded policies, by file size; 0: no limit."""
     pack: int = Field(default=4, ge=1, le=64)
     """Files of one policy whose rows share a prefill."""
     idle_seconds: float = Field(default=0.3, gt=0)
@@ -44,5 +44,5 @@ class Settings(ChainSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def need(self, name: Literal["orchestrator", "rpc", "wallet"]) -> Any:
-        """A setting without default. Raises UserError if it was not given."""
+        """Returns a setting that has no default. Raises UserError if it is missing."""
         return needed(self, name)

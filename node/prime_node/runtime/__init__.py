@@ -10,7 +10,7 @@ from prime_node.state import DataFolder
 
 
 def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
-    """The runtime that the settings name; `owner` marks its containers."""
+    """Returns the runtime that the settings select; `owner` labels its containers."""
     if settings.runtime == "process":
         return ProcessRuntime(data.logs, settings.worker_command)
     if settings.worker_command:

@@ -1,4 +1,4 @@
-"""The runtime port: start a task, wait for it, stop it, read its last words."""
+"""The runtime interface: start a task, wait for it, stop it, read its last output."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ Device = Literal["cpu", "cuda"]
 @dataclass(frozen=True)
 class Mounts:
     """What a task may see of the host: policies (read-only) and the bridge's folder. `outbox` is
-    where it writes; only a task without container writes there on the host itself."""
+    where it writes; only a task without a container writes there on the host itself."""
 
     policies: Path
     outbox: Path
     bridge: Path
-    """Folder that holds the socket `socket_name`."""
+    """Folder that contains the socket `socket_name`."""
     socket_name: str = "agent.sock"
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the agent tells the worker on its command line. `throttle` is for development.
+    """Options that the agent passes on the worker's command line. `throttle` is for development.
 
-    `device` is the one that the hardware challenge measured; on a GPU the model is in bfloat16."""
+    `device` is the one that the hardware challenge measured; on a GPU the model uses bfloat16.
+    """
 
     threads: int = 1
     generation_batch: int = 0
@@ -37,7 +38,7 @@ class WorkerOptions:
     extra: tuple[str, ...] = field(default=())
 
     def arguments(self, mounts: Mounts) -> tuple[str, ...]:
-        """The worker's arguments for paths as the worker sees them."""
+        """Returns the worker's arguments, for paths as the worker sees them."""
         words = [
             "--socket", str(mounts.bridge / mounts.socket_name),
             "--policies", str(mounts.policies),
@@ -54,23 +55,24 @@ class WorkerOptions:
 
 
 class TaskHandle(Protocol):
-    """A task that was started."""
+    """A started task."""
 
     @property
     def name(self) -> str:
-        """What it is, for the log: "process 123", "container 9f…"."""
+        """Its name for the log: "process 123", "container 9f…"."""
         ...
 
     def wait(self, timeout: float) -> int | None:
-        """Its exit status once it has ended, or None if it still runs after `timeout` seconds."""
+        """Returns its exit status once it has ended, or None if it still runs after `timeout`
+        seconds."""
         ...
 
     def stop(self, grace: float) -> int:
-        """Asks it to end (SIGTERM), kills it after `grace` seconds; its exit status."""
+        """Sends SIGTERM, kills it after `grace` seconds, and returns its exit status."""
         ...
 
     def logs(self) -> str:
-        """The last LOG_TAIL_BYTES that it printed."""
+        """Returns the last LOG_TAIL_BYTES of its output."""
         ...
 
 
@@ -82,16 +84,16 @@ class Runtime(Protocol):
 
     @property
     def task_uid(self) -> int:
-        """User id under which tasks connect to the bridge."""
+        """User id with which tasks connect to the bridge."""
         ...
 
     def check(self, task: Task | None) -> str:
-        """One line on what is there. Raises UserError (what, why, what to do) if tasks cannot run
-        here; `task` adds the check of its image and devices."""
+        """Returns one line on what is available. Raises UserError (what, why, what to do) if tasks
+        cannot run here; with `task`, also checks its image and devices."""
         ...
 
     def clean(self) -> int:
-        """Ends what an earlier run of this agent left behind; how many there were."""
+        """Ends what an earlier run of this agent left behind; returns how many tasks."""
         ...
 
     def start(self, task: Task, mounts: Mounts, options: WorkerOptions) -> TaskHandle:

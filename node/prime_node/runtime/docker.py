@@ -1,4 +1,4 @@
-"""The container runtime: a task in Docker with nothing it does not need.
+"""The container runtime: a task in Docker with only what it needs.
 
 No network, no capability, no new privileges, read-only root, a user that is not root, bounded
 memory, CPU and processes. It sees two folders of the host, both read-only: policies, and the one
@@ -8,8 +8,8 @@ outbox. Both count as its memory. The engine bounds its log. An image with volum
 health check and preloaded libraries are not taken over; its size, and what the task asks for, are
 bounded by the owner's limits.
 
-Not protected: the host's kernel is shared (a kernel bug breaks out); a task with GPUs talks to the
-driver; a task may burn its CPU share.
+Not protected: the host's kernel is shared (a kernel bug allows an escape), a task with GPUs talks
+to the driver, and a task may use up its CPU share.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LABEL = "prime-node"
 PINNED = re.compile(r"(?:[a-z0-9][a-z0-9._:/-]{0,400}@)?sha256:[0-9a-f]{64}\Z")
 """An image by digest, or a bare image id where there is no registry. Tags are refused."""
 UNPRIVILEGED_UID = 65532
-"""Whom the task runs as when the agent is root."""
+"""User id of the task if the agent is root."""
 DEFAULT_COMMAND = ("python", "-m", "prime_node.worker")
 INSIDE = Mounts(Path("/prime/policies"), Path("/prime/outbox"), Path("/prime/bridge"))
 SCRATCH_MB = 512
 OUTBOX_MB = 2 * MAX_FILE_BYTES >> 20
-"""One finished file, and room for the next."""
+"""Room for one finished file and the next."""
 GPU_SCRATCH_MB = 4096
 """Compiled kernels lie there too. Both count as the task's memory."""
 MOST_MEMORY_SHARE = 0.9
@@ -78,7 +78,7 @@ class OwnerLimits:
 
 
 class ContainerHandle:
-    """A container that was started."""
+    """A started container."""
 
     def __init__(self, container: Any) -> None:
         self._container = container
@@ -98,7 +98,7 @@ class ContainerHandle:
             try:
                 self._container.reload()
             except NotFound:
-                return 137  # removed under us
+                return 137  # removed by another program
             except (DockerException, requests.RequestException) as error:
                 log.warning("the Docker engine does not answer: %s", error)
                 return None
@@ -152,7 +152,7 @@ class DockerRuntime:
         return os.getuid() or UNPRIVILEGED_UID
 
     def _engine(self) -> Any:
-        """The engine's client. Raises UserError with what is missing."""
+        """Returns the engine's client. Raises UserError with what is missing."""
         if self._connected is not None:
             return self._connected
         try:
@@ -336,15 +336,15 @@ class DockerRuntime:
 
 
 def scratch_options(gpus: bool, uid: int, gid: int) -> str:
-    """How /tmp is mounted. Docker adds `noexec` unless told otherwise; on GPUs vLLM loads kernels
-    that it compiles into /tmp."""
+    """Returns the mount options of /tmp. Docker adds `noexec` by default, but on GPUs vLLM loads
+    kernels that it compiles into /tmp."""
     size = GPU_SCRATCH_MB if gpus else SCRATCH_MB
     options = f"rw,nosuid,nodev,size={size}m,mode=1777,uid={uid},gid={gid}"
     return f"{options},exec" if gpus else options
 
 
 def _engine_trouble(error: Exception) -> UserError:
-    """What is wrong with the engine, and the command that mends it."""
+    """Returns an error that says what is wrong with the engine and which command fixes it."""
     text = str(error)
     if "PermissionError" in text or "Permission denied" in text:
         return UserError(

@@ -1,8 +1,8 @@
 """Runs a command that dies with its parent: `guard.py PARENT_PID command …`.
 
-Started as its own small program (and not as `preexec_fn`) since the agent has threads. Linux kills
-the process by PR_SET_PDEATHSIG (prctl(2)), which survives execve; elsewhere it does nothing.
-Standard library only: it is run with `-I -S`.
+It is a small separate program, not a `preexec_fn`, because the agent has threads. On Linux,
+PR_SET_PDEATHSIG (prctl(2)), which survives execve, kills the process; elsewhere nothing does.
+Standard library only: it runs with `-I -S`.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ def main() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before prctl
             sys.exit(0)
     os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606 - the agent's own command
 

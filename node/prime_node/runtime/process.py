@@ -1,9 +1,10 @@
 """The development runtime: the worker as a child process. IT ISOLATES NOTHING.
 
-Not protected: the worker can read every file of this user (the keystore too), use the network, all
-memory and every CPU, and write wherever this user may. What it does do: the child gets no key and
-almost no environment, dies with the agent, and runs only our own worker (never the task's command,
-which a stranger wrote). One that fills its outbox or its log is ended, as soon as it is seen.
+Not protected: the worker can read every file of this user (including the keystore), use the
+network, all memory and every CPU, and write anywhere this user may. Provided: the child gets no key
+and almost no environment, dies with the agent, and runs only our own worker, never the task's
+command, which is untrusted. A worker that fills its outbox or its log is killed once this is
+noticed.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ WARNING = (
 )
 LARGEST_LOG = 16 << 20
 OUTBOX_BYTES = 2 * MAX_FILE_BYTES
-"""One finished file, and room for the next."""
+"""Room for one finished file and the next."""
 OUTBOX_FILES = 1000
 LOOK_SECONDS = 0.2
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 
 
 class ProcessHandle:
-    """A child process whose output goes to one log file, and which may fill neither that nor its
-    outbox: a thread looks after both until it has ended."""
+    """A child process that logs to one file. A thread limits the size of the log and of the outbox
+    until the process ends."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, outbox: Path) -> None:
         self._process = process
@@ -67,10 +68,10 @@ class ProcessHandle:
                 )
 
     def _end(self, why: str) -> None:
-        """Kills it with all that it started, and makes room again."""
+        """Kills it with everything it started, and empties its outbox."""
         self._ended_because = f"the task was ended: {why}"
         log.error("%s", self._ended_because)
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         empty_folder(self._outbox)
@@ -108,9 +109,9 @@ class ProcessHandle:
 
 
 class ProcessRuntime:
-    """Starts workers as child processes of this virtual environment.
+    """Starts workers as child processes in this virtual environment.
 
-    `command` (development) replaces our own worker; its module must take the worker's arguments.
+    `command` (development) replaces our own worker; its module must accept the worker's arguments.
     """
 
     name: Literal["process"] = "process"
@@ -156,7 +157,7 @@ class ProcessRuntime:
                     stderr=subprocess.STDOUT,
                     env=self._environment(options.threads),
                     cwd=mounts.outbox,
-                    start_new_session=True,  # a Ctrl-C reaches the agent alone, which stops it
+                    start_new_session=True,  # only the agent gets Ctrl-C; it stops the worker
                 )
         except OSError as error:
             raise UnavailableError(f"the worker cannot be started now: {error}") from error
@@ -181,18 +182,18 @@ class ProcessRuntime:
 
 
 def _folder_of(package: ModuleType) -> str:
-    """The folder on the search path that a package of ours lies in."""
+    """Returns the folder on the search path that contains one of our packages."""
     return str(Path(package.__path__[0]).resolve().parent)
 
 
 def holds_more_than(folder: Path, most_bytes: int, most_files: int) -> bool:
-    """Whether what lies below `folder` takes more room on the disk than that. Links are not
-    followed; what goes away while it is looked at, or may not be, counts as nothing."""
+    """Whether the contents of `folder` use more disk space or entries than allowed. Links are not
+    followed; entries that vanish or cannot be read count as nothing."""
     taken = entries = 0
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             entries += 1
-            with contextlib.suppress(OSError):  # it went away, or lies in a closed folder
+            with contextlib.suppress(OSError):  # vanished, or in an unreadable folder
                 taken += os.lstat(os.path.join(place, name)).st_blocks * 512  # noqa: PTH118
             if taken > most_bytes or entries > most_files:
                 return True

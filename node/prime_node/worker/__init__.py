@@ -1,1 +1,1 @@
-"""What runs inside the container: one lease after another, end to end. No key, no network."""
+"""The code inside the container: fulfils one lease after another. It has no key and no network."""

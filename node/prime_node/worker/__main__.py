@@ -21,7 +21,7 @@ from prime_verify.engines import ENGINES
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The command line as Options; argparse ends the program on a wrong one."""
+    """Parses the command line into Options; argparse ends the program on a wrong one."""
     parser = argparse.ArgumentParser(prog="python -m prime_node.worker", description=__doc__)
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--policies", type=Path, required=True)
@@ -41,7 +41,7 @@ def main(
     arguments: Sequence[str] | None = None,
     make_workshop: Callable[[RunDefinition, Options], Workshop] = Workshop,
 ) -> int:
-    """Runs a worker until SIGTERM; the exit status."""
+    """Runs a worker until SIGTERM; returns the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     log_to_stderr(logging.INFO)
     os.environ.setdefault(DATASETS, str(options.policies / BESIDE_POLICIES))

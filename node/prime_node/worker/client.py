@@ -1,4 +1,4 @@
-"""The bridge as the worker speaks to it: one HTTP request a connection over a Unix socket."""
+"""The worker's client for the bridge: one HTTP request per connection over a Unix socket."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class BridgeClient:
-    """Raises UnavailableError when the agent does not answer, the error that its problem document
-    names when it refuses, and PolicyError where it is too old for this worker."""
+    """Raises UnavailableError if the agent does not answer, the error named by its problem document
+    if it refuses, and PolicyError if the agent is too old for this worker."""
 
     def __init__(self, socket_path: Path, *, timeout: float = 60.0) -> None:
         self._socket_path = socket_path
@@ -54,7 +54,7 @@ class BridgeClient:
         return self._post("/lease", wish, LeaseOffer)
 
     def send_file(self, path: Path) -> None:
-        """Sends a finished file's bytes; `submit` names it afterwards by its own name."""
+        """Sends a finished file's bytes; `submit` then refers to it by its name."""
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -77,7 +77,7 @@ class BridgeClient:
     def _request(self, method: str, path: str, body: bytes) -> bytes:
         connection = _UnixConnection(self._socket_path, self._timeout)
         try:
-            with contextlib.suppress(BrokenPipeError):  # it answers a body that it will not read
+            with contextlib.suppress(BrokenPipeError):  # it may answer without reading the body
                 connection.request(method, path, body or None, {HEADER: str(SPOKEN[-1])})
             response = connection.getresponse()
             content = response.read(MAX_ANSWER_BYTES + 1)

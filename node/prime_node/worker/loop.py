@@ -1,12 +1,12 @@
-"""The worker's loop: lease → file → hand in, until told to stop.
+"""The worker's loop: lease → file → submit, until stopped.
 
-ask for a lease ──► build the file ──► hand it in ──► …
-       │                  │                  │
-    SIGTERM:           SIGTERM:             SIGTERM while handing in:
+ask for a lease ──► build the file ──► submit it ──► …
+       │                  │                 │
+    SIGTERM:           SIGTERM:             SIGTERM while submitting:
     end at once        give the lease back  finish, then end
 
-An agent that cannot keep a file now (its disk is full) is sent it again while the lease lasts;
-then, or at SIGTERM, the lease is given back.
+If the agent cannot store a file now (its disk is full), the worker resends it until the lease ends.
+The lease is given back then, or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from prime_node.worker.workshop import Built, Job, Workshop
 log = logging.getLogger("prime.worker")
 WAIT_SECONDS = 20
 AGENT_PATIENCE = 15.0
-"""Seconds without the agent's answer after which the worker ends: an agent that comes back starts
-its own."""
+"""Seconds without an answer from the agent after which the worker ends; a restarted agent starts
+its own worker."""
 SEND_AGAIN_SECONDS = 5.0
 
 
 class StopAskedError(BaseException):
-    """Raised in the main thread by SIGTERM where stopping at once does no harm."""
+    """Raised in the main thread by SIGTERM where stopping at once is harmless."""
 
 
 class StopFlag:
-    """SIGTERM and SIGINT as a flag, or as StopAskedError inside `interruptible` sections."""
+    """SIGTERM and SIGINT as a flag, or as StopAskedError inside `with` blocks on this object."""
 
     def __init__(self) -> None:
         self.is_set = False
         self._may_interrupt = False
 
     def install(self) -> None:
-        """Takes over both signals. Main thread only."""
+        """Handles both signals. Main thread only."""
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
@@ -71,8 +71,8 @@ def work(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Fulfils leases until `stop` is set; `clock` is what leases run out by. Raises
-    UnavailableError once the agent is gone."""
+    """Fulfils leases until `stop` is set; `clock` is compared with leases' deadlines. Raises
+    UnavailableError if the agent is gone."""
     silent_since: float | None = None
     while not stop.is_set:
         job: Job | None = None
@@ -98,7 +98,7 @@ def work(
         try:
             _hand_in(bridge, job, built, stop, now=now, sleep=sleep, clock=clock)
         finally:
-            built.path.unlink(missing_ok=True)  # where it is written there is room for few
+            built.path.unlink(missing_ok=True)  # the outbox has room for few files
 
 
 def _next_job(bridge: BridgeClient) -> Job | None:
@@ -118,8 +118,8 @@ def _hand_in(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> None:
-    """Hands a file in, again and again while the agent cannot keep it; gives the lease back if that
-    lasts longer than the lease. Raises UnavailableError once the agent is gone."""
+    """Submits a file, repeatedly while the agent cannot store it; gives the lease back if it ends
+    first. Raises UnavailableError if the agent is gone."""
     deadline, why = job.signed.lease.deadline, ""
     silent_since: float | None = None
     while True:
@@ -130,7 +130,7 @@ def _hand_in(
             log.error("the agent did not take %s: %s", built.path.name, error)
             return
         except UnavailableError as error:
-            if not error.problem:  # nobody answered
+            if not error.problem:  # no answer
                 silent_since = silent_since if silent_since is not None else now()
                 if now() - silent_since > AGENT_PATIENCE:
                     raise

@@ -1,7 +1,8 @@
-"""One lease, one file: engine for its policy, prompts and noise from its seed, proofs, Parquet.
+"""Makes one file for one lease: engine for its policy, prompts and noise from its seed, proofs,
+Parquet.
 
-`Workshop` is the honest worker. The development setting `worker_command` may start another program
-that serves its own subclass (it overrides `make`); nothing of that kind lives in this package.
+`Workshop` is the honest worker. The development setting `worker_command` can start another program
+with its own subclass that overrides `make`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from prime_verify.rollout_file import read_rollout_file
 
 @dataclass(frozen=True)
 class Options:
-    """The worker's command line. `throttle` N (development): take N times as long."""
+    """The worker's command line. `throttle` N (development) makes it N times slower."""
 
     socket: Path
     policies: Path
@@ -49,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished file of the outbox, the tokens in it, the time it took."""
+    """A finished file in the outbox, its number of tokens and the seconds it took."""
 
     path: Path
     tokens: int
@@ -57,7 +58,7 @@ class Built:
 
 
 class Workshop:
-    """Holds one loaded policy and makes rollout files with it.
+    """Keeps one policy loaded and makes rollout files with it.
 
     Raises PolicyError if the environment installed here is not the one the run pins.
     """
@@ -89,7 +90,7 @@ class Workshop:
         self._sleep = sleep
 
     def make(self, job: Job) -> bytes:
-        """The rollout file of a lease. Raises UnavailableError if its policy is not here."""
+        """Returns the rollout file of a lease. Raises UnavailableError if its policy is missing."""
         engine = self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
         return build_rollout_file(job.signed, job.lease_digest, self.run, engine, self.environment)
 
@@ -98,9 +99,9 @@ class Workshop:
         return sum(len(row.places) for row in read_rollout_file(content).rows)
 
     def build(self, job: Job) -> Built:
-        """Makes the file and puts it into the outbox, whole or not at all. Loading the policy is
-        not throttled: what a slower machine would be slower at is generation. Raises
-        UnavailableError as `make` and `put_file` do."""
+        """Makes the file and puts it into the outbox atomically. Loading the policy is not
+        throttled, because a slower machine is mainly slower in generation. Raises UnavailableError
+        as `make` and `put_file` do."""
         self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
         started = self._clock()
         content = self.make(job)
@@ -115,12 +116,12 @@ class Workshop:
 
 
 def put_file(folder: Path, name: str, content: bytes) -> None:
-    """The file appears whole or not at all. Raises UnavailableError if the disk refuses."""
+    """Writes the file atomically. Raises UnavailableError if the disk refuses."""
     partial_file = folder / f".{name}.part"
     try:
         partial_file.write_bytes(content)
         partial_file.replace(folder / name)
     except OSError as error:
         with contextlib.suppress(OSError):
-            partial_file.unlink(missing_ok=True)  # a half file would keep the disk full
+            partial_file.unlink(missing_ok=True)  # a partial file would keep the disk full
         raise UnavailableError(f"the file {name} cannot be written: {error}") from error

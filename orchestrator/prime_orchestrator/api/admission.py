@@ -1,15 +1,14 @@
-"""Admission: a hardware challenge, its measured answer, the manager's invite.
+"""Admission: a timed hardware challenge, its solution, and the manager's invite.
 
     registered, staked? ──► turn ──► challenge ──► solution (timed, checked by Freivalds)
                                                        └──► rate; invite, intent `join`
 
-A slow answer lowers the speed class and never fails a node; a wrong one fails. Nodes behind one
+A slow answer lowers the speed class but never fails a node; a wrong one fails. Nodes behind one
 address are measured one at a time (speed.Turns). Every seat is invited in the contracts' class 1:
-stake and pay do not depend on how fast a node is. The outbox carries the invite to Pools.join, so
-that a node needs no ETH; membership itself is the chain's fact and comes back through the indexer.
-Who could not be seated anyway is asked for no work and costs us none: the store's copy of the chain
-says whose node it is and what that provider has staked. A shadow node (shadow.py)
-needs neither; it is measured too, and gets no invite.
+stake and pay do not depend on speed. The outbox sends the invite to Pools.join, so that a node
+needs no ETH; membership itself is a chain fact read by the indexer. The store's copy of the chain
+gives a node's provider and its active stake, so a node that could not be seated is refused before
+any work. A shadow node (shadow.py) needs neither; it is measured too, but gets no invite.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ MAX_OPEN_CHALLENGES = 8
 TURN_MS = 500
 """How long a node waits before it asks for its turn again."""
 SEAT_CLASS = 1
-"""The contracts' class of every seat: it scales the stake, which is the same for all."""
+"""The contracts' class of every seat. It scales the stake, which is the same for all."""
 INVITE_SECONDS = 3600
 
 
 def challenge(
     backend: Backend, account: Address, request: AdmissionRequest, address: str = ""
 ) -> ChallengeAnswer:
-    """A challenge for the machine, whose time runs from now, or how long to wait for its turn among
-    the nodes behind its `address`.
+    """Returns a challenge whose time starts now, or how long to wait for its turn among the nodes
+    behind its `address`.
 
-    Raises PolicyError if the machine does not meet the requirements, the node was ejected or waits
-    for its slash or one of its provider's, has a seat and asks for shadow work, or too many
-    challenges are open; ConflictError (ask again: the chain is read some blocks late) if no
-    provider, or none with enough stake, answers for the node yet.
+    Raises PolicyError if the machine does not meet the requirements, the node was ejected or has an
+    open slash (its own or its provider's), has a seat and asks for shadow work, or too many
+    challenges are open. Raises ConflictError if the node has no provider on chain yet, or one
+    without enough stake; the chain is read with a delay, so retry.
     """
     now = backend.now()
     with backend.store.read() as connection:
@@ -102,9 +101,9 @@ def challenge(
 
 
 def _look(backend: Backend, account: Address, shadow: bool) -> None:
-    """Refuses as `_check_admissible` does, without keeping anybody from writing: anyone may ask,
-    and to read the chain's events takes its time. It holds for good only where an invite is made.
-    """
+    """Refuses as `_check_admissible` does, but in a read transaction that does not block writers:
+    anyone may ask, and reading the chain's events takes time. The binding check is made with the
+    invite."""
     with backend.store.read() as connection:
         _check_admissible(connection, backend, account, nodes.get(connection, account), shadow)
 
@@ -112,11 +111,11 @@ def _look(backend: Backend, account: Address, shadow: bool) -> None:
 def _check_admissible(
     connection: Connection, backend: Backend, account: Address, node: NodeRow | None, shadow: bool
 ) -> None:
-    """Raises PolicyError if the account may not be admitted in this way, ConflictError if it may
-    once its provider has done its part on chain."""
+    """Raises PolicyError if the account may not be admitted in this way, ConflictError if it may be
+    once its provider has acted on chain."""
     if node is not None and node.status in ("ejected", "quarantined"):
         raise PolicyError(f"the node is {node.status} and cannot be admitted")
-    if has_open_slash(connection, account):  # it left, and would come back unquarantined
+    if has_open_slash(connection, account):  # a node that left would return unquarantined
         raise PolicyError("a slash of the node is under way; until it ends it cannot be admitted")
     if not shadow:
         seated = node is not None and node.status in ("active", "silent")
@@ -140,8 +139,8 @@ def _check_admissible(
 
 
 def _check_provider(connection: Connection, backend: Backend, account: Address) -> None:
-    """Whether Pools.join could seat the node in the lowest class: it asks for more in a higher one,
-    and for what the provider's other seats need, which the contract alone counts."""
+    """Checks whether Pools.join could seat the node in the lowest class. The contract also requires
+    stake for the provider's other seats, which only it can count."""
     seen = meta.get(connection, CHAIN_BLOCK)
     by = "no block has been read yet" if seen is None else f"as of block {seen}"
     provider = provider_of(connection, account)
@@ -161,13 +160,14 @@ def _check_provider(connection: Connection, backend: Backend, account: Address) 
 
 
 def solution_limit(backend: Backend) -> int:
-    """Bytes of a solution's body."""
+    """Returns the largest body size of a solution in bytes."""
     speed = backend.context.run.speed
     return hardware.solution_bytes(speed.challenge_size, speed.challenge_rounds)
 
 
 def awaited(backend: Backend, account: Address, challenge_id: str) -> int:
-    """Bytes of the solution to an open challenge of the account's own: asked before it is read.
+    """Returns the size in bytes of the solution to an open challenge of the account, before it is
+    read.
 
     Raises NotFoundError, PolicyError (another node's, too late), ConflictError (answered before).
     """
@@ -192,11 +192,11 @@ def _check_open(row: ChallengeRow | None, account: Address, arrived_at: float) -
 def solution(
     backend: Backend, account: Address, challenge_id: str, body: bytes, *, arrived_at: float
 ) -> AdmissionAnswer:
-    """Checks an answer that had arrived in full at `arrived_at`, and invites the node.
+    """Checks an answer that had arrived completely at `arrived_at`, and invites the node.
 
-    A node that is admitted already (a measurement that it was asked for, a restart) gets no second
-    invite while its first one is on its way. Raises NotFoundError, PolicyError (another node's, too
-    late), ConflictError (answered before), UntrustedError (wrong products).
+    A node that is already admitted (measured again, or restarted) gets no second invite while its
+    first is pending. Raises NotFoundError, PolicyError (another node's, too late), ConflictError
+    (answered before), UntrustedError (wrong products).
     """
     with backend.store.begin() as connection:
         row = challenges.get(connection, challenge_id)
@@ -239,9 +239,9 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -
         current = nodes.get(connection, account)
         if current is not None:
             speed.refresh(connection, context.run, current)
-        if known or row.shadow:  # no invite for a shadow node: nothing that could become a seat
+        if known or row.shadow:  # shadow nodes get no invite
             return measured
-        derive_node(connection, context, account, now)  # a member already, if this store is new
+        derive_node(connection, context, account, now)  # already a member if this store is new
         invite = Invite(
             pool=context.pool,
             node=account,

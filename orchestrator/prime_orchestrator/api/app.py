@@ -1,4 +1,5 @@
-"""The API: routes, problem documents, a bound on each client's rate. Never imports torch."""
+"""The API application: routes, problem documents and a rate limit per client. Never imports
+torch."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ BODIES: tuple[type[Strict], ...] = (
     SignedSubmission,
     *validators.BODIES,
 )
-"""Bodies that routes parse by hand; the OpenAPI document lists them all the same."""
+"""Request bodies that routes parse by hand. The OpenAPI document includes them too."""
 
 
 def create_app(
@@ -53,9 +54,8 @@ def create_app(
     proxies: Proxies | None = None,
     spoken: range = SPOKEN,
 ) -> FastAPI:
-    """The ASGI application over one pool. `requests_per_second` 0 sets no bound on clients;
-    `proxies` are trusted to say for whom they ask; `spoken` are the protocol's versions that are
-    answered."""
+    """Returns the ASGI application for one pool. `requests_per_second` 0 disables the rate limit;
+    `proxies` are trusted to name their clients; `spoken` are the accepted protocol versions."""
     feed, requests = StatusFeed(backend), RequestCounts()
 
     @asynccontextmanager
@@ -77,19 +77,19 @@ def create_app(
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(Versions, spoken=spoken)
     app.add_middleware(Gate, requests=requests, per_second=requests_per_second)
-    app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added is the first
+    app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added runs first
     return app
 
 
 def _version() -> str:
     try:
         return version("prime-open")
-    except PackageNotFoundError:  # run from a checkout that was never installed
+    except PackageNotFoundError:  # running from an uninstalled checkout
         return "0"
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document plus the bodies that routes parse by hand."""
+    """Returns FastAPI's document plus the bodies that routes parse by hand."""
     document = FastAPI.openapi(app)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, extra = models_json_schema(
@@ -101,11 +101,11 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 class Versions:
-    """Refuses requests in a version of the protocol that the server does not speak, and names the
+    """Refuses requests in a protocol version that the server does not support, and names the
     version in every answer.
 
-    A request that changes something must name its version; a read without one (a browser, curl)
-    is answered in the newest. Signed URLs (/v1/store/) name none: any object store may serve them.
+    A request that changes something must name its version. A read without one (a browser, curl) is
+    answered in the newest. Signed URLs (/v1/store/) name none: any object store may serve them.
     """
 
     def __init__(self, app: ASGIApp, spoken: range) -> None:
@@ -135,8 +135,9 @@ class Versions:
 
 
 class Gate:
-    """Counts answers, and bounds each client address (each /64 network under IPv6, whose holder has
-    2^64 of them) by a token bucket of two seconds' worth."""
+    """Counts answers and limits each client address by a token bucket that holds two seconds of
+    requests. Under IPv6 each /64 network counts as one address, since its holder has 2^64 of
+    them."""
 
     MAX_CLIENTS = 10_000
 

@@ -1,6 +1,6 @@
-"""Who is asking: session grants, request signatures, nonces, revocations.
+"""Authentication: session grants, request signatures, nonces and revocations.
 
-An account's Ethereum key signs a SessionGrant once (EIP-712); from then on its Ed25519 session key
+An account's Ethereum key signs a SessionGrant once (EIP-712). After that, its Ed25519 session key
 signs every request (RFC 9421). Identity is always the recovered signer, never a field of a body.
 """
 
@@ -19,15 +19,15 @@ from prime_orchestrator.store import chain, sessions
 from prime_orchestrator.store.sessions import MAX_SESSION_SECONDS, SessionRow
 
 MAX_SESSIONS = 64
-"""Live sessions an account may have; it revokes the old ones to open more."""
+"""Live sessions per account; it must revoke old ones to open more."""
 SCOPES = frozenset({"node", "trainer", "relay", "manager", "validator"})
 NONCE_MARGIN_SECONDS = MAX_SKEW_SECONDS + 60
-"""A nonce is remembered this much longer than its signature could still be taken."""
+"""A nonce is kept this much longer than its signature can be valid."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """An authenticated request's account and session."""
+    """The account and session of an authenticated request."""
 
     account: Address
     scope: str
@@ -36,10 +36,10 @@ class Caller:
 
 
 def open_session(backend: Backend, request: SessionRequest) -> SessionAnswer:
-    """Takes a session grant. The same grant may come twice.
+    """Opens a session from a grant. Repeating the same grant is harmless.
 
-    Raises UntrustedError if it is not the account's or does not hold now, PolicyError if the
-    account has too many sessions or may not have this scope.
+    Raises UntrustedError if the grant is not signed by the account or not valid now, PolicyError if
+    the account has too many sessions or may not have this scope.
     """
     grant, now = request.grant, backend.now()
     if backend.signer_of(grant, request.signature) != grant.account:
@@ -90,10 +90,10 @@ def open_session(backend: Backend, request: SessionRequest) -> SessionAnswer:
 
 
 def revoke(backend: Backend, request: RevokeRequest) -> None:
-    """Ends the account's sessions issued before a time, at once and for good.
+    """Permanently ends the account's sessions issued before a given time.
 
-    Raises UntrustedError if the revocation is not the account's, is for another orchestrator, or
-    reaches into the future.
+    Raises UntrustedError if the revocation is not signed by the account, is for another
+    orchestrator, or has a time in the future.
     """
     revocation = request.revocation
     if backend.signer_of(revocation, request.signature) != revocation.account:
@@ -108,7 +108,7 @@ def revoke(backend: Backend, request: RevokeRequest) -> None:
 
 @dataclass(frozen=True)
 class Head:
-    """What a signed request carries besides its body."""
+    """A signed request without its body."""
 
     method: str
     authority: str
@@ -119,12 +119,12 @@ class Head:
 def authenticate(
     backend: Backend, scope: str, requests: Sequence[Head]
 ) -> list[Caller | Exception]:
-    """The callers of signed requests, from their heads alone: a body is read only then, and has
-    to be held to `content_digest`.
+    """Returns the callers of signed requests, from their heads alone. A body is read only
+    afterwards and must match `content_digest`.
 
-    Sessions, revocations and nonces of all of them are looked up in one transaction. An entry is a
-    MalformedError or UntrustedError if signature, session or nonce do not hold, a PolicyError if
-    the session is of another scope.
+    Sessions, revocations and nonces of all requests are looked up in one transaction. An entry is a
+    MalformedError or UntrustedError if signature, session or nonce are invalid, a PolicyError if
+    the session has another scope.
     """
     now = backend.now()
     found: list[Caller | Exception] = []

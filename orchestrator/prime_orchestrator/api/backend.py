@@ -1,6 +1,6 @@
-"""What the API's services share: built once by `serve` (or a test) and handed down.
+"""Shared dependencies of the API's services, built once by `serve` (or a test) and passed down.
 
-Clock and randomness are part of it, so that every decision below can be repeated.
+Clock and randomness are included, so that every decision can be reproduced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from prime_orchestrator.store import Store
 
 @dataclass(frozen=True)
 class Backend:
-    """One pool's services. `now` in Unix seconds; `random(n)` gives n unpredictable bytes."""
+    """One pool's services. `now` returns Unix seconds; `random(n)` returns n unpredictable
+    bytes."""
 
     context: PoolContext
     store: Store
@@ -36,11 +37,11 @@ class Backend:
     manager: Signer
     trainer: Address
     audience: str
-    """This orchestrator's URL: the name that session grants carry."""
+    """This orchestrator's URL, which session grants name."""
     also_known_as: frozenset[str] = frozenset()
-    """Further URLs of it that clients may be given."""
+    """Additional URLs of this orchestrator that clients may use."""
     relay_accounts: frozenset[Address] = frozenset()
-    """Who may announce a relay without a seat in the pool."""
+    """Accounts that may announce a relay without a seat in the pool."""
     now: Callable[[], float] = time.time
     random: Callable[[int], bytes] = secrets.token_bytes
     draws: DrawBoard = field(default_factory=lambda: DrawBoard(secrets.token_bytes))
@@ -55,8 +56,7 @@ class Backend:
         return self.also_known_as | {self.audience}
 
     def name_for(self, host: str) -> str | None:
-        """The URL by which a request with this Host header addresses us; None if it is none of
-        ours."""
+        """Returns our URL for a request with this Host header, or None if it does not name us."""
         return self._by_authority.get(host.lower())
 
     @cached_property
@@ -65,22 +65,22 @@ class Backend:
         for url in (*sorted(self.also_known_as), self.audience):
             host, port = authority(url), DEFAULT_PORTS.get(urlsplit(url).scheme)
             named[host] = url
-            if urlsplit(url).port in (None, port):  # a client may spell the scheme's own port out
+            if urlsplit(url).port in (None, port):  # clients may include the default port
                 named[f"{host}:{port}"] = url
         return named
 
     def sign(self, statement: Statement) -> Signature:
-        """The manager's signature."""
+        """Signs with the manager's key."""
         return self.manager.sign(statement, self.context.domain(statement))
 
     def digest(self, statement: Statement) -> Digest:
-        """EIP-712 digest in this deployment."""
+        """Returns the statement's EIP-712 digest in this deployment."""
         return statement.digest(self.context.domain(statement))
 
     def signer_of(self, statement: Statement, signature: Signature) -> Address:
-        """The account that signed. Raises UntrustedError if none did."""
+        """Returns the account that signed. Raises UntrustedError if the signature is invalid."""
         return statement.recover(self.context.domain(statement), signature)
 
     def salt(self) -> Digest:
-        """32 unpredictable bytes."""
+        """Returns 32 unpredictable bytes."""
         return ids.digest(self.random(32))

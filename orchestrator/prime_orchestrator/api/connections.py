@@ -1,10 +1,11 @@
-"""Connections of strangers: each says what it wants in time, and no address holds them all.
+"""Limits on client connections: header timeouts, and a maximum per address.
 
-uvicorn bounds how many connections there are, and refuses every request beyond; but it lets one
-that says nothing, or half a request, stay for ever. A few hundred of those would shut a pool.
+uvicorn limits the number of connections and refuses requests beyond it, but keeps idle or half-sent
+ones open indefinitely. A few hundred of those would block a pool.
 
-Behind a reverse proxy every connection comes from the proxy. Where the operator names it
-(`--trusted-proxy`), whoever asks is taken from its X-Forwarded-For; nobody else's is looked at.
+Behind a reverse proxy every connection comes from the proxy. If the operator names it
+(`--trusted-proxy`), the client's address is taken from its X-Forwarded-For; from other peers the
+header is ignored.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from prime_core.errors import UnavailableError
 
 
 def is_bounded(host: str) -> bool:
-    """Whether what this address holds is counted."""
+    """Whether connections of this address are counted."""
     try:
         return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:  # no address of the internet: a Unix socket
+    except ValueError:  # not an IP address: a Unix socket
         return False
 
 
 class Proxies:
-    """Reverse proxies that are trusted to say for whom they ask.
+    """Reverse proxies that are trusted to name their clients.
 
-    Each appends the address that it was asked from to X-Forwarded-For, so the list is read from its
-    end and only as far as trusted proxies wrote it: what a stranger put before that is never
-    reached. They must have been told to set the header (nginx: `proxy_set_header X-Forwarded-For
-    $proxy_add_x_forwarded_for`): one that passes a stranger's on as it is lets everybody pose as
-    anybody.
+    Each appends the address of its client to X-Forwarded-For. The list is read from its end, and
+    only as far as trusted proxies wrote it, so entries forged by the client are never reached. The
+    proxies must set the header (nginx: `proxy_set_header X-Forwarded-For
+    $proxy_add_x_forwarded_for`). A proxy that passes the client's header unchanged lets any client
+    spoof any address.
     """
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
-        """Addresses, or networks in CIDR notation. Raises ValueError for anything else, and for a
-        network that holds every address there is."""
+        """Takes addresses, or networks in CIDR notation. Raises ValueError for anything else, and
+        for a network that contains every address."""
         self._networks = [ipaddress.ip_network(one) for one in networks]
         if any(network.prefixlen == 0 for network in self._networks):
             raise ValueError("to trust every address would let everybody pose as anybody")
@@ -54,12 +55,13 @@ class Proxies:
         return address is not None and any(address in network for network in self._networks)
 
     def client(self, peer: str, forwarded: Iterable[str]) -> str:
-        """Who asks. `peer`: the other end of the connection; `forwarded`: the header's values."""
+        """Returns the client's address. `peer`: the other end of the connection; `forwarded`: the
+        header's values."""
         entries = [entry.strip() for value in forwarded for entry in value.split(",")]
         found = peer
         while entries and found in self:
             address = _address(_without_port(entries.pop()))
-            if address is None:  # "unknown", or nonsense: the proxy itself stands for it
+            if address is None:  # "unknown" or invalid: use the proxy's own address
                 break
             found = str(address)
         return found
@@ -75,14 +77,14 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _without_port(entry: str) -> str:
-    """The address of `1.2.3.4:5`, `[2001:db8::1]:5`, or of one without port."""
+    """Returns the address in `1.2.3.4:5`, `[2001:db8::1]:5` or an address without port."""
     if entry.startswith("["):
         return entry[1:].partition("]")[0]
     return entry.partition(":")[0] if entry.count(":") == 1 else entry
 
 
 class ForwardedFor:
-    """ASGI middleware: `scope["client"]` becomes who really asks, wherever a trusted proxy says."""
+    """ASGI middleware that sets `scope["client"]` to the real client named by a trusted proxy."""
 
     def __init__(self, app: ASGIApp, proxies: Proxies) -> None:
         self._app = app
@@ -101,9 +103,9 @@ class ForwardedFor:
 
 
 class Places:
-    """A bounded number of places, of which one foreign address holds a few at most.
+    """A limited number of places, of which one remote address may hold only a few.
 
-    Used in the event loop's thread alone.
+    Use it only in the event loop's thread.
     """
 
     def __init__(self, most: int, each: int, what: str) -> None:
@@ -115,7 +117,7 @@ class Places:
 
     @contextmanager
     def one(self, host: str) -> Iterator[None]:
-        """A place for as long as the block runs. Raises UnavailableError if there is none."""
+        """Holds a place while the block runs. Raises UnavailableError if there is none."""
         address = place_of(host) if is_bounded(host) else ""
         if self._taken >= self._most or (address and self._held[address] >= self._each):
             raise UnavailableError(f"{self._what}; try again in a moment")
@@ -131,20 +133,21 @@ class Places:
 
 
 class PatientH11(H11Protocol):
-    """HTTP/1.1 (h11) of uvicorn with three bounds more. This machine's own addresses and trusted
-    proxies (`behind`) may have as many connections as they like. Where more than MOST_WAITING wait
-    for a request, those that have waited longest are closed: a stranger's silent connections never
-    use up what uvicorn allows in all."""
+    """uvicorn's HTTP/1.1 protocol (h11) with three more limits. Loopback addresses and trusted
+    proxies (`behind`) may open any number of connections. If more than MOST_WAITING wait for a
+    request, the longest waiting ones are closed, so silent connections cannot use up uvicorn's
+    total."""
 
     HEADER_SECONDS: ClassVar[float] = 20.0
-    """From a connection's first moment, or a later request's first byte, to its whole header."""
+    """Time from opening a connection, or from the first byte of a later request, to the complete
+    header."""
     MOST_EACH: ClassVar[int] = 100
-    """Connections of one address (of one /64 network under IPv6)."""
+    """Connections per address (per /64 network under IPv6)."""
     MOST_WAITING: ClassVar[int] = 500
-    """Connections without a request under way, in all."""
+    """Total connections without a request in progress."""
     is_bounded = staticmethod(is_bounded)
     _waiting: ClassVar[dict[PatientH11, None]] = {}
-    """In the order in which they began to wait."""
+    """Ordered by when they began to wait."""
     _held: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -183,7 +186,8 @@ class PatientH11(H11Protocol):
             self._wait()
 
     def _wait(self) -> None:
-        """This connection waits for a request; the one that has waited longest may have to go."""
+        """Marks this connection as waiting for a request; may close the one that has waited
+        longest."""
         self._waiting.pop(self, None)
         self._waiting[self] = None
         if len(self._waiting) > self.MOST_WAITING:
@@ -192,7 +196,7 @@ class PatientH11(H11Protocol):
             oldest.transport.close()
 
     def _watch_header(self) -> None:
-        """The timer runs while a request's header is awaited, and is not set back by its pieces."""
+        """Runs the timer while a request's header is awaited; partial data does not reset it."""
         if self.conn.their_state is not h11.IDLE:
             self._waiting.pop(self, None)
             self._forget_timer()
@@ -211,8 +215,8 @@ class PatientH11(H11Protocol):
 
 
 def behind(proxies: Proxies, waiting: int = PatientH11.MOST_WAITING) -> type[PatientH11]:
-    """PatientH11 for a server behind `proxies`, whose connections are not counted by address.
-    `waiting`: most connections without a request under way."""
+    """Returns PatientH11 for a server behind `proxies`, whose connections are not counted by
+    address. `waiting`: most connections without a request in progress."""
 
     class Behind(PatientH11):
         MOST_WAITING = waiting

@@ -1,4 +1,4 @@
-"""Calls that arrive together are answered together: one transaction for many requests."""
+"""Batches concurrent calls, so that one transaction serves many requests."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 MOST = 256
-"""Items in one batch."""
+"""Most items in one batch."""
 
 
 @dataclass
 class _Queue(Generic[Item, Answer]):
-    """What waits in one event loop. `worker` is kept so that the task is not collected."""
+    """Items waiting in one event loop. `worker` is referenced here so that it is not
+    garbage-collected."""
 
     waiting: list[tuple[Item, asyncio.Future[Answer]]] = field(default_factory=list)
     worker: asyncio.Task[None] | None = None
 
 
 class Gathered(Generic[Item, Answer]):
-    """Hands items to `serve` in batches of up to MOST, in the order of their arrival.
+    """Passes items to `serve` in batches of up to MOST, in order of arrival.
 
-    An item that comes while nothing is under way is served at once and alone. Those that come while
-    a batch is served form the next one: the busier the server, the fewer transactions an item
-    needs. `serve` runs in a thread and gives one answer an item, or an exception to raise there; if
-    it raises, every item of the batch fails.
+    An item that arrives while `serve` is idle is served immediately, alone. Items that arrive while
+    a batch is served form the next one, so a busier server needs fewer transactions per item.
+    `serve` runs in a thread and returns one answer per item, or an exception to raise for it. If
+    `serve` itself raises, every item of the batch fails.
     """
 
     def __init__(self, serve: Callable[[Sequence[Item]], Sequence[Answer | Exception]]) -> None:
@@ -41,7 +42,7 @@ class Gathered(Generic[Item, Answer]):
         )
 
     async def ask(self, item: Item) -> Answer:
-        """The answer to one item. Raises what `serve` gave or raised."""
+        """Returns the answer to one item. Raises what `serve` returned or raised for it."""
         loop = asyncio.get_running_loop()
         queue = self._queues.setdefault(loop, _Queue())
         future: asyncio.Future[Answer] = loop.create_future()
@@ -59,7 +60,7 @@ class Gathered(Generic[Item, Answer]):
             except Exception as error:
                 answers = [error] * len(batch)
             for (_, future), answer in zip(batch, answers, strict=True):
-                if future.done():  # the client went away
+                if future.done():  # the client disconnected
                     continue
                 if isinstance(answer, Exception):
                     future.set_exception(answer)

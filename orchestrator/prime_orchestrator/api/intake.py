@@ -1,10 +1,10 @@
-"""Intake: a signed submission and its file become a row, a job and the manager's receipt.
+"""Accepts signed submissions: each becomes a row, a job and the manager's receipt.
 
-Everything that can be refused is refused first; then one transaction writes the submission, ends
-the lease and queues the judging; then the file is moved to where it stays, so that nothing lies
-there that no submission names, however many files come in at once. A crash before the commit leaves
-the lease open and the file among the uploads, and handing in again completes it; after it, handing
-in again returns the same receipt, and the next sweep of the uploads moves the file.
+All checks come first. One transaction then writes the submission, ends the lease and queues the
+job. Finally the file is moved to permanent storage, which therefore contains only files that a
+submission names. After a crash before the commit, the lease is open and the file is among the
+uploads, so submitting again completes it. After the commit, submitting again returns the same
+receipt, and the next sweep of the uploads moves the file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from prime_orchestrator.store.leases import LeaseRow
 
 
 def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
-    """Takes a submission from whoever carries it.
+    """Accepts a submission; any account may deliver it.
 
     Raises UntrustedError (signature, or file and claim differ), MalformedError (rows, size),
-    NotFoundError (no such lease or file), ConflictError (another file was handed in, lease ended),
+    NotFoundError (no such lease or file), ConflictError (another file was submitted, lease ended),
     PolicyError (node may not submit).
     """
     if backend.signer_of(signed.submission, signed.signature) != signed.node:
@@ -60,7 +60,7 @@ def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
 
 
 def check_claim(signed: SignedSubmission, lease: Lease) -> None:
-    """Raises UntrustedError if a submission does not answer to its lease."""
+    """Raises UntrustedError if a submission does not match its lease."""
     claim = signed.submission
     for name, said, due in (
         ("node", signed.node, lease.node),
@@ -88,7 +88,7 @@ def _check_open(row: LeaseRow, now: float) -> None:
 
 
 def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> None:
-    """The stored object must be exactly what the node signed for."""
+    """Checks that the stored object is exactly the file the node signed."""
     claim = signed.submission
     stored = uploads.ask(deadline, claim.sha256, backend.objects.stat)
     if stored.size != claim.size:
@@ -98,7 +98,7 @@ def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> No
 
 
 def _accept(backend: Backend, signed: SignedSubmission, digest: Digest) -> ReceiptAnswer:
-    """Submission, lease and job in one transaction, then the receipt."""
+    """Writes submission, lease and job in one transaction, and returns the receipt."""
     now = backend.now()
     receipt = Receipt(submission_digest=digest, received_at=int(now))
     answer = ReceiptAnswer(receipt=receipt, signature=backend.sign(receipt))
@@ -106,7 +106,7 @@ def _accept(backend: Backend, signed: SignedSubmission, digest: Digest) -> Recei
     with backend.store.begin() as connection:
         row = leases.lock_row(connection, lease_digest)
         before = submissions.of_lease(connection, lease_digest)
-        if before is not None:  # the same lease came in twice at once
+        if before is not None:  # concurrent submission for the same lease
             return _again(before.digest, digest, before.receipt_answer())
         if row is None:
             raise NotFoundError("there is no lease of that digest")

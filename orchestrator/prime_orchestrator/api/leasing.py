@@ -1,8 +1,8 @@
-"""Leases as the API gives them: gather the view, decide, sign, write down, answer.
+"""Issues leases: collects the scheduler's inputs, decides, signs, stores and answers.
 
-One node holds one open lease at a time; asking again brings the same one back, unchanged. One that
-expires goes on its node's record (manager/standing.py), and its groups are issued again, with fresh
-noise, to a node of another provider, so dropping a lease does not change what is trained on.
+A node holds one open lease at a time, and asking again returns the same one. An expired lease goes
+on its node's record (manager/standing.py). Its groups are issued again, with fresh noise, to a node
+of another provider, so dropping a lease does not change what is trained on.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ WAIT_MS = 500
 """How long a node waits before it asks again."""
 NO_VALIDATOR = "no validator has committed to this epoch's draw: nobody could judge the file"
 RECENT_GROUPS = 256
-"""Groups from which the informative share is taken."""
+"""Number of latest groups from which the informative share is computed."""
 TRIES = 4
-"""Leases that the same groups may have before they are given up."""
+"""Leases issued for the same groups before they are dropped."""
 MAX_UPLOADS = 4
-"""Distinct files that may be announced for one lease (a worker may crash and begin again)."""
+"""Distinct files that may be announced for one lease (a worker may crash and start over)."""
 
 
 def rules_of(backend: Backend) -> Rules:
-    """The scheduler's part of the run definition."""
+    """Returns the scheduler's part of the run definition."""
     run = backend.context.run
     return Rules(run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups)
 
 
 def supply_of(connection: Connection, backend: Backend) -> Supply:
-    """The pool as the scheduler sees it.
+    """Returns the pool as the scheduler sees it.
 
-    Leases that are older than half their life no longer count as under way: another node may make
-    up for a straggler.
+    Leases older than half their duration do not count as under way, so that another node can
+    replace a straggler.
     """
     run, now = backend.context.run, backend.now()
     step = batches.next_step(connection)
@@ -70,13 +70,13 @@ def supply_of(connection: Connection, backend: Backend) -> Supply:
 
 
 def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAnswer:
-    """The node's open lease, a new one, or how long to wait.
+    """Returns the node's open lease, a new one, or how long to wait.
 
-    Raises PolicyError if the account is no member of the pool.
+    Raises PolicyError if the account is not a member of the pool.
     """
     with backend.store.begin() as connection:
         lock(connection, "leases")
-        now = backend.now()  # after the wait: the deadline must not outlive the draw's secret
+        now = backend.now()  # after the lock: the deadline must not outlive the draw's secret
         node = nodes.get(connection, account)
         if node is None or node.status in ("left", "ejected"):
             status = "not admitted" if node is None else node.status
@@ -107,7 +107,8 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
 def shadow_lease(
     connection: Connection, backend: Backend, node: NodeRow, request: LeaseRequest, now: float
 ) -> LeaseAnswer:
-    """The same for a node without a seat: a lease of the shadow pool, within `shadow.decide`."""
+    """Like `lease`, for a node without a seat: a lease of the shadow pool, within
+    `shadow.decide`."""
     if held := _held(connection, node.address, now, shadow=True):
         return held
     if waiting := _rest(connection, node, (), now):
@@ -123,7 +124,7 @@ def _held(
     connection: Connection, account: Address, now: float, *, shadow: bool
 ) -> LeaseAnswer | None:
     for row in leases.open_of(connection, account):
-        if row.deadline < now:  # the next tick ends it, and notes it on the node's record
+        if row.deadline < now:  # the next tick ends and records it
             return LeaseAnswer(
                 lease=None, retry_after_ms=4 * WAIT_MS, reason="its last lease has just expired"
             )
@@ -135,7 +136,7 @@ def _held(
 def _rest(
     connection: Connection, node: NodeRow, own: Sequence[NodeRow], now: float
 ) -> LeaseAnswer | None:
-    """The answer to a node that gets no lease because some expired; None if it may get one.
+    """Returns the answer to a node that gets no lease because some expired; None if it may get one.
     `own`: the nodes of its provider."""
     if node.rests_until > now:
         left = node.rests_until - now
@@ -210,8 +211,8 @@ def _answer(
 def _expired(
     connection: Connection, node: NodeRow, run: RunDefinition, now: float
 ) -> LeaseRow | None:
-    """The oldest expired lease of another provider whose groups this node makes again. A target
-    that its class is not asked for first is left to other nodes for one lease's life."""
+    """Returns the oldest expired lease of another provider whose groups this node makes again. For
+    one lease duration, targets that its class does not prefer are left to other nodes."""
     own = [one.address for one in nodes.of_owner(connection, node)]
     preferred = run.budgets.preferred(node.speed_class)
     since = now - TRIES * run.lease_seconds
@@ -270,7 +271,7 @@ def _make(
 
 
 def handed_in(backend: Backend, digest: Digest) -> SignedLease:
-    """A lease for which a file was handed in. Raises NotFoundError for any other."""
+    """Returns a lease for which a file was submitted. Raises NotFoundError for any other."""
     with backend.store.read() as connection:
         row = leases.get(connection, digest)
     if row is None or row.status in ("open", "expired"):
@@ -279,7 +280,8 @@ def handed_in(backend: Backend, digest: Digest) -> SignedLease:
 
 
 def abandon(backend: Backend, account: Address, digest: Digest) -> None:
-    """The node stops working on a lease. It stays open and comes back to the same node.
+    """Acknowledges that the node stopped working on a lease. It stays open and is returned to the
+    same node.
 
     Raises NotFoundError, PolicyError (another node's), ConflictError (no longer open).
     """
@@ -292,10 +294,10 @@ def abandon(backend: Backend, account: Address, digest: Digest) -> None:
 def upload(
     backend: Backend, account: Address, digest: Digest, request: UploadRequest
 ) -> UploadAnswer:
-    """A signed URL for the file of a lease, good until the lease's deadline.
+    """Returns a signed URL for the file of a lease, valid until the lease's deadline.
 
-    Raises NotFoundError, PolicyError (another node's, too large, too many files), ConflictError
-    (no longer open).
+    Raises NotFoundError, PolicyError (another node's, too large, too many files), ConflictError (no
+    longer open).
     """
     most = largest_file(backend.context.run)
     if request.size > most:
@@ -323,8 +325,8 @@ def upload(
 
 
 def largest_file(run: RunDefinition) -> int:
-    """Bytes that no file of the run exceeds, whatever it compresses to: what one lease may ask the
-    store to hold. Two bytes a token and 4 KiB a row are spare, for levels and names."""
+    """Returns an upper bound in bytes on the run's files, however well they compress; one lease may
+    store no more. Includes two spare bytes per token and 4 KiB per row for levels and names."""
     windows = -(-run.max_output_tokens // PROOF_WINDOW)
     proofs = windows * (2 + 2 + 2 * PROOF_TOPK + 2 * SKETCH_DIMENSIONS)
     row = (4 + 2) * MAX_PROMPT_TOKENS + (4 + 4 + 2) * run.max_output_tokens + proofs + 4096

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the pool, from the store and from this process's request counts."""
+"""Prometheus metrics of the pool, from the store and this process's request counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class RequestCounts:
-    """Answers by method and status; safe from several threads."""
+    """Counts answers by method and status. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -50,7 +50,7 @@ class RequestCounts:
 
 
 class PoolMetrics:
-    """prometheus_client's `Collector` over one pool's store and this process's requests."""
+    """A prometheus_client `Collector` over one pool's store and this process's requests."""
 
     def __init__(self, backend: Backend, requests: RequestCounts) -> None:
         self._backend, self._requests = backend, requests
@@ -171,7 +171,7 @@ def _targets(shares: Sequence[TargetShare]) -> Iterator[Metric]:
 
 
 def _drift(sums: Sequence[DriftRow]) -> Iterator[Metric]:
-    """Drift of each node's files. Empty if no file was judged."""
+    """Yields the drift of each node's files; nothing if no file was judged."""
     labels = ["node", "setup", "statistic"]
     mean = GaugeMetricFamily(
         "prime_node_drift", "Mean statistic of a node's files / its limit.", labels=labels
@@ -194,7 +194,7 @@ def _drift(sums: Sequence[DriftRow]) -> Iterator[Metric]:
 
 
 def _validators(records: Sequence[Record]) -> Iterator[Metric]:
-    """Opinions of each validator, and its judgements of planted files of each kind."""
+    """Yields each validator's opinions, and its judgements of planted files by kind."""
     judged = GaugeMetricFamily(
         "prime_validator_opinions", "Opinions by validator.", labels=["validator"]
     )
@@ -225,7 +225,7 @@ def _validators(records: Sequence[Record]) -> Iterator[Metric]:
 
 
 def _second_opinions(waiting: Mapping[str, tuple[int, float]], now: float) -> Iterator[Metric]:
-    """Files that wait for another validator: their number and the age of the oldest."""
+    """Yields the number of files that wait for another validator, and the age of the oldest."""
     found = {kind: waiting.get(kind, (0, now)) for kind in ("accepted", "rejected")}
     yield _gauges(
         "prime_second_opinions_waiting",

@@ -1,11 +1,11 @@
-"""A node whose files end void one after another waits before its next lease, longer each time.
+"""Pauses a node whose files keep ending void, longer each time.
 
-A void file costs its node nothing, but validators read it, and where it declares a set-up that
-nobody calibrated they replay it: without a pause, made-up files would keep them busy for ever. A
-set-up that does not fit, or a broken worker, is the usual cause, and its owner hears it. What is
-void by the pool's fault, or for a slow machine, does not count, and one accepted file ends it. Nor
-does such a node get a lease while a file of its waits to be judged: else it handed in many more
-before the next of them counts.
+A void file costs its node nothing, but validators read it, and replay it if it declares a set-up
+that was never calibrated. Without a pause, made-up files could keep them busy indefinitely. The
+usual cause is a wrong set-up or a broken worker, and the node's owner sees the reason. Files that
+are void through the pool's fault or a slow machine do not count, and one accepted file resets the
+count. A paused node also gets no lease while one of its files waits for judgement; otherwise it
+could submit many more before the next one counts.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from prime_orchestrator.manager.standing import NOT_ITS_FAULT
 from prime_orchestrator.store import submissions
 
 PATIENCE = 4
-"""So many void files in a row change nothing."""
+"""Consecutive void files before a pause."""
 MOST = 12
-"""How far back is looked."""
+"""Number of latest files examined."""
 POLL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Pause:
-    """No lease before `until` (Unix seconds), after `files` void ones, the last by `reason`; where
-    `until` has passed, none before the files that wait are judged."""
+    """No lease before `until` (Unix seconds), after `files` void ones, the last for `reason`. Once
+    `until` has passed, none before the waiting files are judged."""
 
     files: int
     reason: Reason
     until: float
 
     def retry_after(self, now: float) -> float:
-        """Seconds until it is worth asking again, a minute at most."""
+        """Returns the seconds to wait before asking again, at most a minute."""
         return min(60.0, self.until - now if self.until > now else POLL_SECONDS)
 
     def sentence(self, now: float) -> str:
-        """For the node's owner."""
+        """Returns the explanation for the node's owner."""
         when = f"in {self.until - now:.0f} s" if self.until > now else "once its files are judged"
         return (
             f"its last {self.files} files were void ({self.reason.name}): the next lease is given "
@@ -51,8 +51,8 @@ class Pause:
 def pause_of(
     connection: Connection, node: Address, now: float, lease_seconds: float
 ) -> Pause | None:
-    """The pause that a node is in: an eighth of a lease's life after PATIENCE void files in a row,
-    twice as long with each further one, up to four lives."""
+    """Returns the node's pause, or None: an eighth of a lease's duration after PATIENCE consecutive
+    void files, doubling with each further one, up to four durations."""
     void: list[tuple[Reason, float]] = []
     for status, number, judged_at in submissions.newest_endings(connection, node, MOST):
         reason = Reason(number)

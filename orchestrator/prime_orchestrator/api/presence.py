@@ -1,4 +1,4 @@
-"""Heartbeats and their answers, and the passing of time over nodes and leases."""
+"""Heartbeats and their answers, and the expiry of nodes and leases."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ log = logging.getLogger(__name__)
 
 MAX_ENDINGS = 16
 ENDING_MARGIN_SECONDS = 60
-"""A verdict's time is its validator's; told again within this margin, a node knows it already."""
+"""Margin for clock differences: a verdict's time comes from its validator. A node recognizes
+endings reported twice within it."""
 LATELY_SECONDS = 600
 GAP_SECONDS = 10.0
-"""Ticks come every second; so long without one, and heartbeats may have been missed by us."""
+"""Ticks come every second; after a gap this long, heartbeats may have been missed through our
+fault."""
 RELAY_SECONDS = 120
-"""A relay not heard of for so long is no longer named to nodes."""
+"""A relay that has not announced itself for this long is no longer named to nodes."""
 
 
 def heartbeats(
     backend: Backend, said: Sequence[tuple[Address, Heartbeat]]
 ) -> list[HeartbeatAnswer]:
-    """Notes that nodes live, and says what each should do next.
+    """Records that nodes are alive, and returns each one's directive.
 
-    One transaction serves all of them. It waits for no node's row: heartbeats of nodes whose rows
-    another transaction holds, or that have none, follow one by one.
+    All are handled in one transaction that never waits for a node's row. Heartbeats of nodes that
+    have no row, or whose row another transaction holds, are then handled one by one.
     """
     answers: list[HeartbeatAnswer | None] = [None] * len(said)
     if len(said) > 1:
@@ -72,8 +74,8 @@ def _heard(
     said: Sequence[tuple[Address, Heartbeat]],
     rows: dict[Address, NodeRow],
 ) -> list[HeartbeatAnswer]:
-    """The answers to heartbeats, with what they change written. `rows`: the nodes as they were,
-    locked."""
+    """Returns the answers to heartbeats after writing their changes. `rows` are the nodes' previous
+    rows, locked."""
     now, context = backend.now(), backend.context
     for account, beat in said:
         if (row := rows.get(account)) is None:
@@ -100,7 +102,7 @@ def _heard(
         [
             (row.address, row.policy_version)
             for row in rows.values()
-            if row.status == "active"  # a shadow's word does not count: anyone may be one
+            if row.status == "active"  # shadow nodes do not count: anyone may run one
         ],
         latest,
         now=now,
@@ -135,8 +137,8 @@ def _heard(
 def _endings(
     connection: Connection, said: Sequence[tuple[Address, int]], now: float
 ) -> list[tuple[FileEnding, ...]]:
-    """For each node and the time when it last heard: its files that ended badly since, oldest
-    first. Those that heard lately are asked for together first, as most of them have none."""
+    """Returns, for each node and the time of its last answer, its files that ended badly since,
+    oldest first. Nodes with a recent answer are first checked together, because most have none."""
     lately = [(node, at) for node, at in said if at > now - LATELY_SECONDS]
     affected = frozenset(node for node, at in said if at <= now - LATELY_SECONDS)
     if lately:
@@ -183,7 +185,8 @@ def _directive(
 
 
 def joining(connection: Connection, account: Address) -> tuple[Directive, str]:
-    """An admitted node waits for its membership, or joins anew if the attempt failed."""
+    """Returns the directive for an admitted node: wait for its membership, or join again if that
+    failed."""
     table = schema.intents.c
     newest = connection.execute(
         sa.select(table.status, table.error)
@@ -198,16 +201,16 @@ def joining(connection: Connection, account: Address) -> tuple[Directive, str]:
 
 
 class LifeTicks:
-    """Silence and deadlines. A node's silence counts only from when this orchestrator came up, and
-    anew after each gap between ticks (no database, a machine asleep, another orchestrator's turn):
-    our downtime counts against nobody."""
+    """Handles silence and deadlines. A node's silence counts only from this orchestrator's start,
+    and again after each gap between ticks (database down, machine suspended, loops run elsewhere),
+    so that our downtime never counts against a node."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._up_since = self._ticked_at = backend.now()
 
     def tick(self) -> None:
-        """Ends what has run out: silent nodes, overdue leases, old nonces and challenges."""
+        """Ends what has expired: silent nodes, overdue leases, old nonces and challenges."""
         backend, now = self._backend, self._backend.now()
         if now - self._ticked_at > GAP_SECONDS:
             self._up_since = now

@@ -1,4 +1,4 @@
-"""Policies as the trainer publishes them."""
+"""Publication of the trainer's policies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ LISTED = 16
 
 
 def publish(backend: Backend, signed: SignedManifest) -> None:
-    """Takes the next policy and queues its digest for the chain. The same one may come twice.
+    """Stores the next policy and queues its digest for the chain. Repeating it is harmless.
 
-    Raises UntrustedError if the trainer did not sign it, MalformedError if it is another pool's,
-    ConflictError if its version is not the next one or is taken by another policy, or if its step
-    lies before the newest one's (a policy of an older run; the same step may be published again).
+    Raises UntrustedError if the trainer did not sign it or policy 0 is not the run's base model,
+    MalformedError if it belongs to another pool, ConflictError if its version is not the next one
+    or is taken, or if its step is before the newest policy's (a policy of an older run). The same
+    step may be published again.
     """
     manifest = signed.manifest
     if backend.signer_of(signed.statement(), signed.signature) != backend.trainer:
@@ -64,21 +65,23 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
 
 
 def listing(backend: Backend) -> PolicyList:
-    """The newest policies, newest first."""
+    """Returns the newest policies, newest first."""
     with backend.store.read() as connection:
         rows = policies.newest(connection, LISTED)
     return PolicyList(policies=tuple(row.signed() for row in rows))
 
 
 def listing_tag(backend: Backend) -> str:
-    """The entity tag of `listing`: published policies never change, so the newest tells all."""
+    """Returns the entity tag of `listing`. Published policies never change, so the newest
+    identifies it."""
     with backend.store.read() as connection:
         newest = policies.newest(connection, 1)
     return f'"{newest[0].version}-{newest[0].digest}"' if newest else '"none"'
 
 
 def manifest(backend: Backend, version: int) -> SignedManifest:
-    """One policy's signed manifest, however old. Raises NotFoundError if it was never published."""
+    """Returns a policy's signed manifest, however old. Raises NotFoundError if it was never
+    published."""
     with backend.store.read() as connection:
         row = policies.get(connection, version)
     if row is None:

@@ -1,8 +1,8 @@
-"""Which share of the nodes runs which policy, and how soon after its publication.
+"""Which share of the nodes has which policy, and how soon after its publication.
 
-A node's heartbeat names the newest policy that it has verified on disk; the first one that names a
-version is its arrival there, so the picture lags by up to one heartbeat. Only nodes that work
-are heard.
+A node's heartbeat names the newest policy that it has verified on disk. The first heartbeat that
+names a version is its arrival, so arrivals are late by up to one heartbeat. Only active nodes
+count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prime_orchestrator.store import arrivals, nodes, policies
 
 SHOWN = 8
 KEPT = 256
-"""Versions whose arrivals are remembered."""
+"""Versions whose arrivals are kept."""
 
 
 def note(
@@ -28,8 +28,8 @@ def note(
     *,
     now: float,
 ) -> None:
-    """Writes down what heartbeats say, where they name a policy that was published. `latest`: the
-    newest one."""
+    """Records the versions that heartbeats report, if those policies were published. `latest` is
+    the newest one."""
     if latest is None:
         return
     known = [
@@ -43,8 +43,8 @@ def note(
 
 
 def picture(connection: Connection) -> list[PolicyReach]:
-    """The newest policies, oldest first. A node that went straight to a later version never had
-    the one between."""
+    """Returns the reach of the newest policies, oldest first. A node that skipped a version is
+    never counted for it."""
     working = len(nodes.every(connection, ("active", "silent")))
     return [
         PolicyReach(
@@ -61,7 +61,7 @@ def picture(connection: Connection) -> list[PolicyReach]:
 
 
 def metrics(connection: Connection) -> list[Metric]:
-    """How many nodes have each of the newest policies, and when the last of them got it."""
+    """Returns how many nodes have each of the newest policies, and when the last of them got it."""
     reached = GaugeMetricFamily(
         "prime_policy_reach_nodes", "Nodes that have a policy.", labels=["version"]
     )

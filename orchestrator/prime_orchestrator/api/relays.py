@@ -1,8 +1,8 @@
-"""Relays that announce themselves: whose word is taken, and which addresses are passed on to nodes.
+"""Relay announcements: which accounts may announce, and which addresses are passed on to nodes.
 
-What a relay serves is checked by whoever fetches, so it needs no trust; but its address is given to
-every node. So it has to come from somebody with a stake in the pool or the operator's leave, and
-off local networks it may not point into anybody's private network.
+Readers verify what a relay serves, so it needs no trust, but its address is given to every node. It
+must therefore come from an account with a seat in the pool or the operator's permission, and
+outside local networks it must not point into a private network.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NO_LEAVE = (
 
 
 def announce(backend: Backend, account: Address, relay: RelayAnnouncement) -> None:
-    """Notes a relay; it says so again before `presence.RELAY_SECONDS` have passed.
+    """Records a relay, which must announce itself again within `presence.RELAY_SECONDS`.
 
-    Raises MalformedError on a URL that is not plain http(s) or lists too much, PolicyError if the
-    account has no say here, the address is a private one, the URL is another account's or the
+    Raises MalformedError if the URL is not plain http(s) or lists too many versions; PolicyError if
+    the account may not announce, the address is private, the URL belongs to another account, or the
     account names too many.
     """
     url = check_url(relay.url, local=backend.context.deployment.chain_id == LOCAL.chain_id)
@@ -51,8 +51,8 @@ def announce(backend: Backend, account: Address, relay: RelayAnnouncement) -> No
 
 
 def has_leave(connection: Connection, backend: Backend, account: Address) -> bool:
-    """Whether the account may announce: the pool's own keys, those that the operator allows, nodes
-    with a seat and their providers."""
+    """Whether the account may announce: the pool's own keys, accounts that the operator allows,
+    nodes with a seat and their providers."""
     own = {backend.trainer, backend.context.manager}
     if account in own or account in backend.relay_accounts:
         return True
@@ -60,9 +60,9 @@ def has_leave(connection: Connection, backend: Backend, account: Address) -> boo
 
 
 def check_url(url: str, *, local: bool) -> str:
-    """The URL normalised. Raises MalformedError unless it is a printable http(s) base URL without
-    credentials, PolicyError if it points to a private address though the network is not a `local`
-    one."""
+    """Returns the normalized URL. Raises MalformedError unless it is a printable http(s) base URL
+    without credentials, PolicyError if it points to a private address and the network is not
+    `local`."""
     url = normal_url(url)
     if local:
         return url

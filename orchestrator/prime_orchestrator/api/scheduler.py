@@ -1,23 +1,24 @@
-"""Who makes what next: pure assignment of work to nodes that ask.
+"""Pure assignment of work to nodes that ask for it.
 
 Which batch (`decide`):
 
     supply  = accepted, informative, fresh groups in no batch
-            + leases under way × groups a lease × the share of groups that turn out informative
+            + leases under way × groups per lease × the share of groups that turn out informative
     demand  = the unsealed batches that work made now may still serve, in order
 
-A node gets the first batch that its supply does not fill. An unfulfilled lease comes back to its
-node before anything else, and one that expires costs more time than any choice of the next is worth
-(manager/standing.py). Leases under way count as far as their nodes kept earlier ones.
+A node gets the first batch that the supply does not fill. An open lease is returned to its node
+before anything else, and an expired one costs more time than any choice of the next is worth
+(manager/standing.py). Leases under way are weighted by the share of leases their nodes kept.
 
 Which target length (`pick_target`), by the expected share of each target among the latest leases:
 
     below its minimum        any node that asks gets it
     below 1.5 × its minimum  the nodes that prefer it get it before anything else
     otherwise                the least served of the targets that the asker's class prefers
-    after a lease of the asker's own that came to nothing: see `pick_target`
+    after a failed lease of the asker's own: see `pick_target`
 
-Nothing here reads a clock or a store; `leasing.py` gathers the view and performs the decision.
+Nothing here reads a clock or a store; `leasing.py` collects the inputs and carries out the
+decision.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ ENOUGH = "enough work is under way; the trainer has to catch up"
 NEWCOMERS = "nodes without an accepted file hold their share of the work that is under way"
 PRIOR_SHARE = 0.7
 PRIOR_WEIGHT = 64
-"""The informative share is first taken to be 70 %, with the weight of 64 observed groups."""
+"""The prior of the informative share is 70 %, with the weight of 64 observed groups."""
 MIN_SHARE = 0.1
-"""However uninformative groups are, no more than 10 times the need is ever under way."""
+"""However uninformative groups are, at most 10 times the need is under way."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """From the run definition: sizes in groups, staleness in publications."""
+    """Sizes in groups and staleness in publications, from the run definition."""
 
     groups_per_batch: int
     groups_per_lease: int
     max_staleness: int
     surplus: int = 0
-    """Groups that must lie ready beyond those that a batch takes."""
+    """Groups that must be available in addition to those that a batch takes."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class Supply:
     free: tuple[tuple[int, int], ...] = ()
     under_way: tuple[tuple[int, float], ...] = ()
     informative: tuple[int, int] = (0, 0)
-    """(informative, all) among the groups accepted lately."""
+    """(informative, all) among the recently accepted groups."""
     newcomers: int = 0
     """Leases held by nodes whose provider has no record."""
     established: bool = False
-    """Whether an active node's provider has one."""
+    """Whether any active node's provider has a record."""
 
     @property
     def share(self) -> float:
@@ -93,16 +94,16 @@ class Grant:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing now; `reason` in plain words."""
+    """No lease now; `reason` is a plain sentence."""
 
     reason: str
 
 
 def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
-    """What a node without an open lease gets.
+    """Returns what a node without an open lease gets.
 
-    A lease for step s is made by a policy v with v ≤ s ≤ v + max_staleness, so its groups are fresh
-    when batch s is trained (on policy s).
+    A lease for step s is made with a policy v where v ≤ s ≤ v + max_staleness, so its groups are
+    fresh when batch s is trained (on policy s).
     """
     if asker.status != "active":
         return Wait(f"the node is {asker.status}")
@@ -128,17 +129,17 @@ def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
 
 
 def newcomers_room(supply: Supply, rules: Rules) -> int:
-    """How many leases nodes without a record may hold while others have one: half of those that
-    fill every batch within reach of a policy, one at least."""
+    """Returns how many leases nodes without a record may hold while others have one: half of the
+    leases that fill every batch within reach of a policy, at least one."""
     groups = (rules.max_staleness + 1) * (rules.groups_per_batch + rules.surplus)
     return max(1, int(groups / (rules.groups_per_lease * supply.share) / 2))
 
 
 def first_lacking(supply: Supply, rules: Rules) -> int | None:
-    """The first unsealed step whose batch the expected supply does not fill, or None.
+    """Returns the first unsealed step whose batch the expected supply does not fill, or None.
 
-    Batches take the oldest policy's groups first, as `manager.batches` does; what one leaves
-    over is there for the next while it is fresh.
+    Batches take the oldest policy's groups first, as `manager.batches` does; the rest is available
+    to the next batch while it is fresh.
     """
     if supply.latest_version is None:
         return None
@@ -170,22 +171,22 @@ class TargetCounts:
     """Leases of one target length among the latest of the pool."""
 
     asked: int = 0
-    """All of them, whatever became of them."""
+    """All of them, regardless of outcome."""
     under_way: int = 0
-    """Held by a node, or handed in and not judged."""
+    """Held by a node, or submitted and not judged."""
     accepted: int = 0
     expired: int = 0
     """Without a file, by the node's fault."""
 
     @property
     def expected(self) -> float:
-        """Accepted ones, and those under way as far as leases of this target were accepted."""
+        """Accepted leases, plus those under way times the acceptance rate of this target."""
         ended = self.asked - self.under_way
         return self.accepted + self.under_way * (self.accepted + 1) / (ended + 1)
 
 
 def window(budgets: LengthBudgets) -> int:
-    """How many of the latest leases `pick_target` looks at."""
+    """Returns how many of the latest leases `pick_target` considers."""
     return max(32 * len(budgets.targets), 8 * MICRO // max(budgets.min_share, LEAST_SHARE))
 
 
@@ -195,15 +196,15 @@ def pick_target(
     budgets: LengthBudgets,
     failed: bool = False,
 ) -> int:
-    """The target length that a lease to a node of `speed_class` asks for.
+    """Returns the target length for a lease to a node of `speed_class`.
 
     Args:
         counts: by target length, of the latest `window(budgets)` leases. Missing ones count 0.
-        failed: whether the node's own latest lease came to nothing.
+        failed: whether the node's own latest lease produced no accepted or pending file.
 
-    A node whose latest lease came to nothing gets the target of its class that most leases were
-    accepted of: one that no node completes takes half of each node's work at most, and what other
-    nodes fail at keeps no target from a node that completes it.
+    After a failed lease, a node gets the target of its class with the most accepted leases. A
+    target that no node completes then takes at most half of each node's work, and other nodes'
+    failures keep no target from a node that completes it.
     """
     preferred = budgets.preferred(speed_class)
     known = {target: counts.get(target, TargetCounts()) for target in budgets.targets}

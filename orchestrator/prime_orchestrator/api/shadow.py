@@ -1,14 +1,14 @@
-"""Shadow work: real leases and real verdicts for nodes without a seat, at no stake and for no pay.
+"""Shadow work: real leases and verdicts for nodes without a seat, with neither stake nor pay.
 
     admission  status "shadow", no invite
-    lease      signed for a pool number that no contract knows (core.task.shadow_pool): its file has
-               no way onto the chain, whoever holds the signatures
-    intake     as every file; the receipt names a leaf that no root will hold
+    lease      signed for a pool number that no contract knows (core.task.shadow_pool), so its file
+               cannot reach the chain, no matter who holds the signatures
+    intake     like any file; the receipt names a leaf that no root will contain
     verdict    written and published; no credit, no group for a batch, no slash, no drift
 
-A shadow file costs the pool a validator's time and room in the store, and anyone may ask, so what
-it takes is bounded here: few at once, few an hour beside the paid ones, and judged when nothing
-else waits. No paid lease is held back for one: shadow leases are no supply.
+A shadow file costs validator time and storage, and anyone may ask, so the amount is limited here:
+few at once, few per hour relative to paid leases, and judged only when nothing else waits. Shadow
+leases do not count as supply, so they hold back no paid lease.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.store import leases, policies
 
 UNDER_WAY = 2
-"""Shadow leases open, or files of theirs waiting for a verdict, in the whole pool."""
+"""Open shadow leases plus shadow files waiting for a verdict, in the whole pool."""
 AN_HOUR = 30
-"""Shadow leases an hour in a pool that has no other work …"""
+"""Shadow leases per hour in a pool that has no other work …"""
 ONE_IN = 16
-"""… and one more for so many paid ones in that hour."""
+"""… and one more per this many paid leases in that hour."""
 HOUR = 3600
 MOST_NODES = 512
-"""Shadow nodes of a pool."""
+"""Most shadow nodes in a pool."""
 NODES_EACH = 4
-"""Shadow nodes that one address (an IPv6 /64) may bring in an hour."""
+"""Shadow nodes that one address (an IPv6 /64) may add per hour."""
 FORGOTTEN_AFTER = HOUR
-"""Seconds of silence after which a shadow node is forgotten."""
+"""Seconds of silence after which a shadow node is deleted."""
 
 
 @dataclass
 class Newcomers:
-    """Which accounts each address brought as shadow nodes in the last hour; in memory."""
+    """Tracks, in memory, which accounts each address added as shadow nodes in the last hour."""
 
     _seen: dict[str, dict[Address, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, address: str, account: Address, now: float) -> None:
-        """Notes `account` at `address` (empty: not bounded). Raises PolicyError if the address has
-        brought NODES_EACH others within the hour."""
+        """Records `account` at `address` (empty: not limited). Raises PolicyError if the address
+        added NODES_EACH others within the hour."""
         if not address:
             return
         with self._lock:
@@ -66,7 +66,7 @@ class Newcomers:
 
 @dataclass(frozen=True)
 class Load:
-    """What shadow work takes now. `given`: leases of the last hour, shadow ones and others."""
+    """Current shadow work. `given`: leases of the last hour, shadow ones and others."""
 
     latest_version: int | None
     under_way: int
@@ -74,7 +74,7 @@ class Load:
 
 
 def load_of(connection: Connection, now: float) -> Load:
-    """The pool's shadow work at `now` (Unix seconds)."""
+    """Returns the pool's shadow work at `now` (Unix seconds)."""
     return Load(
         policies.latest_version(connection),
         leases.shadow_under_way(connection, now=now),
@@ -83,9 +83,10 @@ def load_of(connection: Connection, now: float) -> Load:
 
 
 def decide(policy_version: int, load: Load, rules: Rules) -> Grant | Wait:
-    """What a shadow node without an open lease gets; `policy_version` is the newest it can load.
+    """Returns what a shadow node without an open lease gets; `policy_version` is the newest it can
+    load.
 
-    The step is the newest policy's, for the record: no batch takes the file.
+    The step is the policy's version, for the record only: no batch takes the file.
     """
     if load.latest_version is None:
         return Wait("no policy is published yet")

@@ -1,4 +1,4 @@
-"""What the orchestrator shows of itself: status, nodes, one node's rewards, one submission."""
+"""Public views of the orchestrator: status, nodes, a node's rewards, a submission."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS, MAX_NODES = 200, 20, 5
 
 
 def pool_info(backend: Backend, host: str) -> PoolInfo:
-    """The pool's public facts, under that name of ours that `host` (a Host header) asked for."""
+    """Returns the pool's public facts, with the URL of ours that `host` (a Host header) asked
+    for."""
     context = backend.context
     with backend.store.read() as connection:
         latest = policies.latest_version(connection)
@@ -63,7 +64,7 @@ def pool_info(backend: Backend, host: str) -> PoolInfo:
 
 
 def status(backend: Backend) -> Status:
-    """One consistent picture of the pool."""
+    """Returns one consistent view of the pool."""
     context, now = backend.context, backend.now()
     with backend.store.read() as connection:
         seen = meta.get(connection, meta.CHAIN_SEEN_AT)
@@ -92,13 +93,13 @@ def status(backend: Backend) -> Status:
 
 
 def node_list(backend: Backend, after: str, provider: Address | None) -> list[NodeInfo]:
-    """A page of the nodes (of one provider) by address, from the first beyond `after`."""
+    """Returns a page of the nodes (of one provider if given) by address, starting after `after`."""
     with backend.store.read() as connection:
         return _infos(connection, nodes.page(connection, after, NODES_PAGE, provider))
 
 
 def node_info(backend: Backend, node: Address) -> NodeInfo:
-    """One node. Raises NotFoundError if it was never admitted."""
+    """Returns one node. Raises NotFoundError if it was never admitted."""
     with backend.store.read() as connection:
         row = nodes.get(connection, node)
         if row is None:
@@ -107,7 +108,7 @@ def node_info(backend: Backend, node: Address) -> NodeInfo:
 
 
 def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
-    """The newest leases of one node, newest last: who was given what, for anyone to see."""
+    """Returns the newest leases of one node, newest last. They are public."""
     with backend.store.read() as connection:
         rows = leases.newest_of(connection, node, LEASES_SHOWN)
     return [
@@ -197,7 +198,7 @@ def _slashes(connection: Connection) -> list[dict[str, int | str]]:
 
 
 def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
-    """What became of a submission. Raises NotFoundError."""
+    """Returns the state of a submission. Raises NotFoundError."""
     with backend.store.read() as connection:
         row = submissions.get(connection, digest)
         if row is None:
@@ -224,7 +225,8 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
 
 
 def reward_info(backend: Backend, node: Address) -> RewardInfo:
-    """The node's entry in the newest reward root on chain, with its proof, and what is to come."""
+    """Returns the node's entry in the newest reward root on chain, with its proof, and pending
+    credits."""
     with backend.store.read() as connection:
         settlement = newest_settlement(connection, backend.objects)
         settled = settlement.epoch if settlement is not None else -1

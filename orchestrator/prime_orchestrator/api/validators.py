@@ -1,14 +1,14 @@
-"""What validators ask of the API: files to judge, room for their objects, and a place for opinions.
+"""The API for validators: files to judge, storage for their objects, and opinions.
 
     claim      files are assigned to live validators in an order drawn from the manager's second
-               secret; a caller gets those that are its own, and hears which opinions to hand in
-    seal       the hash of an opinion; when every opinion that is needed is sealed, each is due
-    opinion    signature, appointment, seal and form are checked; it is stored, nothing follows yet
-    release    without an opinion: abstained (for good), or later (an outage of the validator's)
+               secret; the answer lists the caller's files and the opinions it must submit now
+    seal       the hash of an opinion; once every needed opinion is sealed, each is due
+    opinion    checks signature, appointment, seal and form, then stores it; nothing else happens
+    release    ends a claim without an opinion: abstained (for good), or later (an outage)
 
-The manager's loop turns opinions into verdicts (judging.py); nothing here does. No validator
-chooses a file: it cannot ask for one, and after an abstention it never gets that one again. None
-learns how many others judge a file before its own opinion is sealed.
+The manager's loop turns opinions into verdicts (judging.py). Validators do not choose files: they
+cannot request a specific one, and after abstaining never get it again. They do not learn how many
+others judge a file before their own opinion is sealed.
 """
 
 from __future__ import annotations
@@ -65,26 +65,26 @@ from prime_orchestrator.store.submissions import SubmissionRow
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 30.0
-"""How long a claim outlives a validator that says nothing any more."""
+"""How long a claim remains valid without news from its validator."""
 LIVE_SECONDS = 45.0
-"""A validator that has asked for work this lately is given files."""
+"""A validator counts as live, and is assigned files, if it asked for work within this time."""
 SEEN_SECONDS = 5.0
-"""How often an idle validator's asking is written down."""
+"""How often polls of an idle validator are recorded."""
 PATIENCE_SECONDS = 900.0
-"""A live validator has so long to take up a file, or to hand in what it sealed."""
+"""Time a live validator has to claim a file, or to submit the opinion it sealed."""
 RETRY_MS = 300
 LOST_SECONDS = 60.0
-"""How long a file rests that the object store does not have."""
+"""How long a file that is missing from the object store is postponed."""
 ROOM = 8
-"""Files that a validator may have before it gets more."""
+"""Most files assigned to a validator at once."""
 MAX_ATTEMPTS = 3
-"""Claims on one file that may end in silence: then its validator counts as having abstained."""
+"""Claims on one file that may time out before its validator counts as having abstained."""
 MAX_DELAYS = 20
-"""The same of claims that were given back for later."""
+"""Claims on one file that may be postponed before its validator counts as having abstained."""
 AGAIN_ONE_IN = 16
-"""One file in so many is judged by a second validator whatever the first finds."""
+"""One file in this many is judged by a second validator regardless of the first opinion."""
 LONE_SECONDS = 3600.0
-"""After so long without another validator, an opinion that was to be doubled stands alone."""
+"""After this long without another validator, one opinion decides where two were needed."""
 MAX_OBJECT_BYTES = 32 << 20
 UPLOAD_SECONDS = 600
 MAX_REVEALS = 64
@@ -92,7 +92,7 @@ MAX_CLOCK_SKEW = 300
 
 
 def require_appointed(backend: Backend, connection: Connection, account: Address) -> None:
-    """Raises PolicyError unless the chain shows that the account is a validator of the pool."""
+    """Raises PolicyError unless the account is a validator of the pool on chain."""
     if account not in chain.appointed(connection, backend.context.pool):
         raise PolicyError(
             f"{account} is not appointed as a validator; the manager types: orchestrator pool "
@@ -104,14 +104,14 @@ def require_appointed(backend: Backend, connection: Connection, account: Address
 
 
 def commit(backend: Backend, account: Address, request: CommitRequest) -> None:
-    """Takes commitments to draw secrets (draws.commit)."""
+    """Stores commitments to draw secrets (draws.commit)."""
     with backend.store.begin() as connection:
         require_appointed(backend, connection, account)
         draws.commit(connection, backend.context, account, request.commitments, backend.now())
 
 
 def reveal_draw(backend: Backend, account: Address, shown: DrawReveal) -> None:
-    """Publishes the secret of an epoch (draws.reveal); a dismissed validator may still do it."""
+    """Publishes an epoch's secret (draws.reveal). A dismissed validator may still do this."""
     with backend.store.begin() as connection:
         draws.reveal(connection, backend.objects, backend.context, account, shown, backend.now())
 
@@ -120,7 +120,7 @@ def reveal_draw(backend: Backend, account: Address, shown: DrawReveal) -> None:
 
 
 def claim(backend: Backend, account: Address, request: ClaimRequest) -> ClaimAnswer:
-    """The caller's next files, and the opinions that it is to hand in now.
+    """Returns the caller's next files, and the opinions that it must submit now.
 
     Raises PolicyError if the account is not appointed.
     """
@@ -158,7 +158,7 @@ def claim(backend: Backend, account: Address, request: ClaimRequest) -> ClaimAns
 
 
 def end_overdue(connection: Connection, now: float) -> None:
-    """Ends assignments whose validator is silent, or has had them for too long."""
+    """Ends assignments whose validator is silent or has held them too long."""
     live = jobs.live(connection, now - LIVE_SECONDS)
     for row in jobs.overdue(connection, now):
         if row.status == "claimed" and row.attempts + 1 >= MAX_ATTEMPTS:
@@ -172,7 +172,7 @@ def end_overdue(connection: Connection, now: float) -> None:
 
 
 def _is_due_since(connection: Connection, row: AssignmentRow, since: float) -> bool:
-    """Whether a sealed opinion could have been handed in since then."""
+    """Whether a sealed opinion could have been submitted since then."""
     if not _all_sealed(connection, row.submission_digest):
         return False
     return all(part.at <= since for part in jobs.assignments(connection, row.submission_digest))
@@ -183,7 +183,7 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
 
 
 def assign_files(connection: Connection, backend: Backend, now: float) -> None:
-    """Gives open files to live validators that their leases name, in the drawn order."""
+    """Assigns open files to live validators named by their leases, in the drawn order."""
     short = jobs.short(connection, 4 * ROOM)
     if not short:
         return
@@ -206,8 +206,8 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
 
 
 def first_needed(listed: DrawList, second: Digest, submission: Digest) -> int:
-    """How many opinions a file needs before any is shown: two for a share of files, drawn from the
-    manager's second secret, where the lease names two validators."""
+    """Returns how many opinions a file needs at first: two for a share of files, drawn from the
+    manager's second secret, if the lease names at least two validators; else one."""
     if len(listed.commitments) < 2:
         return 1
     return 2 if lot("again", second, submission) % AGAIN_ONE_IN == 0 else 1
@@ -224,12 +224,12 @@ def _assign(
     load: dict[Address, int],
     now: float,
 ) -> None:
-    """Fills the places of one job; `parts` are its assignments so far."""
+    """Fills the open places of one job; `parts` are its existing assignments."""
     digest = job.submission_digest
     named = [signed.validator for signed in listed.commitments]
     order = sorted(
         (one for one in named if one in able and load.get(one, 0) < ROOM),
-        # those that missed it before come last
+        # validators that missed it before come last
         key=lambda one: (one in parts, lot("assign", secret, digest, one.encode())),
     )
     free = [one for one in order if one not in parts or parts[one].status == "missed"]
@@ -297,8 +297,8 @@ def keep(backend: Backend, account: Address, request: KeepRequest) -> None:
 
 
 def release(backend: Backend, account: Address, request: ReleaseRequest) -> None:
-    """Ends a claim without an opinion. Raises ConflictError if the caller has none, MalformedError
-    if the reason is a judgement."""
+    """Ends a claim without an opinion. Raises ConflictError if the caller has no claim,
+    MalformedError if the reason is a judgement."""
     try:
         reason = Reason(request.reason)
     except ValueError as error:
@@ -324,7 +324,7 @@ def release(backend: Backend, account: Address, request: ReleaseRequest) -> None
 
 
 def rows_seen(backend: Backend, account: Address, request: RowsRequest) -> RowsAnswer:
-    """Which rows of a file that the caller judges other files have as well.
+    """Returns which rows of a file that the caller judges also occur in other files.
 
     Raises ConflictError if the caller has no claim on it.
     """
@@ -347,7 +347,7 @@ def _claimed(
 
 
 def seal(backend: Backend, account: Address, request: SealRequest) -> SealAnswer:
-    """Takes the hash of an opinion; the answer says whether the opinion is due.
+    """Stores the hash of an opinion; the answer says whether the opinion is due.
 
     Raises ConflictError if the caller has no claim on the file or has sealed another opinion.
     """
@@ -372,7 +372,7 @@ def _all_sealed(connection: Connection, digest: Digest) -> bool:
 
 
 def room_for(backend: Backend, account: Address, request: ObjectRequest) -> UploadAnswer:
-    """A signed URL for a table or evidence of a file that the caller has sealed.
+    """Returns a signed URL for a table or evidence of a file on which the caller sealed an opinion.
 
     Raises PolicyError if it is too large, ConflictError if nothing is sealed.
     """
@@ -390,11 +390,11 @@ def room_for(backend: Backend, account: Address, request: ObjectRequest) -> Uplo
 
 
 def give_opinion(backend: Backend, account: Address, signed: SignedOpinion) -> None:
-    """Stores a sealed opinion once it is due. The same one may come twice.
+    """Stores a sealed opinion once it is due. Repeating it is harmless.
 
-    Raises UntrustedError or MalformedError if signature or form do not hold, PolicyError if its
+    Raises UntrustedError or MalformedError if the signature or form is invalid, PolicyError if its
     author is not appointed, NotFoundError if there is no such submission or object, ConflictError
-    if it was not sealed, is not due yet, or comes for another file, pool or law.
+    if it was not sealed, is not due yet, or is for another file, pool or law.
     """
     now, said = backend.now(), signed.opinion
     signed.check(backend.context.domain(Opinion))
@@ -432,8 +432,8 @@ def give_opinion(backend: Backend, account: Address, signed: SignedOpinion) -> N
 
 
 def opinions_on(backend: Backend, digest: Digest) -> OpinionList:
-    """The opinions on a submission; none before its verdict, so that those who still judge it do
-    not see what others said. Raises NotFoundError."""
+    """Returns the opinions on a submission. The list is empty before its verdict, so that
+    validators who are still judging do not see the others' opinions. Raises NotFoundError."""
     with backend.store.read() as connection:
         row = submissions.get(connection, digest)
         if row is None:

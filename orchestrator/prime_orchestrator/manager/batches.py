@@ -1,13 +1,14 @@
-"""Accepted groups → sealed batches, one for each optimizer step.
+"""Seals accepted groups into batches, one per optimizer step.
 
-What leaves out a group whose rewards are all equal is this file alone; the trainer asserts it.
-Steps are sealed in order, and step s only while s ≤ newest published policy + allowed staleness, so
-that every row of a batch is at most that many policies old when it is trained.
+Only this module excludes groups whose rewards are all equal; the trainer asserts that it did. Steps
+are sealed in order, and step s only if s ≤ newest published policy + allowed staleness. Every row
+of a batch is therefore at most that many policies old when it is trained.
 
-A file that was handed in and is not kept yet (uploads.py) waits for a later batch: the
-trainer could not fetch it.
+A submitted file that is not in permanent storage yet (uploads.py) waits for a later batch, because
+the trainer could not fetch it.
 
-`choose` (prime_core/batch.py) decides, `make_manifest` writes down, `seal_ready_batches` performs.
+`choose` (prime_core/batch.py) selects the groups, `make_manifest` describes them, and
+`seal_ready_batches` writes the batch.
 """
 
 from __future__ import annotations
@@ -46,21 +47,23 @@ log = logging.getLogger(__name__)
 
 
 def may_seal(step: int, latest_version: int | None, max_staleness: int) -> bool:
-    """True while step `step` will be trained by a policy near enough to the rows it would take."""
+    """Whether the policy that will train `step` is recent enough for the rows it would take."""
     return latest_version is not None and step <= latest_version + max_staleness
 
 
 def batch_seed(run_digest: Digest, step: int) -> Digest:
-    """SHA-256("prime/batch/v1" ‖ run digest ‖ step as 8 bytes): the trainer's shuffling seed."""
+    """Returns SHA-256("prime/batch/v1" ‖ run digest ‖ step as 8 bytes), the trainer's shuffling
+    seed."""
     return encoding.sha256(b"prime/batch/v1" + to_bytes(run_digest) + step.to_bytes(8, "big"))
 
 
 def make_manifest(
     chosen: Sequence[FreeGroup], *, pool: int, step: int, run_digest: Digest
 ) -> BatchManifest:
-    """The immutable list of what step `step` trains on; files sorted by SHA-256, groups by number.
+    """Returns the immutable manifest of a step: files sorted by SHA-256, groups by number.
 
-    Raises FatalError if a group occurs twice or one file has two faces: our own state is broken.
+    Raises FatalError if a group occurs twice or a file's groups disagree about it: the store is
+    then inconsistent.
     """
     by_file: dict[Digest, list[FreeGroup]] = defaultdict(list)
     for group in chosen:
@@ -102,12 +105,12 @@ def seal_ready_batches(
     without: Collection[Address] = (),
 ) -> list[int]:
     """Seals every batch that is full and may be sealed; returns their steps, oldest first. Groups
-    of the nodes `without` stay out (planted ones: prime_orchestrator/manager/planting.py).
+    of the nodes in `without` are excluded (planted nodes, see planting.py).
 
-    For each: the manifest's object is written (it is named by its digest, so a crash leaves at most
-    an object that nothing names), then one transaction writes the batch and marks its groups. The
-    step is the primary key and a group is taken only while free, so two sealers or a restart seal
-    nothing twice.
+    The manifest object is written first; it is named by its digest, so a crash leaves at most an
+    unreferenced object. One transaction then writes the batch and marks its groups. The step is the
+    primary key and only free groups are taken, so concurrent sealers or a restart seal nothing
+    twice.
     """
     sealed: list[int] = []
     while (step := _seal_next(store, objects, signer, context, now(), without)) is not None:
@@ -155,7 +158,7 @@ def _seal_next(
 def _choose_kept(
     objects: ObjectStore, free: Sequence[FreeGroup], step: int, run: RunDefinition
 ) -> tuple[FreeGroup, ...] | None:
-    """`choose` among the groups whose files lie where the trainer fetches them."""
+    """Applies `choose` to the groups whose files are stored where the trainer fetches them."""
     while True:
         chosen = choose(
             free,
@@ -176,8 +179,8 @@ def _choose_kept(
 def free_groups(
     connection: Connection, *, step: int, max_staleness: int, without: Collection[Address] = ()
 ) -> list[FreeGroup]:
-    """Informative groups of accepted files that no batch has taken and that are fresh at `step`,
-    but for those of the nodes `without`."""
+    """Returns the informative groups of accepted files that no batch has taken and that are fresh
+    at `step`, except those of the nodes in `without`."""
     rows = connection.execute(
         select(groups, submissions.c.sha256, submissions.c.size, submissions.c.verdict_table)
         .join(submissions, submissions.c.digest == groups.c.submission_digest)

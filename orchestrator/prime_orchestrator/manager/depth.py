@@ -1,11 +1,11 @@
-"""What must lie deep enough on the chain before an intent is sent (prime_chain/certainty.py).
+"""Required depth of chain facts before an intent is sent (prime_chain/certainty.py).
 
     join         the provider's stake covers the seat at the safe block
     propose      the root that holds the bad leaf is in a safe block
-    reward_root  the block that the settlement was made at is final
+    reward_root  the settlement's block is final
 
-Until then the intent waits in its queue. The other kinds rest on nothing that a reorganisation
-could take away without taking them along.
+Until then the intent waits in its queue. A reorganization that removes the facts behind any other
+kind also removes its transaction, so those kinds do not wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prime_orchestrator.store import schema
 
 @dataclass(frozen=True)
 class Buried:
-    """Block `number` has to be at least as deep as facts for `purpose` are read."""
+    """Requires block `number` to be as deep as facts for `purpose` must be."""
 
     purpose: Purpose
     number: int
@@ -35,7 +35,7 @@ class Buried:
 
 @dataclass(frozen=True)
 class Staked:
-    """`node`'s provider has to have `amount` wei of active stake at the safe block."""
+    """Requires `node`'s provider to have `amount` wei of active stake at the safe block."""
 
     node: Address
     amount: int
@@ -47,7 +47,7 @@ Need = Buried | Staked
 def need_of(
     connection: Connection, context: PoolContext, kind: str, payload: Mapping[str, Any]
 ) -> Need | None:
-    """What an intent waits for, from the store; None if for nothing."""
+    """Returns what an intent waits for, from the store; None if nothing."""
     match kind:
         case "join":
             invite = payload["invite"]
@@ -66,20 +66,20 @@ def need_of(
 
 
 class Depths:
-    """The chain's word on what is deep enough, for one tick: each block is asked for once."""
+    """Checks needs against the chain for one tick; each block is requested once."""
 
     def __init__(self, contracts: Contracts) -> None:
         self._contracts = contracts
         self._blocks: dict[Purpose, int] = {}
 
     def meets(self, need: Need | None) -> bool:
-        """Whether an intent may go. Raises UnavailableError if no endpoint answers."""
+        """Whether an intent may be sent. Raises UnavailableError if no endpoint answers."""
         match need:
             case None:
                 return True
             case Staked(node, amount):
                 provider = self._contracts.registry.provider_of(node)
-                # a node without provider goes: the contract's refusal says what is missing
+                # Without a provider, send it: the contract's error says what is missing.
                 return provider is None or counted_stake(self._contracts, provider) >= amount
             case Buried(purpose, number):
                 if purpose not in self._blocks:

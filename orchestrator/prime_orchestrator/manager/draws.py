@@ -1,10 +1,10 @@
-"""Draws on the orchestrator's side: validators' commitments, and the manager's second secret.
+"""The orchestrator's side of draws: validators' commitments and the manager's second secret.
 
-    validator      commits to this epoch's secret and those to come; reveals old ones
-    orchestrator   names the epoch's commitments and its own, by a DrawList, in each lease's salt
-    manager        gives each file's second secret with the job; reveals the epoch's when it is over
+    validator      commits to the secrets of this and coming epochs; reveals old ones
+    orchestrator   names the epoch's commitments and its own, in a DrawList, in each lease's salt
+    manager        sends each file's second secret with the job; reveals the epoch's at its end
 
-See prime_core.draws for what the objects are and why there are two secrets.
+See prime_core.draws for the objects and for why there are two secrets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.rows import insert_new
 
 EPOCHS_AHEAD = 8
-"""A validator may be away for so many epochs before leases wait for it."""
+"""How many epochs ahead a validator may commit, and so how long it may be offline before leases
+wait for it."""
 LISTED = 256
 
 _table = schema.draw_commitments
@@ -51,7 +52,7 @@ _second = schema.second_secrets
 
 
 def epoch_at(run: RunDefinition, now: float) -> int:
-    """The epoch of a moment (Unix seconds)."""
+    """Returns the epoch at `now` (Unix seconds)."""
     return int(now) // run.epoch_seconds
 
 
@@ -62,7 +63,7 @@ def commit(
     commitments: Sequence[SignedDrawCommitment],
     now: float,
 ) -> None:
-    """Takes a validator's commitments. The same one may come twice.
+    """Stores a validator's commitments. Repeating one is harmless.
 
     Raises UntrustedError if one is not the author's for this pool, PolicyError if its epoch is past
     or too far ahead, ConflictError if the author has committed to another secret for it.
@@ -104,10 +105,10 @@ def reveal(
     shown: DrawReveal,
     now: float,
 ) -> None:
-    """Publishes an epoch's secret of a validator.
+    """Publishes a validator's secret for an epoch.
 
-    Raises UntrustedError if it is not what the author committed to, NotFoundError if it committed
-    to nothing, PolicyError if a lease may still need it.
+    Raises UntrustedError if it does not match the author's commitment, NotFoundError if there is no
+    commitment, PolicyError if a lease may still need the secret.
     """
     known = _commitment(connection, author, shown.epoch)
     if known is None:
@@ -137,7 +138,7 @@ def _commitment(connection: Connection, author: Address, epoch: int) -> SignedDr
 def reveal_second(
     store: Store, objects: ObjectStore, context: PoolContext, now: Callable[[], float]
 ) -> list[int]:
-    """Publishes the manager's secrets that no lease needs any more; returns their epochs."""
+    """Publishes the manager's secrets that no lease needs any longer; returns their epochs."""
     with store.read() as connection:
         rows = connection.execute(
             sa.select(_second.c.epoch, _second.c.secret).where(_second.c.revealed.is_(False))
@@ -158,7 +159,8 @@ def _managers(context: PoolContext, epoch: int, secret: Digest) -> DrawReveal:
 
 @dataclass
 class DrawBoard:
-    """Which list a lease names now, and what a lease's list says. Remembers what it has read."""
+    """Provides the draw list that new leases name, and reads the lists of existing leases. Caches
+    what it has read."""
 
     random: Callable[[int], bytes]
     _published: set[Digest] = field(default_factory=set)
@@ -167,10 +169,11 @@ class DrawBoard:
     def current(
         self, connection: Connection, objects: ObjectStore, context: PoolContext, now: float
     ) -> Digest | None:
-        """The digest of the present epoch's list, an object; None if no appointed validator
-        has committed. The connection is a write transaction.
+        """Returns the digest of the current epoch's list, stored as an object; None if no appointed
+        validator has committed. `connection` must be a write transaction.
 
-        Only commitments of the present epoch are named: older ones may be about to be revealed.
+        Only commitments for the current epoch are included: older secrets may be about to be
+        revealed.
         """
         epoch = epoch_at(context.run, now)
         rows = connection.execute(
@@ -179,7 +182,7 @@ class DrawBoard:
             .order_by(_table.c.validator)
             .limit(MAX_VALIDATORS)
         ).scalars()
-        # Sorted here: a database may order letters by language, and addresses mix their cases.
+        # Sort here: addresses are mixed-case, and database collations differ.
         appointed = chain.appointed(connection, context.pool)
         found = (SignedDrawCommitment.model_validate_json(body) for body in rows)
         commitments = tuple(
@@ -197,7 +200,8 @@ class DrawBoard:
         return listed.digest()
 
     def listed(self, objects: ObjectStore, lease: SignedLease) -> DrawList:
-        """The list that a lease's salt commits to. Raises MalformedError if there is none."""
+        """Returns the list that a lease's salt commits to. Raises MalformedError if there is
+        none."""
         if lease.opening is None:
             raise MalformedError("the lease's salt commits to no draws")
         name = lease.opening.draws
@@ -208,7 +212,7 @@ class DrawBoard:
         return self._read[name]
 
     def _second(self, connection: Connection, context: PoolContext, epoch: int) -> Digest:
-        """The manager's commitment for an epoch; its secret is drawn on first use."""
+        """Returns the manager's commitment for an epoch. Its secret is generated on first use."""
         secret = ids.digest(self.random(32))
         values = {
             "epoch": epoch,
@@ -222,7 +226,8 @@ class DrawBoard:
 
 
 def second_secret(connection: Connection, commitment: Digest) -> Digest:
-    """The manager's secret behind a list's `second`. Raises FatalError if it is not here."""
+    """Returns the manager's secret for a list's `second`. Raises FatalError if the store lacks
+    it."""
     query = sa.select(_second.c.secret).where(_second.c.commitment == commitment)
     secret = connection.execute(query).scalar()
     if secret is None:
@@ -231,7 +236,8 @@ def second_secret(connection: Connection, commitment: Digest) -> Digest:
 
 
 def listing(connection: Connection) -> list[DrawInfo]:
-    """The newest commitments, latest epoch first, and whether their secrets are shown."""
+    """Returns the newest commitments, latest epoch first, and whether their secrets are
+    revealed."""
     rows = connection.execute(
         sa.select(_table.c.body, _table.c.revealed)
         .order_by(_table.c.epoch.desc(), _table.c.validator)

@@ -1,13 +1,15 @@
-"""What a node's history changes: how many of a file's rows are replayed, and what its files say
-together. Pure.
+"""Uses a node's history: how many rows of a file to replay, and the drift of its statistics over
+many files. Pure.
 
-Rows: the run's share is the floor. A node's first NEWCOMER_FILES files get twice as many; later,
-one file in FULL_EVERY, by the file's own secret, is replayed whole: nobody can know which before.
+Rows: the run's share is the minimum. A node's first NEWCOMER_FILES files get twice as many. Later,
+one file in FULL_EVERY is replayed whole, selected by the file's own secret, so it cannot be
+predicted.
 
-Sums: a file of 8-bit weights, or of a policy one step old, looks honest by itself. Its statistics
-lie a little above other nodes' all the same, and over many files that shows: `excess`, in standard
-errors. The pool's other nodes are the measure, not the calibration, because the level depends on
-the model; so it means little where most nodes lie. It is published and accuses nobody.
+Sums: a single file made with 8-bit weights, or with a policy one step old, looks honest. Its
+statistics are slightly above other nodes', and over many files the difference shows: `excess`, in
+standard errors. The reference is the pool's other nodes, not the calibration, because the level
+depends on the model; the result means little if most nodes cheat. It is published and has no
+consequences.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ SMOOTH = frozenset(
         *("twin_logprob", "twin_mantissa", "twin_sketch"),
     }
 )
-"""Statistics whose means over files are nearly normal. Margins are nearly always 0, and maxima are
-not means: honest nodes lie 8 standard errors apart in them."""
+"""Statistics whose means over files are nearly normal. Margins are excluded because they are
+nearly always 0, and maxima because they are not means: honest nodes differ by 8 standard errors
+in them."""
 
 
 def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
-    """How many rows of a file to replay, by its node's accepted files and the file's draw secret.
+    """Returns how many rows of a file to replay, given its node's accepted files and the file's
+    draw secret.
 
-    Never below the run's share.
+    Never less than the run's share.
     """
     rows = run.rows_per_lease
     floor = run.least_drawn(rows)
@@ -47,9 +51,9 @@ def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
 
 
 def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
-    """By how many standard errors the node's mean lies above that of `others`: the same statistic
-    of the pool's other nodes with the same set-up. None for statistics that are not SMOOTH, before
-    either has LEAST_FILES files, or where the others' files do not differ."""
+    """Returns by how many standard errors the node's mean exceeds that of `others`: the same
+    statistic for the pool's other nodes with the same set-up. None for statistics that are not
+    SMOOTH, if either side has fewer than LEAST_FILES files, or if the others' files do not vary."""
     if sums.statistic not in SMOOTH:
         return None
     files = sum(row.files for row in others)
@@ -63,7 +67,7 @@ def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
 
 
 def others_of(sums: DriftRow, every: Sequence[DriftRow]) -> list[DriftRow]:
-    """The rows of `every` to compare a node's with."""
+    """Returns the rows of `every` to compare a node's row with."""
     return [
         row
         for row in every

@@ -1,8 +1,8 @@
-"""The chain's events → the store's read copy of chain facts.
+"""Copies the chain's events into the store and derives chain facts from them.
 
-Every derived column is a function of the events that are stored: when an event about a root, a
-slash, a reward root or a node comes or is retracted, the columns of that subject are derived anew
-from what is left. So a rollback needs no undo, and an event may come twice.
+Every derived column is a function of the stored events. When an event about a root, a slash, a
+reward root or a node is added or retracted, that subject's columns are recomputed from the
+remaining events. A rollback therefore needs no undo, and duplicate events are harmless.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CURSOR = "chain"
 RECEIPTS_CHECKED = "receipts_checked"
 LATE_BLOCKS = 64
 SEEN_SECONDS = 2.0
-"""How often a look at a chain that stands still is written down."""
+"""Interval at which polls are recorded while the chain does not advance."""
 
 
 def run_indexer_tick(
@@ -50,12 +50,12 @@ def run_indexer_tick(
     now: Callable[[], float],
     window_time: Callable[[], int] | None = None,
 ) -> list[Event]:
-    """Takes in what the chain has confirmed or retracted since the last tick; returns the new
-    events of this pool. Each step is one transaction, with its cursor. `window_time` says by which
-    time windows close, where that may be earlier than the chain's time.
+    """Processes what the chain has confirmed or retracted since the last tick; returns the new
+    events of this pool. Each step is one transaction that includes its cursor. `window_time`
+    returns the time that closes windows, if it may be earlier than the chain's time.
 
-    Raises UnavailableError if no endpoint answers, or something is missing from what they answer:
-    the next tick goes on where this one was.
+    Raises UnavailableError if no endpoint answers, or if answers are incomplete; the next tick
+    resumes where this one stopped.
     """
     with store.read() as connection:
         trail = remembered(connection)
@@ -86,7 +86,7 @@ def run_indexer_tick(
             derive(connection, context, rows, now())
             meta.put(connection, meta.CHAIN_SEEN_AT, str(int(now())))
         if cursor != step.block:
-            break  # everything is read again from the start
+            break  # rolled back further: read again from there
     taken += _check_receipts(store, context, watcher, now)
     if not steps:
         _note_seen(store, now())
@@ -117,7 +117,7 @@ def _take(connection: Connection, events: Sequence[Event]) -> list[EventRow]:
 def _go_back(
     connection: Connection, watcher: Watcher, block: BlockRef
 ) -> tuple[BlockRef, list[EventRow]]:
-    """Forgets what lies above `block`; everything, if that is too far to be undone."""
+    """Forgets everything above `block`, or all events if the rollback is too deep to undo."""
     known = chain.cursor(connection, CURSOR)
     too_far = block == watcher.start or (
         known is not None and known[0] - block.number > chain.UNDO_BLOCKS
@@ -132,10 +132,10 @@ def _go_back(
 def _missing_roots(
     store: Store, context: PoolContext, watcher: Watcher, found: Sequence[Event], until: int
 ) -> list[Event]:
-    """The pool's work roots are numbered without a gap. Where one is missing, the blocks since the
-    last one known are asked for again, at another endpoint.
+    """Finds gaps in the pool's work roots, which are numbered consecutively. If one is missing, the
+    blocks since the last known root are read again from another endpoint.
 
-    Raises UnavailableError if the gap stays: nothing is taken in until it is closed.
+    Raises UnavailableError if the gap remains; nothing is processed until it is closed.
     """
     numbers = [event.seq for event in found if isinstance(event, RootPosted)]
     if not numbers:
@@ -159,8 +159,8 @@ def _missing_roots(
 def _check_receipts(
     store: Store, context: PoolContext, watcher: Watcher, now: Callable[[], float]
 ) -> list[Event]:
-    """Each transaction of ours that is confirmed has left an event in the pool: what is missing is
-    asked for again, at another endpoint."""
+    """Checks that each confirmed transaction of ours has an event in the pool. Missing events are
+    read again from another endpoint."""
     with store.read() as connection:
         cursor = chain.cursor(connection, CURSOR)
         checked = int(meta.get(connection, RECEIPTS_CHECKED) or 0)
@@ -170,7 +170,7 @@ def _check_receipts(
     for row in missing:
         block = watcher.block_of(Digest(row.tx_hash or ""))
         if block is None or cursor is None or block > cursor[0]:
-            continue  # a reorganisation took it off the chain, or moved it
+            continue  # a reorganization removed or moved it
         why = f"the events of our own transaction {row.tx_hash} are missing"
         log.error("%s; block %s is read again", why, block)
         count_gap(store)
@@ -182,7 +182,7 @@ def _check_receipts(
         taken += again
         if all(event.tx_hash != row.tx_hash for event in again):
             raise UnavailableError(f"{why}, and no endpoint shows them")
-    # a transaction may be noted later than one of a later block
+    # A transaction may be recorded after one from a later block.
     until = max((row.block or 0 for row in mined), default=0) - LATE_BLOCKS
     if until > checked:
         with store.begin() as connection:
@@ -191,14 +191,14 @@ def _check_receipts(
 
 
 def count_gap(store: Store) -> None:
-    """One more gap was found in what endpoints answered (a metric with an alarm)."""
+    """Counts a gap found in the endpoints' answers (a metric with an alarm)."""
     with store.begin() as connection:
         known = int(meta.get(connection, meta.CHAIN_GAPS) or 0)
         meta.put(connection, meta.CHAIN_GAPS, str(known + 1))
 
 
 def remembered(connection: Connection) -> list[BlockRef]:
-    """The last blocks up to which was read (ascending), the cursor last."""
+    """Returns the last blocks that were read, ascending; the cursor is last."""
     cursor = chain.cursor(connection, CURSOR)
     if cursor is None:
         return []
@@ -217,7 +217,7 @@ def _note_seen(store: Store, now: float) -> None:
 def derive(
     connection: Connection, context: PoolContext, events: Sequence[EventRow], now: float
 ) -> None:
-    """Brings up to date the columns of every subject that `events` speak of (come or gone)."""
+    """Recomputes the columns of every subject that `events` (added or retracted) refer to."""
     for event in events:
         args = event.arguments()
         if event.name == "RootPosted":
@@ -233,10 +233,11 @@ def derive(
 
 
 def derive_root(connection: Connection, root: Digest) -> None:
-    """`roots.chain_seq`, `epoch`, `posted_at`, `block` from the first RootPosted of this root.
+    """Derives `roots.chain_seq`, `epoch`, `posted_at` and `block` from the first RootPosted of this
+    root.
 
-    One that a node posted for itself (Work.postLeaf: one leaf, no leaves object, the leaf is the
-    root) gets a row if its submission is ours and in no root yet; else it is passed over, so that
+    A root that a node posted itself (Work.postLeaf: one leaf, no leaves object, the leaf is the
+    root) gets a row if its submission is ours and has no root yet. Otherwise it is ignored, so that
     no submission is paid twice.
     """
     first = next(iter(chain.events(connection, "RootPosted", subject=root)), None)
@@ -258,7 +259,7 @@ def derive_root(connection: Connection, root: Digest) -> None:
 
 
 def _adopt_leaf(connection: Connection, leaf: Digest, posted_at: int) -> None:
-    """The row of a root that is one leaf, posted by its node."""
+    """Adds the row of a single-leaf root that the node posted itself."""
     submission = submissions.get(connection, leaf)
     if submission is None or submission.root_id is not None or submission.shadow:
         return
@@ -276,7 +277,8 @@ def _adopt_leaf(connection: Connection, leaf: Digest, posted_at: int) -> None:
 
 
 def _let_go_leaf(connection: Connection, leaf: Digest) -> None:
-    """Undoes `_adopt_leaf`: its posting was retracted, and the manager may root it after all."""
+    """Undoes `_adopt_leaf` after its posting was retracted, so that the manager may root the
+    leaf."""
     table = schema.roots.c
     adopted = sa.and_(table.root == leaf, table.leaves_object == ZERO_DIGEST)
     connection.execute(
@@ -288,10 +290,10 @@ def _let_go_leaf(connection: Connection, leaf: Digest) -> None:
 
 
 def derive_reward_root(connection: Connection, epoch: int) -> None:
-    """The `reward_roots` row of an epoch from its newest RewardRootPosted.
+    """Derives the `reward_roots` row of an epoch from its newest RewardRootPosted.
 
-    A root that the arbiter has disabled loses its row, so that the next settlement builds on the
-    one before it; one whose posting was retracted waits for its transaction again.
+    A root that the arbiter disabled loses its row, so that the next settlement builds on the
+    previous one. A root whose posting was retracted waits for its transaction again.
     """
     table = schema.reward_roots
     posted = chain.events(connection, "RewardRootPosted", subject=epoch)
@@ -330,7 +332,8 @@ def _epoch(event: EventRow) -> int:
 
 
 def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now: float) -> None:
-    """The `slashes` row of submission `leaf` from the events of its proposal; then the credits.
+    """Derives the `slashes` row of submission `leaf` from its proposal's events, then updates the
+    credits.
 
     A proposal by another validator gets a row if the submission is ours.
     """
@@ -338,7 +341,7 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
     table = schema.slashes
     row = connection.execute(sa.select(table).where(table.c.submission_digest == leaf)).first()
     if proposed is None:
-        if row is not None and row.propose_tx is not None:  # its proposal was retracted
+        if row is not None and row.propose_tx is not None:  # the proposal was retracted
             connection.execute(
                 sa.update(table)
                 .where(table.c.submission_digest == leaf)

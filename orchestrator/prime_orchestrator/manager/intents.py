@@ -1,7 +1,8 @@
-"""Queueing intents: what an account means to do on chain, written down before it is done.
+"""Queues intents: transactions that an account will send to the chain, recorded before they are
+sent.
 
-An intent's id is derived from the fact itself, so that the same fact queues one intent however
-often it is stated. Queue it in the transaction that decides the fact; `outbox.py` sends.
+An intent's id is derived from the fact it reports, so a fact queues one intent however often it is
+reported. Queue it in the transaction that decides the fact; `outbox.py` sends it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def queue_intent(
     payload: Mapping[str, Any],
     now: float,
 ) -> str:
-    """Queues the intent "<kind>:<key>" on `lane` unless it is there already; returns its id.
+    """Queues the intent "<kind>:<key>" on `lane` unless it exists already; returns its id.
 
     Call it inside the transaction that decides the fact.
     """
@@ -52,8 +53,8 @@ def queue_intent(
 
 
 def requeue_failed(connection: Connection, intent: str, now: float, *, not_before: float) -> bool:
-    """Puts a failed intent back in the queue (its cause may have gone) if it failed before
-    `not_before`; True if it did."""
+    """Requeues a failed intent if it failed before `not_before`, since its cause may be gone.
+    Returns whether it did."""
     table = schema.intents
     done = connection.execute(
         sa.update(table)

@@ -1,25 +1,26 @@
-"""The manager's verdicts: the opinions on a file become one, and all that follows from it.
+"""Combines the opinions on a file into the manager's verdict, and applies its consequences.
 
     accepted  submission, lease, credit, groups for batches, marks of its rows, job done
     rejected  submission, lease, node quarantined, slash, job done
     void      submission, lease, job done
-    (where opinions do not agree yet: one more is asked for, and the file is replayed whole)
-    (of a shadow lease, whatever the verdict: submission, lease, marks, job done, nothing else)
-    (of an accepted file that is looked at once more: reviews.py says what)
+    (if opinions do not agree yet: one more is requested, and the file is replayed whole)
+    (shadow lease, any verdict: submission, lease, marks and job done, nothing else)
+    (accepted file under review: see reviews.py)
 
-How many must agree (`enough`):
+How many opinions must agree (`enough`):
 
     rejected, or contradicted   two (a slash takes stake)
-    accepted                    two for a share of files, drawn before anyone judged; else one
-    void                        one: anyone can see it in the bytes
+    accepted                    two for a share of files, drawn before any judgement; else one
+    void                        one: anyone can verify it from the bytes
 
-Opinions count together only under one law. Where the lease names one validator alone, it decides
-alone. An acceptance that is to be doubled stands alone after validators.LONE_SECONDS without
-another validator; a rejection never does: it waits as long as the file is valid, then ends void,
-unpaid and unpunished, counted as `prime_rejections_lapsed`.
+Opinions count together only under the same law. If the lease names only one validator, it decides
+alone. An acceptance that needs a second opinion stands alone if no other validator comes within
+validators.LONE_SECONDS. A rejection never stands alone: it waits for the file's whole validity,
+then ends void, unpaid and unpunished, and is counted in `prime_rejections_lapsed`.
 
-Only the process that runs the manager's loops calls this. It checks every opinion again, since the
-API that took it may be another process. The verdict is an object; the rest is one transaction.
+Only the process that runs the manager's loops calls this. It checks every opinion again, because
+the API that accepted it may be another process. The verdict is an object; everything else is one
+transaction.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ from prime_verify.proofs.thresholds import shipped
 log = logging.getLogger(__name__)
 
 AT_ONCE = 64
-"""Files that one tick decides on."""
+"""Most files decided in one tick."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One opinion with the table that it names, checked for its form."""
+    """One opinion with its table, checked for form."""
 
     signed: SignedOpinion
     table: VerdictTable
@@ -116,23 +117,24 @@ class Judgement:
 
     @property
     def partly_seen(self) -> bool:
-        """Whether only some rows were replayed since no other file had any of them, then."""
+        """Whether only some rows were replayed, because no other file had any of them at the
+        time."""
         return self.table.repeated_rows is not None and not self.whole
 
     def shares(self) -> dict[str, float]:
-        """The file's statistics as shares of their limits."""
+        """Returns the file's statistics as shares of their limits."""
         return {name: float(value) for name, value in self.table.shares.items()}
 
     @property
     def compute_share(self) -> float | None:
-        """What the replay computed, as a share of what making the file did."""
+        """Compute spent on the replay as a share of the compute spent on making the file."""
         found = self.table.statistics.get("compute_share")
         return None if found is None else float(found)
 
 
 def enough(outcome: Outcome, said: Sequence[Outcome], named: int, needed: int) -> bool:
     """Whether `outcome` is the verdict, given all outcomes `said` on a file whose lease names
-    `named` validators and which needed `needed` opinions to begin with."""
+    `named` validators and which initially needed `needed` opinions."""
     agree = sum(one is outcome for one in said)
     contradicted = agree < len(said)
     if named < 2 and not contradicted:
@@ -145,8 +147,8 @@ def enough(outcome: Outcome, said: Sequence[Outcome], named: int, needed: int) -
 
 
 def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement | None:
-    """The first opinion of the outcome that enough opinions under one law share; None if another
-    opinion is needed."""
+    """Returns the first opinion whose outcome enough opinions under one law share, or None if
+    another opinion is needed."""
     for one in found:
         law = one.signed.opinion.law
         counted = [
@@ -161,7 +163,7 @@ def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement 
 
 @dataclass(frozen=True)
 class Judge:
-    """The manager's process as far as verdicts need it. `now` in Unix seconds."""
+    """Decides verdicts. `now` returns Unix seconds."""
 
     store: Store
     objects: ObjectStore
@@ -170,13 +172,13 @@ class Judge:
     now: Callable[[], float]
 
     def tick(self) -> list[Digest]:
-        """Decides on the files whose opinions are in; returns those that got a verdict."""
+        """Decides the files whose opinions are complete; returns those that got a verdict."""
         with self.store.read() as connection:
             waiting = jobs.full(connection, AT_ONCE)
         return [digest for digest in waiting if self.decide(digest)]
 
     def decide(self, digest: Digest) -> bool:
-        """Decides on one file. False if it needs another opinion, or has a verdict."""
+        """Decides one file. Returns False if it needs another opinion or already has a verdict."""
         with self.store.read() as connection:
             row = submissions.get(connection, digest)
             lease = leases.get(connection, row.lease_digest) if row is not None else None
@@ -199,7 +201,7 @@ class Judge:
             if job is None or row is None or job.status != "full":
                 return False
             if opinions.of(connection, digest) != given:
-                return False  # one came in between: the next tick looks again
+                return False  # a new opinion arrived; the next tick decides
             appointed = chain.appointed(connection, self.context.pool)
             for one in found:
                 if one.validator not in appointed:
@@ -223,8 +225,9 @@ class Judge:
     def _reviewed(
         self, connection: Connection, row: SubmissionRow, found: Sequence[Judgement]
     ) -> SubmissionRow | None:
-        """What a second look at an accepted file brings: None if it stands; the file without its
-        verdict, to be judged like any other, if someone found a lie in it or no work."""
+        """Applies the review of an accepted file. Returns None if its acceptance stands. If any
+        opinion disputes it, withdraws the verdict and returns the file, to be judged like any
+        other."""
         if all(one.outcome is Outcome.ACCEPTED for one in found):
             reviews.uphold(connection, row, max(one.table.repeated_rows or 0 for one in found))
             return None
@@ -235,7 +238,7 @@ class Judge:
     def _checked(
         self, signed: SignedOpinion, row: SubmissionRow, lease: SignedLease, run: RunDefinition
     ) -> Judgement:
-        """An opinion with its table, after all that can be checked without a replay.
+        """Checks everything about an opinion that needs no replay, and returns it with its table.
 
         Raises MalformedError, UntrustedError, NotFoundError or ConflictError if it does not count.
         """
@@ -272,14 +275,15 @@ class Judge:
         chosen: Judgement,
         found: Sequence[Judgement],
     ) -> bool:
-        """Writes the verdict and all that follows from it.
+        """Writes the verdict and applies its consequences.
 
-        False if another file had rows of it meanwhile: it is judged once more, and whole. A file
-        with rows of one that was replayed whole goes back (reviews.py).
+        Returns False if the file already has a verdict, or if another file has included some of its
+        rows in the meantime; it is then judged again. If this file was replayed whole, accepted
+        files that share rows with it are sent back for review (reviews.py).
         """
         digest, outcome, now = row.digest, chosen.outcome, self.now()
         if outcome is Outcome.ACCEPTED:
-            lock(connection, "row_marks")  # one acceptance sees the rows of the one before it
+            lock(connection, "row_marks")  # each acceptance sees the previous one's rows
             if chosen.partly_seen and row_marks.seen(connection, chosen.table.marks, but=digest):
                 log.info("submission %s: its rows came in another file; once more", digest)
                 opinions.forget(connection, digest)
@@ -312,7 +316,7 @@ class Judge:
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)
         if whole is not None:
             reviews.send_back(connection, self.context, digest, whole.table.marks)
-        nodes.lock_row(connection, row.node)  # two verdicts on one node follow one another
+        nodes.lock_row(connection, row.node)  # serializes verdicts on one node
         _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
         if outcome is Outcome.ACCEPTED:
             row_marks.remember(connection, digest, chosen.table.marks, now=now)
@@ -332,7 +336,7 @@ class Judge:
 
 
 def check_law(signed: SignedOpinion, row: SubmissionRow, lease: SignedLease) -> None:
-    """Raises ConflictError unless an opinion is on this submission of this pool and under its
+    """Raises ConflictError unless the opinion is on this submission in this pool, and under its
     lease, run and draws."""
     said, law = signed.opinion, signed.law
     due = (row.digest, lease.lease.pool, row.lease_digest, lease.lease.run_digest)
@@ -344,7 +348,8 @@ def check_law(signed: SignedOpinion, row: SubmissionRow, lease: SignedLease) -> 
 def check_table(
     table: VerdictTable, outcome: Outcome, row: SubmissionRow, run: RunDefinition
 ) -> None:
-    """Raises MalformedError unless a table is of this file and says what its outcome needs."""
+    """Raises MalformedError unless the table belongs to this file and contains what its outcome
+    requires."""
     named = (table.submission_digest, table.sha256, table.policy_version, table.step)
     if named != (row.digest, row.sha256, row.policy_version, row.step):
         raise MalformedError("the table is of another file")
@@ -373,7 +378,7 @@ def check_table(
 def _drop(
     connection: Connection, digest: Digest, faults: Mapping[Address, str], now: float
 ) -> None:
-    """Takes out opinions that do not count; their authors do not get the file again."""
+    """Removes opinions that do not count. Their authors do not get the file again."""
     for validator, fault in sorted(faults.items()):
         log.error("the opinion of %s on %s does not count: %s", validator, digest, fault)
         opinions.drop(connection, digest, validator)
@@ -427,7 +432,7 @@ def _credit(
 
 
 def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[GroupRow]:
-    """The groups of an accepted file, from its verdict table."""
+    """Returns the groups of an accepted file, from its verdict table."""
     rewards: dict[int, list[int]] = defaultdict(list)
     for entry in table.rows:
         rewards[entry.group].append(entry.reward_micro)
@@ -466,7 +471,7 @@ def _punish(
             order=order,
             now=now,
         )
-    else:  # a run that slashes nothing still works with no liar
+    else:  # without slashing, the node is still ejected
         queue_intent(
             connection,
             lane=context.manager,

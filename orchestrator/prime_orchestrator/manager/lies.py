@@ -1,8 +1,7 @@
-"""Wrong chunks that nodes say a relay sent them: counted, and shown to the operator.
+"""Counts reports by nodes that a relay sent them wrong chunks, for the operator.
 
-It is a stranger's word. A relay may be slandered, and whoever fetches checks every chunk anyway, so
-nothing follows from it here; a node counts once for each relay, and only relays that are announced
-when they are named count.
+The reports are unverified and may be slander, and readers check every chunk anyway, so they have no
+consequences here. A node counts once per relay, and only currently announced relays count.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from prime_core.ids import Address
 log = logging.getLogger(__name__)
 
 MOST = 256
-"""Relays whose counts are kept: for one more, the one that was named first goes."""
+"""Number of relays whose counts are kept; beyond it, the one first reported is dropped."""
 
 
 class LiesReported:
-    """Since this process began: which nodes named which relay, those that fell silent included, of
-    the last MOST that were named. Safe from several threads."""
+    """Records since process start which nodes reported which relay, for the last MOST relays,
+    including nodes that have gone silent. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by: dict[str, set[Address]] = {}
 
     def note(self, node: Address, named: Collection[str], announced: Collection[str]) -> None:
-        """A node names liars; `announced` are the relays that count now."""
+        """Records a node's reports; `announced` are the relays that count now."""
         known = {url.rstrip("/"): url for url in announced}
         new = []
         with self._lock:
@@ -43,6 +42,6 @@ class LiesReported:
             log.warning("node %s says that the relay %s sent it a wrong chunk", node, url)
 
     def counts(self) -> dict[str, int]:
-        """Relay → how many nodes named it."""
+        """Returns how many nodes reported each relay."""
         with self._lock:
             return {url: len(by) for url, by in self._by.items()}

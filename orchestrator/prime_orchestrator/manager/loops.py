@@ -1,12 +1,12 @@
-"""The manager's background work, as ticks that `serve` calls: no thread, no clock, no sleep here.
+"""The manager's background work, as ticks that `serve` calls. There are no threads or sleeps here.
 
     chain_tick   every 0.5–1 s   chain → store (indexer), store → chain (outbox)
     judge_tick   every 0.2 s     opinions of validators → verdicts
-    batch_tick   after verdicts and policies, and every 0.3–1 s   seal what is full
-    money_tick   every 1–5 s     work roots, reward roots, what fell due by the chain's clock
+    batch_tick   after verdicts and policies, and every 0.3–1 s   seals full batches
+    money_tick   every 1–5 s     work roots, reward roots, expirations by the chain's clock
 
-Each is safe to stop between any two statements and to run again. An unreachable chain raises
-UnavailableError from `chain_tick` after the outbox had its turn; the other two never ask the chain.
+Each can be stopped between any two statements and run again. If the chain is unreachable,
+`chain_tick` raises UnavailableError after the outbox has run; the others never query the chain.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prime_orchestrator.store.engine import Store
 
 @dataclass(frozen=True)
 class ManagerLoops:
-    """Everything the ticks need. `sender` and `signer` hold the manager's key."""
+    """The ticks and their dependencies. `sender` and `signer` hold the manager's key."""
 
     store: Store
     objects: ObjectStore
@@ -53,7 +53,7 @@ class ManagerLoops:
     planted: Planted = field(default_factory=Planted)
 
     def chain_tick(self) -> list[Event]:
-        """Sends what is queued, then takes in what the chain shows; returns new events."""
+        """Sends queued intents, then reads the chain; returns new events."""
         queue_executions(self.store, self.context.manager, self.now)
         run_outbox_tick(self.store, self.context, self.contracts, self.sender, self.now)
         events = run_indexer_tick(
@@ -64,7 +64,8 @@ class ManagerLoops:
 
     @cached_property
     def window_time(self) -> Callable[[], int] | None:
-        """The contracts' time by which windows close, where that may not be the chain's."""
+        """Function returning the contracts' time that closes windows, if it may differ from the
+        chain's."""
         vault = self.contracts.vault
         return None if vault.uptime_feed() is None else vault.window_time
 
@@ -74,13 +75,13 @@ class ManagerLoops:
         return Judge(self.store, self.objects, self.context, self.board, self.now)
 
     def judge_tick(self) -> list[Digest]:
-        """Decides on files whose opinions are in, and shows draw secrets that are due."""
+        """Decides files whose opinions are complete, and reveals draw secrets that are due."""
         reveal_second(self.store, self.objects, self.context, self.now)
         return self.judge.tick()
 
     def batch_tick(self) -> list[int]:
-        """Seals every batch that is full and may be sealed; returns the steps. Warns of target
-        lengths that starve."""
+        """Seals every batch that is full and may be sealed; returns the steps. Warns of starving
+        target lengths."""
         sealed = seal_ready_batches(
             self.store, self.objects, self.signer, self.context, self.now, self.planted.accounts
         )
@@ -90,8 +91,8 @@ class ManagerLoops:
         return sealed
 
     def money_tick(self) -> None:
-        """Work roots, reward roots, files voided that nobody judged or rooted in time, slashes that
-        came too late dropped, what planted files were."""
+        """Posts work roots and reward roots, voids files not judged or rooted in time, drops
+        expired slashes and reveals planted files."""
         reveal(self.store, self.context, self.planted, self.now)
         post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
         settle_epochs(self.store, self.objects, self.context, self.now)

@@ -1,7 +1,8 @@
-"""A node's standing in the pool: what the chain says of its seat, carried through its lifecycle.
+"""A node's membership in the pool, derived from the chain and applied to its lifecycle.
 
-The chain owns membership; `lifecycle.step_node` decides, this file gathers and writes down. Like
-everything that the indexer derives, a node's row is made anew from the events that are stored.
+The chain owns membership and `lifecycle.step_node` decides transitions; this module collects the
+facts and writes the result. Like everything the indexer derives, a node's row is recomputed from
+the stored events.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ MEMBERSHIP_EVENTS = ("NodeJoined", "NodeLeft", "NodeEjected")
 
 
 def derive_node(connection: Connection, context: PoolContext, node: Address, now: float) -> None:
-    """A node's status from its membership on chain and its open slashes.
+    """Updates a node's status from its membership on chain and its open slashes.
 
-    What the chain says is carried through `lifecycle.step_node`; only a retraction goes backwards.
+    Changes go through `lifecycle.step_node`; only a retraction moves a node backwards.
     """
     row = nodes.lock_row(connection, node)
     if row is None:
@@ -40,12 +41,12 @@ def derive_node(connection: Connection, context: PoolContext, node: Address, now
         args = joined.arguments()
         nodes.set_member(connection, node, provider=Address(args["provider"]))
     open_slash = has_open_slash(connection, node)
-    if standing == "member" and row.status in ("ejected", "left"):  # came again, or retraction
+    if standing == "member" and row.status in ("ejected", "left"):  # rejoined, or exit retracted
         status = "quarantined" if open_slash else "active"
         nodes.set_status(connection, node, status, last_heartbeat=now)  # type: ignore[arg-type]
         return
     if standing == "none":
-        if row.status in ("active", "silent", "ejected", "left"):  # its join was retracted
+        if row.status in ("active", "silent", "ejected", "left"):  # the join was retracted
             nodes.set_status(connection, node, "admitted", last_heartbeat=row.last_heartbeat)
         return
     event: NodeEventKind | None = None
@@ -64,8 +65,8 @@ def derive_node(connection: Connection, context: PoolContext, node: Address, now
 
 
 def membership(connection: Connection, node: Address) -> tuple[str, EventRow | None]:
-    """What the stored events say of `node` in this pool: "none", "member", "left" or "ejected", and
-    the NodeJoined it rests on (None unless it is a member)."""
+    """Returns `node`'s membership according to the stored events ("none", "member", "left" or
+    "ejected"), and the NodeJoined event it is based on (None unless it is a member)."""
     found = [
         event
         for name in MEMBERSHIP_EVENTS
@@ -80,7 +81,7 @@ def membership(connection: Connection, node: Address) -> tuple[str, EventRow | N
 
 
 def has_open_slash(connection: Connection, node: Address) -> bool:
-    """True while a slash of `node` is queued or proposed."""
+    """Whether a slash of `node` is queued or proposed."""
     table = schema.slashes
     return (
         connection.execute(
@@ -93,14 +94,14 @@ def has_open_slash(connection: Connection, node: Address) -> bool:
 
 
 def provider_of(connection: Connection, node: Address) -> Address | None:
-    """The provider of the node in the registry, as of the last block read; None if it has none."""
+    """Returns the node's provider in the registry as of the last block read, or None."""
     provider = chain.state(connection, "provider", node)
     return None if provider is None else Address(provider)
 
 
 def active_stake(connection: Connection, provider: Address) -> int:
-    """`StakeVault.active` of a provider in wei, as far as the chain was read: bonded, and not held
-    for a slash."""
+    """Returns the provider's `StakeVault.active` in wei as of the last block read: bonded stake
+    minus stake held for slashes."""
     bonded, held = (chain.state(connection, "stake", provider) or "0 0").split()
     return max(0, int(bonded) - int(held))
 
@@ -122,8 +123,9 @@ def covered_slots(connection: Connection, run: RunDefinition, own: Sequence[Node
 
 
 def slashed_sibling(connection: Connection, node: Address) -> Address | None:
-    """A node of the same provider, its own now or when it was seated, whose slash is open; None if
-    there is none: a provider that was caught cannot come again under another key."""
+    """Returns a node with an open slash whose provider, now or when it joined, is this node's;
+    None if there is none. It prevents a provider that was caught from joining again under
+    another key."""
     provider = provider_of(connection, node)
     if provider is None:
         return None
@@ -148,9 +150,9 @@ def slashed_sibling(connection: Connection, node: Address) -> Address | None:
 def apply_node_event(
     connection: Connection, context: PoolContext, node: Address, event: NodeEventKind, now: float
 ) -> None:
-    """One step of the node's lifecycle, with its effects on leases. Unknown nodes are passed over.
+    """Applies one lifecycle event to the node, with its effects on leases. Ignores unknown nodes.
 
-    `stop_node` needs nothing here: the answer to the next heartbeat says it.
+    The effect `stop_node` needs no action here: the answer to the next heartbeat carries it.
     """
     row = nodes.lock_row(connection, node)
     if row is None:

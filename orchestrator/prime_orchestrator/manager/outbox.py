@@ -1,11 +1,11 @@
-"""Intents: what an account means to do on chain, written down before it is done.
+"""Sends intents: transactions that an account has queued for the chain.
 
-Intents are queued by `intents.py`, in the transaction that gives rise to them.
-`run_outbox_tick` turns those of one lane (the account that sends) into calls, hands them to that
-account's Sender, and copies back what became of them. With the RPC down, rows stay where they are.
+`intents.py` queues an intent in the same database transaction as its cause. `run_outbox_tick`
+converts the intents of one lane (the sending account) into calls, passes them to that account's
+Sender, and copies their status back. While the RPC is down, the rows wait.
 
-    queued ──► sent ──► confirmed          queued ⟲ while what it needs is not there, or not deep
-       └─────────┴────► failed (with the decoded error) ──► queued, rested, if it is wanted still
+    queued ──► sent ──► confirmed          stays queued until its requirements are deep enough
+       └─────────┴────► failed (with the decoded error) ──► queued after a rest, if still wanted
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def run_outbox_tick(
     sender: Sender,
     now: Callable[[], float],
 ) -> int:
-    """One round of the lane `sender.address`; returns how many of its intents are not finished.
+    """Runs one round for the lane `sender.address`; returns how many of its intents are unfinished.
 
-    queue again what failed and is wanted → hand over what is queued → let the sender look at the
-    chain once → copy back what it found. Killed anywhere, the next round does the rest: handing
-    over twice is harmless (same id, same call), and the store follows the sender's journal.
+    Requeues failed intents that are still wanted, submits queued ones, polls the chain once, and
+    copies the results back. If the process is killed at any point, the next round completes the
+    work: submitting twice is harmless (same id, same call), and the store follows the sender's
+    journal.
     """
     requeue_wanted(store, sender.address, now)
     _hand_over(store, context, contracts, sender, now())
@@ -66,7 +67,7 @@ def _hand_over(
 ) -> None:
     with store.read() as connection:
         queued = store_intents.pending(connection, sender.address)
-        # what this journal does not know was lost with an older one: hand it over again
+        # A sent intent that the journal lacks was lost with an older journal: submit it again.
         sent = store_intents.pending(connection, sender.address, ("sent",))
         lost = [row for row in sent if sender.status(row.id) is None]
         ready: list[tuple[IntentRow, Call | ConflictError]] = []
@@ -102,7 +103,7 @@ def _copy_back(store: Store, sender: Sender, now: float) -> int:
     reopened = {intent.id for intent in sender.open_intents()}
     with store.read() as connection:
         rows = store_intents.pending(connection, sender.address, ("sent",), limit=1000)
-        if reopened:  # a reorganisation took a mined one off the chain
+        if reopened:  # a reorganization removed a mined transaction
             rows += [
                 row
                 for name in sorted(reopened)
@@ -151,9 +152,9 @@ def build_call(
     kind: str,
     payload: Mapping[str, Any],
 ) -> Call | None:
-    """The call that an intent stands for, or None while it has to wait.
+    """Returns the call for an intent, or None while it must wait.
 
-    Raises ConflictError if it can never be sent any more.
+    Raises ConflictError if it can never be sent.
     """
     pool = context.pool
     match kind:
@@ -216,8 +217,8 @@ def _propose(
 def quorum_of(
     connection: Connection, contracts: Contracts, pool: int, digest: Digest
 ) -> list[SignedOpinion] | None:
-    """Opinions that reject a submission under one law, as many as the pool's quorum and in the
-    order that the contract asks for; None while there are too few. Raises UnavailableError."""
+    """Returns a quorum of opinions under one law that reject a submission, in the order the
+    contract requires; None while there are too few. Raises UnavailableError."""
     by_law: dict[Digest, list[tuple[int, SignedOpinion]]] = {}
     for row in opinions.of(connection, digest):
         if row.outcome is not Outcome.REJECTED:

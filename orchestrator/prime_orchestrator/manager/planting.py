@@ -1,14 +1,14 @@
-"""Planted files: kept from chain and batches while they wait, told to the books once judged.
+"""Planted files: kept off the chain and out of batches until judged, then recorded as planted.
 
-    before the verdict  nothing in the store marks one: this process alone knows the nodes, by its
-                        settings, and leaves their files out of roots and batches
-    after it            `reveal` writes what the file was, takes back what the verdict brought (pay,
-                        groups, a slash: none of it can have reached the chain, for want of a root),
-                        and from then on the file counts as a shadow file
+    before the verdict  nothing in the store marks them: only this process knows the nodes, from
+                        its settings, and excludes their files from roots and batches
+    after it            `reveal` records what the file was and reverts the verdict's effects (pay,
+                        groups, slash; without a root none can have reached the chain). The file
+                        then counts as a shadow file
 
-See prime_verify.canaries.planting for what such a file is. What stays visible to a validator that
-reads the shared store: whose files were revealed before. So planted nodes change keys from time to
-time (prime-node node move).
+See prime_verify.canaries.planting for how such files are made. A validator that reads the shared
+store can see whose files were revealed before, so planted nodes change keys from time to time
+(prime-node node move).
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _submissions = schema.submissions.c
 
 @dataclass(frozen=True)
 class Planted:
-    """The manager's planted nodes, the secret that they share with it, and how much they may do:
-    one lease in `one_in`."""
+    """The manager's planted nodes, the secret they share with it, and their share of leases: one in
+    `one_in`."""
 
     accounts: frozenset[Address] = frozenset()
     secret: bytes = b""
     one_in: int = 50
 
     def may_lease(self, connection: Connection, account: Address, now: float) -> bool:
-        """Whether a node may get a lease now: always, unless it is planted and had its share."""
+        """Whether a node may get a lease now: always, unless it is planted and has used its
+        share."""
         if account not in self.accounts:
             return True
         mine = leases.given_to(connection, self.accounts, now - HOUR)
@@ -54,7 +55,7 @@ class Planted:
 def reveal(
     store: Store, context: PoolContext, planted: Planted, now: Callable[[], float]
 ) -> list[Digest]:
-    """Settles planted files that have a verdict, or that nobody judged in time; returns them."""
+    """Settles planted files that have a verdict or were not judged in time; returns them."""
     if not planted.accounts:
         return []
     with store.read() as connection:
@@ -95,7 +96,7 @@ def _ended(
 
 
 def _take_back(connection: Connection, digest: Digest, node: Address) -> None:
-    """Undoes what a verdict writes; the file is a shadow file from now on."""
+    """Reverts a verdict's effects; the file is a shadow file from now on."""
     for table in (schema.credits, schema.groups, schema.slashes):
         connection.execute(sa.delete(table).where(table.c.submission_digest == digest))
     connection.execute(sa.delete(schema.drift).where(schema.drift.c.node == node))

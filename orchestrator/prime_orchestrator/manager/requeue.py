@@ -1,8 +1,8 @@
-"""Failed intents that are wanted still: they rest, then go back into the queue.
+"""Requeues failed intents that are still wanted, after a rest.
 
-A transaction may fail for a passing cause (an endpoint behind the chain, a stake not yet there, a
-predecessor that failed first). The sender tries each on a dry run, so that one which can never
-succeed costs a question now and then, not a fee. `reward_root` is put back by settlement.py.
+A transaction may fail for a temporary cause: an endpoint behind the chain, missing stake, or an
+earlier intent that failed. The sender dry-runs each one, so an intent that can never succeed costs
+an occasional call, not a fee. settlement.py requeues `reward_root`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from prime_orchestrator.store.intents import IntentRow
 from prime_orchestrator.store.rows import records
 
 REST_SECONDS = 15.0
-"""How long a failed intent rests before it is tried again."""
+"""Seconds that a failed intent rests before it is retried."""
 KINDS = ("root", "policy", "propose", "execute", "eject", "join")
 _AT_ONCE = 1000
 
 
 def requeue_wanted(store: Store, lane: Address, now: Callable[[], float]) -> int:
-    """Queues again those of the lane's failed intents whose purpose stands and which have rested;
-    returns how many. Done twice, it changes nothing: what is queued is failed no longer."""
+    """Requeues the lane's failed intents that are still wanted and have rested; returns how many.
+    Idempotent: a queued intent is no longer failed."""
     moment = now()
     table = schema.intents
     query = (
@@ -40,7 +40,7 @@ def requeue_wanted(store: Store, lane: Address, now: Callable[[], float]) -> int
             table.c.kind.in_(KINDS),
             table.c.updated_at <= moment - REST_SECONDS,
         )
-        # the newest first: what nobody wants any more sinks, and never stands in the way
+        # Newest first: intents that are no longer wanted sink and never block the others.
         .order_by(table.c.updated_at.desc(), table.c.id)
         .limit(_AT_ONCE)
     )
@@ -57,7 +57,7 @@ def requeue_wanted(store: Store, lane: Address, now: Callable[[], float]) -> int
 
 
 def _wanted(connection: Connection, row: IntentRow, now: float) -> bool:
-    """Whether what the intent is for has neither happened nor become pointless."""
+    """Whether the intent's purpose is neither fulfilled nor obsolete."""
     payload = row.arguments()
     match row.kind:
         case "root":
@@ -88,8 +88,8 @@ def _wanted(connection: Connection, row: IntentRow, now: float) -> bool:
 
 
 def forget_unsent(connection: Connection, block: int) -> list[str]:
-    """The chain went back to `block`: drops reward roots of later facts that were not yet sent, so
-    that their epochs are settled anew; returns their intents."""
+    """Drops unsent reward roots that depend on blocks above `block` after the chain rolled back to
+    it, so that their epochs are settled again. Returns their intent ids."""
     intents, reward_roots = schema.intents, schema.reward_roots
     waiting = connection.execute(
         sa.select(intents.c.id, intents.c.payload).where(

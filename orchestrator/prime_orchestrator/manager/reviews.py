@@ -1,19 +1,18 @@
-"""Accepted files that are looked at once more: of two files with a row in common, either may be the
-copy, and the copy may have been accepted first.
+"""Reviews accepted files that share rows with another file: either may be the copy, and the copy
+may have been accepted first.
 
-    send_back   the later file was replayed whole and accepted: the job of the other opens again
-    judged      by any validator; the rows in common make it replay the file whole (repeats.py)
-    uphold      it found no lie: the verdict stands as it is, and the file is never sent back again
-    withdraw    it found one, or a row that is no work: verdict, pay and free groups are taken
-                back; from here on the file is judged like any other (judging.py says how many must
-                agree)
+    send_back   the later file was replayed whole and accepted: the other file's job is reopened
+    judged      by any validator; the shared rows make it replay the file whole (repeats.py)
+    uphold      no fault was found: the verdict stands, and the file is never sent back again
+    withdraw    a fault was found, or a row that is no work: verdict, pay and free groups are taken
+                back, and the file is judged like any other (judging.py says how many must agree)
 
-Until `withdraw` nothing is taken from the node, and if no validator comes, nothing ever is. No file
-is sent back twice, so nobody can make us judge for ever: each costs one whole replay more at most.
-What stays: groups that a batch has taken are trained on. And once a file's root is past its
-validity, its pay is final and no slash can be proposed: it is neither sent back nor withdrawn. Nor
-is a shadow file, from whose verdict nothing follows. Of either the marks are forgotten instead, or
-one false claim in them would have every file with a foreseeable answer replayed whole, for a week.
+Until `withdraw` the node loses nothing, and if no validator comes it never does. No file is sent
+back twice, so an attacker can cause at most one extra whole replay per file. Groups that a batch
+has taken stay trained on. Once a file's root is past its validity, its pay is final and no slash
+can be proposed, so it is neither sent back nor withdrawn. Neither is a shadow file, whose verdict
+has no consequences. In both cases its marks are deleted instead; otherwise one false claim in them
+would cause every file with a foreseeable answer to be replayed whole for a week.
 """
 
 from __future__ import annotations
@@ -52,32 +51,32 @@ _OF_A_VERDICT = (
 def send_back(
     connection: Connection, context: PoolContext, submission: Digest, marks: Mapping[str, bool]
 ) -> list[Digest]:
-    """Opens the jobs of accepted files that have rows in common with `submission`, which was
-    replayed whole without fault; returns them. The caller holds the lock "row_marks"."""
+    """Reopens the jobs of accepted files that share rows with `submission`, which was replayed
+    whole without fault; returns them. The caller holds the lock "row_marks"."""
     sent = []
     for other in row_marks.holders(connection, marks, but=submission):
         row = submissions.get(connection, other)
         if row is None or row.status != "accepted" or row.repeated_rows:
-            continue  # with rows in common it was replayed whole already
+            continue  # a file with shared rows was already replayed whole
         if row.shadow or _final(connection, context, row):
             row_marks.forget_file(connection, other)
         elif jobs.reopen(connection, other):
-            opinions.forget(connection, other)  # its author may judge it once more
+            opinions.forget(connection, other)  # their authors may judge it again
             log.warning("submission %s has rows of %s: judged once more", other, submission)
             sent.append(other)
     return sent
 
 
 def uphold(connection: Connection, row: SubmissionRow, repeated_rows: int | None) -> None:
-    """Writes down that an accepted file was sent back, and stands."""
+    """Records that an accepted file was sent back and that its verdict stands."""
     _write(connection, row, repeated_rows=max(1, repeated_rows or 0))
     log.info("submission %s was judged once more and stands", row.digest)
 
 
 def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -> bool:
-    """Takes back what the acceptance of a file brought: it is as good as not judged yet. False, and
-    nothing done, if its pay is final."""
-    lock(connection, CHAIN_LOCK)  # no settlement reads its facts meanwhile
+    """Reverts a file's acceptance, as if it had not been judged. Returns False and does nothing if
+    its pay is final."""
+    lock(connection, CHAIN_LOCK)  # no settlement reads its facts in the meantime
     if _final(connection, context, row):
         log.error("submission %s of %s is not what it was paid for: too late", row.digest, row.node)
         return False

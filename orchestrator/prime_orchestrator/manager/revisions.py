@@ -1,11 +1,11 @@
-"""Revisions of the run in a running pool: announced, final, in force.
+"""Revisions of a running pool's run definition: announced, then final, then in force.
 
-    POST /v1/revisions  the manager's file and first step ──► stored, its digest queued
-    chain tick          the digest lies in a final block  ──► final: leases of its steps name it
+    POST /v1/revisions  the manager's file and first step  ──► stored, its digest queued
+    chain tick          the digest is in a final block     ──► final: leases of its steps name it
 
-A step whose revision is announced and not final yet gets no lease, so the run of a step follows
-from the chain alone, for nodes, validators, auditors and rewards alike. A revision that the chain
-refused is forgotten.
+A step whose revision is announced but not final gets no leases, so the run of a step follows from
+the chain alone, for nodes, validators, auditors and rewards alike. A revision that the chain
+refused is deleted.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ _parsed = lru_cache(maxsize=64)(RunDefinition.parse)
 
 
 def history(connection: Connection, context: PoolContext) -> RunHistory:
-    """The pool's run and its final revisions."""
+    """Returns the pool's run and its final revisions."""
     return history_of(connection, context.run)
 
 
 def history_of(connection: Connection, first: RunDefinition) -> RunHistory:
-    """The same, by the pool's first definition."""
+    """Like `history`, given the pool's first definition."""
     final = [row for row in runs.every(connection) if row.final]
     return RunHistory(first, tuple((row.from_step, _parsed(row.body)) for row in final))
 
 
 def current(connection: Connection, context: PoolContext) -> RunDefinition:
-    """The run of the step that is sealed next."""
+    """Returns the run of the step that is sealed next."""
     return history(connection, context).at(batches.next_step(connection))
 
 
 def next_run(connection: Connection, context: PoolContext) -> RunDefinition:
-    """The newest definition, announced or final: what nodes prepare for."""
+    """Returns the newest definition, announced or final. Nodes prepare for it."""
     rows = runs.every(connection)
     return _parsed(rows[-1].body) if rows else context.run
 
 
 def waits_for(connection: Connection, step: int) -> str:
-    """Why leases of a step cannot be given yet: a revision that may hold for it is not final, or
-    its file is missing. Empty if they can."""
+    """Returns why leases of a step cannot be issued yet: a revision that may apply to it is not
+    final, or its file is missing. Empty if they can be issued."""
     rows = runs.every(connection)
     for row in rows:
         if row.from_step <= step and not row.final:
@@ -78,17 +78,17 @@ def waits_for(connection: Connection, step: int) -> str:
 
 
 def announce(backend: Backend, request: RevisionRequest) -> RunRevision:
-    """Takes a revision from the manager and queues its digest for the chain. The same one may come
-    twice.
+    """Stores a revision from the manager and queues its digest for the chain. Repeating it is
+    harmless.
 
-    Raises MalformedError if it is no run definition, PolicyError if it changes what cannot be
-    revised, ConflictError if its first step is leased already or not after the last revision's.
+    Raises MalformedError if it is not a run definition, PolicyError if it changes what cannot be
+    revised, ConflictError if its first step is already leased or not after the last revision's.
     """
     raw = request.run.encode()
     run = RunDefinition.parse(raw, exact=True)
     digest, now = run.digest(), backend.now()
     with backend.store.begin() as connection:
-        lock(connection, "leases")  # no lease of the step is given meanwhile
+        lock(connection, "leases")  # no lease of the step is issued meanwhile
         rows = runs.every(connection)
         known = next((row for row in rows if row.from_step == request.from_step), None)
         if known is not None and known.digest == digest:
@@ -122,8 +122,8 @@ def announce(backend: Backend, request: RevisionRequest) -> RunRevision:
 
 
 def settle_revisions(store: Store, contracts: Contracts) -> None:
-    """Marks revisions final whose event lies in a final block; forgets those that the chain
-    refused. Raises UnavailableError if no endpoint answers."""
+    """Marks revisions final whose event is in a final block; deletes those that the chain refused.
+    Raises UnavailableError if no endpoint answers."""
     with store.read() as connection:
         waiting = [row for row in runs.every(connection) if not row.final]
         if not waiting:
@@ -161,7 +161,7 @@ def revision_of(row: RunRow) -> RunRevision:
 
 
 def listing(backend: Backend) -> RunList:
-    """The pool's first definition and its revisions, by step."""
+    """Returns the pool's first definition and its revisions, ordered by step."""
     with backend.store.read() as connection:
         rows = runs.every(connection)
     return RunList(
@@ -170,7 +170,7 @@ def listing(backend: Backend) -> RunList:
 
 
 def raw_of(backend: Backend, digest: Digest) -> bytes:
-    """The bytes of one definition. Raises NotFoundError if it is none of the pool's."""
+    """Returns the bytes of one definition. Raises NotFoundError if it is not one of the pool's."""
     if digest == backend.context.run.digest():
         return backend.context.run.raw()
     with backend.store.read() as connection:

@@ -1,10 +1,10 @@
-"""Work roots: every submission becomes a leaf on chain, every N submissions or T seconds.
+"""Posts work roots: every submission becomes a leaf on chain, every N submissions or T seconds.
 
-    received ──► root   as long as somebody would answer for it (core.settlement.answered_for)
-             └──► void   later: it could not be paid, so its transaction is saved and its node told
+    received ──► root   while the node is still accountable for it (core.settlement.answered_for)
+             └──► void   afterwards: it could not be paid, so no transaction is sent for it
 
-The list of leaves is published as an object first, then one transaction writes the root, marks its
-submissions and queues the intent. The chain's answer comes back through the indexer.
+The list of leaves is published as an object first. One transaction then writes the root, marks its
+submissions and queues the intent. The indexer records the chain's confirmation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNPUNISHED: tuple[LeaseStatus, ...] = ("submitted", "accepted")
 def root_is_due(
     received_at: Sequence[float], now: float, *, root_submissions: int, root_seconds: float
 ) -> bool:
-    """True once `root_submissions` leaves wait, or the oldest has waited `root_seconds`."""
+    """Whether `root_submissions` leaves are waiting, or the oldest has waited `root_seconds`."""
     if not received_at:
         return False
     return len(received_at) >= root_submissions or now - min(received_at) >= root_seconds
@@ -52,8 +52,8 @@ def post_roots(
     now: Callable[[], float],
     without: Collection[Address] = (),
 ) -> list[Digest]:
-    """Takes waiting submissions into roots and queues `postRoot` for each; returns the roots.
-    Files of the nodes `without` stay out (planted ones: prime_orchestrator/manager/planting.py)."""
+    """Collects waiting submissions into roots and queues `postRoot` for each; returns the roots.
+    Files of the nodes in `without` are excluded (planted nodes, see planting.py)."""
     posted: list[Digest] = []
     while (root := _post_next(store, objects, context, now(), without)) is not None:
         posted.append(root)
@@ -90,12 +90,12 @@ def _post_next(
     root = encoding.merkle_root(digests)
     leaves_object = put_object(objects, encode_leaves(leaves))
     with store.begin() as connection:
-        lock(connection, CHAIN_LOCK)  # the indexer gives a root to a leaf that its node posted
+        lock(connection, CHAIN_LOCK)  # the indexer assigns roots to leaves posted by nodes
         free = select(func.count()).where(
             submissions.c.digest.in_(digests), submissions.c.root_id.is_(None)
         )
         if connection.execute(free).scalar_one() != len(digests):
-            return None  # the next round takes those that wait still
+            return None  # the next round takes those still waiting
         _write(connection, context, root, leaves_object, digests, now)
     log.info("work root %s over %d submissions is queued", root, len(digests))
     return root
@@ -113,9 +113,9 @@ def _unrooted(without: Collection[Address]) -> ColumnElement[bool]:
 def _too_late(
     connection: Connection, context: PoolContext, at: float, without: Collection[Address]
 ) -> list[Row[Any]]:
-    """Unrooted submissions for which nobody would answer if they were rooted at `at`."""
+    """Returns the unrooted submissions that no stake would be accountable for if rooted at `at`."""
     accountable = context.deployment.periods.accountable
-    old = connection.execute(  # none is taken in whose own validity has ended already
+    old = connection.execute(  # submissions are still valid when received
         select(submissions).where(_unrooted(without), submissions.c.received_at < at - accountable)
     )
     return [
@@ -132,8 +132,8 @@ def _too_late(
 def never_rooted(
     connection: Connection, context: PoolContext, chain_time: int, without: Collection[Address]
 ) -> list[Row[Any]]:
-    """Unrooted submissions an epoch after the last block in which their nodes might have rooted
-    them: nobody roots them any more."""
+    """Returns the unrooted submissions that will never get a root: one epoch has passed since the
+    last block in which their nodes could have rooted them."""
     return _too_late(connection, context, chain_time - context.run.epoch_seconds, without)
 
 
@@ -143,8 +143,9 @@ def void_unrooted(
     now: Callable[[], float],
     without: Collection[Address] = (),
 ) -> int:
-    """Voids what is `never_rooted`; returns how many. Our fault: unpaid, unpunished, told to the
-    node. What was rejected stays so, and its slash is given up (slashing.drop_expired)."""
+    """Voids the accepted and pending submissions that are `never_rooted`; returns how many. This is
+    the pool's fault: the node is neither paid nor punished, and is notified. Rejected ones stay
+    rejected, and their slashes are dropped (slashing.drop_expired)."""
     with store.begin() as connection:
         clock = chain_clock(connection)
         if clock is None:
@@ -191,8 +192,8 @@ def _write(
 
 
 def proof_of(connection: Connection, submission: Digest) -> tuple[int, list[Digest]] | None:
-    """Sequence number of the confirmed root that holds `submission`, and its Merkle proof; None
-    while no such root is confirmed."""
+    """Returns the sequence number of the confirmed root that holds `submission`, and its Merkle
+    proof; None while no such root is confirmed."""
     row = connection.execute(
         select(roots.c.id, roots.c.chain_seq, submissions.c.leaf_index)
         .join(submissions, submissions.c.root_id == roots.c.id)

@@ -1,8 +1,9 @@
-"""Credits → cumulative reward roots, once an epoch's leaves can no longer be refused.
+"""Turns credits into cumulative reward roots, once an epoch's leaves can no longer be refused.
 
-`prime_core.settlement` decides who is owed what; this file gathers the facts from the store,
-publishes the settlement object, and queues the reward root. One reward root is under way at a time:
-the next waits until the chain has confirmed the last, and takes up whatever gathered meanwhile.
+`prime_core.settlement` decides what each node is owed. This module reads the facts from the store,
+publishes the settlement object and queues the reward root. Only one reward root is in progress at a
+time: the next waits until the chain has confirmed the last, and includes all credits gathered
+since.
 """
 
 from __future__ import annotations
@@ -50,18 +51,19 @@ from prime_orchestrator.store.schema import (
 log = logging.getLogger(__name__)
 
 CHAIN_LOCK = "chain"
-"""Held by the indexer while it writes."""
+"""Lock held by the indexer while it writes."""
 CHAIN_BLOCK = "chain_block"
-"""Key in `meta`: number of the newest block that the indexer has taken in."""
+"""Key in `meta`: number of the newest block the indexer has processed."""
 CHAIN_TIME = "chain_time"
-"""Key in `meta`: that block's time, Unix seconds."""
+"""Key in `meta`: that block's time in Unix seconds."""
 _OPEN = ("queued", "proposed")
 _LOOKED = "settlement_looked_to"
-"""Key in `meta`: epochs that were looked at and gave nothing to post, as JSON of `_Looked`."""
+"""Key in `meta`: the epochs that were checked and had nothing to post, as JSON of `_Looked`."""
 
 
 class _Looked(BaseModel):
-    """After root `after`, nothing was to post up to `epoch`; `waits` if a credit there is held."""
+    """There was nothing to post after root `after`, up to `epoch`. `waits`: a credit there is
+    held."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -72,30 +74,30 @@ class _Looked(BaseModel):
 
 @dataclass(frozen=True)
 class ChainClock:
-    """The newest block that the indexer has taken in, and the time by which windows close (Unix
-    seconds): that block's, or an earlier one around an outage of the L2."""
+    """The newest block the indexer has processed, and the time in Unix seconds that closes windows:
+    that block's time, or an earlier one around an L2 outage."""
 
     block: int
     time: int
 
 
 def chain_clock(connection: Connection) -> ChainClock | None:
-    """Where the indexer stands, or None before its first block."""
+    """Returns the indexer's position, or None before its first block."""
     block, time = store_meta.get(connection, CHAIN_BLOCK), store_meta.get(connection, CHAIN_TIME)
     return None if block is None or time is None else ChainClock(int(block), int(time))
 
 
 def due_epoch(chain_time: int, *, epoch_seconds: int, validity_seconds: int) -> int:
-    """The newest epoch whose leaves are all past their validity at `chain_time`; −1 if none.
+    """Returns the newest epoch whose leaves are all past their validity at `chain_time`, or −1.
 
-    Rewards.postRewardRoot(epoch) reverts until (epoch + 1) · epoch_seconds + validity_seconds.
+    Rewards.postRewardRoot(epoch) reverts before (epoch + 1) · epoch_seconds + validity_seconds.
     """
     return (chain_time - validity_seconds) // epoch_seconds - 1
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """What is to be settled next: `epoch`, with the leaves since `after`."""
+    """What to settle next: `epoch`, with the leaves of all epochs after `after`."""
 
     epoch: int
     after: int
@@ -109,12 +111,12 @@ def settle_epochs(
     context: PoolContext,
     now: Callable[[], float],
 ) -> Settlement | None:
-    """Posts the next reward root if one is due; returns its settlement.
+    """Posts the next reward root if one is due, and returns its settlement.
 
-    Due is the oldest unsettled epoch with work on chain, once its leaves are past their validity;
-    without new work, an epoch in which a held credit was decided. The settlement object is written
-    first, then one transaction writes the row and queues the intent. A reward root that failed
-    (say, for want of funds) is queued again.
+    Due is the oldest unsettled epoch with work on chain, once its leaves are past their validity.
+    Without new work, it is an epoch in which a held credit was decided. The settlement object is
+    written first; then one transaction writes the row and queues the intent. A reward root that
+    failed (for example, for lack of funds) is queued again.
     """
     with store.begin() as connection:
         turn = _next_turn(connection, context, now())
@@ -126,7 +128,7 @@ def settle_epochs(
     if turn.new_leaves or held:
         settlement = _settle(store, objects, context, turn, previous, held)
     if settlement is None or not settlement.entries:
-        # Nobody is owed anything, or nothing was decided: these leaves come up with a later epoch.
+        # Nothing is owed or nothing was decided; a later epoch takes these leaves up.
         waits = settlement is not None and any(f.state == "held" for f in settlement.files)
         looked = _Looked(after=turn.after, epoch=turn.epoch, waits=waits)
         with store.begin() as connection:
@@ -152,7 +154,7 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
     )
     after = -1 if last is None else int(last.epoch)
     looked = _Looked.model_validate_json(store_meta.get(connection, _LOOKED) or "{}")
-    if looked.after != after:  # a root came, or the last one was disabled: look anew
+    if looked.after != after:  # new root, or the last one was disabled: start over
         looked = _Looked(after=after, epoch=after)
     if due <= looked.epoch:
         return None
@@ -177,13 +179,14 @@ def _settle(
     previous: Settlement | None,
     held: Sequence[SettledFile],
 ) -> Settlement | None:
-    """The settlement of a turn; None if there is no new leaf and every held one is held still."""
+    """Returns the settlement of a turn, or None if there is no new leaf and no held file was
+    decided."""
     names = [file.submission_digest for file in held]
     condition = or_(
         roots.c.epoch.between(turn.after + 1, turn.epoch), submissions.c.digest.in_(names)
     )
     with store.begin() as connection:
-        lock(connection, CHAIN_LOCK)  # facts and block number of one moment
+        lock(connection, CHAIN_LOCK)  # reads facts and block number at one instant
         clock = chain_clock(connection)
         assert clock is not None
         leaves = _leaves(connection, objects, condition, context)
@@ -236,7 +239,7 @@ def _queue(
 
 
 def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
-    """The newest reward root that the chain has confirmed, as its settlement object."""
+    """Returns the settlement of the newest reward root that the chain has confirmed."""
     found = connection.execute(
         select(reward_roots.c.object)
         .where(reward_roots.c.claimable_at.is_not(None))
@@ -256,7 +259,8 @@ def _leaves(
     condition: ColumnElement[bool],
     context: PoolContext,
 ) -> list[LeafFact]:
-    """Facts of the leaves of confirmed roots that meet `condition`; verdicts by their objects."""
+    """Returns the facts of the leaves that match `condition` in confirmed roots. Verdicts are read
+    from their objects."""
     refused = {
         json.loads(args)["leaf"]
         for args in connection.execute(
@@ -323,9 +327,9 @@ def _slash_facts(connection: Connection, node: Address | None = None) -> list[Sl
 
 
 def refresh_credits(connection: Connection, node: Address) -> None:
-    """Sets each credit of `node` to earned, held or forfeited, from its slashes as they stand.
+    """Sets each credit of `node` to earned, held or forfeited according to the node's slashes.
 
-    A pure function of `slashes` and `credits`, so it may run after any change of either.
+    The result depends only on `slashes` and `credits`, so it may run after any change to either.
     """
     facts = _slash_facts(connection, node)
     rows = connection.execute(
@@ -345,10 +349,10 @@ def refresh_credits(connection: Connection, node: Address) -> None:
 
 
 def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
-    """Voids submissions that nobody judged within their root's validity (shadow ones have no root:
-    since they came); returns how many.
+    """Voids submissions that have no verdict by the end of their root's validity, and returns how
+    many. Shadow submissions have no root; their validity starts on receipt.
 
-    Our fault: unpaid, unpunished, counted. Their jobs end.
+    This is the pool's fault: the node is neither paid nor punished. Their jobs end.
     """
     with store.begin() as connection:
         clock = chain_clock(connection)
@@ -374,7 +378,8 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
 
 
 def pending_units(connection: Connection, node: Address, settled: int) -> int:
-    """Units of `node`'s credits that no reward root up to epoch `settled` has decided."""
+    """Returns the units of `node`'s credits that no reward root up to epoch `settled` has
+    decided."""
     undecided = or_(roots.c.epoch.is_(None), roots.c.epoch > settled, credits.c.status == "held")
     total = connection.execute(
         select(func.sum(credits.c.units))

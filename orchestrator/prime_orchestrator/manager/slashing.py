@@ -1,7 +1,7 @@
-"""From a rejected file to its slash: what to propose, and when to execute.
+"""Slashes for rejected files: what to propose and when to execute.
 
-`decide` and `expired` are pure; `queue_slash` writes inside the verdict's transaction; the tick
-queues what has come due. The chain alone says that a slash has happened (see indexer.py).
+`decide` and `expired` are pure. `queue_slash` writes inside the verdict's transaction. The tick
+queues proposals whose window is over. Only the chain's events confirm a slash (see indexer.py).
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ _slashes = schema.slashes.c
 
 @dataclass(frozen=True)
 class SlashOrder:
-    """What is to be proposed. `amount` in wei; the contract caps it by the stake that is there."""
+    """A slash to propose. `amount` in wei; the contract caps it at the available stake."""
 
     reason: Reason
     amount: int
 
 
 def decide(reason: Reason, run: RunDefinition) -> SlashOrder | None:
-    """The slash that a verdict calls for: only a rejection does, and only if the run slashes."""
+    """Returns the slash for a verdict, or None: only rejections are slashed, and only if the run
+    slashes."""
     if reason.outcome is not Outcome.REJECTED or run.slash_amount == 0:
         return None
     return SlashOrder(reason, run.slash_amount)
 
 
 def expired(posted_at: int, validity_seconds: int, chain_time: int) -> bool:
-    """True once a leaf of a root posted at `posted_at` can no longer be proposed."""
+    """Whether a leaf of a root posted at `posted_at` can no longer be proposed for a slash."""
     return chain_time > posted_at + validity_seconds
 
 
@@ -60,8 +61,8 @@ def queue_slash(
     order: SlashOrder,
     now: float,
 ) -> None:
-    """Writes the slash, whose evidence `validator` stated, and the manager's `propose` intent on
-    `lane`; once a submission.
+    """Writes the slash and queues the manager's `propose` intent on `lane`, once per submission.
+    `validator` is the account that stated the evidence.
 
     The intent waits until the submission's root is confirmed and the pool's quorum agrees.
     """
@@ -91,7 +92,7 @@ def queue_slash(
 
 def queue_executions(store: Store, lane: Address, now: Callable[[], float]) -> list[Digest]:
     """Queues `execute` on `lane` for every proposal whose window is over; returns the submissions.
-    Anyone may execute."""
+    Anyone may execute a proposal."""
     with store.read() as connection:
         clock = chain_clock(connection)
         if clock is None:
@@ -121,11 +122,11 @@ def drop_expired(
     now: Callable[[], float],
     without: Collection[Address] = (),
 ) -> list[Digest]:
-    """Gives up slashes that were not proposed within their leaf's validity, or whose leaf is not on
-    chain and never will be (but for those of the nodes `without`); returns the files.
+    """Cancels slashes that were not proposed within their leaf's validity, or whose leaf is not on
+    chain and never will be (except for the nodes in `without`). Returns the submissions.
 
-    Held credits come back (nothing was proven on chain), and the manager ejects the node without
-    touching its stake: its file is rejected all the same.
+    Held credits are released, because nothing was proven on chain. The manager ejects the node
+    without touching its stake, because its file was still rejected.
     """
     with store.begin() as connection:
         clock = chain_clock(connection)

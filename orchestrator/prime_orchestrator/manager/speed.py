@@ -1,13 +1,13 @@
-"""How fast nodes are, relative to one another: what decides which target lengths they prefer.
+"""Relative speed of nodes, which decides the target lengths they prefer.
 
     rate    median of accepted tokens per second from lease to submission, over the node's latest
             files, once there are LEAST_FILES; until then the best of its latest hardware challenges
-    ratio   rate ÷ median rate of the pool's live nodes, each kind of rate among its own
-    class   1 + number of `speed.ratios_micro` reached; one that rests on accepted files changes
-            only MARGIN beyond a border
+    ratio   rate ÷ median rate of the pool's live nodes, comparing rates of the same kind
+    class   1 + number of `speed.ratios_micro` reached; a class based on accepted files changes
+            only if the ratio passes a border by MARGIN
 
-A machine's load, and the clock's, fall out of the ratio. A class decides no admission, no pay and
-no stake.
+Load and clock speed common to all nodes cancel out in the ratio. A class affects neither admission
+nor pay nor stake.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from prime_orchestrator.store.nodes import NodeRow
 log = logging.getLogger(__name__)
 
 LEAST_FILES = 3
-"""Accepted files from which a node's rate is taken from them."""
+"""Accepted files needed to compute a node's rate from them."""
 LATEST_FILES = 8
 CHALLENGES = 3
-"""Hardware challenges whose best counts."""
+"""Number of latest hardware challenges; the best one counts."""
 AGAIN_SECONDS = 1200.0
-"""After so long without enough accepted files a node is measured again."""
+"""A node without enough accepted files is measured again after this many seconds."""
 MARGIN = 0.2
-"""Share of a border by which a ratio must pass it before a class changes."""
+"""Share of a border by which a ratio must pass it before the class changes."""
 TURN_SECONDS = 20.0
-"""A node that holds its address's turn and does not answer loses it after so long."""
+"""A node that holds its address's turn without answering loses it after this many seconds."""
 PATIENCE_SECONDS = 40.0
-"""A node that has waited for its turn so long is measured without one."""
+"""A node that has waited this long for its turn is measured without one."""
 
 
 def class_of(ratio: float, ratios_micro: Sequence[int], current: int | None = None) -> int:
-    """The class of a node with `ratio` (rate ÷ the pool's median) that is in `current` now."""
+    """Returns the class for `ratio` (rate ÷ the pool's median), given the current class."""
     reached = 1 + sum(ratio * MICRO >= border for border in ratios_micro)
     if current is None or reached == current:
         return reached
@@ -52,9 +52,9 @@ def class_of(ratio: float, ratios_micro: Sequence[int], current: int | None = No
 
 
 def refresh(connection: Connection, run: RunDefinition, node: NodeRow) -> int:
-    """Takes the node's rate and class from the store as it is now, writes them, returns the class.
-    A class that rests on challenges alone has no margin: the first node is measured when there is
-    no pool to compare it with."""
+    """Computes the node's rate and class from the store, writes them and returns the class. A class
+    based only on challenges has no margin, because the first node is measured when there is no pool
+    to compare it with."""
     tokens = submissions.latest_rates(connection, node.address, LATEST_FILES)
     rate = statistics.median(tokens) if len(tokens) >= LEAST_FILES else None
     best = max(challenges.latest_rates(connection, node.address, CHALLENGES), default=None)
@@ -77,8 +77,8 @@ def refresh(connection: Connection, run: RunDefinition, node: NodeRow) -> int:
 def want_challenges(
     connection: Connection, rows: Collection[NodeRow], now: float
 ) -> frozenset[Address]:
-    """Those of the nodes that should solve one more challenge: they have too few, or old ones, and
-    too few accepted files."""
+    """Returns the nodes that should solve another challenge: they have too few or only old ones,
+    and too few accepted files."""
     asked = [
         row
         for row in rows
@@ -97,15 +97,15 @@ def want_challenges(
 
 @dataclass
 class Turns:
-    """Who of the nodes behind one address is measured now: one at a time, so that none slows the
-    others down. In memory: an orchestrator beside this one gives turns of its own."""
+    """Lets the nodes behind one address be measured one at a time, so that they do not slow each
+    other down. Kept in memory; each orchestrator process keeps its own."""
 
     _holders: dict[str, tuple[Address, float]] = field(default_factory=dict)
     _waiting: dict[Address, tuple[float, float]] = field(default_factory=dict)
 
     def take(self, address: str, node: Address, now: float) -> bool:
-        """Whether `node` may be measured now. It holds the turn until `done`, TURN_SECONDS at
-        most; a silent holder stands behind every node that waits."""
+        """Whether `node` may be measured now. It holds the turn until `done`, at most TURN_SECONDS;
+        a silent holder goes behind every waiting node."""
         self._forget(now)
         holder = self._holders.get(address)
         since, _ = self._waiting.get(node, (now, now))
@@ -120,7 +120,7 @@ class Turns:
         return True
 
     def done(self, node: Address) -> None:
-        """The node has answered, or needs no turn any more."""
+        """Releases the turn of a node that has answered or no longer needs one."""
         for address, (holder, _) in list(self._holders.items()):
             if holder == node:
                 del self._holders[address]

@@ -1,17 +1,17 @@
-"""The record of each node: leases that it kept and leases that came to nothing.
+"""Each node's record of kept and missed leases.
 
     kept      the file was accepted
     missed    the lease expired, or its file ended void or rejected by the node's own fault
 
-Both fade: each ending counts MEMORY of the one before it. A record does four things:
+Both decay: each ending multiplies the previous counts by MEMORY. A record has four uses:
 
     supply    an open lease counts as the share of leases that its provider's nodes kept, and as
               nothing while the node's latest lease expired (store.leases.under_way)
-    rest      a node whose lease expired gets none for one lease's life after the deadline, twice
-              as long with each further one, up to LONGEST lives. An accepted file ends the count
-    slots     a provider holds at most one open lease for each seat, less one for each of its nodes
-              that rests, seated or not: a fresh seat in place of one that rests gains nothing
-    newcomers while others have a record, providers without one hold half of the lead at most
+    rest      a node whose lease expired gets none for one lease duration after the deadline, twice
+              as long after each further one, up to LONGEST durations; an accepted file resets it
+    slots     a provider may hold one open lease per seat, less one for each of its resting nodes,
+              seated or not: replacing a resting node with a fresh seat gains nothing
+    newcomers while others have a record, providers without one hold at most half of the lead
 
 Apart from the record, work at risk sets a provider's slots (`members.covered_slots`): what its
 nodes hold, have handed in and may still lose is worth at most its stake times the run's factor.
@@ -34,9 +34,9 @@ from prime_orchestrator.store.nodes import NodeRow
 
 MEMORY = 15 / 16
 LONGEST = 4
-"""Lives of a lease that a node rests at most."""
+"""Longest rest of a node, in lease durations."""
 PROVEN = 0.5
-"""So many kept leases, as they fade, make a provider no newcomer."""
+"""Kept leases, after decay, from which a provider is not a newcomer."""
 NOT_ITS_FAULT = frozenset(
     {Reason.UNAVAILABLE, Reason.LATE, Reason.POLICY_TOO_OLD, Reason.UNROOTED, Reason.NONE}
 )
@@ -45,7 +45,7 @@ NOT_ITS_FAULT = frozenset(
 def expire(
     connection: Connection, lease: LeaseRow, lease_seconds: float, *, excused: bool = False
 ) -> None:
-    """Ends an open lease without a file, and notes it on its node unless it is excused."""
+    """Ends an open lease without a file, and records the miss on its node unless it is excused."""
     ended, _ = step_lease(LeaseState(lease.status, lease.deadline), "tick", float("inf"))
     leases.set_status(connection, lease.digest, ended.status, excused=excused)
     node = nodes.get(connection, lease.node)
@@ -56,7 +56,7 @@ def expire(
 
 
 def judged(connection: Connection, node: Address, outcome: Outcome, reason: Reason) -> None:
-    """Notes a verdict on the node that made the file."""
+    """Records a verdict on the node that made the file."""
     if outcome is Outcome.ACCEPTED:
         nodes.note_kept(connection, node, MEMORY)
     elif outcome is Outcome.REJECTED or reason not in NOT_ITS_FAULT:
@@ -64,11 +64,11 @@ def judged(connection: Connection, node: Address, outcome: Outcome, reason: Reas
 
 
 def proven(own: Sequence[NodeRow]) -> bool:
-    """Whether the provider of these nodes is no newcomer."""
+    """Whether the provider of these nodes is not a newcomer."""
     return sum(node.kept for node in own) >= PROVEN
 
 
 def slots(own: Sequence[NodeRow], now: float) -> int:
-    """How many leases the provider of these nodes may hold open."""
+    """Returns how many open leases the provider of these nodes may hold."""
     seated = sum(node.status in ("active", "silent") for node in own)
     return max(0, seated - sum(node.rests_until > now for node in own))

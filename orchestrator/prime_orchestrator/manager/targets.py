@@ -1,4 +1,4 @@
-"""How much of each target length the pool was asked for, accepted and trained of late.
+"""Recent shares of each target length in leases, accepted files and trained groups.
 
 The scheduler picks targets by `counts_of`; status, page and warnings show `shares_of`. A target
 starves while its share of the accepted leases, or of the trained groups, is below half of its
@@ -22,15 +22,15 @@ from prime_orchestrator.store import batches, leases, schema
 log = logging.getLogger(__name__)
 
 BATCHES = 8
-"""Latest sealed batches whose groups count as trained of late."""
+"""Latest sealed batches whose groups count as recently trained."""
 ENOUGH = 4
-"""Times that the smallest share must fit into what was counted before a target can starve."""
+"""How many times the smallest share must fit into the total before a target can starve."""
 
 
 def counts_of(
     connection: Connection, run: RunDefinition, *, now: float, shadow: bool = False
 ) -> dict[int, TargetCounts]:
-    """The latest leases by target length, as `scheduler.pick_target` takes them."""
+    """Returns the latest leases by target length, in the form `scheduler.pick_target` takes."""
     found = leases.latest_by_target(
         connection,
         scheduler.window(run.budgets),
@@ -42,8 +42,8 @@ def counts_of(
 
 
 def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[TargetShare, ...]:
-    """Every target of the run, ascending: leases asked and accepted within the scheduler's window,
-    groups trained within the latest BATCHES batches."""
+    """Returns the shares of every target of the run, ascending: leases requested and accepted
+    within the scheduler's window, and groups trained in the latest BATCHES batches."""
     counts = counts_of(connection, run, now=now)
     trained = _trained(connection)
     least = run.budgets.min_share
@@ -98,7 +98,7 @@ def warn(connection: Connection, run: RunDefinition, now: float) -> None:
 
 
 def _trained(connection: Connection) -> dict[int, int]:
-    """Groups in the latest batches, by target length."""
+    """Returns the number of groups in the latest batches, by target length."""
     groups, files, given = schema.groups.c, schema.submissions.c, schema.leases.c
     first = batches.next_step(connection) - BATCHES
     query = (

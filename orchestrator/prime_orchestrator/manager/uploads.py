@@ -1,15 +1,15 @@
-"""Files between their upload and their submission: apart from all other objects, and not for long.
+"""Stores uploaded files apart from all other objects until they are submitted.
 
-    signed URL ──► uploads/<lease's deadline>-<sha256>      whatever a node sends
-    submission ──► sha256/<sha256>                          what was handed in, checked once more
-    sweep          as a submission, for those that a crash left behind; the rest is deleted,
+    signed URL ──► uploads/<lease's deadline>-<sha256>      any bytes a node sends
+    submission ──► sha256/<sha256>                          submitted files, checked again
+    sweep          keeps submitted files that a crash left behind; deletes the rest
                    GRACE_SECONDS after its lease's deadline
 
-Only what a submission names is ever copied to `sha256/`, where nothing is ever deleted: so a node
-that uploads the very bytes of an object of ours has a copy deleted, not ours. No submission is
-taken after its lease's deadline, and the grace is longer than any that came in time can still be
-under way. Copying and deleting are done twice without harm, so several orchestrators on one store
-may sweep at once, and beside those that take files in.
+Only files that a submission names are copied to `sha256/`, where nothing is ever deleted. If a node
+uploads the exact bytes of one of our objects, only its copy is deleted. No submission is accepted
+after its lease's deadline, and the grace period is longer than a timely one can take. Copying and
+deleting are idempotent, so several orchestrators on one store may sweep concurrently, also while
+others accept files.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ _STAGED = re.compile(PREFIX + r"\d+-[0-9a-f]{64}")
 
 
 def staged_key(deadline: int, sha256: Digest) -> str:
-    """Where the upload for a lease of this deadline (Unix seconds) lies until it is handed in: in
-    no folder of its own, which would be left on a disk, and looked through by every sweep."""
+    """Returns the key of an upload for a lease with this deadline (Unix seconds) until it is
+    submitted. It has no folder of its own: on a disk, that would remain, and every sweep would
+    search it."""
     return f"{PREFIX}{deadline}-{sha256[2:]}"
 
 
 def ask(deadline: int, sha256: Digest, question: Callable[[str], T]) -> T:
-    """What `question` says of a file's key: as handed in (by anybody: its bytes are its name), else
-    as uploaded for a lease of this deadline. Raises NotFoundError if it lies in neither place."""
+    """Calls `question` with a file's permanent key (content-addressed, so any uploader's bytes will
+    do), then with its upload key for a lease with this deadline, and returns the first answer.
+    Raises NotFoundError if the file is in neither place."""
     places = (digest_key(sha256), staged_key(deadline, sha256))
-    for key in (*places, places[0]):  # it may move from the second to the first as we look
+    for key in (*places, places[0]):  # it may move to the first during the search
         try:
             return question(key)
         except NotFoundError:
@@ -57,7 +59,7 @@ def ask(deadline: int, sha256: Digest, question: Callable[[str], T]) -> T:
 
 
 def size_of(objects: ObjectStore, deadline: int, sha256: Digest) -> int | None:
-    """Bytes of a file, as handed in or as uploaded; None if it lies in neither place."""
+    """Returns a file's size in bytes, submitted or uploaded; None if it is in neither place."""
     try:
         return ask(deadline, sha256, objects.size)
     except NotFoundError:
@@ -65,9 +67,10 @@ def size_of(objects: ObjectStore, deadline: int, sha256: Digest) -> int | None:
 
 
 def read(objects: ObjectStore, deadline: int, sha256: Digest, limit: int) -> bytes:
-    """A handed-in file's bytes, checked against its name, wherever they lie now.
+    """Returns a submitted file's bytes from either place, checked against its digest.
 
-    Raises NotFoundError, UntrustedError if they do not hash to it."""
+    Raises NotFoundError, or UntrustedError if they do not hash to it.
+    """
     data = ask(deadline, sha256, lambda key: objects.get(key, limit))
     if sha256_of(data) != sha256:
         raise UntrustedError(f"the file {sha256} does not hash to its name")
@@ -75,8 +78,8 @@ def read(objects: ObjectStore, deadline: int, sha256: Digest, limit: int) -> byt
 
 
 def keep(objects: ObjectStore, deadline: int, sha256: Digest) -> None:
-    """Makes the file of a submission one that stays. Says what hinders it and raises nothing: the
-    next sweep tries again, and until then the file is read where it lies."""
+    """Moves a submission's file to permanent storage. Logs failures and raises nothing: the next
+    sweep retries, and until then the file is read from its upload key."""
     try:
         _keep(objects, staged_key(deadline, sha256), sha256)
     except PrimeError as error:
@@ -88,15 +91,16 @@ def _keep(objects: ObjectStore, staged: str, sha256: Digest) -> None:
     try:
         objects.copy(staged, kept)
     except NotFoundError:
-        if objects.exists(kept):  # by another orchestrator meanwhile
+        if objects.exists(kept):  # copied by another orchestrator
             return
         raise
     objects.delete(staged)
 
 
 def sweep(backend: Backend) -> int:
-    """Deletes what was never handed in; how many files. What was handed in and not kept is kept.
-    Raises UnavailableError if the store does not answer: the next sweep goes on."""
+    """Deletes expired uploads that were never submitted, and returns how many. Keeps submitted
+    files that are not kept yet. Raises UnavailableError if the store does not answer; the next
+    sweep continues."""
     swept = 0
     staged = [key for key in backend.objects.keys(PREFIX) if _STAGED.fullmatch(key)]
     if not staged:
@@ -126,5 +130,5 @@ def _is_named(connection: Connection, key: str) -> bool:
 
 
 def swept_so_far(connection: Connection) -> int:
-    """Files that were uploaded and never handed in, deleted since the store was made."""
+    """Returns how many uploads were deleted without submission since the store was created."""
     return int(meta.get(connection, SWEPT) or 0)

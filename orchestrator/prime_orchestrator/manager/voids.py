@@ -1,4 +1,4 @@
-"""How a submission ends that nothing speaks against and that cannot be paid: the pool's fault."""
+"""Voids submissions that cannot be paid through the pool's fault."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def void(
     *,
     of: Sequence[LeaseStatus] = ("submitted",),
 ) -> None:
-    """Ends a submission whose status is one of `of`: its lease, its job and, if it was accepted,
-    its credit and its groups that no batch has taken end with it: the scheduler would wait for a
-    batch of them, which nobody seals."""
+    """Ends a submission whose status is one of `of`, with its lease and its job. If it was
+    accepted, also deletes its credit and its groups that no batch has taken; otherwise the
+    scheduler would wait for a batch that is never sealed."""
     state, _ = step_lease(LeaseState("submitted", 0.0), "void", now)
     this = submissions.c.digest == submission
     job = jobs.c.submission_digest == submission
-    # The job first, as whoever records a verdict: in another order each could wait for the other.
+    # Lock the job first, as recording a verdict does; another order could deadlock.
     connection.execute(select(jobs.c.status).where(job).with_for_update())
     done = connection.execute(
         update(submissions)

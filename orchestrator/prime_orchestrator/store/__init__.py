@@ -1,7 +1,7 @@
-"""The store: tables, migrations, and named queries, one file a concern.
+"""The store: tables, migrations and named queries, one file per topic.
 
 Every query function takes the Connection of `Store.begin()` (or `Store.read()`) first, so that
-callers compose them into one transaction.
+callers can combine them in one transaction.
 """
 
 from prime_orchestrator.store.engine import Store, lock, open_store, sqlite_url

@@ -1,4 +1,4 @@
-"""When each policy was first heard to run at each node."""
+"""When each node first reported each policy."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _arrivals = schema.arrivals.c
 
 
 def note(connection: Connection, node: Address, version: int, *, now: float) -> None:
-    """The node runs that version; only the first time counts."""
+    """Records that the node has this version; only the first time counts."""
     note_all(connection, [(node, version)], now=now)
 
 
 def note_all(connection: Connection, said: Sequence[tuple[Address, int]], *, now: float) -> None:
-    """`note` of many nodes and the versions that they run."""
+    """Like `note`, for many (node, version) pairs."""
     rows = [{"version": version, "node": node, "at": now} for node, version in said]
     insert_all_new(connection, schema.arrivals, rows)
 
 
 def of(connection: Connection, version: int) -> list[float]:
-    """When it arrived, ascending (Unix seconds), one entry a node."""
+    """Returns the arrival times of a version (Unix seconds), ascending, one per node."""
     query = sa.select(_arrivals.at).where(_arrivals.version == version).order_by(_arrivals.at)
     return [float(at) for at in connection.execute(query).scalars()]
 
 
 def forget(connection: Connection, before: int) -> None:
-    """Drops what is known of versions below `before`."""
+    """Deletes arrivals of versions below `before`."""
     connection.execute(sa.delete(schema.arrivals).where(_arrivals.version < before))

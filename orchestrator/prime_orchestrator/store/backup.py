@@ -1,11 +1,11 @@
-"""A pool's backup: one moment of the database, and every object that it may name.
+"""Backup of a pool: a snapshot of the database, and every object that it may reference.
 
     backup     database first (one read view), then uploads/, then sha256/
     restore    objects first, then the database in one transaction
 
-An object is stored before the row that names it and never deleted, and a file that was handed in
-moves from uploads/ to sha256/: so what is copied later holds all that was written down before. The
-backup is a folder with a SQLite file and a directory store, whatever the pool itself runs on.
+An object is stored before the row that names it and is never deleted, and submitted files move from
+uploads/ to sha256/. Objects copied later therefore include all that the snapshot names. The backup
+is a folder with a SQLite file and a directory store, independent of the pool's own storage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMED = (
 
 @dataclass(frozen=True)
 class Copied:
-    """How much a backup or a restore copied; objects that were there already do not count."""
+    """What a backup or restore copied; objects that already existed do not count."""
 
     rows: int
     objects: int
@@ -44,7 +44,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` looked at, and the objects that it did not find or that are damaged."""
+    """What `check` examined, and the objects that are missing or damaged."""
 
     rows: int
     objects: int
@@ -52,8 +52,8 @@ class Checked:
 
 
 def place(store: Store) -> str:
-    """The pool that the database belongs to, as `<chain>/<Pools contract>/<pool>`. Raises UserError
-    if no `serve` has used it."""
+    """Returns the pool that the database belongs to, as `<chain>/<Pools contract>/<pool>`. Raises
+    UserError if no `serve` has used it."""
     with store.read() as connection:
         known = current(connection)
         found = meta.get(connection, meta.SERVES) if known else None
@@ -67,10 +67,10 @@ def place(store: Store) -> str:
 
 
 def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
-    """Copies the pool into `folder` while it goes on serving. A folder that holds an earlier backup
-    of the objects gets only those it lacks; its database must be moved away first.
+    """Copies the pool into `folder` while it keeps serving. If the folder holds an earlier backup,
+    only missing objects are copied; its database must be moved away first.
 
-    Raises UserError if there is a database in it, MalformedError if an object is damaged.
+    Raises UserError if the folder contains a database, MalformedError if an object is damaged.
     """
     make_folder(folder).chmod(0o700)  # the database holds draw secrets
     file = folder / "store.sqlite"
@@ -84,7 +84,7 @@ def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
         with store.read() as source, target.begin() as connection:
             rows = _copy_rows(source, connection)
     finally:
-        target.close()  # the last connection writes everything into the one file
+        target.close()  # the last connection merges the WAL into the one file
     copied = _save(objects, DirectoryStore(folder / "objects"))
     draft.rename(file)
     return Copied(rows, copied)
@@ -93,8 +93,8 @@ def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
 def restore(folder: Path, store: Store, objects: ObjectStore) -> Copied:
     """Fills an empty database and an object store from a backup.
 
-    Raises UserError if the database holds anything, MalformedError if an object of the backup is
-    damaged: the database is then still empty.
+    Raises UserError if the database is not empty, MalformedError if an object of the backup is
+    damaged; the database is then still empty.
     """
     source = open_backup(folder)
     try:
@@ -114,7 +114,7 @@ def restore(folder: Path, store: Store, objects: ObjectStore) -> Copied:
 
 
 def open_backup(folder: Path) -> Store:
-    """The database of a backup. Raises UserError if there is none."""
+    """Opens the database of a backup. Raises UserError if there is none."""
     file = folder / "store.sqlite"
     if not file.is_file():
         raise UserError(f"{folder} holds no backup", hint="orchestrator store backup FOLDER")
@@ -122,7 +122,8 @@ def open_backup(folder: Path) -> Store:
 
 
 def check(store: Store, objects: ObjectStore, *, read: bool = False) -> Checked:
-    """Looks for every object that the database names; with `read`, at its SHA-256 too."""
+    """Checks that every object named by the database exists; with `read`, also checks its
+    SHA-256."""
     absent: list[Digest] = []
     with store.read() as connection:
         rows = sum(
@@ -144,7 +145,7 @@ def _is_there(objects: ObjectStore, key: str, name: Digest, read: bool) -> bool:
 
 
 def _named(connection: Connection) -> Iterator[tuple[Digest, tuple[str, ...]]]:
-    """Every object that a column names, and where it may lie besides under its own name."""
+    """Yields every object that a column names, and alternative keys where it may be stored."""
     for column in _NAMED:
         found = sa.select(column).where(column.is_not(None)).distinct()
         for (name,) in connection.execute(found):
@@ -188,7 +189,7 @@ def _refuse_full(connection: Connection) -> None:
 
 
 def _save(objects: ObjectStore, target: DirectoryStore) -> int:
-    """Copies what `target` lacks; how many objects."""
+    """Copies the objects that `target` lacks; returns how many."""
     copied = 0
     for prefix in ("uploads/", "sha256/"):
         for key in objects.keys(prefix):
@@ -199,7 +200,7 @@ def _save(objects: ObjectStore, target: DirectoryStore) -> int:
                 with target.receive(key, size=objects.size(key)) as sink:
                     for piece in pieces:
                         sink.write(piece)
-            except NotFoundError:  # it moved to sha256/, which is copied next, or was not handed in
+            except NotFoundError:  # moved to sha256/, which is copied next, or was swept
                 continue
             copied += 1
     return copied

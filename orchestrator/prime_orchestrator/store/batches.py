@@ -1,4 +1,4 @@
-"""Sealed batches. Written once, in the transaction that takes their groups; never changed."""
+"""Sealed batches, written once in the transaction that takes their groups and never changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BatchRow:
     sealed_at: float
 
     def signed(self) -> SignedBatch:
-        """The batch as the manager signed it."""
+        """Returns the batch as the manager signed it."""
         return SignedBatch.model_validate_json(self.body)
 
 
@@ -38,18 +38,18 @@ def add(connection: Connection, batch: BatchRow) -> None:
 
 
 def get(connection: Connection, step: int) -> BatchRow | None:
-    """The sealed batch of `step`, or None."""
+    """Returns the sealed batch of `step`, or None."""
     query = sa.select(schema.batches).where(_batches.step == step)
     return record(BatchRow, connection.execute(query).mappings().first())
 
 
 def next_step(connection: Connection) -> int:
-    """The first step whose batch is not sealed. Batches are sealed in order."""
+    """Returns the first unsealed step. Batches are sealed in order."""
     highest = connection.execute(sa.select(sa.func.max(_batches.step))).scalar()
     return 0 if highest is None else int(highest) + 1
 
 
 def latest(connection: Connection, limit: int) -> list[BatchRow]:
-    """The newest batches, oldest of them first."""
+    """Returns the newest batches, oldest first."""
     query = sa.select(schema.batches).order_by(_batches.step.desc()).limit(limit)
     return records(BatchRow, connection.execute(query).mappings().all())[::-1]

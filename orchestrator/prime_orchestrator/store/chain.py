@@ -1,10 +1,10 @@
 """The read copy of chain facts. Only the indexer writes it.
 
 chain_events   events of this pool, found by name and subject
-chain_state    of all accounts, what admission and sessions need, as it stands now: a node's
-               provider, a provider's stake, a revocation. One row an account and kind
-chain_undo     what rows of chain_state were before each of the last blocks: for reorganisations
-chain_steps    the last blocks up to which was read
+chain_state    current state of all accounts that admission and sessions need: a node's provider,
+               a provider's stake, a revocation. One row per account and kind
+chain_undo     previous values of chain_state rows, by block, to undo reorganizations
+chain_steps    the last blocks that were read
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _undo = schema.chain_undo
 _steps = schema.chain_steps
 
 UNDO_BLOCKS = 4096
-"""Reorganisations of so many blocks are undone; a deeper one has the chain read from its start."""
+"""Reorganizations up to this many blocks are undone. After a deeper one, the chain is read again
+from the start."""
 STEPS_KEPT = 256
 
 _SUBJECTS: dict[str, tuple[str, ...]] = {
@@ -46,7 +47,7 @@ _SUBJECTS: dict[str, tuple[str, ...]] = {
     "SlashExecuted": ("leaf",),
     "SlashCancelled": ("leaf",),
 }
-"""What an event is about, by which it is looked for: one argument or two."""
+"""The one or two arguments that identify an event's subject, by which it is looked up."""
 
 STATE_EVENTS = frozenset(
     {
@@ -54,10 +55,10 @@ STATE_EVENTS = frozenset(
         "SlashHeld", "SlashReleased", "Slashed",
     }
 )  # fmt: skip
-"""Events of any account that are kept as `chain_state` alone."""
+"""Events of any account that are stored only as `chain_state`."""
 
 _BIND = 500
-"""Values in one statement."""
+"""Most values in one statement."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class EventRow:
     second: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The event's arguments, parsed."""
+        """Returns the event's arguments, parsed."""
         parsed: dict[str, Any] = json.loads(self.args)
         return parsed
 
@@ -91,7 +92,7 @@ def add_event(
     name: str,
     args: Mapping[str, Any],
 ) -> bool:
-    """Writes an event, or folds it into the state; False if it is known already."""
+    """Writes an event, or applies it to the state. Returns False if it is known already."""
     if name in STATE_EVENTS:
         fold(connection, [(block, name, args)])
         return True
@@ -108,7 +109,7 @@ def add_event(
 
 
 def event_row(*, name: str, args: Mapping[str, Any], **head: Any) -> EventRow:
-    """The row of an event."""
+    """Returns the row of an event."""
     places = [str(args[field]) for field in _SUBJECTS.get(name, ())]
     subject, second = (*places, None, None)[:2]
     return EventRow(
@@ -123,7 +124,8 @@ def events(
     subject: object = None,
     second: object = None,
 ) -> list[EventRow]:
-    """Events of a name, oldest first; with `subject` or `second`, those about that."""
+    """Returns the events with this name, oldest first; only those about `subject` or `second` if
+    given."""
     query = sa.select(schema.chain_events).where(_events.name == name)
     if subject is not None:
         query = query.where(_events.subject == str(subject))
@@ -134,13 +136,13 @@ def events(
 
 
 def has_transaction(connection: Connection, tx_hash: str) -> bool:
-    """True if an event of the transaction is stored."""
+    """Whether an event of the transaction is stored."""
     query = sa.select(_events.log_index).where(_events.tx_hash == tx_hash).limit(1)
     return connection.execute(query).first() is not None
 
 
 def newest_root(connection: Connection) -> tuple[int, int]:
-    """(number, block) of the newest work root; (0, 0) if there is none."""
+    """Returns (number, block) of the newest work root; (0, 0) if there is none."""
     query = (
         sa.select(_events.second, _events.block)
         .where(_events.name == "RootPosted")
@@ -151,14 +153,14 @@ def newest_root(connection: Connection) -> tuple[int, int]:
     return (0, 0) if row is None else (int(row.second), int(row.block))
 
 
-# ── what stands now, of any account ──
+# ── current state of any account ──
 
 
 def fold(
     connection: Connection, happened: Sequence[tuple[int, str, Mapping[str, Any]]], head: int = 0
 ) -> None:
-    """Carries events (block, name, arguments) into the state, in chain order. What they replace is
-    kept for `retract` if it is of the last UNDO_BLOCKS before `head`."""
+    """Applies events (block, name, arguments) to the state, in chain order. The replaced values are
+    kept for `retract` if they belong to the last UNDO_BLOCKS before `head`."""
     keys = {key for _, name, args in happened for key in _keys(name, args)}
     before = _state_of(connection, keys)
     now = dict(before)
@@ -190,7 +192,7 @@ def _keys(name: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _after(name: str, args: Mapping[str, Any], old: str | None) -> str | None:
-    """The state of an account after an event. A slash takes bonded stake first."""
+    """Returns an account's state after an event. Slashes are taken from bonded stake first."""
     match name:
         case "NodeAdded":
             return str(args["provider"])
@@ -250,20 +252,20 @@ def _write(connection: Connection, values: Mapping[tuple[str, str], str | None])
 
 
 def state(connection: Connection, kind: str, account: Address) -> str | None:
-    """What stands for an account now: of kind "provider" (of a node), "stake" ("bonded held" of a
-    provider, in wei) or "revoked" (a node's time). None if there is nothing."""
+    """Returns an account's current state: kind "provider" (of a node), "stake" ("bonded held" of a
+    provider, in wei) or "revoked" (a node's revocation time). None if there is none."""
     return connection.execute(
         sa.select(_state.c.value).where(_state.c.kind == kind, _state.c.account == account)
     ).scalar()
 
 
 def revoked_before(connection: Connection, account: Address) -> int:
-    """The newest `RevokedBefore` time that the chain shows for `account`; 0 if none."""
+    """Returns the newest `RevokedBefore` time on chain for `account`; 0 if none."""
     return int(state(connection, "revoked", account) or 0)
 
 
 def revocations(connection: Connection, accounts: Collection[Address]) -> dict[Address, int]:
-    """`revoked_before` of those accounts that the chain shows one for."""
+    """Returns `revoked_before` for those of the accounts that have one."""
     query = sa.select(_state.c.account, _state.c.value).where(
         _state.c.kind == "revoked", _state.c.account.in_(list(accounts))
     )
@@ -271,16 +273,16 @@ def revocations(connection: Connection, accounts: Collection[Address]) -> dict[A
 
 
 def pool_ended(connection: Connection, pool: int) -> bool:
-    """True once the chain shows that `pool` has ended."""
+    """Whether `pool` has ended according to the chain."""
     return any(event.arguments()["pool"] == pool for event in events(connection, "PoolEnded"))
 
 
-# ── reorganisations, and how far was read ──
+# ── reorganizations and reading position ──
 
 
 def retract(connection: Connection, from_block: int) -> list[EventRow]:
-    """Removes and returns the events of `from_block` and later, and undoes what they did to the
-    state (a reorganisation)."""
+    """Removes and returns the events of `from_block` and later, and undoes their effects on the
+    state (after a reorganization)."""
     query = (
         sa.select(schema.chain_events)
         .where(_events.block >= from_block)
@@ -306,7 +308,7 @@ def forget_all(connection: Connection) -> list[EventRow]:
 
 
 def add_step(connection: Connection, block: int, block_hash: Digest) -> None:
-    """Remembers a block up to which was read, and forgets what is too old to be undone."""
+    """Records a block that was read, and drops what is too old to be undone."""
     insert_new(connection, _steps, {"block": block, "block_hash": block_hash})
     oldest = connection.execute(
         sa.select(_steps.c.block).order_by(_steps.c.block.desc()).offset(STEPS_KEPT).limit(1)
@@ -317,13 +319,13 @@ def add_step(connection: Connection, block: int, block_hash: Digest) -> None:
 
 
 def steps(connection: Connection) -> list[tuple[int, Digest]]:
-    """The last blocks up to which was read, ascending."""
+    """Returns the last blocks that were read, ascending."""
     query = sa.select(_steps.c.block, _steps.c.block_hash).order_by(_steps.c.block)
     return [(int(row.block), Digest(row.block_hash)) for row in connection.execute(query)]
 
 
 def cursor(connection: Connection, name: str) -> tuple[int, Digest] | None:
-    """(block, its hash) up to which a reader has read, or None before its first block."""
+    """Returns (block, its hash) of a reader's position, or None before its first block."""
     query = sa.select(_cursors.block, _cursors.block_hash).where(_cursors.name == name)
     row = connection.execute(query).first()
     return None if row is None else (int(row.block), Digest(row.block_hash))
@@ -335,7 +337,7 @@ def set_cursor(connection: Connection, name: str, block: int, block_hash: Digest
 
 
 def appointed(connection: Connection, pool: int) -> frozenset[Address]:
-    """The pool's validators as far as the chain's events are stored."""
+    """Returns the pool's validators according to the stored events."""
     state: dict[Address, bool] = {}
     for event in events(connection, "ValidatorSet"):
         args = event.arguments()

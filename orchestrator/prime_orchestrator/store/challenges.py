@@ -1,4 +1,4 @@
-"""Hardware challenges given out at admission."""
+"""Hardware challenges issued at admission."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add(connection: Connection, challenge: ChallengeRow) -> None:
 
 
 def open_for(connection: Connection, node: Address, now: float) -> int:
-    """Challenges of `node` that still wait for an answer."""
+    """Returns the number of unanswered challenges of `node`."""
     query = sa.select(sa.func.count()).where(
         _challenges.node == node, _challenges.used.is_(False), _challenges.deadline >= now
     )
@@ -47,13 +47,13 @@ def open_for(connection: Connection, node: Address, now: float) -> int:
 
 
 def get(connection: Connection, challenge_id: str) -> ChallengeRow | None:
-    """The challenge, or None."""
+    """Returns the challenge, or None."""
     query = sa.select(schema.challenges).where(_challenges.id == challenge_id)
     return record(ChallengeRow, connection.execute(query).mappings().first())
 
 
 def use(connection: Connection, challenge_id: str) -> bool:
-    """Marks a challenge answered. False if it already was: it counts once, right or wrong."""
+    """Marks a challenge answered. Returns False if it already was: only one answer counts."""
     done = connection.execute(
         sa.update(schema.challenges)
         .where(_challenges.id == challenge_id, _challenges.used.is_(False))
@@ -63,7 +63,7 @@ def use(connection: Connection, challenge_id: str) -> bool:
 
 
 def set_rate(connection: Connection, challenge_id: str, rate: float) -> None:
-    """Notes a right answer: `rate` in million multiply-adds a second."""
+    """Records a correct answer; `rate` in million multiply-adds per second."""
     connection.execute(
         sa.update(schema.challenges).where(_challenges.id == challenge_id).values(rate=rate)
     )
@@ -72,8 +72,8 @@ def set_rate(connection: Connection, challenge_id: str, rate: float) -> None:
 def solved_since(
     connection: Connection, nodes: Collection[Address], since: float
 ) -> dict[Address, int]:
-    """How many challenges issued at `since` or later each of the nodes has answered right; those
-    with none are left out."""
+    """Returns how many challenges issued at `since` or later each node answered correctly; nodes
+    with none are omitted."""
     query = (
         sa.select(_challenges.node, sa.func.count())
         .where(
@@ -87,7 +87,7 @@ def solved_since(
 
 
 def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:
-    """Rates of the node's latest right answers."""
+    """Returns the rates of the node's latest correct answers."""
     query = (
         sa.select(_challenges.rate)
         .where(_challenges.node == node, _challenges.rate.is_not(None))
@@ -98,5 +98,5 @@ def latest_rates(connection: Connection, node: Address, limit: int) -> list[floa
 
 
 def forget(connection: Connection, now: float) -> None:
-    """Drops challenges whose deadline passed an hour ago; what they gave is in the node's row."""
+    """Deletes challenges whose deadline passed an hour ago; their result is in the node's row."""
     connection.execute(sa.delete(schema.challenges).where(_challenges.deadline < now - 3600))

@@ -1,7 +1,7 @@
-"""What a node's accepted files add up to: drift that no single file shows.
+"""Sums of statistics over a node's accepted files; they show drift that no single file shows.
 
-For each node, set-up and statistic: the number of files, and the sum of each file's *share of its
-limit* (0 … 1) and of its square. Written with the verdict, in its transaction.
+For each node, set-up and statistic: the number of files, and the sums of each file's *share of its
+limit* (0 … 1) and of its square. Written in the verdict's transaction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DriftRow:
 
 
 def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, float]) -> None:
-    """Adds one accepted file. The node's row is locked by the caller."""
+    """Adds one accepted file. The caller holds the lock on the node's row."""
     for statistic, share in shares.items():
         key = {"node": node, "setup": setup, "statistic": statistic}
         insert_new(connection, schema.drift, {**key, "files": 0, "total": 0.0, "squares": 0.0})
@@ -53,6 +53,6 @@ def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, 
 
 
 def every(connection: Connection) -> list[DriftRow]:
-    """All sums, by node, set-up and statistic."""
+    """Returns all sums, ordered by node, set-up and statistic."""
     query = sa.select(schema.drift).order_by(_drift.node, _drift.setup, _drift.statistic)
     return records(DriftRow, connection.execute(query).mappings().all())

@@ -1,8 +1,8 @@
-"""Where the orchestrator's facts live: SQLite in a file (embedded default) or PostgreSQL by URL.
+"""The orchestrator's database: SQLite in a file (the default) or PostgreSQL by URL.
 
-`Store.begin()` is the only way to write: one transaction, committed at the end of the block, rolled
-back by any exception. Query functions (the other files of this folder) take its Connection, so a
-caller composes several of them into one transaction.
+`Store.begin()` is the only way to write: one transaction, committed at the end of the block and
+rolled back on any exception. Query functions (the other files of this folder) take its Connection,
+so a caller can combine several in one transaction.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from prime_core.folders import make_folder
 BUSY_SECONDS = 30
 _READ_ONLY = "prime_read_only"
 _POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
-"""As many connections as the API has threads (40) and loops; ten are kept open."""
+"""Enough connections for the API's threads (40) and the loops; ten are kept open."""
 
 
 class Store:
-    """An open database. Safe to share between threads; each process opens its own."""
+    """An open database. Thread-safe; each process opens its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._writing = threading.RLock() if self.is_sqlite else nullcontext()
-        """Writers of this process queue here; those of others at SQLite's own lock, which polls."""
+        """Serializes this process's writers. Other processes wait for SQLite's own lock, which
+        polls."""
 
     @property
     def is_sqlite(self) -> bool:
@@ -42,15 +43,15 @@ class Store:
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
-        """A read-write transaction. SQLite takes the write lock at once, so what was read inside
-        cannot change before the commit. Raises UnavailableError if the database cannot be used
-        now."""
+        """Opens a read-write transaction. SQLite takes the write lock immediately, so nothing
+        read inside can change before the commit. Raises UnavailableError if the database is
+        unavailable."""
         with self._writing, _reachable(self.engine), self.engine.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A read-only view of one moment; never waits for writers."""
+        """Opens a read-only snapshot; never waits for writers."""
         options: dict[str, Any] = {_READ_ONLY: True}
         if not self.is_sqlite:
             options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
@@ -62,7 +63,7 @@ class Store:
             yield connection
 
     def migrate(self) -> None:
-        """Brings the schema up to date; safe when several processes start at once."""
+        """Migrates the schema to the newest revision; safe if several processes start at once."""
         from prime_orchestrator.store.migrate import upgrade
 
         with self.begin() as connection:
@@ -74,12 +75,13 @@ class Store:
 
 
 def sqlite_url(path: Path) -> str:
-    """Database URL of a SQLite file."""
+    """Returns the database URL of a SQLite file."""
     return f"sqlite:///{path.absolute()}"
 
 
 def open_store(url: str) -> Store:
-    """Opens `sqlite:///…` or `postgresql://…` (by psycopg 3). Raises UserError on another URL."""
+    """Opens `sqlite:///…` or `postgresql://…` (with psycopg 3). Raises UserError for any other
+    URL."""
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
@@ -109,10 +111,10 @@ def _sqlite(url: sa.URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: sqlite3.Connection, _record: object) -> None:
-        connection.isolation_level = None  # we say BEGIN ourselves (SQLAlchemy: pysqlite dialect)
+        connection.isolation_level = None  # we issue BEGIN ourselves (SQLAlchemy: pysqlite dialect)
         for pragma in (
             "journal_mode=WAL",  # readers never wait for the writer
-            "synchronous=FULL",  # a receipt given out survives a loss of power
+            "synchronous=FULL",  # an issued receipt survives a power loss
             f"busy_timeout={BUSY_SECONDS * 1000}",
             "foreign_keys=ON",
         ):
@@ -128,7 +130,8 @@ def _sqlite(url: sa.URL) -> Engine:
 
 @contextmanager
 def _reachable(engine: Engine) -> Iterator[None]:
-    """An absent, locked or full database is UnavailableError, a broken one FatalError."""
+    """Translates errors: UnavailableError for a missing, locked or full database, FatalError for a
+    damaged one."""
     try:
         yield
     except OperationalError as error:
@@ -145,9 +148,10 @@ def _reachable(engine: Engine) -> Iterator[None]:
 
 
 def lock(connection: Connection, name: str) -> None:
-    """Holds the named lock until the transaction ends: one decision of a kind at a time.
+    """Holds the named lock until the transaction ends, so that only one such decision runs at a
+    time.
 
-    SQLite needs none, since its write transactions already follow one another.
+    A no-op on SQLite, whose write transactions are already serialized.
     """
     if connection.dialect.name == "postgresql":
         number = zlib.crc32(f"prime/{name}".encode())

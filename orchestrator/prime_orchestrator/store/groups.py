@@ -1,4 +1,4 @@
-"""Accepted groups: which are free to be trained on, which are in a batch."""
+"""Accepted groups: free for training, or in a batch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class GroupRow:
 
 
 def add(connection: Connection, rows: Iterable[GroupRow]) -> None:
-    """Writes the groups of an accepted file; those already there stay as they are."""
+    """Writes the groups of an accepted file; existing ones are left unchanged."""
     for row in rows:
         insert_new(connection, schema.groups, vars(row))
 
 
 def of(connection: Connection, among: Sequence[Digest]) -> dict[Digest, list[GroupRow]]:
-    """The groups of these submissions, each one's by number."""
+    """Returns the groups of these submissions, ordered by number within each."""
     query = (
         sa.select(schema.groups)
         .where(_groups.submission_digest.in_(among))
@@ -50,7 +50,7 @@ def of(connection: Connection, among: Sequence[Digest]) -> dict[Digest, list[Gro
 
 
 def free_counts(connection: Connection, *, oldest_version: int) -> list[tuple[int, int]]:
-    """(policy version, number) of the informative groups in no batch, made by policy
+    """Returns (policy version, number) of the informative groups in no batch, made by policy
     `oldest_version` or later."""
     query = (
         sa.select(_groups.policy_version, sa.func.count())
@@ -83,13 +83,13 @@ def take(connection: Connection, chosen: Sequence[tuple[Digest, int]], step: int
 
 
 def drop_free(connection: Connection, submission: Digest) -> None:
-    """Drops those groups of a file that no batch has taken."""
+    """Deletes a file's groups that no batch has taken."""
     free = sa.and_(_groups.submission_digest == submission, _groups.batch_step.is_(None))
     connection.execute(sa.delete(schema.groups).where(free))
 
 
 def informative_share(connection: Connection, recent: int) -> tuple[int, int]:
-    """(informative, all) among the last `recent` accepted groups."""
+    """Returns (informative, all) among the last `recent` accepted groups."""
     last = (
         sa.select(_groups.informative)
         .order_by(_groups.accepted_at.desc(), _groups.submission_digest, _groups.group_no)

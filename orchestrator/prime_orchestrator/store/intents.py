@@ -1,7 +1,7 @@
-"""Intents: what is to be sent to the chain, written down before it is sent.
+"""Intents: transactions to send to the chain, recorded before they are sent.
 
-The same fact gives the same id, so queueing it twice is harmless. Only the outbox of a lane (the
-sending account) changes a row afterwards.
+The same fact gives the same id, so queueing it twice is harmless. After that, only the outbox of a
+lane (the sending account) sends it and records its status.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prime_orchestrator.store.rows import insert_new, record, records
 
 _intents = schema.intents.c
 MAX_JOINS = 16
-"""Joins looked at in one round: each costs a question to the chain."""
+"""Most joins per round: each costs a chain query."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class IntentRow:
     updated_at: float
 
     def arguments(self) -> dict[str, Any]:
-        """The payload, parsed."""
+        """Returns the payload, parsed."""
         parsed: dict[str, Any] = json.loads(self.payload)
         return parsed
 
@@ -52,7 +52,7 @@ def enqueue(
     payload: Mapping[str, Any],
     now: float,
 ) -> bool:
-    """Queues an intent; False if that id is known already."""
+    """Queues an intent; returns False if the id exists already."""
     values = {
         "id": intent_id,
         "lane": lane,
@@ -66,7 +66,7 @@ def enqueue(
 
 
 def get(connection: Connection, intent_id: str) -> IntentRow | None:
-    """The intent, or None."""
+    """Returns the intent, or None."""
     query = sa.select(schema.intents).where(_intents.id == intent_id)
     return record(IntentRow, connection.execute(query).mappings().first())
 
@@ -74,8 +74,9 @@ def get(connection: Connection, intent_id: str) -> IntentRow | None:
 def pending(
     connection: Connection, lane: str, statuses: Iterable[str] = ("queued",), limit: int = 100
 ) -> list[IntentRow]:
-    """Intents of a lane in the given states, oldest first; after them joins, the longest untouched
-    first, MAX_JOINS at most: anyone may ask for an invite, and stands in nobody's way."""
+    """Returns intents of a lane in the given states, oldest first, followed by at most MAX_JOINS
+    joins, least recently updated first. Anyone may request an invite, so joins must not block other
+    intents."""
     mine = sa.select(schema.intents).where(
         _intents.lane == lane, _intents.status.in_(tuple(statuses))
     )
@@ -97,7 +98,7 @@ def update(
     block: int | None = None,
     error: str | None = None,
 ) -> None:
-    """Writes an intent's new state; None leaves hash, block or error as they are."""
+    """Writes an intent's new state; None leaves hash, block or error unchanged."""
     values: dict[str, Any] = {"status": status, "updated_at": now}
     given = {"tx_hash": tx_hash, "block": block, "error": error}
     values |= {name: value for name, value in given.items() if value is not None}
@@ -105,7 +106,7 @@ def update(
 
 
 def mined_between(connection: Connection, after: int, until: int) -> list[IntentRow]:
-    """Confirmed intents whose transaction lies in blocks after + 1 … until."""
+    """Returns confirmed intents whose transaction is in blocks after + 1 … until."""
     query = sa.select(schema.intents).where(
         _intents.status == "confirmed", _intents.block > after, _intents.block <= until
     )
@@ -113,7 +114,7 @@ def mined_between(connection: Connection, after: int, until: int) -> list[Intent
 
 
 def latest_sent(connection: Connection, limit: int) -> list[IntentRow]:
-    """The last intents that have a transaction, oldest of them first."""
+    """Returns the last intents that have a transaction, oldest first."""
     query = (
         sa.select(schema.intents)
         .where(_intents.tx_hash.is_not(None))
@@ -124,6 +125,6 @@ def latest_sent(connection: Connection, limit: int) -> list[IntentRow]:
 
 
 def counts(connection: Connection) -> dict[str, int]:
-    """Number of intents by status."""
+    """Returns the number of intents by status."""
     query = sa.select(_intents.status, sa.func.count()).group_by(_intents.status)
     return {status: int(n) for status, n in connection.execute(query)}

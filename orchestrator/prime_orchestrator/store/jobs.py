@@ -1,6 +1,6 @@
-"""Judging jobs and who does them: each file is assigned to validators, never chosen by them.
+"""Judging jobs and their assignments: files are assigned to validators, never chosen by them.
 
-job         open ─► full (every opinion that it needs is handed in) ─► done, or open again
+job         open ─► full (every opinion it needs is submitted) ─► done, or open again
 assignment  assigned ─► claimed ─► sealed ─► given
                       └► assigned (later) └► missed (silent for too long)
                       └► abstained: the validator never gets this file again
@@ -28,8 +28,8 @@ SEALED = ("sealed", "given")
 
 @dataclass(frozen=True)
 class JobRow:
-    """Status: open, full (to be decided), done, quarantined (no validator is left for it).
-    `needed` opinions are sealed before any is handed in; None: not decided yet."""
+    """Status: open, full (to be decided), done, quarantined (no validator is left). `needed`
+    opinions are sealed before any is submitted; None: not decided yet."""
 
     submission_digest: Digest
     status: str
@@ -42,7 +42,7 @@ class JobRow:
 
 @dataclass(frozen=True)
 class AssignmentRow:
-    """One validator on one file; see the module's text. Times in Unix seconds."""
+    """One validator's assignment of one file; see the top of this module. Times in Unix seconds."""
 
     submission_digest: Digest
     validator: Address
@@ -60,8 +60,8 @@ class AssignmentRow:
 
 
 def add(connection: Connection, submission: Digest, *, now: float, shadow: bool = False) -> bool:
-    """Queues the judging of a submission; False if it is queued already. A shadow one is taken
-    only when no other waits."""
+    """Queues the judging of a submission; returns False if it is queued already. Shadow submissions
+    come after all others."""
     values = {
         "submission_digest": submission,
         "status": "open",
@@ -75,13 +75,13 @@ def add(connection: Connection, submission: Digest, *, now: float, shadow: bool 
 
 
 def get(connection: Connection, submission: Digest) -> JobRow | None:
-    """The job of a submission, or None."""
+    """Returns the job of a submission, or None."""
     query = sa.select(schema.jobs).where(_jobs.submission_digest == submission)
     return record(JobRow, connection.execute(query).mappings().first())
 
 
 def lock_row(connection: Connection, submission: Digest) -> JobRow | None:
-    """The job; no one else changes it until the transaction ends."""
+    """Returns the job; no one else can change it until the transaction ends."""
     query = sa.select(schema.jobs).where(_jobs.submission_digest == submission).with_for_update()
     return record(JobRow, connection.execute(query).mappings().first())
 
@@ -94,7 +94,7 @@ def change(connection: Connection, submission: Digest, **values: object) -> None
 
 
 def full(connection: Connection, limit: int) -> list[Digest]:
-    """Submissions whose opinions are to be decided on, oldest first."""
+    """Returns submissions with all needed opinions, oldest first."""
     query = (
         sa.select(_jobs.submission_digest)
         .where(_jobs.status == "full")
@@ -105,7 +105,7 @@ def full(connection: Connection, limit: int) -> list[Digest]:
 
 
 def short(connection: Connection, limit: int) -> list[JobRow]:
-    """Open jobs that lack a validator, oldest first, shadow ones last."""
+    """Returns open jobs that lack a validator, oldest first, shadow ones last."""
     query = (
         sa.select(schema.jobs)
         .where(
@@ -119,7 +119,7 @@ def short(connection: Connection, limit: int) -> list[JobRow]:
 
 
 def reopen(connection: Connection, submission: Digest) -> bool:
-    """Makes a done job open again, as if no one had judged it. False if it is not done."""
+    """Reopens a done job as if it had not been judged. Returns False if it is not done."""
     done = connection.execute(
         sa.update(schema.jobs)
         .where(_jobs.submission_digest == submission, _jobs.status == "done")
@@ -131,13 +131,13 @@ def reopen(connection: Connection, submission: Digest) -> bool:
 
 
 def start_over(connection: Connection, submission: Digest) -> None:
-    """Lets any validator judge an open file once more, and whole."""
+    """Lets any validator judge an open file again, replaying every row."""
     connection.execute(sa.delete(schema.assignments).where(_work.submission_digest == submission))
     change(connection, submission, needed=1, assigned=0, whole=True)
 
 
 def counts(connection: Connection) -> dict[str, int]:
-    """Number of jobs by status."""
+    """Returns the number of jobs by status."""
     query = sa.select(_jobs.status, sa.func.count()).group_by(_jobs.status)
     return {status: int(n) for status, n in connection.execute(query)}
 
@@ -146,18 +146,18 @@ def counts(connection: Connection) -> dict[str, int]:
 
 
 def note_validator(connection: Connection, validator: Address, now: float) -> None:
-    """Notes that a validator asked for work."""
+    """Records that a validator asked for work."""
     upsert(connection, schema.validators, {"address": validator, "seen_at": now})
 
 
 def seen_at(connection: Connection, validator: Address) -> float:
-    """When a validator asked last; 0 if never."""
+    """Returns when a validator last asked for work; 0 if never."""
     query = sa.select(_validators.seen_at).where(_validators.address == validator)
     return float(connection.execute(query).scalar() or 0.0)
 
 
 def live(connection: Connection, since: float) -> set[Address]:
-    """Validators that asked for work since then."""
+    """Returns the validators that asked for work since then."""
     query = sa.select(_validators.address).where(_validators.seen_at >= since)
     return {Address(name) for name in connection.execute(query).scalars()}
 
@@ -166,7 +166,7 @@ def live(connection: Connection, since: float) -> set[Address]:
 
 
 def assign(connection: Connection, submission: Digest, validator: Address, *, now: float) -> None:
-    """Gives a file to a validator that has not abstained from it."""
+    """Assigns a file to a validator that has not abstained from it."""
     upsert(
         connection,
         schema.assignments,
@@ -193,7 +193,7 @@ def assign(connection: Connection, submission: Digest, validator: Address, *, no
 def assignment(
     connection: Connection, submission: Digest, validator: Address
 ) -> AssignmentRow | None:
-    """What a validator has to do with a file, or None."""
+    """Returns a validator's assignment of a file, or None."""
     query = sa.select(schema.assignments).where(
         _work.submission_digest == submission, _work.validator == validator
     )
@@ -201,7 +201,7 @@ def assignment(
 
 
 def assignments(connection: Connection, submission: Digest) -> list[AssignmentRow]:
-    """Every validator's part in a file, by address."""
+    """Returns all assignments of a file, by validator address."""
     query = (
         sa.select(schema.assignments)
         .where(_work.submission_digest == submission)
@@ -211,7 +211,7 @@ def assignments(connection: Connection, submission: Digest) -> list[AssignmentRo
 
 
 def load_of(connection: Connection) -> dict[Address, int]:
-    """How many files each validator still has to judge."""
+    """Returns how many files each validator still has to judge."""
     query = (
         sa.select(_work.validator, sa.func.count())
         .where(_work.status.in_(("assigned", "claimed")))
@@ -253,7 +253,7 @@ def end_assignment(
 
 
 def overdue(connection: Connection, now: float) -> list[AssignmentRow]:
-    """Assignments of open jobs whose time is over."""
+    """Returns assignments of open jobs whose time is over."""
     query = (
         sa.select(schema.assignments)
         .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
@@ -270,7 +270,7 @@ def take(
     connection: Connection, validator: Address, worker: str, *, most: int, now: float, until: float
 ) -> list[Digest]:
     """Claims the validator's oldest file, and up to `most` − 1 more of the same policy; returns
-    them. A file whose last claim ended in silence is judged alone."""
+    them. A file whose last claim timed out is judged alone."""
     taken: list[Digest] = []
     policy: int | None = None
     submissions = schema.submissions.c
@@ -310,7 +310,8 @@ def waits_for(connection: Connection, validator: Address, now: float) -> bool:
 
 
 def to_reveal(connection: Connection, validator: Address, limit: int) -> list[Digest]:
-    """Files that the validator sealed and whose other opinions that are needed are sealed too."""
+    """Returns files on which the validator sealed an opinion and all other needed opinions are
+    sealed too."""
     other = schema.assignments.alias().c
     sealed = (
         sa.select(sa.func.count())
@@ -343,7 +344,7 @@ def keep(
     *,
     until: float,
 ) -> None:
-    """Extends those of the worker's claims that it still has."""
+    """Extends the worker's claims, of those listed, that it still holds."""
     connection.execute(
         sa.update(schema.assignments)
         .where(

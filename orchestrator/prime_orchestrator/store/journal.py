@@ -1,6 +1,6 @@
-"""The manager's sender journal in the store, so that whichever orchestrator runs the loops has it.
+"""The manager's sender journal in the store, available to whichever orchestrator runs the loops.
 
-A transaction that one process signed and another finds unmined is sent again, not made anew: the
+A transaction that one process signed and another finds unmined is sent again, not signed again. The
 nonce is the same, so it is mined once. The SQL is prime_chain/journal.py's own.
 """
 
@@ -18,9 +18,10 @@ from prime_orchestrator.store.engine import Store
 
 
 class StoreJournal(Journal):
-    """The journal of one account on one chain. Raises UnavailableError while the database is away.
+    """The journal of one account on one chain. Raises UnavailableError if the database is
+    unavailable.
 
-    Ticks of several processes are kept apart by the loops' lease (leaders.py), not here.
+    The loops' lease (leaders.py) keeps several processes from ticking at once, not this class.
     """
 
     def __init__(self, store: Store, account: Address, chain_id: int) -> None:
@@ -44,11 +45,11 @@ class StoreJournal(Journal):
             yield _Plain(connection)
 
     def close(self) -> None:
-        """The store is its owner's to close."""
+        """Does nothing; the store's owner closes the store."""
 
 
 class _Plain:
-    """SQL with `?` for values over either database."""
+    """Runs SQL with `?` placeholders on either database."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -60,7 +61,7 @@ class _Plain:
 
 
 class _Rows:
-    """A result read by column name."""
+    """A result whose columns are read by name."""
 
     def __init__(self, result: CursorResult[Any]) -> None:
         self._result = result

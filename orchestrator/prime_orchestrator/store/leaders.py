@@ -1,11 +1,12 @@
-"""Which of several orchestrators on one store runs the manager's loops: a lease in the store.
+"""Leader election among orchestrators on one store: a lease decides which one runs the manager's
+loops.
 
-    the holder counts `beat` up every few seconds
-    the others watch it: one that has stood still for `LEASE_SECONDS` by their own clock is taken
+    the holder increments `beat` every few seconds
+    the others watch it, and take the lease if it has not changed for `LEASE_SECONDS` by their clock
 
-No clock is compared with another machine's. A holder stops believing in its lease well before
-anybody may take it. A process that was killed and starts again from its own data folder has the
-same name, so it need not wait.
+Clocks of different machines are never compared. A holder stops relying on its lease well before
+another may take it. A process that was killed and restarts from the same data folder has the same
+name, so it need not wait.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15.0
 BEAT_SECONDS = 2.0
-"""How often `tick` should be called."""
+"""Interval at which to call `tick`."""
 _TRUSTED = 0.6
-"""Part of the lease for which its holder relies on its last beat."""
+"""Fraction of the lease for which its holder relies on its last beat."""
 
 _table = schema.loop_leases
 
 
 class LoopLease:
-    """One process's view of the lease. `now` gives seconds of a clock that never goes back
-    (time.monotonic); `holder` names the process's data folder. Safe to share between threads once
-    one of them ticks."""
+    """One process's view of the lease. `now` returns monotonic seconds (time.monotonic); `holder`
+    names the process's data folder. Thread-safe if only one thread ticks."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class LoopLease:
         self._seen_at = float("-inf")
 
     def held(self) -> bool:
-        """Whether the loops may run here now."""
+        """Whether this process may run the loops now."""
         return self._now() < self._until
 
     def tick(self) -> bool:
-        """Renews, takes or watches the lease; whether it is held.
+        """Renews, takes or watches the lease; returns whether it is held.
 
-        Raises UnavailableError while the database is away (what is held then runs out).
+        Raises UnavailableError while the database is unavailable; a held lease then expires.
         """
         started, was = self._now(), self.held()
         with self._store.begin() as connection:
@@ -87,14 +87,15 @@ class LoopLease:
         return mine
 
     def _stands_still(self, seen: tuple[str, int]) -> bool:
-        """Whether the holder has not counted up for a whole lease, as seen from here."""
+        """Whether the holder's beat has not changed for a whole lease, as observed here."""
         if seen != self._seen:
             self._seen, self._seen_at = seen, self._now()
             return False
         return self._now() - self._seen_at >= self._seconds
 
     def release(self) -> None:
-        """Lets it go, so that another need not wait. Call it when the loops have ended."""
+        """Releases the lease, so that another process need not wait. Call it after the loops have
+        ended."""
         self._until = float("-inf")
         with self._store.begin() as connection:
             connection.execute(

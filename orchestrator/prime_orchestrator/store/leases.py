@@ -1,4 +1,4 @@
-"""Leases: given out, returned, ended."""
+"""Leases: issued, fulfilled, ended."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class LeaseRow:
     excused: int
 
     def signed(self) -> SignedLease:
-        """The lease as it was given out."""
+        """Returns the lease as it was issued."""
         return SignedLease.model_validate_json(self.body)
 
 
 def add(
     connection: Connection, digest: Digest, signed: SignedLease, *, now: float, tries: int = 0
 ) -> None:
-    """Writes a new open lease before it is handed out. `tries`: how many leases of its groups
-    expired before it."""
+    """Writes a new open lease before it is issued. `tries`: how many leases of its groups expired
+    before."""
     lease = signed.lease
     connection.execute(
         sa.insert(schema.leases).values(
@@ -69,7 +69,7 @@ def add(
 
 
 def get(connection: Connection, digest: Digest) -> LeaseRow | None:
-    """The lease, or None."""
+    """Returns the lease, or None."""
     query = sa.select(schema.leases).where(_leases.digest == digest)
     return record(LeaseRow, connection.execute(query).mappings().first())
 
@@ -81,7 +81,7 @@ def lock_row(connection: Connection, digest: Digest) -> LeaseRow | None:
 
 
 def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
-    """Open leases of `node`, oldest first."""
+    """Returns the open leases of `node`, oldest first."""
     query = (
         sa.select(schema.leases)
         .where(_leases.node == node, _leases.status == "open")
@@ -91,7 +91,7 @@ def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
 
 
 def newest_of(connection: Connection, node: Address, limit: int) -> list[LeaseRow]:
-    """The newest `limit` leases of `node` in any state, newest last."""
+    """Returns the newest `limit` leases of `node` in any state, newest last."""
     query = (
         sa.select(schema.leases)
         .where(_leases.node == node)
@@ -102,7 +102,7 @@ def newest_of(connection: Connection, node: Address, limit: int) -> list[LeaseRo
 
 
 def overdue(connection: Connection, now: float) -> list[LeaseRow]:
-    """Open leases whose deadline has passed."""
+    """Returns open leases whose deadline has passed."""
     query = sa.select(schema.leases).where(_leases.status == "open", _leases.deadline < now)
     return records(LeaseRow, connection.execute(query).mappings().all())
 
@@ -110,8 +110,9 @@ def overdue(connection: Connection, now: float) -> list[LeaseRow]:
 def to_issue_again(
     connection: Connection, others: Collection[Address], *, since: float, tries: int
 ) -> list[LeaseRow]:
-    """Expired paid leases of nodes outside `others`, given at `since` or later, whose groups no
-    later lease has, after fewer than `tries` expired ones; oldest first, a few."""
+    """Returns expired paid leases of nodes outside `others` whose groups were not issued again and
+    have fewer than `tries` expired leases. Only deadlines at `since` or later count; oldest first,
+    at most 8."""
     query = (
         sa.select(schema.leases)
         .where(
@@ -129,14 +130,14 @@ def to_issue_again(
 
 
 def mark_issued_again(connection: Connection, digest: Digest) -> None:
-    """A later lease has the groups of this one."""
+    """Records that a later lease has this one's groups."""
     connection.execute(
         sa.update(schema.leases).where(_leases.digest == digest).values(issued_again=1)
     )
 
 
 def held_by(connection: Connection, nodes: Collection[Address], now: float) -> int:
-    """How many paid leases `nodes` together hold open, before their deadlines."""
+    """Returns how many open paid leases before their deadline `nodes` hold together."""
     query = sa.select(sa.func.count()).where(
         _leases.node.in_(nodes),
         _leases.status == "open",
@@ -158,7 +159,7 @@ def set_status(
 
 
 def announce_upload(connection: Connection, digest: Digest, *, sha256: Digest, size: int) -> None:
-    """Notes which file the node is about to upload, and counts it."""
+    """Records which file the node is about to upload, and counts it."""
     connection.execute(
         sa.update(schema.leases)
         .where(_leases.digest == digest)
@@ -167,14 +168,14 @@ def announce_upload(connection: Connection, digest: Digest, *, sha256: Digest, s
 
 
 def next_index(connection: Connection, step: int) -> int:
-    """The first index of `step` never given out."""
+    """Returns the first unused lease index of `step`."""
     query = sa.select(sa.func.max(_leases.lease_index)).where(_leases.step == step)
     highest = connection.execute(query).scalar()
     return 0 if highest is None else int(highest) + 1
 
 
 def highest_step(connection: Connection) -> int | None:
-    """The last step that a paid lease was given for; None if none was."""
+    """Returns the last step for which a paid lease was issued; None if there is none."""
     found = connection.execute(
         sa.select(sa.func.max(_leases.step)).where(_leases.shadow.is_(False))
     ).scalar()
@@ -184,12 +185,12 @@ def highest_step(connection: Connection) -> int | None:
 def under_way(
     connection: Connection, *, now: float, younger_than: float
 ) -> list[tuple[int, float]]:
-    """(policy version, number of leases) that may still bring groups.
+    """Returns (policy version, number of leases) that may still bring groups.
 
-    Counted are open leases before their deadline, given to active nodes after `younger_than`, and
-    submitted ones that a validator may yet judge; no shadow leases, whose files bring none. An open
-    lease counts as the share of leases that its provider's nodes kept of late, one of a node whose
-    latest lease expired as nothing.
+    Counts open leases before their deadline that were issued to active nodes after `younger_than`,
+    and submitted ones that a validator may still judge. Shadow leases are excluded because their
+    files bring no groups. An open lease is weighted by the share of leases that its provider's
+    nodes kept recently, and counts as 0 if the node's latest lease expired.
     """
     nodes, jobs, submissions = schema.nodes.c, schema.jobs.c, schema.submissions.c
     owners = _owners()
@@ -223,7 +224,7 @@ def under_way(
 
 
 def _owners() -> sa.Subquery:
-    """The record of each provider: what its nodes kept and missed."""
+    """Returns each provider's record: leases its nodes kept and missed."""
     nodes = schema.nodes.c
     query = sa.select(
         owner_column().label("owner"),
@@ -234,8 +235,8 @@ def _owners() -> sa.Subquery:
 
 
 def newcomers(connection: Connection, now: float, proven: float) -> tuple[int, bool]:
-    """(open paid leases of nodes whose provider kept fewer than `proven` leases, whether an active
-    node's provider has kept as many)."""
+    """Returns (open paid leases of nodes whose provider kept fewer than `proven` leases, whether an
+    active node's provider kept at least that many)."""
     nodes = schema.nodes.c
     owners = _owners()
     held = (
@@ -296,7 +297,8 @@ def latest_by_target(
 
 
 def shadow_under_way(connection: Connection, *, now: float) -> int:
-    """Shadow leases that are open, or whose files wait for a verdict, in the whole pool."""
+    """Returns the number of shadow leases in the pool that are open or whose files await a
+    verdict."""
     submissions = schema.submissions.c
     held = sa.select(sa.func.count()).where(
         _leases.shadow.is_(True), _leases.status == "open", _leases.deadline >= now
@@ -308,7 +310,7 @@ def shadow_under_way(connection: Connection, *, now: float) -> int:
 
 
 def given_since(connection: Connection, since: float) -> tuple[int, int]:
-    """How many leases were given at `since` or later: (shadow ones, others)."""
+    """Returns how many leases were issued at `since` or later: (shadow ones, others)."""
     query = (
         sa.select(_leases.shadow, sa.func.count())
         .where(_leases.created_at >= since)
@@ -319,6 +321,6 @@ def given_since(connection: Connection, since: float) -> tuple[int, int]:
 
 
 def given_to(connection: Connection, nodes: Collection[Address], since: float) -> int:
-    """How many leases `nodes` together were given at `since` or later."""
+    """Returns how many leases were issued to `nodes` in total at `since` or later."""
     query = sa.select(sa.func.count()).where(_leases.node.in_(nodes), _leases.created_at >= since)
     return int(connection.execute(query).scalar_one())

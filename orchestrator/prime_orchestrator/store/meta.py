@@ -1,4 +1,4 @@
-"""Small facts under names: when the chain was last seen, who revoked sessions, when we last ran."""
+"""Small facts by key: when the chain was last read, who revoked sessions, which pool this is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SERVES = "serves"
 RUN = "run"
 """The bytes of the pool's first run definition, as text."""
 CHAIN_SEEN_AT = "chain_seen_at"
-"""Unix seconds (decimal text) of the indexer's last good look at the chain."""
+"""Unix seconds (decimal text) of the indexer's last successful read of the chain."""
 CHAIN_GAPS = "chain_gaps"
-"""How often events were found missing in what RPC endpoints answered."""
+"""How many times events were missing from RPC endpoints' answers."""
 
 
 def get(connection: Connection, key: str) -> str | None:
-    """The value under `key`, or None."""
+    """Returns the value under `key`, or None."""
     table = schema.meta.c
     return connection.execute(sa.select(table.value).where(table.key == key)).scalar()
 
@@ -30,12 +30,12 @@ def put(connection: Connection, key: str, value: str) -> None:
 
 
 def under(connection: Connection, prefix: str) -> list[tuple[str, str]]:
-    """Every key that begins with `prefix`, with its value."""
+    """Returns every key that begins with `prefix`, with its value."""
     table = schema.meta.c
     query = sa.select(table.key, table.value).where(table.key.startswith(prefix, autoescape=True))
     return [(row.key, row.value) for row in connection.execute(query)]
 
 
 def drop(connection: Connection, key: str) -> None:
-    """Removes what is under `key`."""
+    """Removes `key`."""
     connection.execute(sa.delete(schema.meta).where(schema.meta.c.key == key))

@@ -1,7 +1,7 @@
 """Schema migrations (Alembic), packaged with the orchestrator.
 
-`serve` runs them at start; `orchestrator store migrate` on demand. A test holds the migrated schema
-equal to `schema.metadata` on both databases.
+`serve` runs them at startup; `orchestrator store migrate` runs them on demand. A test checks that
+the migrated schema equals `schema.metadata` on both databases.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def _config(connection: Connection | None = None) -> Config:
 
 
 def head() -> str:
-    """The newest revision that this program knows."""
+    """Returns the newest revision that this program knows."""
     return ScriptDirectory.from_config(_config()).get_current_head() or ""
 
 
 def current(connection: Connection) -> str | None:
-    """The revision of the database, or None before the first migration."""
+    """Returns the database's revision, or None before the first migration."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def upgrade(connection: Connection) -> None:
-    """Migrates inside the caller's transaction: all of it or none.
+    """Migrates within the caller's transaction.
 
     Raises FatalError if the database was written by a newer program.
     """

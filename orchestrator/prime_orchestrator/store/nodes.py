@@ -1,4 +1,4 @@
-"""Nodes: who was admitted, in which state, last heard when."""
+"""Admitted nodes: status, last heartbeat, speed and lease record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NodeRow:
 
 
 def get(connection: Connection, address: Address) -> NodeRow | None:
-    """The node, or None if it was never admitted."""
+    """Returns the node, or None if it was never admitted."""
     query = sa.select(schema.nodes).where(_nodes.address == address)
     return record(NodeRow, connection.execute(query).mappings().first())
 
@@ -52,7 +52,7 @@ def lock_row(connection: Connection, address: Address) -> NodeRow | None:
 
 
 def lock_free(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
-    """`lock_row` of those nodes whose rows no other transaction holds: it never waits."""
+    """Like `lock_row`, but only for rows that no other transaction holds; never waits."""
     query = (
         sa.select(schema.nodes)
         .where(_nodes.address.in_(list(addresses)))
@@ -63,7 +63,7 @@ def lock_free(connection: Connection, addresses: Collection[Address]) -> dict[Ad
 
 
 def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) -> list[NodeRow]:
-    """All nodes (of the given states), oldest first."""
+    """Returns all nodes (in the given states), oldest first."""
     query = sa.select(schema.nodes).order_by(_nodes.created_at, _nodes.address)
     if statuses is not None:
         query = query.where(_nodes.status.in_(tuple(statuses)))
@@ -73,7 +73,8 @@ def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) 
 def page(
     connection: Connection, after: str, limit: int, provider: Address | None = None
 ) -> list[NodeRow]:
-    """At most `limit` nodes (of one provider) by address, from the first beyond `after`."""
+    """Returns at most `limit` nodes (of one provider if given) by address, starting after
+    `after`."""
     query = sa.select(schema.nodes).where(_nodes.address > after)
     if provider is not None:
         query = query.where(_nodes.provider == provider)
@@ -82,7 +83,7 @@ def page(
 
 
 def latest(connection: Connection, limit: int) -> list[NodeRow]:
-    """The `limit` nodes with the newest heartbeats, oldest admission first."""
+    """Returns the `limit` nodes with the newest heartbeats, oldest admission first."""
     query = sa.select(schema.nodes).order_by(_nodes.last_heartbeat.desc(), _nodes.address)
     rows = records(NodeRow, connection.execute(query.limit(limit)).mappings().all())
     return sorted(rows, key=lambda row: (row.created_at, row.address))
@@ -96,7 +97,7 @@ def forget_shadows(connection: Connection, before: float) -> None:
 
 
 def count_of(connection: Connection, status: NodeStatus) -> int:
-    """How many nodes are in this state."""
+    """Returns the number of nodes in this state."""
     query = sa.select(sa.func.count()).where(_nodes.status == status)
     return int(connection.execute(query).scalar_one())
 
@@ -124,7 +125,7 @@ def admit(
     now: float,
     status: NodeStatus = "admitted",
 ) -> None:
-    """Writes a newly admitted (or shadow) node, or admits one again that had left."""
+    """Writes a newly admitted (or shadow) node, or readmits one that had left."""
     upsert(
         connection,
         schema.nodes,
@@ -157,7 +158,7 @@ def set_status(
 
 
 def set_member(connection: Connection, address: Address, *, provider: Address) -> None:
-    """Copies what the chain says of a member: its provider (indexer)."""
+    """Sets a member's provider according to the chain (used by the indexer)."""
     connection.execute(
         sa.update(schema.nodes).where(_nodes.address == address).values(provider=provider)
     )
@@ -170,7 +171,7 @@ def set_rates(
     token_rate: float | None,
     challenge_rate: float | None,
 ) -> None:
-    """Writes how fast the node is (prime_orchestrator/manager/speed.py)."""
+    """Writes the node's measured rates (prime_orchestrator/manager/speed.py)."""
     connection.execute(
         sa.update(schema.nodes)
         .where(_nodes.address == address)
@@ -186,7 +187,7 @@ def set_class(connection: Connection, address: Address, speed_class: int) -> Non
 
 
 def note_kept(connection: Connection, address: Address, memory: float) -> None:
-    """One more lease that the node fulfilled; what came before counts `memory` times as much."""
+    """Counts a fulfilled lease; the previous counts are multiplied by `memory`."""
     connection.execute(
         sa.update(schema.nodes)
         .where(_nodes.address == address)
@@ -197,7 +198,7 @@ def note_kept(connection: Connection, address: Address, memory: float) -> None:
 def note_missed(
     connection: Connection, address: Address, memory: float, *, rests_until: float | None = None
 ) -> None:
-    """One more lease that came to nothing by the node's fault; with `rests_until` it expired."""
+    """Counts a lease that failed through the node's fault; `rests_until` is given if it expired."""
     changed: dict[str, Any] = {
         "kept": _nodes.kept * memory,
         "missed": _nodes.missed * memory + 1.0,
@@ -208,12 +209,13 @@ def note_missed(
 
 
 def owner_column() -> sa.ColumnElement[str]:
-    """Who answers for a node: its provider; the node itself while no chain event names one."""
+    """Returns the account accountable for a node: its provider, or the node itself if the chain
+    names none."""
     return sa.func.coalesce(_nodes.provider, _nodes.address)
 
 
 def of_owner(connection: Connection, node: NodeRow) -> list[NodeRow]:
-    """Every node of the same provider, in any state."""
+    """Returns every node of the same provider, in any state."""
     if node.provider is None:
         return [node]
     query = sa.select(schema.nodes).where(_nodes.provider == node.provider)
@@ -221,7 +223,7 @@ def of_owner(connection: Connection, node: NodeRow) -> list[NodeRow]:
 
 
 def live_rates(connection: Connection) -> list[tuple[float | None, float | None]]:
-    """(token rate, challenge rate) of every node that works or is about to."""
+    """Returns (token rate, challenge rate) of every node that is admitted or active."""
     query = sa.select(_nodes.token_rate, _nodes.challenge_rate).where(
         _nodes.status.in_(("admitted", "active"))
     )
@@ -229,7 +231,7 @@ def live_rates(connection: Connection) -> list[tuple[float | None, float | None]
 
 
 def heard(connection: Connection, rows: Sequence[NodeRow]) -> None:
-    """Writes what heartbeats changed: status, time, and what was said of the machine."""
+    """Writes what heartbeats changed: status, time and the reported machine state."""
     if not rows:
         return
     names = ("status", "last_heartbeat", "policy_version", "tokens_per_second", "runtime")

@@ -1,4 +1,4 @@
-"""What validators said of files, one row each; and which files were planted."""
+"""Validators' opinions on files, one row each, and which files were planted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import insert_new, records
 
 HONEST = "honest"
-"""Kind of a planted file without a lie."""
+"""Kind of a planted file that does not cheat."""
 _opinions = schema.opinions.c
 _planted = schema.planted.c
 
 
 @dataclass(frozen=True)
 class OpinionRow:
-    """One validator on one file; `body` is JSON of SignedOpinion, `at` in Unix seconds."""
+    """One validator's opinion on one file; `body` is JSON of SignedOpinion, `at` in Unix
+    seconds."""
 
     submission_digest: Digest
     validator: Address
@@ -34,12 +35,12 @@ class OpinionRow:
         return Reason(self.reason).outcome
 
     def signed(self) -> SignedOpinion:
-        """The opinion as the validator signed it."""
+        """Returns the opinion as the validator signed it."""
         return SignedOpinion.model_validate_json(self.body)
 
 
 def add(connection: Connection, row: OpinionRow) -> bool:
-    """Writes an opinion; False if this validator has given one."""
+    """Writes an opinion; returns False if this validator has given one."""
     return insert_new(connection, schema.opinions, vars(row))
 
 
@@ -53,12 +54,12 @@ def drop(connection: Connection, submission: Digest, validator: Address) -> None
 
 
 def forget(connection: Connection, submission: Digest) -> None:
-    """Drops the opinions on a file that is to be judged anew."""
+    """Deletes the opinions on a file that is to be judged again."""
     connection.execute(sa.delete(schema.opinions).where(_opinions.submission_digest == submission))
 
 
 def of(connection: Connection, submission: Digest) -> list[OpinionRow]:
-    """The opinions on a file, oldest first."""
+    """Returns the opinions on a file, oldest first."""
     query = (
         sa.select(schema.opinions)
         .where(_opinions.submission_digest == submission)
@@ -68,8 +69,8 @@ def of(connection: Connection, submission: Digest) -> list[OpinionRow]:
 
 
 def waiting(connection: Connection) -> dict[str, tuple[int, float]]:
-    """Files that wait for another validator: by "rejected" (somebody rejected it) or "accepted",
-    their number and when the oldest was first judged."""
+    """Returns, for undecided files with an opinion, their number and when the oldest was first
+    judged. Keys: "rejected" (at least one rejection) or "accepted"."""
     submissions = schema.submissions.c
     accused = sa.func.max(sa.case((_rejecting(), 1), else_=0))
     query = (
@@ -85,7 +86,8 @@ def waiting(connection: Connection) -> dict[str, tuple[int, float]]:
 
 
 def lapsed(connection: Connection) -> int:
-    """Files that somebody rejected and that ended void, since nobody else judged them in time."""
+    """Returns the number of files with a rejection that ended void because no other validator
+    judged them in time."""
     submissions = schema.submissions.c
     query = (
         sa.select(sa.func.count(sa.distinct(_opinions.submission_digest)))
@@ -100,22 +102,22 @@ def _rejecting() -> sa.ColumnElement[bool]:
 
 
 def plant(connection: Connection, submission: Digest, kind: str, *, now: float) -> None:
-    """Notes what a judged file of the manager's own was; `kind` is HONEST or a lie's name."""
+    """Records the kind of a judged planted file: HONEST or the name of an attack."""
     values = {"submission_digest": submission, "kind": kind, "at": now}
     insert_new(connection, schema.planted, values)
 
 
 def planted_among(connection: Connection, among: Sequence[Digest]) -> frozenset[Digest]:
-    """Those of these submissions that are judged files of the manager's own."""
+    """Returns those of these submissions that are judged planted files."""
     query = sa.select(_planted.submission_digest).where(_planted.submission_digest.in_(among))
     return frozenset(Digest(name) for name in connection.execute(query).scalars())
 
 
 @dataclass(frozen=True)
 class Record:
-    """How often one validator was right, as far as that is known. `honest` and `lying`: planted
-    files that it judged; `accused` of the honest ones it rejected, `missed` of the lying ones it
-    accepted; `opinions` all its opinions, `overruled` those that a file's verdict contradicts."""
+    """One validator's known track record. `honest` and `lying`: planted files it judged; `accused`:
+    honest ones it rejected; `missed`: lying ones it accepted; `opinions`: all its opinions;
+    `overruled`: those contradicted by the file's verdict."""
 
     validator: Address
     opinions: int
@@ -127,7 +129,7 @@ class Record:
 
 
 def track_records(connection: Connection) -> list[Record]:
-    """One record a validator, by address."""
+    """Returns one record per validator, by address."""
     said = {
         outcome: _opinions.reason.in_([int(r) for r in Reason if r.outcome is outcome])
         for outcome in (Outcome.ACCEPTED, Outcome.REJECTED)

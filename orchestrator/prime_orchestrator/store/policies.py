@@ -1,4 +1,4 @@
-"""Published policies and the relays that carry them."""
+"""Published policies and the relays that serve them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PolicyRow:
     published_at: float
 
     def signed(self) -> SignedManifest:
-        """The manifest as the trainer signed it."""
+        """Returns the manifest as the trainer signed it."""
         return SignedManifest.model_validate_json(self.body)
 
 
 @dataclass(frozen=True)
 class RelayRow:
-    """A relay and the versions it says it has."""
+    """A relay and the versions it reports."""
 
     url: str
     account: Address
@@ -57,25 +57,25 @@ def add(connection: Connection, signed: SignedManifest, *, now: float) -> None:
 
 
 def get(connection: Connection, version: int) -> PolicyRow | None:
-    """The policy of a version, or None."""
+    """Returns the policy of a version, or None."""
     query = sa.select(schema.policies).where(_policies.version == version)
     return record(PolicyRow, connection.execute(query).mappings().first())
 
 
 def by_digest(connection: Connection, digest: Digest) -> PolicyRow | None:
-    """The policy of a manifest digest, or None."""
+    """Returns the policy with a manifest digest, or None."""
     query = sa.select(schema.policies).where(_policies.digest == digest)
     return record(PolicyRow, connection.execute(query).mappings().first())
 
 
 def latest_version(connection: Connection) -> int | None:
-    """The newest version, or None before the first."""
+    """Returns the newest version, or None before the first."""
     highest = connection.execute(sa.select(sa.func.max(_policies.version))).scalar()
     return None if highest is None else int(highest)
 
 
 def newest(connection: Connection, limit: int) -> list[PolicyRow]:
-    """The newest policies, newest first."""
+    """Returns the newest policies, newest first."""
     query = sa.select(schema.policies).order_by(_policies.version.desc()).limit(limit)
     return records(PolicyRow, connection.execute(query).mappings().all())
 
@@ -83,7 +83,7 @@ def newest(connection: Connection, limit: int) -> list[PolicyRow]:
 def see_relay(
     connection: Connection, url: str, account: Address, versions: tuple[int, ...], *, now: float
 ) -> None:
-    """Notes that a relay is there and what it has."""
+    """Records an announced relay and its versions."""
     known = {"versions": json.dumps(list(versions)), "last_seen": now}
     values = {"url": url, "account": account, "first_seen": now, **known}
     if not insert_new(connection, schema.relays, values):
@@ -91,7 +91,8 @@ def see_relay(
 
 
 def relays(connection: Connection, *, since: float, limit: int = 64) -> list[RelayRow]:
-    """Relays heard of since then, those known longest first: newcomers cannot crowd them out."""
+    """Returns relays announced since then, oldest known first, so that newcomers cannot crowd them
+    out."""
     query = (
         sa.select(schema.relays)
         .where(_relays.last_seen >= since)
@@ -105,17 +106,17 @@ def relays(connection: Connection, *, since: float, limit: int = 64) -> list[Rel
 
 
 def relay_owner(connection: Connection, url: str) -> Address | None:
-    """The account that announced the relay at `url`, or None."""
+    """Returns the account that announced the relay at `url`, or None."""
     owner = connection.execute(sa.select(_relays.account).where(_relays.url == url)).scalar()
     return None if owner is None else Address(owner)
 
 
 def relay_count(connection: Connection, account: Address) -> int:
-    """Number of relays that an account announced."""
+    """Returns the number of relays that an account announced."""
     query = sa.select(sa.func.count()).where(_relays.account == account)
     return connection.execute(query).scalar_one()
 
 
 def forget_relays(connection: Connection, before: float) -> None:
-    """Drops relays not heard of since `before`."""
+    """Deletes relays not announced since `before`."""
     connection.execute(sa.delete(schema.relays).where(_relays.last_seen < before))

@@ -1,7 +1,7 @@
-"""Marks of accepted files' rows (prime_verify.repeats), to see which come again.
+"""Marks of accepted files' rows (prime_verify.repeats), to detect repeated rows.
 
-A mark is given with whether its file claims an answer that nobody draws twice; two files have a row
-in common if they share a mark of which either claims so.
+Each mark records whether its file claims that the answer is too improbable to be drawn twice. Two
+files share a row if they share a mark for which at least one of them makes this claim.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import insert_all_new
 
 KEPT_SECONDS = 7 * 86400.0
-"""How long a row is remembered."""
+"""How long marks are kept."""
 _AT_ONCE = 500
 _marks = schema.row_marks.c
 
@@ -33,32 +33,32 @@ def remember(
 
 
 def seen(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> frozenset[str]:
-    """Those of `marks` that another submission than `but` has in common with it."""
+    """Returns those of `marks` that `but` shares with another submission."""
     return frozenset(row.mark for row in _common(connection, marks, but, _marks.mark))
 
 
 def holders(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> list[Digest]:
-    """The other submissions that have any of `marks` in common with `but`, sorted."""
+    """Returns the other submissions that share any of `marks` with `but`, sorted."""
     found = _common(connection, marks, but, _marks.submission_digest)
     return sorted({Digest(row.submission_digest) for row in found})
 
 
 def forget_file(connection: Connection, submission: Digest) -> None:
-    """Drops the marks of a file that stands accepted no longer."""
+    """Deletes the marks of a file that is no longer accepted."""
     connection.execute(sa.delete(schema.row_marks).where(_marks.submission_digest == submission))
 
 
 def forget(connection: Connection, now: float) -> None:
-    """Drops what is older than KEPT_SECONDS."""
+    """Deletes marks older than KEPT_SECONDS."""
     connection.execute(sa.delete(schema.row_marks).where(_marks.at < now - KEPT_SECONDS))
 
 
 def _common(
     connection: Connection, marks: Mapping[str, bool], but: Digest, column: sa.ColumnElement[str]
 ) -> Iterator[sa.Row[str]]:
-    """`column` of what `marks` and other submissions have in common. A foreseeable answer has very
-    many holders: of these, only who claims otherwise is looked up, and a file that calls it
-    improbable has each name told once, not once for each of them."""
+    """Yields `column` for marks shared with other submissions. A foreseeable answer has very many
+    holders. So for marks not claimed improbable, only holders that claim it are queried, and
+    DISTINCT returns each value once per query rather than once per holder."""
     for claim in (True, False):
         names = [mark for mark, improbable in marks.items() if improbable is claim]
         for start in range(0, len(names), _AT_ONCE):

@@ -1,4 +1,4 @@
-"""Helpers shared by the query files: typed rows, inserts that may find their row already there."""
+"""Helpers for the query files: typed rows, and inserts that tolerate existing rows."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ T = TypeVar("T")
 
 
 def record(kind: type[T], row: RowMapping | None) -> T | None:
-    """`row` as a frozen dataclass with the table's column names, or None."""
+    """Converts `row` to a dataclass with the table's column names; None stays None."""
     return None if row is None else kind(**row)
 
 
 def records(kind: type[T], rows: Sequence[RowMapping]) -> list[T]:
-    """All `rows` as frozen dataclasses."""
+    """Converts all `rows` to dataclasses."""
     return [kind(**row) for row in rows]
 
 
 def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-    """Inserts a row unless one with its key is there. True if it was inserted."""
+    """Inserts a row unless one with its key exists. Returns whether it was inserted."""
     statement = _insert(connection, table).values(**values).on_conflict_do_nothing()
     done = connection.execute(statement, execution_options={"preserve_rowcount": True})
     return done.rowcount == 1
 
 
 def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Inserts those of `rows` whose keys are not there, by one statement prepared once."""
+    """Inserts those of `rows` whose keys do not exist, with one prepared statement."""
     if rows:
         statement = _insert(connection, table).on_conflict_do_nothing()
         connection.execute(statement, [dict(row) for row in rows])
@@ -38,7 +38,7 @@ def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[
 def returning_new(
     connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]
 ) -> Sequence[Row[Any]]:
-    """Inserts those of `rows` whose keys are not there, and returns the primary keys of these."""
+    """Inserts those of `rows` whose keys do not exist, and returns their primary keys."""
     if not rows:
         return ()
     statement = _insert(connection, table).on_conflict_do_nothing()
@@ -48,7 +48,7 @@ def returning_new(
 
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
-    """Inserts a row, or overwrites the given columns of the one with the same primary key."""
+    """Inserts a row, or overwrites the given columns of the row with the same primary key."""
     keys = [column.name for column in table.primary_key.columns]
     statement = _insert(connection, table).values(**values)
     changed = {name: statement.excluded[name] for name in values if name not in keys}
@@ -56,7 +56,7 @@ def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> N
 
 
 def upsert_all(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """`upsert` of many rows with the same columns, by one statement prepared once."""
+    """Like `upsert`, for many rows with the same columns, with one prepared statement."""
     if not rows:
         return
     keys = [column.name for column in table.primary_key.columns]

@@ -1,6 +1,6 @@
-"""Revisions of the pool's run: the bytes of each, its first step, whether it is final on chain.
+"""Revisions of the pool's run: the bytes of each, its first step, and whether it is final on chain.
 
-The pool's first definition is not here: it comes with the process (PoolContext.run).
+The pool's first definition is not stored here; it comes from PoolContext.run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _runs = schema.runs.c
 
 @dataclass(frozen=True)
 class RunRow:
-    """One revision. `body` the file's bytes; `final`: its digest lies in a final block."""
+    """One revision. `body`: the file's bytes; `final`: its digest is in a final block."""
 
     from_step: int
     digest: Digest
@@ -29,7 +29,7 @@ class RunRow:
 
 
 def every(connection: Connection) -> list[RunRow]:
-    """All revisions, by step."""
+    """Returns all revisions, ordered by step."""
     query = sa.select(schema.runs).order_by(_runs.from_step)
     return records(RunRow, connection.execute(query).mappings().all())
 

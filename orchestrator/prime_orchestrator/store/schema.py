@@ -1,8 +1,8 @@
-"""Tables of the orchestrator's store (SQLite and PostgreSQL alike).
+"""Tables of the orchestrator's store, for both SQLite and PostgreSQL.
 
 The store owns leases, verdicts, credits and batches, and keeps a read copy of chain facts that only
-the indexer writes. Digests and addresses are text as in prime_core.ids; amounts of wei are
-decimal text; times are Unix seconds by the orchestrator's clock.
+the indexer writes. Digests and addresses are text as in prime_core.ids; wei amounts are decimal
+text; times are Unix seconds by the orchestrator's clock.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ nodes = Table(
     Column("provider", Text),
     Column("status", Text, nullable=False),  # NodeStatus
     Column("speed_class", Integer, nullable=False),  # see prime_orchestrator/manager/speed.py
-    Column("token_rate", Float),  # accepted tokens a second, lease to submission; None: too few
-    Column("challenge_rate", Float),  # million multiply-adds a second, best of the latest
+    Column("token_rate", Float),  # accepted tokens/s, lease to submission; None: too few
+    Column("challenge_rate", Float),  # million multiply-adds/s, best of the latest
     Column("hardware", Text, nullable=False),  # JSON of Hardware
     Column("runtime", Text, nullable=False),
     Column("last_heartbeat", Float, nullable=False),
@@ -55,7 +55,7 @@ runs = Table(  # revisions of the pool's run; its first definition comes with th
     Column("from_step", BigInteger, primary_key=True, autoincrement=False),
     Column("digest", Text, nullable=False),
     Column("body", LargeBinary, nullable=False),  # the file's exact bytes
-    Column("final", Boolean, nullable=False),  # its digest lies in a final block
+    Column("final", Boolean, nullable=False),  # its digest is in a final block
     Column("announced_at", Float, nullable=False),
 )
 
@@ -94,8 +94,8 @@ challenges = Table(
     Column("hardware", Text, nullable=False),
     Column("runtime", Text, nullable=False),
     Column("used", Boolean, nullable=False, default=False),
-    Column("shadow", Boolean, nullable=False, default=False),  # asked for no seat
-    Column("rate", Float),  # of a right answer, in million multiply-adds a second
+    Column("shadow", Boolean, nullable=False, default=False),  # asked for shadow work
+    Column("rate", Float),  # of a correct answer, in million multiply-adds/s
     Index("challenges_node", "node", "issued_at"),
 )
 
@@ -149,9 +149,9 @@ submissions = Table(
     Column("judged_at", Float),
     Column("root_id", Integer),  # roots.id once taken into a root
     Column("leaf_index", Integer),
-    Column("shadow", Boolean, nullable=False, default=False),  # of a shadow lease: only judged
-    Column("compute_share", Float),  # what the replay computed, as a share of making the file
-    Column("repeated_rows", Integer),  # that other files had before; None: not looked at
+    Column("shadow", Boolean, nullable=False, default=False),  # shadow files are only judged
+    Column("compute_share", Float),  # replay compute as a share of making the file
+    Column("repeated_rows", Integer),  # also in earlier files; None: not checked
     Index("submissions_status", "status"),
     Index("submissions_root", "root_id"),
     Index("submissions_unrooted", "root_id", "shadow", "received_at"),
@@ -159,16 +159,16 @@ submissions = Table(
     Index("submissions_judged", "node", "judged_at"),
 )
 
-jobs = Table(  # one a submission: how many opinions it needs
+jobs = Table(  # one per submission: how many opinions it needs
     "jobs",
     metadata,
     Column("submission_digest", Text, primary_key=True),
     Column("status", Text, nullable=False),  # open, full, done, quarantined
-    Column("needed", Integer),  # opinions before any is handed in; None: not decided yet
-    Column("assigned", Integer, nullable=False, default=0),  # assignments that are not over
-    Column("whole", Boolean, nullable=False, default=False),  # every row is to be replayed
+    Column("needed", Integer),  # opinions to seal before any is submitted; None: undecided
+    Column("assigned", Integer, nullable=False, default=0),  # active assignments
+    Column("whole", Boolean, nullable=False, default=False),  # replay every row
     Column("created_at", Float, nullable=False),
-    Column("shadow", Boolean, nullable=False, default=False),  # comes after every other
+    Column("shadow", Boolean, nullable=False, default=False),  # judged after all others
     Index("jobs_open", "status", "shadow", "created_at"),
 )
 
@@ -179,10 +179,10 @@ assignments = Table(  # which validator judges which file
     Column("validator", Text, nullable=False),
     Column("status", Text, nullable=False),  # assigned, claimed, sealed, given, abstained, missed
     Column("worker", Text),
-    Column("until", Float, nullable=False),  # end of the claim, or of the patience with it
+    Column("until", Float, nullable=False),  # end of the claim or of the wait for it
     Column("not_before", Float, nullable=False, default=0),
-    Column("attempts", Integer, nullable=False, default=0),  # claims that ended in silence
-    Column("delays", Integer, nullable=False, default=0),  # claims given back for later
+    Column("attempts", Integer, nullable=False, default=0),  # claims that timed out
+    Column("delays", Integer, nullable=False, default=0),  # claims postponed
     Column("seal", Text),
     Column("at", Float, nullable=False),  # of the last change of status
     PrimaryKeyConstraint("submission_digest", "validator"),
@@ -190,7 +190,7 @@ assignments = Table(  # which validator judges which file
     Index("assignments_status", "status", "until"),
 )
 
-validators = Table(  # those that ask for work
+validators = Table(  # validators that ask for work
     "validators",
     metadata,
     Column("address", Text, primary_key=True),
@@ -308,7 +308,7 @@ slashes = Table(
 intents = Table(
     "intents",
     metadata,
-    Column("id", Text, primary_key=True),  # the same fact gives the same id: done twice harmlessly
+    Column("id", Text, primary_key=True),  # derived from the fact, so repeats are harmless
     Column("lane", Text, nullable=False),  # the account that sends
     Column("kind", Text, nullable=False),  # join, root, reject, policy, reward_root, propose, …
     Column("payload", Text, nullable=False),  # JSON arguments
@@ -341,7 +341,7 @@ chain_events = Table(
     Index("chain_events_tx", "tx_hash"),
 )
 
-chain_state = Table(  # of all accounts, as it stands now
+chain_state = Table(  # current state of all accounts
     "chain_state",
     metadata,
     Column("kind", Text, nullable=False),  # provider, stake, revoked
@@ -375,12 +375,12 @@ cursors = Table(
     Column("block_hash", Text, nullable=False),
 )
 
-loop_leases = Table(  # who runs the manager's loops: one of the orchestrators on this store
+loop_leases = Table(  # which orchestrator on this store runs the manager's loops
     "loop_leases",
     metadata,
     Column("name", Text, primary_key=True),
     Column("holder", Text, nullable=False),
-    Column("beat", BigInteger, nullable=False),  # counts up while its holder lives
+    Column("beat", BigInteger, nullable=False),  # incremented while its holder is alive
 )
 
 sender_meta, sender_intents, sender_attempts = sender_tables(metadata)
@@ -397,7 +397,7 @@ drift = Table(
     PrimaryKeyConstraint("node", "setup", "statistic"),
 )
 
-opinions = Table(  # what each validator said of a file
+opinions = Table(  # each validator's opinion on a file
     "opinions",
     metadata,
     Column("submission_digest", Text, nullable=False),
@@ -408,11 +408,11 @@ opinions = Table(  # what each validator said of a file
     PrimaryKeyConstraint("submission_digest", "validator"),
 )
 
-row_marks = Table(  # of accepted files' rows: see prime_verify/repeats.py
+row_marks = Table(  # marks of accepted files' rows: see prime_verify/repeats.py
     "row_marks",
     metadata,
     Column("mark", Text, nullable=False),
-    Column("improbable", Boolean, nullable=False),  # the file claims that nobody draws it twice
+    Column("improbable", Boolean, nullable=False),  # claimed too improbable to be drawn twice
     Column("submission_digest", Text, nullable=False),
     Column("at", Float, nullable=False),
     PrimaryKeyConstraint("mark", "improbable", "submission_digest"),
@@ -420,11 +420,11 @@ row_marks = Table(  # of accepted files' rows: see prime_verify/repeats.py
     Index("row_marks_at", "at"),
 )
 
-planted = Table(  # files of the manager's own, whose truth is known; a row once they are judged
+planted = Table(  # the manager's own files with a known truth; added once judged
     "planted",
     metadata,
     Column("submission_digest", Text, primary_key=True),
-    Column("kind", Text, nullable=False),  # honest, or the name of the lie
+    Column("kind", Text, nullable=False),  # honest, or the name of the attack
     Column("at", Float, nullable=False),
 )
 

@@ -1,4 +1,4 @@
-"""Tables of the manager's sender journal: those that prime_chain/journal.py writes."""
+"""Tables of the manager's sender journal, which prime_chain/journal.py writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, M
 
 
 def sender_tables(metadata: MetaData) -> tuple[Table, Table, Table]:
-    """Meta, intents and attempts."""
+    """Returns the tables for meta, intents and attempts."""
     meta = Table(
         "sender_meta",
         metadata,

@@ -1,4 +1,4 @@
-"""Submissions: what nodes handed in, and what became of it."""
+"""Submissions: files that nodes submitted, and their outcomes."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class SubmissionRow:
     repeated_rows: int | None
 
     def signed(self) -> SignedSubmission:
-        """The submission as the node signed it."""
+        """Returns the submission as the node signed it."""
         return SignedSubmission.model_validate_json(self.body)
 
     def receipt_answer(self) -> ReceiptAnswer:
-        """The receipt as it was given."""
+        """Returns the receipt as it was issued."""
         return ReceiptAnswer.model_validate_json(self.receipt)
 
 
@@ -66,7 +66,7 @@ def add(
     received_at: float,
     shadow: bool = False,
 ) -> None:
-    """Writes an arrived submission."""
+    """Writes a new submission."""
     body = signed.submission
     connection.execute(
         sa.insert(schema.submissions).values(
@@ -87,14 +87,14 @@ def add(
 
 
 def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
-    """The submission, or None."""
+    """Returns the submission, or None."""
     query = sa.select(schema.submissions).where(_submissions.digest == digest)
     return record(SubmissionRow, connection.execute(query).mappings().first())
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which submissions are asked for; None: any. `since` in Unix seconds of their arrival."""
+    """Filter for submissions; None matches all. `since` is the earliest arrival in Unix seconds."""
 
     since: float | None = None
     status: LeaseStatus | None = None
@@ -114,7 +114,8 @@ class Wanted:
 def newest(
     connection: Connection, wanted: Wanted, limit: int, *, before: SubmissionRow | None = None
 ) -> list[SubmissionRow]:
-    """At most `limit` submissions, newest first; with `before`, those that are older than it."""
+    """Returns at most `limit` submissions, newest first; only those older than `before` if
+    given."""
     query = sa.select(schema.submissions).where(*wanted._conditions())
     if before is not None:
         place = sa.tuple_(_submissions.received_at, _submissions.digest)
@@ -124,13 +125,13 @@ def newest(
 
 
 def count(connection: Connection, wanted: Wanted) -> int:
-    """How many submissions there are."""
+    """Returns the number of matching submissions."""
     query = sa.select(sa.func.count()).select_from(schema.submissions)
     return int(connection.execute(query.where(*wanted._conditions())).scalar_one())
 
 
 def every(connection: Connection, wanted: Wanted, at_once: int) -> Iterator[list[SubmissionRow]]:
-    """All submissions, oldest first, `at_once` at a time: no more are held in memory."""
+    """Yields all matching submissions, oldest first, `at_once` at a time to limit memory use."""
     query = (
         sa.select(schema.submissions)
         .where(*wanted._conditions())
@@ -142,7 +143,7 @@ def every(connection: Connection, wanted: Wanted, at_once: int) -> Iterator[list
 
 
 def beginning(connection: Connection, digits: str, limit: int) -> list[SubmissionRow]:
-    """At most `limit` submissions whose digest begins with `digits`."""
+    """Returns at most `limit` submissions whose digest begins with `digits`."""
     query = sa.select(schema.submissions).where(
         _submissions.digest.startswith(digits, autoescape=True)
     )
@@ -150,13 +151,13 @@ def beginning(connection: Connection, digits: str, limit: int) -> list[Submissio
 
 
 def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | None:
-    """The one submission of a lease, or None."""
+    """Returns the one submission of a lease, or None."""
     query = sa.select(schema.submissions).where(_submissions.lease_digest == lease_digest)
     return record(SubmissionRow, connection.execute(query).mappings().first())
 
 
 def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:
-    """Tokens a second, from lease to submission, of the node's latest accepted files."""
+    """Returns tokens per second, from lease to submission, of the node's latest accepted files."""
     leases = schema.leases.c
     query = (
         sa.select(_submissions.units, _submissions.received_at - leases.created_at)
@@ -169,13 +170,14 @@ def latest_rates(connection: Connection, node: Address, limit: int) -> list[floa
 
 
 def names_upload(connection: Connection, deadline: int, sha256: Digest) -> bool:
-    """Whether a file of this SHA-256 was handed in for a lease of this deadline (Unix seconds)."""
+    """Whether a file with this SHA-256 was submitted for a lease with this deadline (Unix
+    seconds)."""
     leases = schema.leases.c
     query = (
         sa.select(_submissions.digest)
         .join(schema.leases, leases.digest == _submissions.lease_digest)
         .where(
-            leases.status.in_(("submitted", "accepted", "rejected", "void")),  # by its index
+            leases.status.in_(("submitted", "accepted", "rejected", "void")),  # uses the index
             leases.deadline == deadline,
             _submissions.sha256 == sha256,
         )
@@ -200,7 +202,7 @@ def judge(
     repeated_rows: int | None = None,
     judged_at: float,
 ) -> bool:
-    """Writes a verdict on a submission that has none. False if it was already judged."""
+    """Writes a verdict on a submission that has none. Returns False if it was already judged."""
     done = connection.execute(
         sa.update(schema.submissions)
         .where(_submissions.digest == digest, _submissions.status == "submitted")
@@ -250,7 +252,8 @@ def at_risk(
 def ended_badly(
     connection: Connection, node: Address, *, since: float, limit: int
 ) -> list[SubmissionRow]:
-    """Submissions of `node` that were judged rejected or void at `since` or later, newest first."""
+    """Returns the submissions of `node` judged rejected or void at `since` or later, newest
+    first."""
     query = (
         sa.select(schema.submissions)
         .where(
@@ -267,7 +270,7 @@ def ended_badly(
 def with_bad_endings(
     connection: Connection, nodes: Collection[Address], *, since: float
 ) -> frozenset[Address]:
-    """Those of the nodes for which `ended_badly` finds anything."""
+    """Returns those of the nodes for which `ended_badly` finds a submission."""
     query = (
         sa.select(_submissions.node)
         .distinct()
@@ -283,8 +286,8 @@ def with_bad_endings(
 def newest_endings(
     connection: Connection, node: Address, limit: int
 ) -> list[tuple[str, int, float]]:
-    """(status, reason, judged at) of the node's judged submissions, shadow ones left out, newest
-    first."""
+    """Returns (status, reason, judged at) of the node's judged submissions, newest first, without
+    shadow ones."""
     query = (
         sa.select(_submissions.status, _submissions.reason, _submissions.judged_at)
         .where(
@@ -299,7 +302,7 @@ def newest_endings(
 
 
 def waits(connection: Connection, node: Address) -> bool:
-    """Whether a submission of `node` is still to be judged, shadow ones left out."""
+    """Whether a submission of `node`, not counting shadow ones, is still to be judged."""
     query = sa.select(_submissions.digest).where(
         _submissions.node == node,
         _submissions.status == "submitted",
@@ -309,8 +312,8 @@ def waits(connection: Connection, node: Address) -> bool:
 
 
 def accepted_of(connection: Connection, node: Address) -> int:
-    """Number of accepted submissions of `node`, shadow ones left out (but not planted ones: these
-    are treated like any other)."""
+    """Returns the number of accepted submissions of `node`, without shadow ones. Planted ones
+    count, so that they are treated like any other."""
     was_planted = _submissions.digest.in_(sa.select(schema.planted.c.submission_digest))
     query = sa.select(sa.func.count()).where(
         _submissions.node == node,
@@ -321,7 +324,7 @@ def accepted_of(connection: Connection, node: Address) -> int:
 
 
 def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
-    """Number of submissions by status: of those that count, or of the shadow ones."""
+    """Returns the number of submissions by status, either of regular or of shadow ones."""
     query = (
         sa.select(_submissions.status, sa.func.count())
         .where(_submissions.shadow.is_(shadow))
@@ -333,8 +336,8 @@ def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
 def counts_by_node(
     connection: Connection, among: Sequence[Address], *, shadow: bool = False
 ) -> dict[Address, dict[str, int]]:
-    """For each node `among` these: number of submissions by status, and under "units" the units
-    accepted. Of those that count, or of the shadow ones."""
+    """Returns, for each node in `among`, the number of submissions by status and the accepted units
+    under "units". Counts either regular or shadow submissions."""
     query = (
         sa.select(
             _submissions.node,
@@ -355,7 +358,7 @@ def counts_by_node(
 
 
 def repeating(connection: Connection) -> dict[str, int]:
-    """Number of files by status that held rows which other files had before."""
+    """Returns the number of files by status that contained rows of earlier files."""
     query = (
         sa.select(_submissions.status, sa.func.count())
         .where(_submissions.repeated_rows > 0)
@@ -365,6 +368,6 @@ def repeating(connection: Connection) -> dict[str, int]:
 
 
 def mean_compute_share(connection: Connection) -> float | None:
-    """Mean of the judged files' `compute_share`; None before the first."""
+    """Returns the mean `compute_share` of the judged files; None before the first."""
     found = connection.execute(sa.select(sa.func.avg(_submissions.compute_share))).scalar()
     return None if found is None else float(found)

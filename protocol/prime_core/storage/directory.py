@@ -1,7 +1,7 @@
-"""Objects in a directory: the embedded store.
+"""The embedded object store: objects in a directory.
 
-An object appears by rename of a fully written, synced temporary file, so a reader or a crash sees
-it whole or not at all. Temporary names begin with a dot, which no key can.
+An object appears by renaming a completely written and synced temporary file, so readers see it as a
+whole or not at all, even after a crash. Temporary names begin with a dot, which keys cannot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TEMPORARY = ".tmp-"
 
 
 class DirectoryStore:
-    """ObjectStore over `root`. `base_url` is where this store's HTTP server is reached."""
+    """ObjectStore over `root`. `base_url` is the URL of this store's HTTP server."""
 
     def __init__(self, root: Path, base_url: str = "", secret: bytes = b"") -> None:
         self.root = root
@@ -66,8 +66,8 @@ class DirectoryStore:
 
     @contextmanager
     def receive(self, key: str, *, size: int, sha256: Digest | None = None) -> Iterator[_Sink]:
-        """Stores what is written inside the block, if it is exactly `size` bytes and (where
-        given) has that digest. Raises MalformedError as soon as it cannot be."""
+        """Stores what is written inside the block, if it is exactly `size` bytes and (if given) has
+        that digest. Raises MalformedError as soon as that is impossible."""
         target = self._path(key)
         promised = {name for name in (sha256, named_digest(key)) if name is not None}
         if len(promised) > 1:
@@ -150,7 +150,7 @@ class DirectoryStore:
     def check_url(
         self, method: str, key: str, query: Iterable[tuple[str, str]], *, now: float
     ) -> UrlGrant:
-        """The grant of a requested URL; see `prime_core.storage.signing.verify_url`."""
+        """Returns the grant of a requested URL; see `prime_core.storage.signing.verify_url`."""
         return verify_url(self._signing_secret(), method, key, query, now=now)
 
     # -- below ---------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class DirectoryStore:
 
 
 class _Sink:
-    """Counts, hashes and bounds what is written to a temporary file."""
+    """Counts, hashes and limits what is written to a temporary file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
@@ -181,7 +181,7 @@ class _Sink:
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
-        """Appends. Raises MalformedError at the first byte too many."""
+        """Appends bytes. Raises MalformedError if they exceed the announced size."""
         if len(data) > self._left:
             raise MalformedError("more bytes came than were announced")
         self._left -= len(data)
@@ -190,7 +190,7 @@ class _Sink:
             self._file.write(data)
 
     def finish(self, promised: Digest | None) -> None:
-        """Checks length and digest, then forces the bytes to the medium."""
+        """Checks length and digest, then syncs the file to disk."""
         if self._left:
             raise MalformedError(f"the object ended {self._left} bytes too early")
         if promised is not None and ids.digest(self._hash.digest()) != promised:
@@ -202,7 +202,7 @@ class _Sink:
 
 @contextmanager
 def _medium(what: str) -> Iterator[None]:
-    """Turns failures of the disk itself into UnavailableError; a missing file passes through."""
+    """Turns disk errors into UnavailableError; a missing file passes through."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError):

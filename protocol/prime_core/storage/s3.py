@@ -1,8 +1,8 @@
-"""Objects in a bucket of an S3-compatible server (AWS, Cloudflare R2, MinIO, SeaweedFS).
+"""Object store in a bucket of an S3-compatible server (AWS, Cloudflare R2, MinIO, SeaweedFS).
 
-Nodes PUT to and validators and the trainer GET from presigned URLs, so the server of the pool does
+Nodes PUT to presigned URLs, and validators and the trainer GET from them, so the pool's server does
 not carry those bytes. A presigned PUT signs the length and the SHA-256 of the body: the bucket
-refuses any other bytes. `check` tries this, because some servers ignore the checksum.
+rejects any other bytes. `check` tests this, because some servers ignore the checksum.
 
 Credentials come from boto3's own chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the file that
 AWS_SHARED_CREDENTIALS_FILE names, or the machine's role. They are never settings of ours.
@@ -54,11 +54,11 @@ except ImportError as missing:
     ) from missing
 
 PART_BYTES = 16 << 20
-"""A larger file goes up in parts of this size (multipart upload)."""
+"""Larger files are uploaded in parts of this size (multipart upload)."""
 MAX_PUT_BYTES = 5 << 30
-"""S3's own bound on an object that one PUT or one copy writes."""
+"""S3's limit on the size of an object written by one PUT or one copy."""
 LONGEST_SECONDS = 7 * 86_400
-"""S3's own bound on the life of a presigned URL."""
+"""S3's limit on the lifetime of a presigned URL."""
 _TYPE = "application/octet-stream"
 _MISSING = ("404", "NoSuchKey", "NotFound")
 _REFUSED = ("400", "401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",
@@ -69,9 +69,9 @@ _REFUSED = ("400", "401", "403", "AccessDenied", "InvalidAccessKeyId", "Signatur
 class S3Store:
     """ObjectStore over one folder (`prefix`) of a bucket.
 
-    `endpoint` is the server's URL, "" for AWS itself; `public_endpoint` is the same server as
-    nodes, validators and the trainer reach it, if that differs. Raises UserError if boto3 cannot
-    use these settings.
+    `endpoint` is the server's URL, "" for AWS. `public_endpoint` is the URL by which nodes,
+    validators and the trainer reach the same server, if different. Raises UserError if boto3
+    rejects these settings.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class S3Store:
         return f"S3Store({self.bucket}/{self.prefix} at {self.endpoint or 'AWS'})"
 
     def check(self) -> None:
-        """Tries what the pool will need of the bucket.
+        """Tests the bucket operations that the pool needs.
 
         Raises UserError if the bucket is missing, the credentials are missing or refused, or the
-        server takes bytes that do not have the announced SHA-256; UnavailableError if the server
+        server accepts bytes that do not have the announced SHA-256; UnavailableError if the server
         does not answer.
         """
-        probe = self._at(f"probe-{secrets.token_hex(8)}")  # others may try at the same time
+        probe = self._at(f"probe-{secrets.token_hex(8)}")  # others may run this concurrently
         try:
             self._client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix, MaxKeys=1)
             self._client.put_object(**probe, Body=b"probe")
@@ -185,7 +185,7 @@ class S3Store:
         place, head = self._at(target), self._head(source)
         if named_digest(target) is not None:
             _promised(target, self._stat(source, head).sha256)
-        with self._errors("copy", source):  # the ETag: the bytes that were just looked at
+        with self._errors("copy", source):  # the ETag pins the bytes just checked
             self._client.copy_object(
                 **place, CopySource=self._at(source), CopySourceIfMatch=head["ETag"]
             )
@@ -282,8 +282,8 @@ class S3Store:
             yield from body.iter_chunks(CHUNK_BYTES)
 
     def _seconds(self, expires_at: int) -> int:
-        """How long a URL lives that should end at `expires_at`: at least a second, at most what S3
-        allows."""
+        """Lifetime of a URL that should expire at `expires_at`: at least one second, at most what
+        S3 allows."""
         return max(1, min(expires_at - int(self._now()), LONGEST_SECONDS))
 
     def _presigned(self, method: str, parameters: dict[str, Any], seconds: int) -> str:
@@ -306,7 +306,7 @@ class S3Store:
             raise self._trouble(f"{what} {key}", error) from error
 
     def _trouble(self, what: str, error: Exception) -> UnavailableError:
-        """One sentence without boto3's text, which may quote a signed URL."""
+        """Builds an error sentence without boto3's text, which may quote a signed URL."""
         if isinstance(error, ClientError):
             why = f"the server answered {_code(error)}"
         elif isinstance(error, NoConnectionError | HTTPClientError):
@@ -319,17 +319,17 @@ class S3Store:
 def _client(endpoint: str, region: str) -> Any:
     config = Config(
         signature_version="s3v4",
-        # A bucket's name as a host needs DNS, which only AWS has for certain.
+        # Virtual-hosted bucket names need DNS, which only AWS is sure to provide.
         s3={"addressing_style": "path" if endpoint else "auto"},
         connect_timeout=5,
         read_timeout=30,
         retries={"total_max_attempts": 3, "mode": "standard"},
         max_pool_connections=50,
-        # SHA-256 is given where it counts; other servers do not know the newer CRC trailers.
+        # SHA-256 is sent where needed; other servers do not support the newer CRC trailers.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    try:  # a session of its own: boto3's keeps the credentials that it found first
+    try:  # a new session: boto3's default one caches the first credentials
         return boto3.Session().client(
             "s3", endpoint_url=endpoint or None, region_name=region, config=config
         )

@@ -1,7 +1,7 @@
 """Signed URLs of our own server: HMAC-SHA256 over method, key, expiry, size and digest.
 
-The path is `/v1/store/<key>`; the query carries what was signed, each name exactly once. The secret
-is made on first use and lies beside the objects' server, readable by its owner only.
+The path is `/v1/store/<key>`; the query carries the signed fields, each exactly once. The secret is
+created on first use, readable by its owner only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAC = re.compile(r"[0-9a-f]{64}\Z")
 
 @dataclass(frozen=True)
 class UrlGrant:
-    """What a valid URL allows. For PUT, `size` bytes whose SHA-256 is `sha256`."""
+    """What a valid URL permits. For PUT: `size` bytes whose SHA-256 is `sha256`."""
 
     method: str
     key: str
@@ -59,9 +59,9 @@ def sign_url(base_url: str, secret: bytes, grant: UrlGrant) -> str:
 def verify_url(
     secret: bytes, method: str, key: str, query: Iterable[tuple[str, str]], *, now: float
 ) -> UrlGrant:
-    """The grant that a requested URL carries.
+    """Returns the grant of a requested URL.
 
-    Raises MalformedError if key or query do not parse strictly, UntrustedError if the signature is
+    Raises MalformedError if key or query fail strict parsing, UntrustedError if the signature is
     not ours or has expired.
     """
     check_key(key)
@@ -92,7 +92,7 @@ def verify_url(
 
 
 def load_secret(path: Path) -> bytes:
-    """The secret at `path`, made there on first use (mode 0600).
+    """Returns the secret at `path`, created on first use (mode 0600).
 
     Two processes that start at once agree: the first link wins. Raises FatalError if the file does
     not hold a secret.

@@ -1,8 +1,8 @@
-"""Which network addresses a program connects to on the word of somebody else.
+"""Checks network addresses that another party named.
 
-A node, relay or auditor is given URLs by an orchestrator. None of them may lead into its owner's
-private network, so the address is checked where the connection is made: a name that resolved to a
-public address before may resolve to another one now.
+An orchestrator gives URLs to nodes, relays and auditors. None of them may lead into the recipient's
+private network. The address is checked when the connection is made, because a name that resolved to
+a public address before may resolve to another one now.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class PrivateAddressError(OSError):
-    """The host is, or resolves to, an address that is not of the open internet."""
+    """The host is, or resolves to, an address outside the public internet."""
 
 
 def is_public(text: str) -> bool:
-    """Whether an IP address is of the open internet (RFC 6890), seen through IPv6's mappings."""
+    """Whether an IP address is publicly routable (RFC 6890); unwraps IPv4 addresses embedded in
+    IPv6."""
     address = ipaddress.ip_address(text.split("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -34,7 +35,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def addresses_of(host: str) -> list[str]:
-    """The IP addresses that a host name stands for now. Raises OSError if it has none."""
+    """The IP addresses that a host name currently resolves to. Raises OSError if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -43,8 +44,8 @@ def addresses_of(host: str) -> list[str]:
 
 
 def public_address(host: str) -> str:
-    """An address of `host` to connect to. Raises PrivateAddressError if any of its addresses is not
-    public, OSError if it has none."""
+    """Returns an address of `host` to connect to. Raises PrivateAddressError if any of its
+    addresses is not public, OSError if it has none."""
     found = addresses_of(host)
     for address in found:
         if not is_public(address):
@@ -60,14 +61,14 @@ def connect_public(
     timeout: float | None = None,
     source_address: tuple[str, int] | None = None,
 ) -> socket.socket:
-    """`socket.create_connection` to public addresses only."""
+    """`socket.create_connection`, restricted to public addresses."""
     host, port = address
     return socket.create_connection((public_address(host), port), timeout, source_address)
 
 
 def authority(url: str) -> str:
-    """Host and port of an http(s) URL as a request's Host names them: in lower case, without the
-    scheme's own port."""
+    """Host and port of an http(s) URL as in the Host header: lower case, without the scheme's
+    default port."""
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
     port = parts.port
@@ -75,7 +76,7 @@ def authority(url: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether the URL names this machine itself."""
+    """Whether the URL points to this machine."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

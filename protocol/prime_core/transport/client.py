@@ -1,7 +1,7 @@
-"""The orchestrator as its clients see it: node agent, trainer, relay, auditor, devnet.
+"""Client of the orchestrator, used by node agent, trainer, relay, auditor and devnet.
 
-One instance belongs to one thread. A session is opened on the first signed request and renewed
-before it ends; the account's key signs the grant and nothing else.
+Use each instance from one thread only. A session is opened on the first signed request and renewed
+before it ends; the account's key only signs the grant.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class _Reply(NamedTuple):
 class OrchestratorClient:
     """Signed and unsigned requests to one orchestrator.
 
-    `signer` may be None for readers; `spoken` are the protocol's versions that this program speaks.
-    Raises UserError if `base_url` is no http(s) URL. Every method raises UnavailableError when the
-    orchestrator does not answer, ProtocolError when it speaks none of those versions, and the
-    error that its problem document names when it refuses.
+    `signer` may be None for readers; `spoken` are the supported protocol versions. Raises UserError
+    if `base_url` is not an http(s) URL. Every method raises UnavailableError if the orchestrator
+    does not answer, ProtocolError if there is no common version, and the error named in the problem
+    document if the request is refused.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class OrchestratorClient:
     def close(self) -> None:
         self._http.close()
 
-    # -- what every client asks ---------------------------------------------------------------
+    # -- requests common to all clients --------------------------------------------------------
 
     def pool(self, *, refresh: bool = False) -> PoolInfo:
-        """The pool's public facts, remembered after the first call. Raises UntrustedError if they
-        are of an orchestrator by another name than the one that this client was given."""
+        """The pool's public facts, cached after the first call. Raises UntrustedError if the
+        orchestrator's stated URL differs from the one given to this client."""
         if self._pool is None or refresh:
             pool = self.get("/v1/pool", PoolInfo)
             if _identity(pool.orchestrator) != _identity(self.base_url):
@@ -133,7 +133,7 @@ class OrchestratorClient:
         return Domain(chain_id=pool.chain_id, contract=getattr(pool.contracts, contract))
 
     def nodes(self, provider: Address | None = None) -> Iterator[NodeInfo]:
-        """Every node of the pool (of one provider), by address."""
+        """Yields every node of the pool (or of one provider), by address."""
         after = ""
         while True:
             query = urlencode({"after": after, "provider": provider or ""})
@@ -150,14 +150,14 @@ class OrchestratorClient:
             after = page[-1].node
 
     def get(self, path: str, answer: type[Model], *, signed: bool = False) -> Model:
-        """GET `path`, parsed as `answer`."""
+        """GETs `path` and parses the response as `answer`."""
         return _parse(answer, self.request("GET", path, b"", signed=signed))
 
     def get_changed(
         self, path: str, answer: type[Model], tag: str | None
     ) -> tuple[Model, str | None] | None:
-        """GET `path`, parsed, with its entity tag; None if it is still what `tag` names (RFC 9110
-        §13.1.2), which costs neither side a body."""
+        """GETs `path` and returns the parsed response with its entity tag; None if it still matches
+        `tag` (RFC 9110 §13.1.2), in which case no body is sent."""
         asked = {"If-None-Match": tag} if tag else {}
         reply = self._exchange("GET", path, b"", asked, signed=False)
         if reply.status_code == httpx.codes.NOT_MODIFIED:
@@ -167,32 +167,34 @@ class OrchestratorClient:
     def post(
         self, path: str, body: Strict | bytes, answer: type[Model], *, signed: bool = True
     ) -> Model:
-        """POST a model (as JSON) or raw bytes, signed by this session, parsed as `answer`."""
+        """POSTs a model (as JSON) or raw bytes, signed by the session, and parses the response as
+        `answer`."""
         return _parse(answer, self.send("POST", path, body, signed=signed))
 
     def send(
         self, method: str, path: str, body: Strict | bytes = b"", *, signed: bool = True
     ) -> bytes:
-        """Like `post` with any method; returns the raw answer."""
+        """Like `post` with any method; returns the raw response."""
         raw = body if isinstance(body, bytes) else body.model_dump_json().encode()
         return self.request(method, path, raw, signed=signed)
 
     def request(self, method: str, path: str, body: bytes, *, signed: bool) -> bytes:
-        """One request and its answer's body. A session that the server no longer knows is opened
-        again, once; a version that it does not speak is stepped down from, once."""
+        """Sends one request and returns the response body. Retries once with a new session if the
+        server no longer knows the session, or once with an older common protocol version."""
         return self._exchange(method, path, body, {}, signed=signed).content
 
     # -- objects and signed URLs --------------------------------------------------------------
 
     def get_object(self, digest: Digest, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """An object named by its SHA-256, through the orchestrator's redirect; digest checked."""
+        """Fetches an object named by its SHA-256 through the orchestrator's redirect and checks the
+        digest."""
         response = self._exchange("GET", f"/v1/objects/{digest}", b"", {}, signed=False)
         if response.status_code != httpx.codes.TEMPORARY_REDIRECT:
             raise MalformedError(f"the answer about an object has status {response.status_code}")
         return self.download(response.headers["location"], limit=limit, sha256=digest)
 
     def download(self, url: str, *, limit: int, sha256: Digest | None = None) -> bytes:
-        """GET a signed URL, at most `limit` bytes. Raises UntrustedError on a wrong digest."""
+        """GETs a signed URL, at most `limit` bytes. Raises UntrustedError on a wrong digest."""
         data = bytearray()
         for block in self._stream(self._absolute(url)):
             data += block
@@ -203,7 +205,7 @@ class OrchestratorClient:
         return bytes(data)
 
     def upload(self, target: UploadAnswer, body: bytes | Path) -> None:
-        """PUT a file to a signed URL. We set the headers; the party that names the URL does not."""
+        """PUTs a file to a signed URL. We set the headers, not the party that provides the URL."""
         content = body.read_bytes() if isinstance(body, Path) else body
         headers = {
             "Content-Type": UPLOAD_TYPE,
@@ -238,7 +240,7 @@ class OrchestratorClient:
     def _once(
         self, method: str, path: str, body: bytes, fields: dict[str, str], signed: bool
     ) -> _Reply:
-        """One exchange; a redirect and "not modified" count as answers."""
+        """One exchange; a redirect and "not modified" count as responses."""
         url = self.base_url + path
         headers = {version.HEADER: str(self._protocol), **fields}
         if body:
@@ -281,9 +283,9 @@ class OrchestratorClient:
         return key
 
     def _send(self, method: str, url: str, body: bytes, headers: dict[str, str]) -> _Reply:
-        """One exchange; a server that says "slow down" (429) is asked again when it says so.
+        """One exchange; retries on 429 after the delay that the server asks for.
 
-        The refusal comes before the server looks at a signature, so its nonce is still unused.
+        The server refuses before it checks the signature, so its nonce is still unused.
         """
         try:
             for _ in range(POLITE_TRIES):
@@ -301,8 +303,8 @@ class OrchestratorClient:
     def _open(
         self, method: str, url: str, headers: dict[str, str], body: bytes | None = None
     ) -> Iterator[httpx.Response]:
-        """One request. Another host than the orchestrator's own is connected to by a public address
-        only, unless private ones are allowed. Raises UntrustedError for a private one."""
+        """Sends one request. Hosts other than the orchestrator's own are contacted only at public
+        addresses, unless private ones are allowed. Raises UntrustedError for a private one."""
         target, extensions = httpx.URL(url), {}
         if not self.allows_private and authority(url) != authority(self.base_url):
             try:
@@ -333,8 +335,8 @@ class OrchestratorClient:
 
 
 def run_bytes(client: OrchestratorClient, digest: Digest) -> bytes:
-    """The bytes of one definition of the pool's run. Raises UntrustedError if they are not those of
-    the digest, NotFoundError if the orchestrator has none."""
+    """Fetches the bytes of one definition of the pool's run. Raises UntrustedError if they do not
+    match the digest, NotFoundError if the orchestrator has none."""
     raw = client.request("GET", f"/v1/runs/{digest}", b"", signed=False)
     if ids.digest(hashlib.sha256(raw).digest()) != digest:
         raise UntrustedError(f"the orchestrator's run definition is not {digest}")
@@ -371,9 +373,9 @@ def _parse(answer: type[Model], raw: bytes) -> Model:
 
 
 def _content(response: httpx.Response) -> bytes:
-    """The body, read no further than MAX_ANSWER_BYTES. Raises MalformedError beyond.
+    """Reads the body, up to MAX_ANSWER_BYTES. Raises MalformedError beyond.
 
-    A compressed body is not looked at: we asked for none, and a few bytes may unfold to gigabytes.
+    A compressed body is rejected: none was requested, and a few bytes may expand to gigabytes.
     """
     if response.headers.get("content-encoding", "identity").lower() != "identity":
         if response.status_code >= 300:
@@ -388,10 +390,10 @@ def _content(response: httpx.Response) -> bytes:
 
 
 def _pause(response: httpx.Response) -> float:
-    """Seconds that a 429 asks us to wait (RFC 9110, Retry-After as a number), bounded."""
+    """Seconds that a 429 asks us to wait (RFC 9110, numeric Retry-After), bounded."""
     asked = response.headers.get("retry-after", "")
     return min(float(asked), LONGEST_PAUSE) if asked.isdigit() else 1.0
 
 
 class Empty(Answer):
-    """An answer without content: {}."""
+    """A response without content: {}."""

@@ -1,4 +1,4 @@
-"""RFC 9457 problem documents, to and from the error tree."""
+"""Conversion between RFC 9457 problem documents and the error tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KINDS: dict[str, tuple[type[PrimeError], int]] = {
 
 
 def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
-    """HTTP status and problem document of an expected error."""
+    """HTTP status and problem document for an expected error."""
     for kind, (error_type, status) in _KINDS.items():
         if isinstance(error, error_type):
             document: dict[str, Any] = {
@@ -58,8 +58,8 @@ def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
 
 
 def from_problem(status: int, body: bytes) -> PrimeError:
-    """The error that a peer's problem document stands for, with its kind in `problem`; judged by
-    status, and without a kind, if it has none (a proxy's answer, another program's)."""
+    """The error described by a peer's problem document, with its kind in `problem`. Without a kind
+    (a proxy's answer, another program's), the status decides and `problem` stays empty."""
     kind, detail, hint, spoken = "", "", "", None
     try:
         document = json.loads(body[:65_536])
@@ -87,7 +87,7 @@ def from_problem(status: int, body: bytes) -> PrimeError:
 
 
 def _versions(value: object) -> tuple[int, int] | None:
-    """A refusal's oldest and newest version; None if it names none that can be read."""
+    """Oldest and newest version in a refusal; None if it has no readable ones."""
     match value:
         case [int(oldest), int(newest)]:
             return oldest, newest

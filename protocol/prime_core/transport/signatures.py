@@ -1,8 +1,8 @@
 """HTTP Message Signatures (RFC 9421) in one fixed profile, with Content-Digest (RFC 9530).
 
 Every signed request covers method, authority, path, query and body digest, and carries created,
-expires, nonce and the Ed25519 session key that signed (its digest text is the `keyid`). One profile
-leaves nothing to negotiate: anything else is refused.
+expires, nonce and the Ed25519 session key that signed (its digest text is the `keyid`). There is no
+negotiation: any other profile is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prime_core.ids import Digest, digest, to_bytes
 
 COMPONENTS = '("@method" "@authority" "@path" "@query" "content-digest")'
 LIFETIME_SECONDS = 60
-"""A signature lives this long; servers remember its nonce for longer."""
+"""Lifetime of a signature; servers remember its nonce for longer."""
 MAX_SKEW_SECONDS = 30
 
 _INPUT = re.compile(
@@ -40,8 +40,8 @@ _SIGNATURE = re.compile(r"sig1=:([A-Za-z0-9+/]{86}==):\Z")
 
 @dataclass(frozen=True)
 class Verified:
-    """What a valid signature proves. `expires` in Unix seconds; `content_digest` is the field's
-    value that was signed: the body has still to be held to it (`check_body`)."""
+    """Facts proved by a valid signature. `expires` is in Unix seconds; `content_digest` is the
+    signed field value, which must still be compared with the body (`check_body`)."""
 
     key_id: Digest
     nonce: str
@@ -50,7 +50,7 @@ class Verified:
 
 
 class SessionKey:
-    """An Ed25519 key pair of one session; lives in memory only."""
+    """An Ed25519 key pair of one session; kept in memory only."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -112,7 +112,7 @@ def verify_request(
     *,
     now: float,
 ) -> Verified:
-    """`verify_headers` and `check_body` in one. Raises as they do."""
+    """Combines `verify_headers` and `check_body`; raises the same errors."""
     verified = verify_headers(method, authority, target, headers, now=now)
     check_body(verified, body)
     return verified
@@ -127,12 +127,12 @@ def check_body(verified: Verified, body: bytes) -> None:
 def verify_headers(
     method: str, authority: str, target: str, headers: Mapping[str, str], *, now: float
 ) -> Verified:
-    """Checks a request's signature and freshness against the key that it names, before a byte of
-    its body is read: the signature covers the body's digest.
+    """Checks a request's signature and freshness against the key that it names, before its body is
+    read: the signature covers the body's digest.
 
-    The caller must still look up that a session owns `key_id` and that the nonce is new.
-    `target` is the raw path with its query; header names are matched in lower case.
-    Raises MalformedError if the headers are not of the profile, UntrustedError if they do not hold.
+    The caller must still check that a session owns `key_id` and that the nonce is new. `target` is
+    the raw path with its query; `headers` has lower-case names. Raises MalformedError if the
+    headers do not follow the profile, UntrustedError if they do not verify.
     """
     given = _INPUT.match(headers.get("signature-input", ""))
     signed = _SIGNATURE.match(headers.get("signature", ""))

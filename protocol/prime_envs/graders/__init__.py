@@ -1,1 +1,1 @@
-"""Graders: what one answer to one task is worth, the same on every machine. See `base`."""
+"""Graders: score one answer to one task, identically on every machine. See `base`."""

@@ -1,4 +1,4 @@
-"""Where in a model's text its answer stands. One answer, or none: a hedge is no answer."""
+"""Extracts the answer from a model's text: exactly one, or none, so that hedging does not pay."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 
 
 def final_section(text: str) -> str:
-    """What follows the thinking: the text after the last `</think>`; nothing if thinking was opened
-    and never closed; all of it if there is no such mark."""
+    """The text after the thinking: after the last `</think>`; nothing if thinking was opened and
+    never closed; everything if there are no such tags."""
     _, closed, tail = text.rpartition("</think>")
     if closed:
         return "" if "<think>" in tail else tail
@@ -23,8 +23,8 @@ def final_section(text: str) -> str:
 
 
 def boxed(text: str) -> list[str]:
-    r"""The contents of every \boxed{…} and \fbox{…}, outermost ones, in order. One that is never
-    closed counts as an empty one, so that it cannot hide a second answer."""
+    r"""The contents of every outermost \boxed{…} and \fbox{…}, in order. An unclosed one counts as
+    empty, so that it cannot hide a second answer."""
     found = []
     position = 0
     while (match := _BOX.search(text, position)) is not None:
@@ -44,8 +44,8 @@ def boxed(text: str) -> list[str]:
 
 
 def python_code(text: str) -> str | None:
-    """The last fenced block that is marked as Python or not marked at all; None if there is none.
-    A block that is never closed does not count."""
+    """The last fenced block that is marked as Python or unmarked; None if there is none. Unclosed
+    blocks do not count."""
     found: str | None = None
     block: list[str] | None = None
     language = ""
@@ -63,9 +63,9 @@ def python_code(text: str) -> str | None:
 
 
 def last_json_object(text: str) -> dict[str, Any] | None:
-    """The one JSON object with which the text ends, in a fence or not; prose may stand before it.
+    """The single JSON object at the end of the text, fenced or not; prose may precede it.
 
-    None if there is none, or if another object stands before it (two answers are none).
+    None if there is none, or if another object precedes it (two answers count as none).
     """
     body = text.strip()
     if body.endswith("```"):
@@ -90,7 +90,7 @@ def last_json_object(text: str) -> dict[str, Any] | None:
     if len(found) != 1 or position != len(body):
         return None
     try:
-        parsed = load_json(json.dumps(found[0]), "the answer")  # refuses NaN, infinities, depth
+        parsed = load_json(json.dumps(found[0]), "the answer")  # rejects NaN, infinities, depth
     except (MalformedError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None

@@ -1,9 +1,9 @@
-"""The grader port, and the table of graders by task type.
+"""The grader interface, and the table of graders by task type.
 
-A grader gets a task and the text a model wrote, and answers with score, parts and reason
-(`TaskScore`). It is a pure function of the two: a validator that grades again gets the very same,
-or both know that a limit of time or memory decided (`uncertain`), and then nobody is accused.
-It cannot hang its caller: whatever parses or runs foreign text does so in a process that is killed.
+A grader takes a task and a model's text and returns score, parts and reason (`TaskScore`). It is a
+pure function of the two: a validator that regrades gets exactly the same result, or the result is
+`uncertain` because a time or memory limit decided, and then no one is accused. It cannot hang its
+caller: untrusted text is parsed or run in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prime_envs.base import TaskScore
 from prime_envs.tasks import Task
 
 ENTRY_POINT_GROUP = "prime_open.graders"
-"""A plugin names its Grader class here under the task type that it grades."""
+"""Plugins register their Grader class here, under the task type that it grades."""
 
 BUILT_IN = {
     "verifiable_math": "prime_envs.graders.mathematics:Mathematics",
@@ -33,13 +33,13 @@ BUILT_IN = {
 
 
 class Grader(ABC):
-    """Grades one kind of task. Made once for many tasks; `close` ends its processes."""
+    """Grades one kind of task. Created once for many tasks; `close` ends its processes."""
 
     version: ClassVar[int]
-    """Raised by hand with every change that can alter a score."""
+    """Incremented manually with every change that can affect a score."""
 
     def close(self) -> None:  # noqa: B027 - most graders start nothing
-        """Ends what runs beside us; a later `grade` starts it again."""
+        """Ends child processes; a later `grade` restarts them."""
 
     @abstractmethod
     def require(self, task: Task) -> None:
@@ -47,14 +47,14 @@ class Grader(ABC):
 
     @abstractmethod
     def grade(self, task: Task, output_text: str) -> TaskScore:
-        """The worth of one answer to a task that `require` accepted."""
+        """Scores one answer to a task that `require` accepted."""
 
     @abstractmethod
     def gold(self, task: Task) -> str | None:
-        """An answer that must score 1; None if the task does not hold one."""
+        """An answer that must score 1; None if the task does not contain one."""
 
     def pins(self) -> Mapping[str, str]:
-        """Versions, beyond our own, on which scores depend; part of the environment's digest."""
+        """Versions of dependencies that affect scores; part of the environment's digest."""
         return {}
 
 

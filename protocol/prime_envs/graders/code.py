@@ -1,12 +1,12 @@
-"""Python programs against unit tests: standard input and output, or calls of a function.
+"""Grades Python programs with unit tests: standard input and output, or function calls.
 
-Each test is one program run in the sandbox; the expected answer never enters it, so there is
-nothing there to read, to patch or to compare with: what comes out is compared here, as plain text
-or plain JSON. All tests passed is 1, anything else 0; testing stops at the first failure.
+Each test is one program run in the sandbox. The expected answer never enters the sandbox, so there
+is nothing to read, patch or compare with; the output is compared here as plain text or plain JSON.
+The score is 1 if all tests pass, else 0; testing stops at the first failure.
 
-Three forms of tests are read: SYNTHETIC-1's `test_cases` (a list of {type, input, output,
-fn_name}), INTELLECT-2's `test_cases` (JSON text of {inputs, outputs, fn_name}), and the latter's
-fields standing directly in verification_info.
+Three test formats are read: SYNTHETIC-1's `test_cases` (a list of {type, input, output, fn_name}),
+INTELLECT-2's `test_cases` (JSON text of {inputs, outputs, fn_name}), and the latter's fields
+directly in verification_info.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from prime_envs.sandbox.client import Limits, Outcome, Program, Sandbox
 from prime_envs.tasks import Task, load_json
 
 MAX_TESTS = 32
-"""More tests are thinned out evenly, the first and the last kept."""
+"""More tests are thinned out evenly, keeping the first and the last."""
 MAX_SOURCE = 1 << 16
 MAX_TEST_BYTES = 8 << 20
 PRELUDE = "from typing import *\n"
-"""Datasets with functions leave these imports to the harness (`List[int]` in a signature)."""
+"""Datasets with functions expect the harness to provide these imports (`List[int]` in a
+signature)."""
 _ENDINGS = {
     "cpu": "ran out of processor time",
     "wall": "ran out of time",
@@ -61,7 +62,7 @@ class Test:
 
 
 class PythonCode(Grader):
-    """See the module's docstring. `level`: how the sandbox isolates (sandbox/client.py)."""
+    """See the module's docstring. The sandbox defines the isolation level (sandbox/client.py)."""
 
     version = 1
 
@@ -123,8 +124,8 @@ class PythonCode(Grader):
 
 
 def _failure(test: Test, outcome: Outcome) -> str:
-    """What is wrong with a run; "" if it passed. Never shows what was expected: the reason may be
-    read by whoever wants to learn the tests."""
+    """What is wrong with a run; "" if it passed. Never reveals the expected output, because
+    attackers could read the reason to learn the tests."""
     if outcome.status in _ENDINGS:
         return _ENDINGS[outcome.status]
     if outcome.status == "failed":
@@ -140,8 +141,8 @@ def _failure(test: Test, outcome: Outcome) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """The same lines, blanks at their ends and empty lines at the end aside; where the expected
-    output has decimals, numbers may differ by a millionth."""
+    """Whether the lines are equal, ignoring blanks around them and empty lines at the end; where
+    the expected output has decimals, numbers may differ by a millionth."""
     if _lines(output) == _lines(expected):
         return True
     if "." not in expected:
@@ -153,7 +154,7 @@ def same_output(output: str, expected: str) -> bool:
 
 
 def same_value(result: Any, expected: Any) -> bool:
-    """Equal as JSON; decimals may differ by a millionth. True is not 1."""
+    """Equality as JSON; decimals may differ by a millionth. True does not equal 1."""
     if isinstance(expected, list):
         return (
             isinstance(result, list)
@@ -194,8 +195,8 @@ def _close(found: str, wanted: str) -> bool:
 
 
 def may_vary(source: str) -> bool:
-    """Whether a program might behave differently from run to run: it looks at clocks, addresses or
-    threads, or at names in ways that hide what it looks at. Errs on the side of yes."""
+    """Whether a program might behave differently from run to run: it uses clocks, addresses or
+    threads, or accesses names in ways that could hide this. Errs on the side of True."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -223,7 +224,7 @@ def may_vary(source: str) -> bool:
 
 
 def unit_tests(task: Task) -> list[Test]:
-    """The task's tests. Raises MalformedError with its file and row."""
+    """The task's tests. Raises MalformedError with file and row."""
     info = dict(task.verification_info)
     language = info.get("language")
     if language not in (None, "", "python", "python3"):
@@ -243,7 +244,7 @@ def unit_tests(task: Task) -> list[Test]:
 
 
 def thinned(tests: Sequence[Test]) -> list[Test]:
-    """At most MAX_TESTS of them, evenly."""
+    """At most MAX_TESTS of them, evenly spaced."""
     if len(tests) <= MAX_TESTS:
         return list(tests)
     last = len(tests) - 1
@@ -270,7 +271,7 @@ def _from_columns(cases: dict[str, Any], name: Any, where: str) -> list[Test]:
 
 
 def _unwrapped(output: Any) -> Any:
-    """APPS writes a function's result as a list of one."""
+    """APPS wraps a function's result in a one-element list."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 
@@ -285,7 +286,7 @@ def _stdin(given: Any, expected: Any, where: str) -> Test:
 def _call(function: Any, given: Any, expected: Any, where: str) -> Test:
     if not isinstance(function, str) or not function.isidentifier():
         raise MalformedError(f"{where}: fn_name {function!r} is no function's name")
-    if isinstance(given, str):  # one JSON value a line
+    if isinstance(given, str):  # one JSON value per line
         given = [_json_or_text(line) for line in given.splitlines() if line.strip()]
     if isinstance(expected, str):
         expected = _json_or_text(expected)

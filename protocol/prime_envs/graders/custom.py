@@ -1,10 +1,10 @@
-"""A grader that somebody contributed: a Python function run in the sandbox, for every answer anew.
+"""A contributed grader: a Python function that runs in a new sandboxed program for every answer.
 
-    def grade(task, answer):            # task: the row as a dict; answer: what the model wrote
+    def grade(task, answer):            # task: the row as a dict; answer: the model's text
         return {"score": 0.0 … 1.0, "reason": "…", "parts": {"name": 3}}
 
-It has what a sandboxed program has (sandbox/client.py) and nothing else, so nobody needs to trust
-its author: the worst it can do is to grade badly, which `orchestrator env check` looks for.
+It has only the rights of a sandboxed program (sandbox/client.py), so its author need not be
+trusted: the worst it can do is grade badly, which `orchestrator env check` tests for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS = Limits(cpu_seconds=4.0, memory_mb=256, output_bytes=1 << 16)
 
 
 class CustomGrader(Grader):
-    """`source`: the text of grader.py."""
+    """`source`: the source of grader.py."""
 
     version = 1
 

@@ -1,8 +1,7 @@
 """Rows of reasoning-gym's families (SYNTHETIC-2's and INTELLECT-2's `reasoning_gym` tasks).
 
-verification_info: `answer` (or `ground_truth`) and `metadata` with `source_dataset`, or JSON text
-of the family's entry; the family's own scorer judges what stands in `<answer>…</answer>`, or after
-the last `Answer:`.
+verification_info: `answer` (or `ground_truth`) and `metadata` with `source_dataset`, or its JSON
+text. The family's own scorer judges the text in `<answer>…</answer>`, or after the last `Answer:`.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class Families(Grader):
             raise MalformedError(f"{task.where}: {error}") from error
 
     def gold(self, task: Task) -> str | None:
-        """None where a family gives none, or one that it would not be paid for (an integral that
-        sympy could not work out)."""
+        """None if the family provides none, or one that it would not accept (an integral that sympy
+        could not evaluate)."""
         entry = _entry(task)
         answer = str(entry["answer"])
         shown = answer and only_data(entry["metadata"]["source_dataset"], answer)
@@ -94,8 +93,8 @@ class Families(Grader):
 
 
 def answers_in(text: str) -> list[str]:
-    """What stands in `<answer>` tags; without any, what follows each `Answer:`. One pass, whatever
-    the text: a search for the end from every opening would take hours on a wall of them."""
+    """Texts in `<answer>` tags, or without any tags, the texts after each `Answer:`. A single pass,
+    because searching for the end from every opening tag would take hours on adversarial text."""
     tagged = []
     start = text.find(_OPEN)
     while start >= 0 and (end := text.find(_CLOSE, start)) >= 0:
@@ -125,7 +124,7 @@ def _entry(task: Task) -> dict[str, Any]:
 
 
 def score_entry(request: dict[str, Any]) -> Callable[[], int]:
-    """{entry, answer} → what gives the score in millionths, by the entry's family."""
+    """{entry, answer} → function that returns the score in millionths, by the entry's family."""
     entry = request["entry"]
     family = entry["metadata"]["source_dataset"]
     scorer = reasoning_gym().get_score_answer_fn(family)

@@ -1,8 +1,8 @@
-"""Format-following: rules that a text keeps or breaks, each checked by itself (after IFEval).
+"""Format-following: rules that a text must satisfy, each checked separately (after IFEval).
 
-verification_info: `rules`, a list of {rule, …}. The answer is what follows the thinking. The score
-is 1 if all rules are kept, else 0; the parts count them. A task whose rules an empty text keeps is
-refused: silence would be paid.
+verification_info: `rules`, a list of {rule, …}. The answer is the text after the thinking. The
+score is 1 if all rules are satisfied, else 0; the parts count them. A task whose rules an empty
+text satisfies is rejected, because silence would be paid.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def _words(text: str) -> int:
 
 
 def _sentences(text: str) -> int:
-    """Full stops (`.`, `!`, `?`, or several) before a blank or the end, with something before them.
-    In one pass: one expression for all of it takes hours on a long text without a full stop."""
+    """Counts runs of full stops (`.`, `!`, `?`) before whitespace or the end, with text before
+    them. A single pass, because one regular expression takes hours on a long text without a full
+    stop."""
     count = begin = 0
     for stop in _STOP.finditer(text):
         ends = text[stop.end() : stop.end() + 1]
@@ -87,7 +88,7 @@ RULES: dict[str, tuple[dict[str, type], Rule]] = {
     "lower_case": ({}, lambda t, o: t.lower() == t and any(c.isalpha() for c in t)),
     "json": ({"keys": list}, _is_json),
 }
-"""Rule → (its options and their types, whether a text keeps it)."""
+"""Rule → (its options and their types, predicate for whether a text satisfies it)."""
 
 
 class FormatFollowing(Grader):

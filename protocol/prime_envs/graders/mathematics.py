@@ -1,11 +1,11 @@
 r"""Mathematics: one boxed answer after the thinking, compared with the gold answer.
 
-    plain number   exact comparison (numerals.py); no algebra system is asked
+    plain number   exact comparison (numerals.py), without an algebra system
     plain words    the same words
-    anything else  math-verify (Apache-2.0) in a process that is killed, and only if the answer is
-                   of the gold's kind (a set for a set, an interval for an interval …)
+    anything else  math-verify (Apache-2.0) in a process with a time limit, and only if the answer
+                   is of the gold's kind (a set for a set, an interval for an interval …)
 
-No box, two boxes (even of the same), a box that hedges ("3 or 5", "\pm", a list where one value is
+No box, two boxes (even if equal), a box that hedges ("3 or 5", "\pm", a list where one value is
 asked, a chain of equations) or leaves the work to the reader (an integral, a sum, max) scores 0.
 """
 
@@ -32,7 +32,8 @@ from prime_envs.tasks import Task
 MAX_ANSWER = 512
 CPU_SECONDS = 4.0
 SLACK = 8
-"""A comparison that took more than 1/SLACK of the limit may fail on a machine that much slower."""
+"""A comparison that took more than 1/SLACK of the limit may fail on a machine that is SLACK times
+slower."""
 _MEANT = str.maketrans({
     "−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^{\circ}",
@@ -49,12 +50,12 @@ _LEFT_TO_DO = re.compile(
     r"|\\operatorname|!|\\frac\s*\{\s*d\b"
 )
 _TOWER = re.compile(r"\^\s*\{?[^{}^]*\^\s*\{?[^{}^]*\^|\^\s*\{?\s*-?\s*\(?\d{5}")
-"""Powers of powers of powers, and exponents of five digits: only an attack writes them."""
+"""Towers of three powers, and five-digit exponents, which occur only in attacks."""
 _CHOICE = re.compile(r"\(?([A-Ja-j])\)?\.?")
 
 
 class Mathematics(Grader):
-    """verification_info: `ground_truth`, the answer in LaTeX (a number may stand as such)."""
+    """verification_info: `ground_truth`, the answer in LaTeX (or a JSON number)."""
 
     version = 1
 
@@ -119,7 +120,7 @@ class Mathematics(Grader):
 
 
 def _gold_text(task: Task) -> str:
-    """The gold answer; a box round it is taken off."""
+    """The gold answer, without a surrounding box."""
     gold = str(task.verification_info["ground_truth"])
     inner = boxed(gold)
     return inner[-1] if inner else gold
@@ -144,7 +145,7 @@ def _scored(same: bool, answer: str, gold: str, parts: dict[str, int]) -> TaskSc
 
 
 def _refused(answer: str, gold: str) -> str:
-    """Why an answer is not even compared; "" if it is."""
+    """Why an answer is rejected without comparison; "" if it is compared."""
     if not answer:
         return "the box is empty"
     if len(answer) > max(MAX_ANSWER, 2 * len(gold)):
@@ -166,7 +167,8 @@ def _refused(answer: str, gold: str) -> str:
 
 
 def _words(text: str) -> str:
-    """Lower-cased words if the text is nothing but words (a choice, a name, yes or no), else ""."""
+    """Lower-cased words if the text consists only of words (a choice, a name, yes or no), else
+    ""."""
     bare = _TEXT.sub(r" \1 ", text).strip()
     choice = _CHOICE.fullmatch(bare)
     if choice:
@@ -195,21 +197,21 @@ _WARM = (
 
 
 def warm_up() -> None:
-    """Loads parser and algebra, and lets the parser learn its grammar, before the first fork: 0.2 s
-    a comparison become 0.05 s."""
+    """Loads parser and algebra, and lets the parser build its grammar, before the first fork:
+    reduces a comparison from 0.2 s to 0.05 s."""
     for gold, answer in _WARM:
         compare_in_child({"gold": gold, "answer": answer})
 
 
 def compare_in_child(request: dict[str, str]) -> bool:
-    """{gold, answer} in LaTeX → whether they are the same, and of the same kind."""
+    """{gold, answer} in LaTeX → whether they are equal and of the same kind."""
     import logging
 
     from math_verify import parse, verify
     from math_verify.parser import LatexExtractionConfig
 
     logging.disable(logging.CRITICAL)
-    # The limit of time is our caller's; LaTeX alone is read: the plain reader evaluates Python.
+    # The caller enforces the time limit. Only LaTeX is read: the plain reader evaluates Python.
     reading = [LatexExtractionConfig(boxed_match_priority=0)]
     gold, answer = (
         parse(f"\\boxed{{{request[name]}}}", extraction_config=reading, parsing_timeout=None)

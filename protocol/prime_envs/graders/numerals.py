@@ -1,7 +1,7 @@
-r"""Plain numbers as people write them in answers: exact, without any algebra system.
+r"""Parses plain numbers as written in answers, exactly and without an algebra system.
 
-Where the gold answer is a plain number, the answer must be one too: `\boxed{17 \cdot 23}` repeats
-the question, `\boxed{\max(3,5)}` and `\boxed{3 \text{ or } 5}` hedge, and none of them is read.
+If the gold answer is a plain number, the answer must be one too: `\boxed{17 \cdot 23}` repeats the
+question, and `\boxed{\max(3,5)}` and `\boxed{3 \text{ or } 5}` hedge, so all three are rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPACE = re.compile(r"\\[,;:! ]|\\q?quad\b|~")
 
 @dataclass(frozen=True)
 class Numeral:
-    """A number as written. `exact` is its value; `decimal` whether it has a decimal point."""
+    """A number as written. `exact` is its value; `decimal` says whether it has a decimal point."""
 
     exact: Fraction
     decimal: bool
@@ -43,9 +43,9 @@ class Numeral:
 
 
 def read_numeral(text: str) -> Numeral | None:
-    """The plain number that `text` is, whole and alone: with a sign, thousands separators, a
-    fraction, a power of ten, percent, a unit, or `x =` before it. None if it is anything else.
-    Only ASCII digits count."""
+    """Parses `text` if it is exactly one plain number: with a sign, thousands separators, a
+    fraction, a power of ten, percent, a unit, or `x =` before it. Otherwise returns None. Only
+    ASCII digits count."""
     if len(text) > 2 * MAX_DIGITS or any(c.isdigit() and not c.isascii() for c in text):
         return None
     body = text.strip().strip("$").strip()
@@ -94,8 +94,9 @@ def _value(match: re.Match[str]) -> Numeral | None:
 
 
 def same_number(gold: Numeral, found: Numeral) -> bool:
-    """Equal; where the answer is no whole number, a decimal may stand for what it rounds (six
-    decimals and six digits must agree). A gold answer in percent may be given without the sign."""
+    """Whether two numbers are equal. If the gold answer is not an integer, a decimal may round it
+    (six decimals and six digits must agree). A gold answer in percent may be given without the
+    sign."""
     candidates = [gold.exact] + ([gold.exact * 100] if gold.percent and not found.percent else [])
     for value in candidates:
         if value == found.exact:

@@ -1,4 +1,4 @@
-"""What a program prints, and JSON as asked: the answer ends with one JSON object.
+"""Predicted program outputs, and JSON outputs: the answer ends with one JSON object.
 
 `code_output_prediction`: {"output": …} (GENESYS) or {"code_output": …} (INTELLECT-2) equals the
 gold value. `complex_json_output`: the object equals the gold one.
@@ -22,7 +22,7 @@ _NO_OBJECT = "the answer does not end with one JSON object"
 
 class OutputPrediction(Grader):
     """verification_info: `code_output` or `ground_truth` (a value; an object with `output` is
-    opened)."""
+    unwrapped)."""
 
     version = 1
 

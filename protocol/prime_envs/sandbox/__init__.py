@@ -1,1 +1,1 @@
-"""Runs code that nobody trusts: a program in, what it printed or returned out. See `client`."""
+"""Runs untrusted code: takes a program, returns what it printed or returned. See `client`."""

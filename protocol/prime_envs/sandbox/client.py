@@ -1,23 +1,22 @@
-"""`Sandbox.run(program) → Outcome`: a Python program that nobody trusts, bounded in everything.
+"""`Sandbox.run(program) → Outcome`: runs an untrusted Python program with limited resources.
 
-What holds, whatever the program does:
-- no network, no new process, no file opened, read or written: the kernel refuses the calls
-  (kernel.py). A program reads its standard input, writes its output, and imports what was loaded
-  before it started (server.MODULES: a good part of the standard library). So there is no scratch
-  folder to leave anything in, and no test file to read: expected answers never enter the sandbox.
-- processor time, memory (address space), threads, output and time without progress are limited;
-  a program that breaks a limit is killed, its `status` says which.
-- "namespaces" (the machine lets us): also an empty read-only root, no network device, no view of
-  other processes, a user of its own. "limits" (inside a task's container): filter and limits alone,
-  with the container around them. A program sees no difference; verdicts agree.
+Guarantees for any program:
+- No network, no new processes, no file is opened, read or written: the kernel rejects the calls
+  (kernel.py). A program can read its standard input, write its output, and import what was loaded
+  before it started (server.MODULES: much of the standard library). There is no scratch folder to
+  leave anything in and no test file to read: expected answers never enter the sandbox.
+- CPU time, memory (address space), threads, output and time without progress are limited. A
+  program that exceeds a limit is killed; `status` says which limit.
+- "namespaces" (if the machine permits it): also an empty read-only root, no network device, no
+  view of other processes, a separate user. "limits" (inside a task's container): only the filter
+  and limits, with the container around them. Programs see no difference; verdicts agree.
 
-What it does not protect from: bugs of the kernel in the few calls that remain, and of the processor
-(Spectre and its kin: a program could time what shares its core); time spent: a program may use all
-of its limits each time. In "limits" as root without the right to change user, the program keeps our
-user (the filter still refuses everything that would use it), and anywhere in "limits" it may learn
-that a file exists, how large and how old it is, of paths that it guesses (newfstatat). A clock can
-be read, so a program may behave differently from run to run: graders call such answers uncertain
-(graders/code.py).
+Not covered: kernel bugs in the few remaining calls, and processor bugs (Spectre and similar: a
+program could time what shares its core). A program may use all of its limits every time. In
+"limits", as root without the right to change user, the program keeps our user (the filter still
+rejects everything that would use it). In "limits" it may also learn the existence, size and age of
+files whose paths it guesses (newfstatat). Clocks are readable, so a program may behave differently
+from run to run; graders mark such answers as uncertain (graders/code.py).
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from prime_envs.sandbox import kernel
 Level = Literal["namespaces", "bubblewrap", "limits"]
 Status = Literal["ok", "failed", "cpu", "wall", "idle", "output", "threads"]
 SLACK = 8
-"""A program within 1/SLACK of a limit may break it on a machine that much slower."""
+"""A program within 1/SLACK of a limit may exceed it on a machine that is SLACK times slower."""
 _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program: processor and wall seconds, seconds without progress, MiB of memory beyond
+    """Limits of one program: CPU and wall seconds, seconds without progress, MiB of memory beyond
     the interpreter's own, bytes of output."""
 
     cpu_seconds: float = 4.0
@@ -61,9 +60,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """Source text with its standard input; with `function`, that function (or method of a class
-    without arguments) is called with `arguments` and its result handed back as JSON. `prelude` runs
-    before, in the same names."""
+    """Source text and its standard input. With `function`, that function (or method of a class
+    without constructor arguments) is called with `arguments` and its result returned as JSON.
+    `prelude` runs first, in the same namespace."""
 
     source: str
     stdin: str = ""
@@ -74,8 +73,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. `code` is its exit code, negative for a signal; `error` the end of what
-    it wrote to standard error; `result` JSON text of a function's result, "" if there is none."""
+    """How a program ended. `code` is its exit code, negative for a signal; `error` is the end of
+    its standard error; `result` is the JSON text of a function's result, "" if there is none."""
 
     status: Status
     code: int
@@ -86,7 +85,7 @@ class Outcome:
     peak_mb: int
 
     def uncertain(self, limits: Limits) -> bool:
-        """Whether a slower or faster machine might have found otherwise."""
+        """Whether a slower or faster machine might get another result."""
         return (
             self.status in ("cpu", "wall", "idle", "threads")
             or self.cpu_seconds * SLACK > limits.cpu_seconds
@@ -97,8 +96,8 @@ class Outcome:
 
 
 class Sandbox:
-    """One warm server process; `run` is safe to call from several threads (one program at a time).
-    `close` or `with` ends it. Raises UserError where the sandbox cannot be had."""
+    """A warm server process. `run` is thread-safe (one program at a time). `close` or `with` ends
+    it. Raises UserError on platforms without a sandbox."""
 
     def __init__(self, level: Level = "namespaces") -> None:
         if not kernel.supported():
@@ -111,7 +110,7 @@ class Sandbox:
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self.level: Level | None = None
-        """What was achieved, once a program was run."""
+        """The isolation achieved, set when a program is run."""
 
     def __enter__(self) -> Sandbox:
         return self
@@ -120,7 +119,8 @@ class Sandbox:
         self.close()
 
     def run(self, program: Program, limits: Limits | None = None) -> Outcome:
-        """Raises UnavailableError if the server died; the next call starts a fresh one."""
+        """Runs a program. Raises UnavailableError if the server died; the next call starts a new
+        one."""
         limits = limits or Limits()
         request = {**asdict(program), "limits": asdict(limits)}
         with self._lock:
@@ -132,7 +132,7 @@ class Sandbox:
                 self._kill()
                 raise UnavailableError(f"the sandbox's server died: {error}") from error
             except BaseException:
-                self._kill()  # an interrupted talk cannot be taken up again
+                self._kill()  # an interrupted exchange cannot be resumed
                 raise
         answer["output"] = answer["output"].encode("latin-1").decode("utf-8", "replace")
         answer["result"] = answer["result"].encode("latin-1").decode("utf-8", "replace")
@@ -212,7 +212,8 @@ class Sandbox:
 
 
 def _environment() -> dict[str, str]:
-    """The same hash seed everywhere: sets of text come in the same order."""
+    """Environment of the server. The hash seed is fixed, so that sets of text iterate in the same
+    order everywhere."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     return {**kept, "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -241,7 +242,7 @@ def _command(level: Level) -> list[str]:
 
 
 def _shown_again() -> list[str]:
-    """What the server needs of our own files where they lie under the folder that it sees empty."""
+    """Bind mounts for the server's own files that lie under the folder that it sees empty."""
     source = str(Path(__file__).resolve().parents[3])
     needed = dict.fromkeys([sys.prefix, sys.base_prefix, source])
     inside = [place for place in needed if Path(place).is_relative_to(_TEMPORARY)]

@@ -1,10 +1,10 @@
-"""What the sandbox asks of Linux, through libc: namespaces, an empty root, no privileges, seccomp.
+"""Linux isolation through libc: namespaces, an empty root, no privileges, seccomp.
 
-The system-call filter is a list of what is *allowed* (seccomp(2), filter mode): memory, threads,
-time, reading and writing descriptors that are already open. Opening anything, sockets, new
-processes, signals to others, sleeping and random bytes are refused with an error that the program
-sees. It needs no privilege, so it holds inside a container as on a bare machine; namespaces and the
-empty root are a second wall where the machine has them.
+The system-call filter is an allowlist (seccomp(2), filter mode): memory, threads, time, and reading
+and writing of open descriptors. Opening files, sockets, new processes, signals to others, sleeping
+and random bytes are rejected with an error that the program sees. It needs no privileges, so it
+works in a container as on a bare machine. Namespaces and the empty root are a second barrier where
+available.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _AARCH64 = {
     "pivot_root": 41, "capset": 91,
 }  # fmt: skip
 _JUDGED = frozenset({"ioctl", "clone", "tgkill", "newfstatat", "prlimit64", "clone3", "fcntl"})
-"""Calls that are looked at more closely; all others of the tables but these two are allowed."""
+"""Calls whose arguments are checked; all others in the tables except _OURS are allowed."""
 _OURS = frozenset({"pivot_root", "capset"})
 _MACHINES = {"x86_64": (0xC000_003E, _X86_64), "aarch64": (0xC000_00B7, _AARCH64)}
 
@@ -68,7 +68,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def supported() -> bool:
-    """Whether the filter is written for this machine."""
+    """Whether the filter supports this machine."""
     return platform.system() == "Linux" and platform.machine() in _MACHINES
 
 
@@ -84,7 +84,7 @@ def unshare(flags: int) -> None:
 
 
 def map_user(uid: int, gid: int) -> None:
-    """In a new user namespace of ours: we stay who we are. Raises OSError."""
+    """Maps our user and group to themselves in a new user namespace. Raises OSError."""
     for name, text in (
         ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")
     ):  # fmt: skip
@@ -96,7 +96,7 @@ def map_user(uid: int, gid: int) -> None:
 
 
 def empty_root() -> None:
-    """Replaces the root by an empty, read-only file system. Needs a mount namespace of our own and
+    """Replaces the root with an empty, read-only file system. Requires our own mount namespace and
     its capabilities. Raises OSError."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _checked(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount private")
@@ -110,17 +110,17 @@ def empty_root() -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends."""
+    """Requests SIGKILL when the parent ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl")
 
 
 def undumpable() -> None:
-    """No core, and nobody of the same user may look into this process's memory."""
+    """Disables core dumps, and memory access by other processes of the same user."""
     _checked(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def drop_capabilities() -> None:
-    """No capability in any set (capset(2), version 3)."""
+    """Drops all capabilities from all sets (capset(2), version 3)."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x2008_0522, 0))
     nothing = ctypes.create_string_buffer(24)
     numbers = _MACHINES[platform.machine()][1]
@@ -128,7 +128,7 @@ def drop_capabilities() -> None:
 
 
 def allow_only_computing() -> None:
-    """Installs the filter for this process and its threads, for good. Raises OSError."""
+    """Installs the filter permanently for this process and its threads. Raises OSError."""
     program = _filter(os.getpid())
     code = ctypes.create_string_buffer(program)
     described = ctypes.create_string_buffer(
@@ -139,8 +139,8 @@ def allow_only_computing() -> None:
 
 
 def _filter(own_pid: int) -> bytes:
-    """BPF over struct seccomp_data: number at 0, architecture at 4, argument i at 16 + 8i (its low
-    word first; both machines are little-endian)."""
+    """BPF program over struct seccomp_data: number at 0, architecture at 4, argument i at 16 + 8i
+    (low word first; both architectures are little-endian)."""
     architecture, numbers = _MACHINES[platform.machine()]
     steps: list[tuple[int, int, int, int]] = [
         (_LD, 0, 0, 4),
@@ -150,7 +150,7 @@ def _filter(own_pid: int) -> bytes:
     ]
 
     def when(name: str, body: list[tuple[int, int, int, int]]) -> None:
-        """`body` decides about the call `name` and must end in a return."""
+        """Adds `body` for the call `name`; it must end in a return."""
         steps.append((_JEQ, 0, len(body), numbers[name]))
         steps.extend(body)
 
@@ -162,9 +162,9 @@ def _filter(own_pid: int) -> bytes:
         if name not in _JUDGED | _OURS:
             when(name, [allow])
     when("ioctl", [refuse(errno.ENOTTY)])  # "is this a terminal?": no
-    when("clone3", [refuse(errno.ENOSYS)])  # its flags lie in memory: libc then takes clone
+    when("clone3", [refuse(errno.ENOSYS)])  # its flags are in memory; libc falls back to clone
     when("clone", [(_LD, 0, 0, 16), (_JSET, 0, 1, CLONE_THREAD), allow, refuse(errno.EPERM)])
-    when(  # duplicates and flags; F_SETOWN, F_SETSIG and O_ASYNC would send a signal to anybody
+    when(  # duplicates and flags; F_SETOWN, F_SETSIG and O_ASYNC could signal any process
         "fcntl",
         [(_LD, 0, 0, 24)]
         + [step for command in _FCNTL for step in ((_JEQ, 0, 1, command), allow)]

@@ -1,12 +1,12 @@
-"""The sandbox's server: a warm interpreter that forks one confined child for each program.
+"""The sandbox's server: a warm interpreter that forks one confined child per program.
 
-    start     import what programs may use → namespaces and an empty root, if the machine has them
-              → the last privileges go → "ready"
+    start     import what programs may use → namespaces and an empty root, if available
+              → drop the remaining privileges → "ready"
     request   fork → the child: descriptors, limits, no capabilities, the filter (kernel.py)
-              → runs the program → its exit; we read its output, count its time, and kill it at a
-              limit
+              → runs the program → exits; the server reads its output, measures its time, and
+              kills it at a limit
 
-Started by `client.Sandbox`; length-prefixed JSON on descriptors 0 and 1. Stays one thread.
+Started by `client.Sandbox`; length-prefixed JSON on descriptors 0 and 1. Single-threaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ MODULES = (
     "encodings.raw_unicode_escape", "encodings.unicode_escape", "encodings.utf_16",
     "encodings.utf_32", "encodings.utf_8", "encodings.utf_8_sig",
 )  # fmt: skip
-"""All that a program can import: they are loaded before it starts, since it can open no file."""
+"""All modules that a program can import. They are loaded before it starts, because it cannot open
+files."""
 _HELPERS = frozenset({
     "copyreg", "dis", "encodings", "genericpath", "importlib", "linecache", "locale", "opcode",
     "posix", "posixpath", "sre_compile", "sre_constants", "sre_parse", "stat", "token", "tokenize",
@@ -51,7 +52,7 @@ _HELPERS = frozenset({
 })  # fmt: skip
 _REFUSED = frozenset({"_ctypes", "_socket", "_posixsubprocess", "_ssl"})
 OWN_UID = 65533
-"""Whom programs run as when we are started by root."""
+"""User of programs if the server is started by root."""
 MAX_REQUEST = 64 << 20
 ERROR_BYTES = 4096
 _THREADS_LOOK = 0.02
@@ -82,8 +83,8 @@ _virtual_bytes = 0
 
 
 def _isolate(wanted: str) -> str:
-    """Namespaces and an empty root, or what can be had; then the last privileges go. Ends this
-    process in favour of a child in the new process namespace."""
+    """Sets up namespaces and an empty root, as far as possible, then drops the remaining
+    privileges. This process is replaced by a child in the new process namespace."""
     global _virtual_bytes
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - pathlib is not among MODULES
         _virtual_bytes = int(file.read().split()[0]) * resource.getpagesize()
@@ -93,7 +94,7 @@ def _isolate(wanted: str) -> str:
         kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
         | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID
     )  # fmt: skip
-    # a trial in a child first: what fails halfway cannot be undone
+    # try it in a child first: a partial failure cannot be undone
     if wanted == "namespaces" and _works(lambda: _enter(root, apart)):
         _enter(root, apart)
         _become_first()
@@ -131,7 +132,7 @@ def _works(attempt: Any) -> bool:
 
 
 def _become_first() -> None:
-    """Goes on as process 1 of the new process namespace: when it ends, all its children do."""
+    """Continues as process 1 of the new process namespace: when it ends, all its children do."""
     pid = os.fork()
     if pid:
         os.close(0)
@@ -140,12 +141,13 @@ def _become_first() -> None:
 
 
 def _counts_threads() -> bool:
-    """Whether a program can have a user namespace of its own, in which its threads are counted."""
+    """Whether a program can have its own user namespace, in which its threads are counted."""
     return os.getuid() != 0 and _works(lambda: kernel.unshare(kernel.CLONE_NEWUSER))
 
 
 def _forget_modules() -> None:
-    """Programs see the same modules on every machine, whatever its interpreter had loaded."""
+    """Gives programs the same modules on every machine, independent of what the interpreter had
+    loaded."""
     wanted = {name.partition(".")[0] for name in MODULES} | _HELPERS
     for name in list(sys.modules):
         root = name.partition(".")[0]
@@ -187,7 +189,7 @@ def _run(
 
 
 class _Watch:
-    """One child against its limits: processor time, progress, wall time, threads."""
+    """Checks one child against its limits: CPU time, progress, wall time, threads."""
 
     def __init__(self, pid: int, limits: dict[str, Any], counted: bool) -> None:
         self._pid, self._limits, self._counted = pid, limits, counted
@@ -196,7 +198,7 @@ class _Watch:
         self._used = 0.0
 
     def broken(self) -> str:
-        """Which limit is broken; "" if none (or the child has ended)."""
+        """The exceeded limit; "" if none (or if the child has ended)."""
         now = time.monotonic()
         try:
             spent = time.clock_gettime(self._clock)
@@ -216,7 +218,7 @@ class _Watch:
 
 
 def _watch(request: dict[str, Any], pid: int, reads: list[int], counted: bool) -> dict[str, Any]:
-    """Collects what the child writes until it ends or breaks a limit, then says how it ended."""
+    """Collects the child's output until it ends or exceeds a limit; returns how it ended."""
     limits = request["limits"]
     watch = _Watch(pid, limits, counted)
     keep = [limits["output_bytes"], ERROR_BYTES, limits["output_bytes"]]
@@ -256,7 +258,8 @@ def _watch(request: dict[str, Any], pid: int, reads: list[int], counted: bool) -
 
 
 def _reap(pid: int, killed: str, watch: _Watch) -> tuple[int, Any, str]:
-    """Waits for the child's end, by force if need be: it may run on, its descriptors closed."""
+    """Waits for the child's end, and kills it if necessary: it may keep running after closing its
+    descriptors."""
     while not killed:
         done, status, usage = os.wait4(pid, os.WNOHANG)
         if done:
@@ -282,7 +285,7 @@ def _threads(pid: int) -> int:
 def _confine(
     request: dict[str, Any], counted: bool, base: int, stdin: int, writes: list[int]
 ) -> None:
-    """In the child: no way back from here."""
+    """Confines the child, irrevocably."""
     limits = request["limits"]
     high = [os.dup(descriptor) for descriptor in (stdin, *writes)]
     for place, descriptor in enumerate(high):
@@ -309,11 +312,11 @@ def _confine(
 
 
 def _execute(request: dict[str, Any]) -> NoReturn:
-    """Runs the program as Python would run a script; with a function, calls it and hands back its
-    result as JSON. Nothing here is trusted: the program may take any of it over, and gains only
-    the right to say what it could have said anyway."""
+    """Runs the program like a Python script; with a function, calls it and returns its result as
+    JSON. Nothing here is trusted: a program that takes over any of it can only report what it could
+    have reported anyway."""
     code = 1
-    random.seed(0)  # who draws without a seed of their own draws the same everywhere
+    random.seed(0)  # programs without their own seed are deterministic
     try:
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), encoding="utf-8")
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8")
@@ -328,7 +331,7 @@ def _execute(request: dict[str, Any]) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:  # whatever it raises is its own ending
+    except BaseException as error:  # any exception ends the program
         with contextlib.suppress(BaseException):
             sys.stderr.write("".join(traceback.format_exception_only(error))[-2000:])
     try:

@@ -1,1 +1,1 @@
-"""Files that lie on purpose: what planted nodes hand in."""
+"""Deliberately false files: what planted nodes submit."""

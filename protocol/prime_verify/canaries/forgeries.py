@@ -1,7 +1,9 @@
-"""Activation proofs made without the states: each known way to pass TOPLOC's published thresholds.
+"""Activation proofs forged without the states: the known ways to pass TOPLOC's published
+thresholds.
 
-For tests, benches and lying nodes of the devnet; an honest node never imports this. A forger here
-is given more than one could know: the typical magnitudes of the very windows to be proven.
+For tests, benchmarks and attacking nodes of the devnet; honest nodes never import this. A forger
+here gets more information than a real one could have: the typical magnitudes of the very windows to
+be proven.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def _by_dimension(windows: Windows, hidden: int) -> NDArray[np.uint16]:
 
 
 def modulus_h(windows: Windows, hidden: int) -> list[bytes]:
-    """Modulus H, so that a position stands for its dimension: one typical value for each."""
+    """Modulus H, so that each position maps to its dimension: one typical value for each."""
     typical = _by_dimension(windows, hidden)
     top = np.argsort(typical & 0x7FFF, kind="stable")[::-1][:128]
     points = {int(d): int(typical[d]) for d in top}
@@ -59,7 +61,7 @@ def modulus_h(windows: Windows, hidden: int) -> list[bytes]:
 
 
 def outlier(windows: Windows, hidden: int) -> list[bytes]:
-    """Points put where the outlier dimensions are, each with its typical value."""
+    """Points at the outlier dimensions, each with its typical value."""
     typical = _by_dimension(windows, hidden)
     order = np.argsort(typical & 0x7FFF, kind="stable")[::-1]
     proofs = []
@@ -74,7 +76,7 @@ def outlier(windows: Windows, hidden: int) -> list[bytes]:
 
 
 def sign_flip(windows: Windows, hidden: int) -> list[bytes]:
-    """Every state negated: magnitudes are perfect."""
+    """Negates every state: magnitudes are perfect."""
     return activations.build([window ^ np.uint16(0x8000) for window in windows])
 
 
@@ -89,7 +91,7 @@ FORGERIES: dict[str, Forge] = {
 def forged_rows(
     rows: list[FileRow], states: Sequence[NDArray[np.uint16]], forge: Forge
 ) -> list[FileRow]:
-    """`rows` with their proofs replaced by forged ones; `states` [T, H] of each row."""
+    """`rows` with forged proofs; `states` are [T, H] of each row."""
     changed = []
     for row, of_row in zip(rows, states, strict=True):
         proofs = forge(activations.split_windows(of_row), of_row.shape[1])

@@ -1,12 +1,12 @@
-"""Ways to lie about a rollout file, each the honest builder with one step replaced.
+"""Attacks on rollout files, each the honest builder with one step replaced.
 
-    sampling   another rule of drawing, everything else computed by the true policy
-    weights    another policy draws, proves and reports
+    sampling   another sampling rule; everything else computed by the true policy
+    weights    another policy samples, proves and reports
     tokens     text from elsewhere, scored by the true policy (the right prefill)
     file       honest generation; rows, rewards, log-probabilities or proofs are changed
 
-For tests, benches, planted files and lying nodes of the devnet; an honest node never imports this.
-A liar declares the set-up that an honest node would.
+For tests, benchmarks, planted files and attacking nodes of the devnet; honest nodes never import
+this. An attacker declares the set-up that an honest node would.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from prime_verify.canaries.forgeries import FORGERIES, forged_rows
 from prime_verify.canaries.scene import Rows, Scene, Texts
 
 Ending = Literal["slashed", "void", "unseen"]
-"""What comes of it on the devnet, sooner or later: a slash, nothing but lost pay, or nothing
-(docs/verification.md says why)."""
+"""Eventual outcome on the devnet: a slash, only lost pay, or no detection (see
+docs/verification.md)."""
 
 
 Make = Callable[[Scene], bytes]
@@ -33,7 +33,7 @@ Make = Callable[[Scene], bytes]
 
 @dataclass(frozen=True)
 class Lie:
-    """One way to lie, and how it ends on the devnet, whose nodes compute in float32."""
+    """One attack, and its outcome on the devnet, whose nodes compute in float32."""
 
     make: Make
     ends: Ending = "slashed"
@@ -44,12 +44,12 @@ def _tokens(made: Sequence[Generation]) -> list[tuple[int, ...]]:
 
 
 def _retold(choose: Callable[[Scene], Texts]) -> Make:
-    """Tokens by `choose`; states and log-probabilities those of the true policy for them."""
+    """Tokens from `choose`, with the true policy's states and log-probabilities for them."""
     return lambda scene: scene.file(scene.score(choose(scene)))
 
 
 def _changed(change: Callable[[Scene, Rows, Sequence[Generation]], Rows]) -> Make:
-    """Honest generation, then rows changed."""
+    """Honest generation, followed by a change of the rows."""
 
     def make(scene: Scene) -> bytes:
         made = scene.generate()
@@ -66,7 +66,7 @@ def _weights(name: str) -> Make:
 
 
 def _old_policy(scene: Scene) -> bytes:
-    """An earlier policy in place of the leased one; honest while there is none."""
+    """An earlier policy instead of the leased one; honest if there is none."""
     return scene.file(scene.generate(scene.older()))
 
 
@@ -86,7 +86,7 @@ def _other_seed(scene: Scene) -> Texts:
 
 
 def _best_of(scene: Scene, tries: int) -> Texts:
-    """The try that is paid best; of equals the one that the policy finds most probable."""
+    """The try with the highest reward; among equals, the one most probable under the policy."""
     made = [scene.generate(flip=flip) for flip in range(tries)]
     tokenizer = scene.engine.tokenizer
     paid = [build.grade_rows(scene.plan, one, scene.environment, tokenizer) for one in made]
@@ -98,9 +98,10 @@ def _best_of(scene: Scene, tries: int) -> Texts:
 
 
 def _cut(scene: Scene, keep: Callable[[Any], Any]) -> Texts:
-    """Only tokens of the mask `keep`(log-probabilities [N, V]) are drawn, with the right noise.
+    """Samples only tokens in the mask `keep`(log-probabilities [N, V]), with the correct noise.
 
-    For the plain engine, whose noise is wrapped while it generates."""
+    For the plain engine only, whose noise is wrapped during generation.
+    """
     import torch
 
     engine: Any = scene.engine
@@ -147,7 +148,7 @@ def _small(scene: Scene) -> Texts:
 
 
 def _half_small(scene: Scene) -> Texts:
-    """Honest for the first half of each row, then a smaller model with the right noise."""
+    """Honest for the first half of each row, then a smaller model with the correct noise."""
     honest = _tokens(scene.generate())
     heads = [text[: max(1, len(text) // 2)] for text in honest]
     asked = [
@@ -164,7 +165,7 @@ def _half_small(scene: Scene) -> Texts:
 
 
 def _foreign(scene: Scene, share: float) -> Texts:
-    """So many tokens, at least one a row, replaced by any others."""
+    """Replaces this share of the tokens, at least one per row, by random others."""
     rng, ends = scene.rng, scene.engine.end_tokens
     changed = []
     for text in _tokens(scene.generate()):
@@ -178,13 +179,13 @@ def _foreign(scene: Scene, share: float) -> Texts:
 
 
 def _early_end(scene: Scene) -> Texts:
-    """Each row ends in the middle, as if the policy had wanted to."""
+    """Ends each row in the middle, as if the policy had chosen to."""
     end = min(scene.engine.end_tokens)
     return [(*text[: len(text) // 2], end) for text in _tokens(scene.generate())]
 
 
 def _padded(scene: Scene) -> Texts:
-    """Honest for three quarters, then one character to the limit."""
+    """Honest for three quarters, then one repeated character up to the limit."""
     limit = scene.run.max_output_tokens
     (dot,) = scene.engine.tokenizer.encode(".", add_special_tokens=False)
     honest = _tokens(scene.generate())
@@ -193,13 +194,13 @@ def _padded(scene: Scene) -> Texts:
 
 
 def _after_end(scene: Scene) -> Texts:
-    """Each row goes on after an end token."""
+    """Continues each row after an end token."""
     end = min(scene.engine.end_tokens)
     return [(*text[:2], end, *text[:2], end) for text in _tokens(scene.generate())]
 
 
 def _paraphrased(scene: Scene) -> bytes:
-    """The true prompt is written down, another was given to the model."""
+    """Records the true prompt, but gives another to the model."""
     (dot,) = scene.engine.tokenizer.encode(".", add_special_tokens=False)
     asked = [replace(row, prompt_tokens=(*row.prompt_tokens[:-1], dot)) for row in scene.plan]
     return scene.file(scene.generate(plan=asked))
@@ -217,13 +218,13 @@ def _logprobs(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
 
 
 def _copied(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
-    """One row of each group, handed in for all its samples."""
+    """Submits one row of each group for all of its samples."""
     first = {row.group: row for row in reversed(rows)}
     return [replace(first[row.group], sample=row.sample) for row in rows]
 
 
 def _copied_proof(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
-    """The first row of each group lends its proof to the others of its length."""
+    """Copies the proof of each group's first row to the group's other rows of that length."""
     first = {row.group: row for row in reversed(rows)}
     changed = []
     for row in rows:
@@ -247,8 +248,8 @@ def _forged(kind: str) -> Make:
 
 
 def _by_a_copy(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
-    """Proofs and sketches of a 4-bit copy's states beside honest tokens: the forger knows the
-    projection, its keys and the calibration, and all but the policy's true states."""
+    """Proofs and sketches of a 4-bit copy's states with honest tokens: the forger knows the
+    projection, its keys and the calibration, everything except the policy's true states."""
     found = scene.score(_tokens(made), scene.variant("int4"))
     return scene.repack(rows, [one.states for one in found])
 
@@ -266,8 +267,8 @@ def _other_prompts(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows
 
 
 def _copied_earlier(scene: Scene) -> bytes:
-    """Answers of an earlier file, scored by the true policy: to the prompts that it had, too, or if
-    there is none of those, to all. Honest while there is no earlier file."""
+    """Answers of an earlier file, scored by the true policy: for the prompts they share, or for all
+    if they share none. Honest if there is no earlier file."""
     made = scene.generate()
     earlier = scene.earlier
     if not earlier:
@@ -336,4 +337,4 @@ LIES: Mapping[str, Lie] = {
     "after_end": Lie(_retold(_after_end), "void"),
     "truncated": Lie(_truncated, "void"),
 }
-"""Every lie by name."""
+"""All attacks by name."""

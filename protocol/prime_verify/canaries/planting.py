@@ -1,11 +1,12 @@
-"""Planted files: made by a node of the manager's own, honest or lying, to see who notices.
+"""Planted files: made by one of the manager's own nodes, honest or not, to test the validators.
 
-The node has a seat, stake and leases like any other, so nothing in a file, its lease or the queue
-tells it apart. Which of its files lie, and how, follows from the lease and a secret that the node's
-machine and the orchestrator share; nobody else can know before the verdict.
+The node has a seat, stake and leases like any other, so a planted file, its lease and its place in
+the queue look like any other. Which of its files are attacks, and of which kind, follows from the
+lease and a secret shared by the node's machine and the orchestrator; no one else can know before
+the verdict.
 
-    worker         kind(secret, lease) ──► honest builder, or that lie   (prime_node/planting.py)
-    orchestrator   kind(secret, lease) ──► what the verdict should be   (manager/planting.py)
+    worker         kind(secret, lease) ──► honest builder, or that attack  (prime_node/planting.py)
+    orchestrator   kind(secret, lease) ──► the expected verdict            (manager/planting.py)
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ PLANTED_LIES = (
     *("half_small", "foreign5", "padded", "tampered_reward", "tampered_logprobs", "copied_rows"),
     *("forged_const", "forged_modh", "sign_flip", "forged_by_copy"),
 )
-"""Those of lies.py that one file should show: a miss says something of the validator."""
+"""Attacks of lies.py that a single file should reveal, so that a miss is significant for the
+validator."""
 
 
 def kind(secret: bytes, lease_digest: Digest) -> str:
-    """What the planted file of a lease is: HONEST every second time, else a lie's name."""
+    """Kind of a lease's planted file: HONEST half of the time, else the name of an attack."""
     lot = hashlib.sha256(b"prime/planted/v1" + secret + to_bytes(lease_digest)).digest()
     number = int.from_bytes(lot[:8], "big")
     return HONEST if number % 2 == 0 else PLANTED_LIES[number // 2 % len(PLANTED_LIES)]
 
 
 def read_secret(path: Path) -> bytes:
-    """The shared secret from its file (64 hex digits). Raises UserError if it is none, or if others
-    than its owner may read it."""
+    """Reads the shared secret from its file (64 hex digits). Raises UserError if it is invalid, or
+    if other users may read the file."""
     hint = f"make one: (umask 077; openssl rand -hex {SECRET_BYTES} > {path})"
     try:
         if path.stat().st_mode & 0o077:

@@ -1,6 +1,6 @@
-"""What a liar has to hand: one lease, the true policy, altered copies of it, the honest builder.
+"""Resources of an attacker: one lease, the true policy, altered copies of it, the honest builder.
 
-For tests, benches, planted files and lying nodes of the devnet; see lies.py.
+For tests, benchmarks, planted files and attacking nodes of the devnet; see lies.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _none_older() -> Engine | None:
 
 @dataclass(frozen=True)
 class Scene:
-    """One lease to lie about. `engine` holds its policy; `variant(name)` the same with other
-    weights (prime_engine.variants); `older()` an earlier policy, if one is at hand."""
+    """One lease to attack. `engine` holds its policy; `variant(name)` returns the same with altered
+    weights (prime_engine.variants); `older()` returns an earlier policy if one is available."""
 
     signed: SignedLease
     digest: Digest
@@ -45,7 +45,7 @@ class Scene:
     variant: Callable[[str], Engine]
     older: Callable[[], Engine | None] = field(default=_none_older)
     earlier: Sequence[FileRow] = ()
-    """Rows of a file made before, for another lease."""
+    """Rows of a previous file, for another lease."""
 
     @cached_property
     def plan(self) -> list[PlannedRow]:
@@ -61,13 +61,14 @@ class Scene:
 
     @property
     def rng(self) -> np.random.Generator:
-        """The same for the same lease."""
+        """A random generator seeded by the lease."""
         return np.random.default_rng(int(self.digest[2:18], 16))
 
     def requests(
         self, *, keyed: bool = True, flip: int = 0, plan: Plan | None = None
     ) -> list[GenerationRequest]:
-        """The plan's rows to generate; without their noise, or with a flipped noise seed."""
+        """Generation requests for the plan's rows; `keyed` False drops the noise, `flip` alters its
+        seed."""
         return [
             GenerationRequest(
                 row.prompt_tokens,
@@ -80,13 +81,13 @@ class Scene:
     def generate(
         self, engine: Engine | None = None, temperature: float | None = None, **how: Any
     ) -> list[Generation]:
-        """Generates the plan, by default as an honest node would."""
+        """Generates the plan, by default like an honest node."""
         return (engine or self.engine).generate(
             self.requests(**how), temperature or self.run.temperature
         )
 
     def score(self, texts: Texts, engine: Engine | None = None) -> list[Generation]:
-        """Given tokens as if the true policy had drawn them: its states and log-probabilities."""
+        """States and log-probabilities for given tokens, as if the true policy had sampled them."""
         engine = engine or self.engine
         replays = engine.replay(
             [
@@ -108,7 +109,8 @@ class Scene:
     def file(
         self, generations: Sequence[Generation], change: Callable[[Rows], Rows] | None = None
     ) -> bytes:
-        """The file of `generations`, graded and proved honestly; `change` may alter its rows."""
+        """Builds the file of `generations`, graded and proved honestly; `change` may alter its
+        rows."""
         rewards = build.grade_rows(self.plan, generations, self.environment, self.engine.tokenizer)
         proofs = build.prove_rows(self.digest, self.plan, generations)
         rows = build.assemble_rows(self.signed, self.plan, generations, rewards, proofs)
@@ -117,7 +119,7 @@ class Scene:
         )
 
     def repack(self, rows: Rows, states: Sequence[Any]) -> Rows:
-        """`rows` with proofs and sketches made of `states` (uint16 [T, H] each)."""
+        """`rows` with proofs and sketches built from `states` (uint16 [T, H] each)."""
         made = [
             replace_states(self.digest, row, of_row)
             for row, of_row in zip(rows, states, strict=True)

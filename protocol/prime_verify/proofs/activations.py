@@ -1,4 +1,4 @@
-"""Activation proofs in TOPLOC's bytes (arXiv 2501.16007), batched over all windows of a file.
+"""Activation proofs in TOPLOC's format (arXiv 2501.16007), batched over all windows of a file.
 
 A window is up to 32 generated tokens; its final-norm hidden states, bf16 [t, H], are flattened to
 N = t·H elements. The 128 largest magnitudes (ties to the lowest index; all if N < 128) at positions
@@ -7,12 +7,12 @@ p(idx mod m) = y, where m ≤ 65497 is the largest modulus that keeps them disti
 
     big-endian u16 m ‖ u16 c_0 … c_{k−1}            258 bytes for k = 128
 
-The verifier takes its own largest elements and compares p there with its own bits: exponents, signs
-and mantissas. States travel as uint16 arrays of bf16 bit patterns, so that no engine matters here.
+The verifier evaluates p at the positions of its own largest elements and compares exponents, signs
+and mantissas with its own. States are uint16 arrays of bf16 bit patterns for every engine.
 
-What it does not show: which token was drawn (sampling.py does), and, because p and m are the
-prover's choice, that the prover ran the model at all: see sketch.py. Strict decoding refuses small
-moduli, with which one magnitude per hidden dimension would pass.
+Limitations: a proof does not show which token was drawn (see sampling.py). Because the prover
+chooses p and m, it does not show that the prover ran the model at all (see sketch.py). Strict
+decoding rejects small moduli, with which one magnitude per hidden dimension would pass.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from prime_verify.proofs.picking import largest_of
 
 MAX_MODULUS = field.PRIME
 MIN_MODULUS = 1 << 15
-"""Moduli at or below are refused. Honest ones stay within a few hundred of MAX_MODULUS."""
+"""Moduli up to this value are rejected. Honest ones stay within a few hundred of MAX_MODULUS."""
 PROOF_BYTES = 2 + 2 * PROOF_TOPK
 _WORST_MANTISSA = 127
 _BATCH = 64
 """Windows interpolated at once."""
 
 States = NDArray[np.uint16]
-"""bf16 bit patterns [T, H]: one row a generated token, of the position that predicts it."""
+"""bf16 bit patterns [T, H]: one row per generated token, from the position that predicts it."""
 
 
 def windows_of(tokens: int) -> int:
-    """Number of proof windows of a row with that many generated tokens."""
+    """Number of proof windows of a row with `tokens` generated tokens."""
     return -(-tokens // PROOF_WINDOW)
 
 
 def proof_bytes(elements: int) -> int:
-    """Length of the proof of a window of `elements` values."""
+    """Proof length in bytes for a window of `elements` values."""
     return 2 + 2 * min(PROOF_TOPK, elements)
 
 
 def split_windows(states: States) -> list[NDArray[np.uint16]]:
-    """The flattened windows of one row, each uint16 [t·H]."""
+    """Splits one row's states into flattened windows, each uint16 [t·H]."""
     return [
         states[start : start + PROOF_WINDOW].reshape(-1)
         for start in range(0, len(states), PROOF_WINDOW)
@@ -60,7 +60,7 @@ def split_windows(states: States) -> list[NDArray[np.uint16]]:
 
 
 def largest(window: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """`largest_of` a single window: int64 [min(128, N)]."""
+    """`largest_of` for a single window: int64 [min(128, N)]."""
     return largest_of([window])[0]
 
 
@@ -72,7 +72,7 @@ def modulus_of(positions: NDArray[np.int64]) -> int:
     for m in range(MAX_MODULUS, MIN_MODULUS, -1):
         if _distinct(positions % m):
             return m
-    raise MalformedError("no modulus parts the positions")  # needs some 30,000 collisions
+    raise MalformedError("no modulus parts the positions")  # requires some 30,000 collisions
 
 
 def _distinct(residues: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -83,7 +83,7 @@ def _distinct(residues: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _moduli(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`modulus_of` each row of [W, k]; nearly all are the largest."""
+    """`modulus_of` for each row of [W, k]; nearly all are MAX_MODULUS."""
     moduli = np.full(len(positions), MAX_MODULUS, dtype=np.int64)
     for row in np.flatnonzero(~_distinct(positions % MAX_MODULUS)):
         moduli[row] = modulus_of(positions[row])
@@ -91,9 +91,9 @@ def _moduli(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def build(windows: Sequence[NDArray[np.uint16]]) -> list[bytes]:
-    """One proof for each flattened window (uint16 bf16 bits, [t·H], t ≥ 1).
+    """Builds one proof per flattened window (uint16 bf16 bits, [t·H], t ≥ 1).
 
-    Windows of one size are interpolated as one batch. Raises MalformedError on states that are not
+    Windows of equal size are interpolated in batches. Raises MalformedError if states are not
     finite.
     """
     picked = largest_of(windows)
@@ -107,8 +107,8 @@ def build(windows: Sequence[NDArray[np.uint16]]) -> list[bytes]:
 
 
 def build_picked(positions: NDArray[np.int64], values: NDArray[np.uint16]) -> list[bytes]:
-    """The proofs of W windows from their largest magnitudes: ascending positions and bf16 bits,
-    [W, k] each."""
+    """Builds the proofs of W windows from their largest magnitudes: ascending positions and bf16
+    bits, [W, k] each."""
     proofs = []
     for start in range(0, len(positions), _BATCH):
         some = positions[start : start + _BATCH]
@@ -122,7 +122,7 @@ def build_picked(positions: NDArray[np.int64], values: NDArray[np.uint16]) -> li
 
 
 def _by_size(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices grouped by size, in batches whose intermediate products stay in cache."""
+    """Indices grouped by size, in batches whose intermediate products fit in cache."""
     groups: dict[int, list[int]] = {}
     for i, size in enumerate(sizes):
         groups.setdefault(size, []).append(i)
@@ -134,12 +134,13 @@ def _by_size(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def pack(proofs: Sequence[bytes]) -> bytes:
-    """A row's proofs as one value: big-endian u16 length ‖ bytes, for each window in order."""
+    """Packs a row's proofs into one value: big-endian u16 length ‖ bytes, for each window in
+    order."""
     return b"".join(struct.pack(">H", len(proof)) + proof for proof in proofs)
 
 
 def unpack(data: bytes, windows: int) -> list[bytes]:
-    """The reverse of `pack`. Raises MalformedError unless there are exactly `windows` proofs."""
+    """The inverse of `pack`. Raises MalformedError unless there are exactly `windows` proofs."""
     proofs: list[bytes] = []
     at = 0
     while at < len(data) and len(proofs) < windows:
@@ -185,9 +186,9 @@ def decode(proof: bytes, elements: int) -> DecodedProof:
 class WindowMatches:
     """Comparison of W windows, arrays of length W.
 
-    `exponent` share of the verifier's largest elements whose exponent differs; `sign` share whose
-    sign differs; `mantissa` mean |Δ mantissa| (0 … 127) over those with equal exponent, 127 if none
-    has; `mantissa_median` their median.
+    `exponent`: share of the verifier's largest elements whose exponent differs. `sign`: share whose
+    sign differs. `mantissa`: mean |Δ mantissa| (0 … 127) over elements with equal exponent, 127 if
+    there are none. `mantissa_median`: their median.
     """
 
     exponent: NDArray[np.float64]
@@ -197,10 +198,10 @@ class WindowMatches:
 
 
 def verify(proofs: Sequence[DecodedProof], windows: Sequence[NDArray[np.uint16]]) -> WindowMatches:
-    """Compares decoded proofs with the verifier's own flattened windows (uint16 bf16 bits, [N],
-    N ≥ 1; their `min(128, N)` largest elements are compared), in order: arrays of length W.
+    """Compares decoded proofs with the verifier's own flattened windows (uint16 bf16 bits, [N], N ≥
+    1), in order, at the `min(128, N)` largest elements of each.
 
-    Raises MalformedError on states that are not finite, and if the counts differ.
+    Raises MalformedError if states are not finite or the counts differ.
     """
     if len(proofs) != len(windows):
         raise MalformedError(f"{len(proofs)} proofs for {len(windows)} windows")
@@ -225,8 +226,8 @@ def verify(proofs: Sequence[DecodedProof], windows: Sequence[NDArray[np.uint16]]
 def _medians(
     error: NDArray[np.int64], same: NDArray[np.bool_], equal: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Median of `error` [W, k] over the `equal` [W] places of each row where `same`."""
-    ordered = np.sort(np.where(same, error, _WORST_MANTISSA + 1), axis=1)  # others go last
+    """Median of `error` [W, k] over each row's `equal` [W] places where `same`."""
+    ordered = np.sort(np.where(same, error, _WORST_MANTISSA + 1), axis=1)  # the rest sorts last
     rows = np.arange(len(error))
     at = np.maximum(equal - 1, 0)
     low, high = ordered[rows, at // 2], ordered[rows, (at + 1) // 2]

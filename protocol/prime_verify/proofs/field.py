@@ -1,8 +1,8 @@
-"""Polynomials over GF(65497), batched: float64 matrix products that are exact.
+"""Batched, exact polynomial arithmetic over GF(65497) with float64 matrix products.
 
-Elements are integers 0 … 65496 held in float64, so that products go through BLAS: a product is
-below 2³², a sum of 1,024 of them below 2⁴², and a double counts exactly to 2⁵³. All functions work
-on W polynomials at once, each with k points; k is padded to a multiple of 16 where it helps.
+Elements are integers 0 … 65496 stored as float64, so that products use BLAS: a product is below
+2³², a sum of 1,024 of them below 2⁴², and a double is exact up to 2⁵³. All functions process W
+polynomials at once, each with k points; k is padded to a multiple of 16 where that helps.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 PRIME = 65497
 _BABY = 16
 _SHORT = 8
-"""Factors up to this degree are multiplied term by term, longer ones by a transform."""
+"""Factors up to this degree are multiplied term by term, longer ones by FFT."""
 
 Field = NDArray[np.float64]
 """Integers modulo PRIME as float64, reduced to 0 … PRIME − 1."""
 
 
 def reduce(x: Field) -> Field:
-    """x mod PRIME for integer-valued |x| < 2⁴⁵. The half keeps the quotient away from integers, so
-    that one rounded multiplication cannot cross one."""
+    """x mod PRIME for integer-valued |x| < 2⁴⁵. Adding a half keeps the quotient away from
+    integers, so that the rounding of the multiplication cannot cross one."""
     quotient = x + 0.5
     quotient *= 1.0 / PRIME
     np.floor(quotient, out=quotient)
@@ -54,8 +54,8 @@ def _generator() -> int:
 
 
 def _baby_powers(x: Field) -> tuple[Field, Field]:
-    """(x⁰ … x¹⁵ as [W, k, 16], x¹⁶ as [W, k]). In memory the exponent comes first: numpy's inner
-    loops then run over all of x."""
+    """(x⁰ … x¹⁵ as [W, k, 16], x¹⁶ as [W, k]). The exponent is the first axis in memory, so that
+    numpy's inner loops run over all of x."""
     powers = np.empty((_BABY, *x.shape), dtype=np.float64)
     powers[0] = 1
     powers[1] = x
@@ -75,7 +75,7 @@ def evaluate(coefficients: Field, x: Field) -> Field:
 
 
 def _evaluate(coefficients: Field, steps: tuple[Field, Field]) -> Field:
-    """Baby steps by one matrix product, giant steps by Horner in x¹⁶."""
+    """Baby-step giant-step: baby steps in one matrix product, giant steps by Horner in x¹⁶."""
     count, n = coefficients.shape
     blocks = -(-n // _BABY)
     padded = np.zeros((count, blocks * _BABY), dtype=np.float64)
@@ -106,9 +106,9 @@ def _master(x: Field) -> Field:
     """Coefficients [W, k + 1], ascending, of Π_i (X − x_i), by a product tree."""
     count, k = x.shape
     size = 1 << (k - 1).bit_length() if k > 1 else 1
-    # Monic factors are kept without their leading 1: (X^d + a)(X^d + b) = X^2d + (a + b)X^d + ab.
-    # Missing leaves are the factor X, a plain shift of the result. Short factors are kept with the
-    # degree as the first axis [d, W, n], so that numpy's inner loops are long; which are paired
+    # Monic factors are stored without their leading 1: (X^d + a)(X^d + b) = X^2d + (a + b)X^d + ab.
+    # Missing leaves are the factor X, which only shifts the result. Short factors are stored with
+    # the degree as the first axis [d, W, n], so that numpy's inner loops are long; the pairing
     # does not matter.
     level = np.zeros((1, count, size), dtype=np.float64)
     level[0, :, :k] = PRIME - x
@@ -134,8 +134,8 @@ def _master(x: Field) -> Field:
 
 
 def _convolve(a: Field, b: Field) -> Field:
-    """Exact integer convolution along the last axis, lengths ≤ 128: the transform's error stays
-    near 2⁴⁰ · 2⁻⁵³ · log₂ 256, far below ½."""
+    """Exact integer convolution along the last axis, lengths ≤ 128: the FFT error stays near 2⁴⁰ ·
+    2⁻⁵³ · log₂ 256, far below ½."""
     length = a.shape[-1] + b.shape[-1] - 1
     size = 1 << (length - 1).bit_length()
     product = np.fft.irfft(np.fft.rfft(a, size) * np.fft.rfft(b, size), size)
@@ -145,8 +145,8 @@ def _convolve(a: Field, b: Field) -> Field:
 def interpolate(x: Field, y: Field) -> Field:
     """Ascending coefficients [W, k] of the polynomials of degree < k through (x, y), both [W, k].
 
-    Points of one polynomial must be distinct modulo PRIME. Lagrange's form, expanded:
-    with M = Π(X − x_i) and w_i = y_i / M'(x_i), c_j = Σ_{l>j} M_l · S_{l−j−1}, S_r = Σ w_i x_i^r.
+    The points of one polynomial must be distinct modulo PRIME. Lagrange's form, expanded: with M =
+    Π(X − x_i) and w_i = y_i / M'(x_i), c_j = Σ_{l>j} M_l · S_{l−j−1}, S_r = Σ w_i x_i^r.
     """
     k = x.shape[1]
     master = _master(x)

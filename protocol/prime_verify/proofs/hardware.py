@@ -1,11 +1,12 @@
-"""Hardware challenge: multiply seeded integer matrices; the answer is checked by Freivalds.
+"""Hardware challenge: multiply seeded integer matrices; the result is checked with Freivalds'
+method.
 
 Round r of a challenge draws two size×size int8 matrices A_r, B_r from SHAKE-256 (FIPS 202) of
-"prime/hardware/v1" ‖ seed ‖ r ‖ "A" or "B", row by row; the solution is A_r · B_r as int64.
-Solving costs rounds · size³ multiply-adds, checking O(rounds · size²) (Freivalds, 1977).
+"prime/hardware/v1" ‖ seed ‖ r ‖ "A" or "B", row by row; the solution is A_r · B_r as int64. Solving
+costs rounds · size³ multiply-adds, checking O(rounds · size²) (Freivalds, 1977).
 
-What it shows: how fast this key's holder multiplied at this moment. What it does not: which machine
-did it, or that the machine will be there tomorrow.
+It shows how fast this key's holder multiplied at this moment. It does not show which machine did
+it, or that the machine will be available later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from prime_core.ids import Digest, to_bytes
 
 MAX_SIZE = 8192
 _BLOCK = 1024
-"""Longest inner dimension whose int8 products add up exactly in float32: 1024 · 2¹⁴ = 2²⁴."""
+"""Longest inner dimension whose int8 products sum exactly in float32: 1024 · 2¹⁴ = 2²⁴."""
 
 
 def matrices(
@@ -38,7 +39,7 @@ def matrices(
 
 
 def multiply_adds(size: int, rounds: int) -> int:
-    """Multiply-adds that a solution takes."""
+    """Number of multiply-adds of a solution."""
     return rounds * size**3
 
 
@@ -48,11 +49,11 @@ def solution_bytes(size: int, rounds: int) -> int:
 
 
 def solve(seed: Digest, size: int, rounds: int, device: str = "cpu") -> NDArray[np.int64]:
-    """All products, int64 [rounds, size, size].
+    """Computes all products, int64 [rounds, size, size].
 
-    `device` "cpu" multiplies by numpy, anything else ("cuda", "cuda:1") by torch on that device:
-    float32 blocks of 1,024 terms, which are exact, added up as integers.
-    Raises UnavailableError if torch or the device is missing.
+    `device` "cpu" uses numpy, anything else ("cuda", "cuda:1") uses torch on that device: float32
+    blocks of 1,024 terms, which are exact, summed as integers. Raises UnavailableError if torch or
+    the device is missing.
     """
     products = np.empty((rounds, size, size), dtype=np.int64)
     for r in range(rounds):
@@ -94,8 +95,8 @@ def _product_torch(
 
 
 def decode_solution(data: bytes, size: int, rounds: int) -> NDArray[np.int64]:
-    """Products from the wire: int64 [rounds, size, size]. Raises MalformedError unless the length
-    is exact; the entries are anything."""
+    """Decodes products: int64 [rounds, size, size]. Raises MalformedError unless the length is
+    exact; does not check the entries."""
     expected = solution_bytes(size, rounds)
     if len(data) != expected:
         raise MalformedError(f"a solution has {expected} bytes, not {len(data)}")
@@ -103,7 +104,8 @@ def decode_solution(data: bytes, size: int, rounds: int) -> NDArray[np.int64]:
 
 
 def encode_solution(products: NDArray[np.int64]) -> bytes:
-    """Products (int64 [rounds, size, size]) as little-endian bytes, row by row. Checks nothing."""
+    """Encodes products (int64 [rounds, size, size]) as little-endian bytes, row by row. Checks
+    nothing."""
     return products.astype("<i8").tobytes()
 
 
@@ -115,10 +117,11 @@ def check(
     rng: np.random.Generator,
     repetitions: int = 2,
 ) -> bool:
-    """True if `products` (int64 [rounds, size, size]) are the products; wrong ones pass with
-    probability ≤ 2⁻³² a repetition, drawn from `rng`, which the solver must not foresee.
+    """Returns True if `products` (int64 [rounds, size, size]) are correct. Wrong ones pass with
+    probability ≤ 2⁻³² per repetition, drawn from `rng`, which the solver must not be able to
+    predict.
 
-    Arithmetic wraps modulo 2⁶⁴. An entry of an honest product is below 2²⁷, so entries are bounded
+    Arithmetic wraps modulo 2⁶⁴. An entry of a correct product is below 2²⁷, so entries are bounded
     first; then a wrong entry differs by d = 2ᵏ·odd with k ≤ 28, and d·x ≡ c (mod 2⁶⁴) has at most
     one solution x among the 2³² values drawn.
     """
@@ -137,7 +140,7 @@ def check(
 
 
 def _times(matrix: NDArray[np.int8] | NDArray[np.int64], x: NDArray[np.int64]) -> NDArray[np.int64]:
-    """matrix · x in wrapping int64, a block of rows at a time so that memory stays small."""
+    """matrix · x in wrapping int64, in blocks of rows to bound memory."""
     rows = [
         matrix[i : i + 256].astype(np.int64, copy=False) @ x for i in range(0, len(matrix), 256)
     ]

@@ -1,10 +1,10 @@
 """Triton kernels of the seeded noise and of the window sketch, for CUDA devices.
 
-Importing this needs Triton. With TRITON_INTERPRET=1 in the environment before the import, the
-kernels run in Triton's interpreter on CPU tensors, which is how they are tested without a GPU.
+Importing this module requires Triton. If TRITON_INTERPRET=1 is set before the import, the kernels
+run in Triton's interpreter on CPU tensors; tests without a GPU use this.
 
     sample    logits / T + noise → token and its log-probability before the noise, in one pass
-    gumbel    the noise alone, as sampling_torch.gumbel
+    gumbel    the noise only, as sampling_torch.gumbel
     sketch    float64 sums of signed buckets of many windows, as sketch.build, in a fixed order
 """
 
@@ -48,7 +48,8 @@ def _mix(h, key):
 
 @triton.jit
 def _bits(seed, position, ids):
-    """r of the specification: uint32, of int64 seed and position and int32 token ids."""
+    """r of the specification (sampling.py) as uint32, from int64 seed and position and int32 token
+    ids."""
     h = (seed ^ seed).to(tl.uint32)
     h = _mix(h, (seed & 0xFFFFFFFF).to(tl.uint32))
     h = _mix(h, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
@@ -63,8 +64,8 @@ def _bits(seed, position, ids):
 
 @triton.jit
 def _gumbel(bits):
-    """g of uint32 hashes. Each half of the range is taken from its own end; log1p near 0 is a
-    series, since a device's log may lose digits near 1."""
+    """g of uint32 hashes. Each half of the range is computed from its own end. log1p near 0 is a
+    series, because a device's log may lose digits near 1."""
     low = bits < 0x80000000
     word = tl.where(low, bits, bits ^ 0xFFFFFFFF).to(tl.int32)
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -95,8 +96,8 @@ def _sample_kernel(
     best, winner, own, largest, total, logits, stride, temperatures, seeds, noisy, positions,
     vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its largest noisy value, that token and its logit/T, and the running
-    maximum and sum of exponentials that give the row's log-sum-exp."""
+    """One block of one row: its largest noisy value, that token and its logit/T, and the block's
+    maximum and sum of exponentials for the row's log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -126,7 +127,7 @@ def _sketch_mix(x):
 
 @triton.jit
 def _sketch_kernel(out, states, keys, size, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """One part of one window: its 64 signed sums, float64, always in the same order."""
+    """One part of one window: its 64 signed float64 sums, always in the same order."""
     window = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = tl.load(keys + 2 * window).to(tl.uint32)
@@ -146,7 +147,7 @@ def _sketch_kernel(out, states, keys, size, PART: tl.constexpr, BLOCK: tl.conste
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """sampling_torch.gumbel by one kernel: float32 (N, vocabulary), of int64 (N,) tensors."""
+    """sampling_torch.gumbel in one kernel: float32 (N, vocabulary), from int64 (N,) tensors."""
     noise = torch.empty((len(seeds), vocabulary), dtype=torch.float32, device=seeds.device)
     kernel: Any = _gumbel_kernel
     if len(seeds):
@@ -180,8 +181,8 @@ def sample(
 
 
 def sketch(states: Tensor, keys: Tensor) -> Tensor:
-    """float64 (W, 64): the sums of sketch.build before rounding, of bf16 states (W, N) and the two
-    words of each window's key, int64 (W, 2)."""
+    """The sums of sketch.build before rounding: float64 (W, 64), from bf16 states (W, N) and the
+    two words of each window's key, int64 (W, 2)."""
     windows, size = states.shape
     parts = triton.cdiv(size, _SKETCH_PART)
     sums = torch.empty(

@@ -1,11 +1,11 @@
 """The largest magnitudes of many windows at once, ties to the lowest index.
 
-A window (uint16 bf16 bits [N]) is seen as a table of C columns. Any 128 of its elements bound the
-128th largest from below, so the 128th largest of its column maxima does (of groups of columns, to
-sort fewer), and only columns whose maximum reaches that bound can hold one of the 128. All elements
-are read in place, twice from cache: as signed numbers their maximum is the largest positive
-magnitude, as unsigned ones the largest negative one. The rest touches some thousand. Those that
-reach the bound are ordered by one sort of 64-bit keys:
+A window (uint16 bf16 bits [N]) is treated as a table of C columns. The 128th largest of the column
+maxima (of groups of columns, to sort fewer) is a lower bound on the window's 128th largest element,
+and only columns whose maximum reaches that bound can contain one of the 128. All elements are read
+in place, twice from cache: the signed maximum is the largest positive magnitude, the unsigned
+maximum the largest negative one. The remaining steps touch some thousand elements. Those that reach
+the bound are ordered by one sort of 64-bit keys:
 
     window (16 bits) ‖ 0x7FFF − magnitude (16 bits) ‖ position (32 bits)
 """
@@ -23,7 +23,7 @@ from prime_core.proof_form import PROOF_TOPK
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITE = np.uint16(0x7F80)
 _TOGETHER = 1 << 21
-"""Elements of the windows that are treated together: 4 MiB, so that they stay in cache."""
+"""Elements of the windows processed together: 4 MiB, so that they fit in cache."""
 _COLUMNS_MAX = 8192
 _GROUPS_MAX = 512
 _POSITION = (1 << 32) - 1
@@ -31,8 +31,8 @@ Windows = Sequence[NDArray[np.uint16]]
 
 
 def largest_of(windows: Windows) -> list[NDArray[np.int64]]:
-    """For each window (bf16 bits [N], N < 2³²) the ascending positions of its min(128, N) largest
-    magnitudes: int64 [min(128, N)].
+    """For each window (bf16 bits [N], N < 2³²), returns the ascending positions of its min(128, N)
+    largest magnitudes: int64 [min(128, N)].
 
     Raises MalformedError if an element is infinite or NaN.
     """
@@ -44,7 +44,7 @@ def largest_of(windows: Windows) -> list[NDArray[np.int64]]:
 
 
 def _batches(windows: Windows) -> Iterator[list[int]]:
-    """Indices of windows of one size, as many as fit in _TOGETHER (and in a key's 16 bits)."""
+    """Indices of windows of equal size, as many as fit in _TOGETHER (and in a key's 16 bits)."""
     groups: dict[int, list[int]] = {}
     for i, window in enumerate(windows):
         groups.setdefault(len(window), []).append(i)
@@ -103,7 +103,7 @@ def _column_maxima(tables: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint16]:
 
 
 def _bounds(maxima: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """A magnitude of each row of [W, C] that at least 128 of its entries reach: uint16 [W]."""
+    """For each row of [W, C], a magnitude that at least 128 of its entries reach: uint16 [W]."""
     count, columns = maxima.shape
     groups = min(columns, _GROUPS_MAX)
     largest = maxima.reshape(count, columns // groups, groups).max(axis=1)
@@ -112,7 +112,7 @@ def _bounds(maxima: NDArray[np.uint16]) -> NDArray[np.uint16]:
 
 
 def _where(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`nonzero` of a table [R, C]; some six times as fast where little is set."""
+    """`nonzero` of a table [R, C]; about six times as fast when few entries are set."""
     flat = np.flatnonzero(mask)
     row = flat // mask.shape[1]
     return row, flat - row * mask.shape[1]
@@ -121,7 +121,7 @@ def _where(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64
 def _keys(
     window: NDArray[np.int64], magnitude: NDArray[np.uint16], position: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The sort keys of the module's docstring."""
+    """The sort keys of the module docstring."""
     rank = np.int64(0x7FFF) - magnitude.astype(np.int64)
     return (window << 48) | (rank << 32) | position
 

@@ -2,9 +2,9 @@
 
     token = argmax_v( logits_v / T + g_v ),   g = −ln(−ln u)          (Gumbel-max trick)
 
-so which token was drawn is a fact that anyone can recompute. The noise is named `NOISE`. It is the
-function of vLLM ≥ 0.32 (vllm/v1/worker/gpu/sample/gumbel.py, float32 path, no drafting), so that
-such an engine samples natively with `SamplingParams.seed`. All integers wrap at 2³²:
+so anyone can recompute which token was drawn. The noise is named `NOISE`. It is the function of
+vLLM ≥ 0.32 (vllm/v1/worker/gpu/sample/gumbel.py, float32 path, no speculative decoding), so vLLM
+can sample natively with `SamplingParams.seed`. All integers wrap at 2³²:
 
     mix(h, k) = 5 · rotl(h ⊕ 0x1b873593 · rotl(0xcc9e2d51 · k, 15), 13) + 0xe6546b64
     h         = mix(mix(mix(0, seed mod 2³²), seed ≫ 32), position mod 2³²)
@@ -12,19 +12,19 @@ such an engine samples natively with `SamplingParams.seed`. All integers wrap at
     u         = (r + ½) / 2³²
     g(v)      = −ln(−ln(1 − u))
 
-that is MurmurHash3_x86_32 with seed 0 of the 16 bytes (seed, position, token id), little-endian,
-and `fmix` its finalizer. `seed` is the row's 64-bit key (prime_core.seeds.noise_seed),
-`position` the place in the whole row of the *input* token: prompt length − 1 for the first output
-token. r is exact everywhere. g is defined as a real number; `gumbel` here rounds it to float32,
-`sampling_torch` and the Triton kernel are within 1e-5 of it, vLLM's kernel too where u < 1 − 2⁻¹⁰
-(above, it loses digits of noise below −1.9, which decides almost no draw). Margins that small are
-ignored.
+r is MurmurHash3_x86_32 with seed 0 of the 16 bytes (seed, position, token id), little-endian, and
+`fmix` is its finalizer. `seed` is the row's 64-bit key (prime_core.seeds.noise_seed), `position`
+the index of the *input* token in the whole row: prompt length − 1 for the first output token. r is
+exact everywhere. g is defined as a real number; `gumbel` in this module rounds it to float32.
+`sampling_torch` and the Triton kernel are within 1e-5 of it, and so is vLLM's kernel where
+u < 1 − 2⁻¹⁰ (above, it loses digits of noise below −1.9, which decides almost no draw). Margins
+that small are ignored.
 
-h has 32 bits, so only 2³² streams exist: two rows of the same prompt are identical with a chance of
-2⁻³², which is harmless, as keys come from keccak-256 of a lease.
+h has 32 bits, so only 2³² streams exist. Two rows of the same prompt are identical with probability
+2⁻³², which is harmless because keys come from keccak-256 of a lease.
 
-What replay does not show: lies that change no token, such as weights off by less than the noise.
-This module needs numpy only.
+Limitation: replay does not detect changes that alter no token, such as weight errors smaller than
+the noise. This module requires only numpy.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 NOISE = "murmur3-gumbel-1"
-"""The name of the noise function, as runs give it."""
+"""The name of the noise function, as used in run definitions."""
 KEY_1 = 0xCC9E2D51
 KEY_2 = 0x1B873593
 STEP = 0xE6546B64
 FINAL_1 = 0x85EBCA6B
 FINAL_2 = 0xC2B2AE35
 BYTES = 16
-"""Length of what is hashed."""
+"""Length of the hash input."""
 CHUNK = 1 << 16
-"""Hash this many elements at a time, so that intermediate arrays stay in cache."""
+"""Number of elements hashed at a time, so that intermediate arrays fit in cache."""
 END_PROBABILITY = 0.1
-"""A row that ends by an end token less probable than this needs the noise to explain it."""
+"""A row that ends with an end token less probable than this is plausible only if the noise chose
+it."""
 
 _Words = NDArray[np.uint32]
 
@@ -77,7 +78,8 @@ def _finish(h: _Words) -> _Words:
 
 
 def row_state(seeds: ArrayLike, positions: ArrayLike) -> _Words:
-    """h of the docstring: uint32 (N,), from signed or unsigned 64-bit seeds (N,) and positions."""
+    """h of the module docstring: uint32 (N,), from signed or unsigned 64-bit seeds (N,) and
+    positions."""
     seed = np.asarray(seeds).reshape(-1).astype(np.int64).view(np.uint64)
     position = np.asarray(positions).reshape(-1).astype(np.uint32)
     h = np.zeros(len(seed), dtype=np.uint32)
@@ -107,7 +109,7 @@ def gumbel(seeds: ArrayLike, positions: ArrayLike, vocabulary: int) -> NDArray[n
 def choose(
     logits: NDArray[np.float32], temperature: float, noise: NDArray[np.float32]
 ) -> NDArray[np.int64]:
-    """The token of each row: (N,) from logits and noise (N, V); ties go to the lowest id."""
+    """The token of each row: (N,), from logits and noise (N, V); ties go to the lowest id."""
     winners: NDArray[np.int64] = (logits / np.float32(temperature) + noise).argmax(axis=1)
     return winners
 
@@ -116,8 +118,8 @@ def choose(
 class SamplingMatch:
     """Statistics of one row's replay.
 
-    `equal` share of tokens that are the seeded winner; `margin_mean`, `margin_max` by how much the
-    winner beats the claimed token, in logits/T units (0 where equal).
+    `equal`: share of tokens that are the seeded winner. `margin_mean`, `margin_max`: by how much
+    the winner beats the claimed token, in units of logits/T (0 where equal).
     """
 
     tokens: int
@@ -127,8 +129,8 @@ class SamplingMatch:
 
 
 def match_sampling(margins: NDArray[np.float32], cap: float) -> SamplingMatch:
-    """Statistics over the tokens' margins (T,); each is capped at `cap` in the mean, so that one
-    token alone cannot carry it. Infinite margins count as the cap; NaN never occurs in replay."""
+    """Statistics over the tokens' margins (T,). In the mean, each margin is capped at `cap`, so
+    that one token cannot dominate. Infinite margins count as the cap; the replay has no NaN."""
     capped = np.minimum(margins, cap).astype(np.float64)
     return SamplingMatch(
         tokens=len(margins),
@@ -154,14 +156,14 @@ def improbable_tokens(
 ) -> tuple[int, float]:
     """(observed, expected bound) of tokens with probability below share / vocabulary.
 
-    Whatever the model, all such tokens together have probability < `share` at each position, so an
-    honest sampler draws at most `share` · T of them on average. A small model's text that a large
-    one merely scored has its second hump there.
+    For every model, all such tokens together have probability < `share` at each position, so an
+    honest sampler draws at most `share` · T of them on average. Text from a small model that a
+    large one only scored has a second hump there.
     """
     values = np.asarray(logprobs, dtype=np.float64)
     return int((values < math.log(share / vocabulary)).sum()), share * len(values)
 
 
 def ends_plausibly(end_probability: float, margin: float, tolerance: float) -> bool:
-    """True if an end token may stand where it does: probable enough, or the noise's own choice."""
+    """Whether an end token is plausible: probable enough, or chosen by the noise."""
     return end_probability > END_PROBABILITY or margin <= tolerance

@@ -1,4 +1,4 @@
-"""The noise of proofs/sampling.py on torch tensors, on any device: the same bits."""
+"""The noise of proofs/sampling.py on torch tensors, bit-identical on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_verify.proofs.sampling import BYTES, CHUNK, FINAL_1, FINAL_2, KEY_1, 
 
 
 def signed(value: int) -> int:
-    """A 32-bit word as the int32 with the same bits (torch has no uint32 arithmetic)."""
+    """Converts a 32-bit word to the int32 with the same bits (torch has no uint32 arithmetic)."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value
 
@@ -24,7 +24,7 @@ _FINAL_1, _FINAL_2 = signed(FINAL_1), signed(FINAL_2)
 
 
 def shift(x: Tensor, n: int) -> Tensor:
-    """Logical right shift of int32, which torch shifts arithmetically."""
+    """Logical right shift of int32 (torch's own shift is arithmetic)."""
     return (x >> n).bitwise_and_((1 << (32 - n)) - 1)
 
 
@@ -49,7 +49,7 @@ def _finish(h: Tensor) -> Tensor:
 
 
 def _row_state(seeds: Tensor, positions: Tensor) -> Tensor:
-    """h of sampling's docstring: int32 (N, 1)."""
+    """h of sampling's module docstring: int32 (N, 1)."""
     h = torch.zeros(len(seeds), dtype=torch.int32, device=seeds.device)
     for word in (seeds, seeds >> 32, positions):
         h = _mix(h, _scramble(word.to(torch.int32)))  # wraps: keeps the low 32 bits
@@ -57,7 +57,8 @@ def _row_state(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _parts(rows: int, vocabulary: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """The vocabulary in slices whose intermediate tensors stay in a CPU's cache, with their ids."""
+    """Slices of the vocabulary whose intermediate tensors fit in a CPU's cache, with their token
+    ids."""
     step = max(1, CHUNK // max(1, rows)) if device.type == "cpu" else vocabulary
     for start in range(0, vocabulary, step):
         stop = min(start + step, vocabulary)
@@ -75,8 +76,8 @@ def noise_bits(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
 
 def noise_of(bits: Tensor) -> Tensor:
-    """g of the hashes `bits` (int32, any shape): float32. The upper half of the range is taken from
-    its own end, so that neither tail loses digits."""
+    """g of the hashes `bits` (int32, any shape): float32. The upper half of the range is computed
+    from its own end, so that neither tail loses digits."""
     high = bits >> 31  # 0, or −1 for unsigned words from 2³¹
     u = (bits ^ high).to(torch.float32).add_(0.5).mul_(2.0**-32)  # u, or 1 − u
     inner = u.log()
@@ -85,7 +86,7 @@ def noise_of(bits: Tensor) -> Tensor:
 
 
 def kernels() -> ModuleType | None:
-    """The Triton kernels, or None where there is no Triton."""
+    """The Triton kernels, or None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("prime_verify.proofs.kernels")

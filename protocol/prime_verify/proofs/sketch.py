@@ -1,9 +1,9 @@
-"""CountSketch of a window's hidden states: what a forger lacks, compressed to 128 bytes.
+"""CountSketch of a window's hidden states, 128 bytes, which cannot be made without the states.
 
 Element i of the flattened window (bf16 [t·H]) is added with a sign s(i) to bucket h(i) of 64
 (Charikar, Chen, Farach-Colton 2002). h and s come from a hash keyed by lease, group, sample, window
-and the window's own tokens (prime_core.seeds.sketch_key), so a sketch fits one place only, and
-cannot be made without the states whatever is known of the projection:
+and the window's own tokens (prime_core.seeds.sketch_key). A sketch is therefore valid in one place
+only, and knowing the projection does not help to make one without the states:
 
     byte(i) = byte i mod 4 (lowest first) of mix(mix(k_0 + C · (⌊i/4⌋ + 1)) ⊕ k_1)
     h(i) = byte(i) mod 64,  s(i) = −1 if byte(i) has bit 6 set, else +1
@@ -12,8 +12,8 @@ with C = 0x9e3779b9, k_0 and k_1 the first two big-endian words of the key and `
 xorshift-multiply finalizer with the constants 0x21f0aaad, 0xd35a2d97 (C. Wellons' hash-prospector,
 "lowbias32" improved), all modulo 2³². Sums are taken in float64, then rounded to bf16.
 
-What it does not show: small differences of weights on models where a few outlier dimensions carry
-nearly all of the norm; the elements are not standardised.
+Limitation: on models where a few outlier dimensions carry nearly all of the norm, small weight
+differences are not detected, because the elements are not standardized.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BATCH = 1 << 18
 
 
 def mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The finalizer of the module's docstring, on a fresh uint32 array of any shape."""
+    """The finalizer of the module docstring; returns a new uint32 array of the same shape."""
     x = x ^ (x >> np.uint32(16))
     x *= _MULTIPLIER_1
     x ^= x >> np.uint32(15)
@@ -62,7 +62,7 @@ def float_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def build(windows: Sequence[NDArray[np.uint16]], keys: Sequence[bytes]) -> NDArray[np.uint16]:
-    """bf16 bit patterns [W, 64] of the sketches of W flattened windows (uint16 bf16 bits)."""
+    """Sketches of W flattened windows (uint16 bf16 bits), as bf16 bit patterns [W, 64]."""
     sketches = np.zeros((len(windows), SKETCH_DIMENSIONS), dtype=np.float32)
     for w, (window, key) in enumerate(zip(windows, keys, strict=True)):
         first = np.uint32(int.from_bytes(key[:4], "big"))
@@ -79,12 +79,13 @@ def build(windows: Sequence[NDArray[np.uint16]], keys: Sequence[bytes]) -> NDArr
 
 
 def pack(sketches: NDArray[np.uint16]) -> bytes:
-    """Little-endian bytes of [W, 64] bit patterns, as the file holds them."""
+    """Little-endian bytes of [W, 64] bit patterns, as stored in the file."""
     return sketches.astype("<u2").tobytes()
 
 
 def decode(data: bytes, windows: int) -> NDArray[np.uint16]:
-    """bf16 bit patterns [windows, 64]. Raises MalformedError unless length and values fit."""
+    """Decodes bf16 bit patterns [windows, 64]. Raises MalformedError if the length is wrong or a
+    value is not finite."""
     if len(data) != 2 * SKETCH_DIMENSIONS * windows:
         raise MalformedError(f"a sketch of {len(data)} bytes for {windows} windows")
     bits = np.frombuffer(data, dtype="<u2").astype(np.uint16).reshape(windows, SKETCH_DIMENSIONS)
@@ -96,7 +97,7 @@ def decode(data: bytes, windows: int) -> NDArray[np.uint16]:
 def distances(claimed: NDArray[np.uint16], own: NDArray[np.uint16]) -> NDArray[np.float64]:
     """‖claimed − own‖ / ‖own‖ of each window: float64 [W], from bit patterns [W, 64].
 
-    0 for equal ones; about √2 for sketches of unrelated states of equal norm; capped at 2.
+    0 for equal sketches, about √2 for unrelated states of equal norm, capped at 2.
     """
     a, b = (bf16_to_float(bits).astype(np.float64) for bits in (claimed, own))
     norm = np.linalg.norm(b, axis=1)

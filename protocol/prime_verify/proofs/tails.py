@@ -1,17 +1,17 @@
-"""How far honest values reach: a limit beyond what was measured, from the tail that was.
+"""Extrapolates limits beyond the measured honest values, from their tail.
 
-Given n honest values of one statistic, the chance p at which one may be called a lie, and u the
-value that a share ζ of them exceeds, the excess over u is taken as exponential (the peaks-over-
-threshold model of Pickands and Balkema–de Haan at shape 0) with the mean β of those seen:
+Inputs are n honest values of one statistic, the probability p of falsely rejecting one, and the
+value u that a share ζ of them exceeds. The excess over u is modeled as exponential (the
+peaks-over-threshold model of Pickands and Balkema–de Haan at shape 0) with their mean excess β:
 
     P(X > x) = ζ · exp(−(x − u)/β)          limit = u + β⁺ · ln(ζ / p)
 
-β⁺ = β · 2k/χ²(2k; UNLUCKY) for k excesses: the mean that these would come from with a chance of
-UNLUCKY, since 2kβ̂/β is distributed as χ² with 2k degrees of freedom. Few values leave much open:
-β⁺/β is 1.2 for k = 100, 2.1 for 10, 4.9 for 3. The limit is never below SAFETY × the largest value
-seen, nor below `least`: 1 is what storage and dtype explain (thresholds.py).
+β⁺ = β · 2k/χ²(2k; UNLUCKY) for k excesses: an upper confidence bound on the mean, since 2kβ̂/β is
+distributed as χ² with 2k degrees of freedom. Few values leave a wide margin: β⁺/β is 1.2 for k =
+100, 2.1 for 10, 4.9 for 3. The limit is never below SAFETY × the largest measured value, nor below
+`least`: 1 is what storage and dtype explain (thresholds.py).
 
-What it does not know: a tail heavier than exponential beyond what was measured.
+Limitation: tails heavier than exponential beyond the measured range are not detected.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from prime_core.errors import MalformedError
 from prime_core.signing import Strict
 
 SHARE = 0.1
-"""ζ: the share of values that counts as tail."""
+"""ζ: the share of values that belongs to the tail."""
 SAFETY = 1.25
 UNLUCKY = 0.025
-"""Chance at which the excesses seen are smaller than their true mean lets expect."""
+"""Probability that the measured excesses are as small as they are although the true mean is β⁺."""
 _UNLUCKY_SIGMA = 1.959964
 """The same in standard deviations of a normal distribution."""
 QUANTILES = (50, 90, 99)
 LEAST_CHANCE = 1e-15
-"""No chance is stated below it: nobody knows a tail that far, and 0 says that it is none."""
+"""Smallest probability reported: the tail is unknown that far out, and 0 means "not a matter of
+chance"."""
 MICRO = 1_000_000
 
 
 class Tail(Strict):
-    """One statistic's honest distribution, in millionths: `quantiles` at QUANTILES percent,
-    `largest`, the exponential's `start` u and `scale` β⁺, and the `limit` that follows."""
+    """The honest distribution of one statistic, in millionths: `quantiles` at QUANTILES percent,
+    `largest`, the exponential's `start` u and `scale` β⁺, and the resulting `limit`."""
 
     count: int = Field(ge=1)
     quantiles: tuple[int, ...] = Field(min_length=len(QUANTILES), max_length=len(QUANTILES))
@@ -50,8 +51,8 @@ class Tail(Strict):
     limit: int = Field(ge=1)
 
     def chance(self, value: float) -> float:
-        """Chance that an honest value exceeds `value`: at least LEAST_CHANCE, since nobody knows a
-        tail that far, and SHARE where `value` lies before it."""
+        """Probability that an honest value exceeds `value`; at least LEAST_CHANCE, and SHARE for
+        values below the tail."""
         excess = value * MICRO - self.start
         if excess <= 0:
             return SHARE
@@ -60,10 +61,10 @@ class Tail(Strict):
 
 
 def fit(values: Sequence[float], chance: float, least: float = 1.0) -> Tail:
-    """The tail of honest `values` (each ≥ 0) and the limit exceeded with probability `chance`, but
-    never below `least` (> 0).
+    """Fits the tail of honest `values` (each ≥ 0). The limit is exceeded with probability `chance`,
+    but is never below `least` (> 0).
 
-    Raises MalformedError if there is no value, or one is not finite.
+    Raises MalformedError if there are no values, or one is negative or not finite.
     """
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     if not len(ordered) or not np.isfinite(ordered).all() or ordered[0] < 0:
@@ -84,9 +85,9 @@ def fit(values: Sequence[float], chance: float, least: float = 1.0) -> Tail:
 
 
 def left_open(count: int) -> float:
-    """β⁺/β: by how much the mean of `count` ≥ 1 exponential values may understate the true one,
-    with chance UNLUCKY. The quantile of χ² is Wilson and Hilferty's (PNAS 17, 1931): within 1 %
-    from five values on, too cautious below."""
+    """β⁺/β: the factor by which the mean of `count` ≥ 1 exponential values may underestimate the
+    true mean, with probability UNLUCKY. The χ² quantile is approximated by Wilson and Hilferty
+    (PNAS 17, 1931): within 1 % from five values on, conservative below."""
     ninth = 1 / (9 * count)
     return (1 - ninth - _UNLUCKY_SIGMA * math.sqrt(ninth)) ** -3
 

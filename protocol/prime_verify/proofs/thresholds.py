@@ -1,19 +1,19 @@
-"""Limits of honest drift: numbers from a calibration that anyone can rerun, never guesses.
+"""Limits of honest drift, taken from a calibration that anyone can rerun.
 
-`calibration.json`, beside this file, is written by
+`calibration.json`, in this folder, is written by
 
     orchestrator calibrate --model DIR … --out prime_verify/proofs/calibration.json
 
-It generates honest files with every set-up on hand, replays them as a validator would, and records
-the distribution of each statistic over rows and over files, as a multiple of what can be explained:
-one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than the
-replay's, the drift that this dtype itself makes on the very same rows (`reference`). So
+It generates honest files with every available set-up, replays them like a validator, and records
+the distribution of each statistic over rows and over files. Values are multiples of the explained
+drift: one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than the
+replay's, the drift that this dtype causes on the same rows (`reference`). So
 
     limit = limit ratio × √(floor² + reference²)       limit ratio: see tails.py
 
-The reference makes limits independent of the model. Limit ratios are extrapolated to the chance of
-a false accusation that the calibration aims at, AIM a file. A set-up that is not in the file has no
-limits: it is judged in shadow, never punished.
+The reference makes limits independent of the model. Limit ratios are extrapolated to the
+calibration's target probability of a false accusation, AIM per file. A set-up that is not in the
+file has no limits: its files are measured only, never punished.
 """
 
 from __future__ import annotations
@@ -36,49 +36,52 @@ from prime_verify.proofs.tails import MICRO, Tail
 
 SHIPPED = Path(__file__).with_name("calibration.json")
 AIM = 1e-6
-"""Chance aimed at that an honest file is accused, all statistics and rows together."""
+"""Target probability that an honest file is accused, over all statistics and rows."""
 ROWS_OF_A_FILE = 64
-"""Replayed rows that AIM reckons with."""
+"""Number of replayed rows assumed by AIM."""
 FLOORS: Mapping[str, float] = {
     "margin_mean": 1e-4,  # float32 logits of magnitude ~100 carry rounding errors near 1e-5
     "margin_max": 1e-3,
     "logprob_mean": 1e-4,
     "logprob_max": 1e-3,
-    "exponent": 4 / 128,  # a few elements at rank 128 may change places
+    "exponent": 4 / 128,  # a few elements around rank 128 may swap
     "sign": 4 / 128,
     "mantissa": 1.0,  # one unit in the last of 7 bits
     "sketch": 2.0**-7,  # two roundings to bf16
 }
-"""What storage and float32 alone may do."""
+"""Drift explained by storage and float32 alone."""
 TWIN: Mapping[str, str] = {
     "twin_margin": "margin_mean",
     "twin_logprob": "logprob_mean",
     "twin_mantissa": "mantissa",
     "twin_sketch": "sketch",
 }
-"""Statistics against the replay in the file's own dtype, by the one against the verifier's dtype
-whose floor and reference they share. Honest ones lie far below these where kernels agree."""
+"""Statistics against the replay in the file's own dtype → the statistic against the verifier's
+dtype whose floor and reference they share. Where kernels agree, honest values are far below
+these."""
 STATISTICS = (*FLOORS, *TWIN)
-"""Names of all statistics that are judged."""
+"""Names of all judged statistics."""
 FILE_ROWS = 8
-"""File statistics were calibrated on this many rows; with fewer drawn, only rows are judged."""
+"""File statistics were calibrated on this many rows; if fewer are drawn, only rows are judged."""
 LONG_TOKENS = 1024
-"""With so many tokens replayed, means are held to the tighter limits of long files as well."""
+"""From this many replayed tokens on, the tighter limits of long files also apply to means."""
 MARGIN_CAP = 4.0
-"""One token counts for at most this much in `margin_mean`."""
+"""Maximum contribution of one token to `margin_mean`."""
 LOGPROB_CAP = 2.0
-"""One token counts for at most this much in `logprob_mean`."""
+"""Maximum contribution of one token to `logprob_mean`."""
 SIGNIFICANCE = 1e-9
-"""Probability under honest sampling below which a count of improbable tokens is a lie."""
+"""A count of improbable tokens is rejected if its probability under honest sampling is below
+this."""
 BROKEN: Mapping[str, float] = {"exponent": 1 / 3, "sign": 1 / 4, "sketch": 0.7}
-"""Beyond these, proof or sketch is no relative of the policy's states (unrelated ones: nearly 1,
-1/2, √2). They accuse nobody; they tell made-up evidence from other weights."""
+"""Beyond these, proof or sketch is unrelated to the policy's states (unrelated ones: nearly 1,
+1/2, √2). They do not decide an accusation; they distinguish fabricated evidence from different
+weights."""
 
 UNSUSPECTED = 1.5
-"""Times the largest honest sketch distance seen: states that are farther off are suspect."""
+"""Multiple of the largest honest sketch distance measured; states farther away are suspect."""
 
 LEAST_TWIN = 0.1
-"""Least limit ratio of the statistics of TWIN, where the file's dtype is not the verifier's."""
+"""Minimum limit ratio of the TWIN statistics, where the file's dtype is not the verifier's."""
 
 EXTRAPOLATION = (
     "exponential tail above the 90 % quantile of each statistic's honest ratios, its mean taken "
@@ -87,13 +90,13 @@ EXTRAPOLATION = (
 )
 
 Scope = Literal["row", "file", "long"]
-"""One row; FILE_ROWS rows or more together; these if they have LONG_TOKENS tokens or more."""
+"""One row; FILE_ROWS or more rows together; the latter with at least LONG_TOKENS tokens."""
 SCOPES: tuple[Scope, ...] = ("row", "file", "long")
 
 
 def chance_of_one(scope: Scope) -> float:
-    """The share of AIM that one statistic of one row, or of one file, may use up: half for rows,
-    a quarter for files of any length, a quarter for long ones."""
+    """The share of AIM for one statistic of one row, or of one file: half goes to rows, a quarter
+    to files of any length, a quarter to long ones."""
     if scope == "row":
         return AIM / 2 / len(STATISTICS) / ROWS_OF_A_FILE
     return AIM / 4 / len(STATISTICS)
@@ -101,8 +104,8 @@ def chance_of_one(scope: Scope) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """Drift that a dtype alone makes on the rows in question: statistic → value. `row` is the worst
-    of single rows, `file` that of all together; both empty if the dtype is the replay's own."""
+    """Drift caused by a dtype alone on the given rows: statistic → value. `row` is the worst single
+    row, `file` all rows together; both are empty if the dtype is the replay's own."""
 
     row: Mapping[str, float]
     file: Mapping[str, float]
@@ -112,22 +115,23 @@ NO_REFERENCE = Reference(row={}, file={})
 
 
 def explained(name: str, drift: Mapping[str, float]) -> float:
-    """What storage and dtype explain of a statistic: two independent errors, so in quadrature."""
+    """Drift of a statistic explained by storage and dtype: two independent errors, added in
+    quadrature."""
     of = TWIN.get(name, name)
     return math.hypot(FLOORS[of], drift.get(of, 0.0))
 
 
 def least_ratio(name: str, dtype: str, replay_dtype: str) -> float:
-    """What a statistic's limit ratio is at least, whatever was measured."""
+    """Lower bound of a statistic's limit ratio, independent of what was measured."""
     return LEAST_TWIN if name in TWIN and dtype != replay_dtype else 1.0
 
 
 class SetupLimits(Strict):
-    """Honest drift of one set-up, over `rows` rows in `files` files, made in `batches` of so many
-    rows.
+    """Honest drift of one set-up, over `rows` rows in `files` files, generated in `batches` of
+    these row counts.
 
-    `row`, `file`, `long`: statistic → distribution of honest value / √(floor² + reference²). What
-    is not there was not measured, and is not judged.
+    `row`, `file`, `long`: statistic → distribution of honest value / √(floor² + reference²).
+    Missing statistics were not measured and are not judged.
     """
 
     engine: str
@@ -142,7 +146,7 @@ class SetupLimits(Strict):
     long: dict[str, Tail] = Field(default_factory=dict)
 
     def limits(self, reference: Reference) -> Limits:
-        """Limits for a file whose dtype alone makes the drift `reference`."""
+        """Limits for a file whose dtype alone causes the drift `reference`."""
         tails: dict[Scope, Mapping[str, Tail]] = {
             "row": self.row,
             "file": self.file,
@@ -167,8 +171,8 @@ class SetupLimits(Strict):
 
 
 def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
-    """What holds for honest nodes on either machine, by two measurements of one set-up: of each
-    statistic the distribution with the larger limit."""
+    """Combines two measurements of one set-up so that the limits hold for honest nodes on either
+    machine: for each statistic, the distribution with the larger limit."""
 
     def of(scope: Scope) -> dict[str, Tail]:
         here: dict[str, Tail] = getattr(one, scope)
@@ -198,26 +202,26 @@ def _limit(tail: Tail) -> int:
 
 
 class Calibration(Strict):
-    """What was measured, on what, by which replaying set-up: its limits hold for replays by that
-    one alone. Named by its SHA-256. One that a run names is signed by the pool's manager."""
+    """A measurement: on what, and by which replaying set-up. Its limits apply to replays by that
+    set-up only. Named by its SHA-256. One that a run names is signed by the pool's manager."""
 
     version: Literal[3] = 3
     replay_engine: str
     replay_dtype: str
     replay_device: str = "cpu"
-    """As in a file's metadata. Objects from before it was stated were measured on CPUs."""
+    """As in a file's metadata. Objects older than this field were measured on CPUs."""
     source: str
-    """Models, batch sizes and machine, in words."""
+    """Models, batch sizes and machine, as text."""
     aim_per_billion: int = Field(default=round(AIM * 1e9), ge=1)
-    """Honest files accused out of a billion, as the limits were extrapolated."""
+    """Expected false accusations per billion honest files, as extrapolated."""
     extrapolation: str = EXTRAPOLATION
-    """From what."""
+    """Method of the extrapolation, as text."""
     setups: tuple[SetupLimits, ...]
     signed: CalibrationSignature | None = None
 
     def canonical(self) -> bytes:
-        """The object's bytes. What it does not state is left out, so that older ones keep their
-        names."""
+        """The object's bytes. Unset fields are omitted, so that older objects keep their
+        digests."""
         unstated = {"replay_device"} - self.model_fields_set
         if self.signed is None:
             unstated.add("signed")
@@ -227,7 +231,7 @@ class Calibration(Strict):
         return encoding.sha256(self.canonical())
 
     def sign(self, signer: Signer, domain: Domain, made_at: int) -> Calibration:
-        """The same, signed. `domain` is that of a CalibrationStatement."""
+        """Returns a signed copy. `domain` is that of a CalibrationStatement."""
         made = self._statement(made_at)
         signature = CalibrationSignature(
             made_at=made_at, signer=signer.address, signature=signer.sign(made, domain)
@@ -256,12 +260,12 @@ class Calibration(Strict):
         return CalibrationStatement(calibration=unsigned.digest(), made_at=made_at)
 
     def replayed_by(self, engine: str, dtype: str, device: str) -> bool:
-        """Whether its limits hold for replays by that set-up."""
+        """Whether its limits apply to replays by that set-up."""
         mine = (self.replay_engine, self.replay_dtype, self.replay_device)
         return mine == (engine, dtype, device)
 
     def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
-        """What was measured of that set-up; None if it never was."""
+        """The measurement of that set-up; None if there is none."""
         for setup in self.setups:
             if (setup.engine, setup.dtype, setup.device) == (engine, dtype, device):
                 return setup
@@ -270,11 +274,11 @@ class Calibration(Strict):
 
 @dataclass(frozen=True)
 class Limits:
-    """`of`: the largest value of each statistic that is still called honest, by scope; what has no
-    limit is not judged.
+    """`of`: the largest value of each statistic that is accepted as honest, by scope; statistics
+    without a limit are not judged.
 
-    `honest`: sketch distances that honest states stay below even if a limit allows more; they
-    accuse nobody, but tell weights from log-probabilities.
+    `honest`: sketch distances below which honest states stay even if a limit allows more. They do
+    not decide an accusation; they distinguish wrong weights from tampered log-probabilities.
     """
 
     of: Mapping[Scope, Mapping[str, float]]
@@ -282,8 +286,8 @@ class Limits:
     tails: Mapping[Scope, Mapping[str, Tail]] = field(default_factory=dict)
 
     def honest_chance(self, name: str, value: float, scope: Scope, trials: int) -> float:
-        """Chance that an honest file reaches `value` in one of its `trials` rows (1 for the file as
-        a whole), all statistics together; 1 if no distribution is known."""
+        """Probability that an honest file reaches `value` in one of its `trials` rows (1 for the
+        file as a whole), over all statistics; 1 if no distribution is known."""
         tail = self.tails.get(scope, {}).get(name)
         if tail is None or math.isnan(value):
             return 1.0
@@ -291,7 +295,7 @@ class Limits:
         return min(1.0, tail.chance(ratio) * trials * len(STATISTICS))
 
     def named(self) -> dict[str, float]:
-        """All limits, as "row.sketch", "file.sketch", "long.sketch", …"""
+        """All limits, keyed "row.sketch", "file.sketch", "long.sketch", …"""
         return {
             f"{scope}.{name}": limit
             for scope, limits in self.of.items()
@@ -299,13 +303,13 @@ class Limits:
         }
 
     def exceeded(self, statistics: Mapping[str, float], scope: Scope) -> set[str]:
-        """Names of the statistics beyond their limit. A NaN is beyond every limit."""
+        """Names of the statistics beyond their limits. NaN exceeds every limit."""
         limits = self.of.get(scope, {})
         return {name for name, limit in limits.items() if not statistics[name] <= limit}
 
 
 def load(path: Path) -> Calibration:
-    """A calibration from its file. Raises MalformedError."""
+    """Reads a calibration file. Raises MalformedError."""
     try:
         return Calibration.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -313,8 +317,8 @@ def load(path: Path) -> Calibration:
 
 
 def parse_signed(raw: bytes, manager: Address, domain: Domain) -> Calibration:
-    """The calibration that a run names, from its object's bytes. Raises MalformedError,
-    UntrustedError unless the pool's manager signed it."""
+    """Parses the calibration that a run names. Raises MalformedError, or UntrustedError unless the
+    pool's manager signed it."""
     try:
         found = Calibration.model_validate_json(raw)
     except ValueError as error:
@@ -327,5 +331,5 @@ def parse_signed(raw: bytes, manager: Address, domain: Domain) -> Calibration:
 
 @cache
 def shipped() -> Calibration:
-    """The calibration that came with this code: what a run's zero `calibration` digest means."""
+    """The calibration shipped with this code, which a run's zero `calibration` digest selects."""
     return load(SHIPPED)

@@ -1,21 +1,21 @@
-"""Windows of hidden states, reduced on the device that made them while generation goes on.
+"""Reduces windows of hidden states to proofs, on the generating device, during generation.
 
     engine ── step: states (n, H) ──► buffer (rows, 32, H) ── a full window ──► 128 largest, sketch,
                                                                                digest → a few bytes
 
-so the memory that proofs take does not grow with the length of a row. On a CPU the reference does
-the work (`activations`, `sketch`); on an accelerator torch and, where there is one, the Triton
+The memory for states therefore does not grow with the length of a row. CPUs use the reference
+implementation (`activations`, `sketch`); accelerators use torch and, if available, the Triton
 kernel of the sketch. Positions, values and digests are the same integers everywhere; sketches are
-sums in float64 before they are rounded to bf16.
+float64 sums, rounded to bf16.
 
 The digest of a window is what an exact replay compares. With the window's bf16 bit patterns as
 little-endian 32-bit words w_i (two elements each, the last one padded with 0):
 
     digest_j = (Σ_i c_j(i) · w_i mod 2⁶⁴) ≫ 32,   c_j(i) = splitmix64(4·i + j),   j = 0 … 3
 
-four 32-bit words, little-endian: multilinear hashing, exact in any order of addition. It tells
-states apart with an error of 2⁻¹²⁸ for anyone who does not have the true states; it is no
-cryptographic hash, and who has them needs no collision.
+four 32-bit words, little-endian: multilinear hashing, exact in any order of addition. Different
+states collide with probability 2⁻¹²⁸ for anyone who lacks the true states. It is not a
+cryptographic hash, but a party that has the true states does not need a collision.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from prime_verify.proofs.sampling_torch import kernels, shift, signed
 
 DIGEST_LANES = 4
 _TOGETHER = 1 << 22
-"""Elements reduced at once on an accelerator: bounds the temporary memory (32 MiB a tensor)."""
+"""Elements reduced at once on an accelerator; bounds the temporary memory (32 MiB per tensor)."""
 _GOLDEN = signed(sketch.GOLDEN)
 _MULTIPLIER_1, _MULTIPLIER_2 = signed(sketch.MULTIPLIER_1), signed(sketch.MULTIPLIER_2)
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """W windows: `positions` int64 [W, k] ascending and `values` uint16 [W, k] of the k largest
+    """W windows: `positions` int64 [W, k], ascending, and `values` uint16 [W, k] of the k largest
     magnitudes, `sketches` uint16 [W, 64] (bf16 bits), `digests` uint32 [W, 4]."""
 
     positions: NDArray[np.int64]
@@ -64,7 +64,7 @@ def _coefficients(words: int) -> NDArray[np.uint64]:
 
 
 def digests(windows: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint32]:
-    """The digests of flattened windows (uint16 bf16 bits): uint32 [W, 4]."""
+    """Digests of flattened windows (uint16 bf16 bits): uint32 [W, 4]."""
     found = np.empty((len(windows), DIGEST_LANES), dtype=np.uint32)
     for w, window in enumerate(windows):
         words = np.pad(window, (0, len(window) % 2)).astype("<u2").view("<u4").astype(np.uint64)
@@ -73,7 +73,7 @@ def digests(windows: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint32]:
 
 
 def reduce_reference(states: NDArray[np.uint16], keys: Sequence[bytes]) -> Reduced:
-    """`reduce` in numpy, of bf16 bits [W, N] and each window's 32-byte sketch key."""
+    """Numpy version of `reduce`, for bf16 bits [W, N] and each window's 32-byte sketch key."""
     windows = list(states)
     positions = np.stack(largest_of(windows))
     values = np.take_along_axis(states, positions, axis=1)
@@ -91,7 +91,7 @@ def reduce(states: Tensor, keys: Sequence[bytes]) -> Reduced:
 
 
 def reduce_on_device(states: Tensor, keys: Sequence[bytes]) -> Reduced:
-    """`reduce` by torch operations and the Triton kernel, where `states` lie."""
+    """Torch and Triton version of `reduce`, on the device of `states`."""
     step = max(1, _TOGETHER // states.shape[1])
     parts = [
         _reduce_some(states[start : start + step], keys[start : start + step])
@@ -148,7 +148,7 @@ def _sketch(states: Tensor, key: Tensor) -> Tensor:
 
 
 def _digest(bits: Tensor) -> Tensor:
-    """The digests of int16 [W, N]: int64 [W, 4]."""
+    """Digests of int16 [W, N]: int64 [W, 4]."""
     if bits.shape[1] % 2:
         bits = torch.nn.functional.pad(bits, (0, 1))
     words = bits.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
@@ -159,8 +159,8 @@ def _digest(bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowProof:
-    """What remains of a row's states: its proofs and sketches as the file holds them, and the
-    16-byte digest of each window."""
+    """The reduced form of a row's states: proofs and sketches in file format, and the 16-byte
+    digest of each window."""
 
     proofs: bytes
     sketch: bytes
@@ -177,11 +177,11 @@ class _Row:
 
 
 class WindowReducer:
-    """Takes the states of rows as they are generated and keeps only their proofs.
+    """Receives the states of rows during generation and keeps only their proofs.
 
-    `key_of(row, window, tokens)` gives the 32-byte sketch key of a window from its own tokens. A
-    place may come again, with another token, as long as no later window of its row has begun (an
-    engine may throw a step away); a window is reduced when the next one begins, or its row ends.
+    `key_of(row, window, tokens)` returns the 32-byte sketch key of a window from its own tokens. A
+    position may be written again with another token until the next window of its row begins (an
+    engine may discard a step). A window is reduced when the next one begins or its row ends.
     """
 
     def __init__(self, key_of: Callable[[int, int, Sequence[int]], bytes]) -> None:
@@ -194,10 +194,10 @@ class WindowReducer:
     def step(
         self, rows: Sequence[int], places: Sequence[int], tokens: Tensor, states: Tensor
     ) -> None:
-        """One token of each of n rows: its place in the output, `tokens` int64 (n,), `states` bf16
-        (n, H) of the positions that predicted them.
+        """Adds one token for each of n rows: `places` are positions in the output, `tokens` int64
+        (n,), `states` bf16 (n, H) of the positions that predicted them.
 
-        Raises FatalError if a row skips a place or goes back to a window already reduced.
+        Raises FatalError if a row skips a position or returns to a window already reduced.
         """
         for row in rows:
             if row not in self._rows:
@@ -222,7 +222,7 @@ class WindowReducer:
         self._tokens[slots, at] = tokens
 
     def end(self, rows: Sequence[int]) -> None:
-        """Nothing more comes of these rows: reduces what is left of them."""
+        """Marks rows as complete and reduces their last windows."""
         by_length: dict[int, list[int]] = {}
         for row in rows:
             one = self._rows[row]
@@ -233,7 +233,7 @@ class WindowReducer:
         self._free += [self._rows[row].slot for row in rows]
 
     def proof(self, row: int) -> RowProof:
-        """What remains of a row that has ended."""
+        """Returns the proof of a row that has ended."""
         one = self._rows[row]
         sketches = np.stack(one.sketches)
         return RowProof(activations.pack(one.proofs), sketch.pack(sketches), tuple(one.digests))
@@ -251,7 +251,7 @@ class WindowReducer:
         return self._free.pop()
 
     def _reduce(self, rows: Sequence[int]) -> None:
-        """Reduces the current window of each of `rows`, all of one length."""
+        """Reduces the current windows of `rows`, which must all have the same length."""
         if not rows:
             return
         owners = [self._rows[row] for row in rows]

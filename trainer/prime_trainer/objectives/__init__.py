@@ -1,4 +1,4 @@
-"""The registry of objectives: another one is a file beside these and a line below."""
+"""The registry of objectives. To add one, add a file here and a line below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REGISTRY: dict[str, Form] = {
 
 
 def form_of(name: str) -> Form:
-    """The objective called `name`. Raises UserError if this trainer knows none such."""
+    """The objective called `name`. Raises UserError if it is not registered."""
     if name not in REGISTRY:
         raise UserError(
             f"the objective is {name!r}, which this trainer does not know",

@@ -1,8 +1,8 @@
-"""What every objective is made of: typed inputs, one signature, and the pieces they share.
+"""Common parts of all objectives: typed inputs, one signature, shared functions.
 
-An objective is a `Form`: `weights` says what one token of each sample counts in the whole batch,
-`surrogate` what a token's objective is. All tensors are flat over the N generated tokens of a
-micro-batch; everything that depends on the whole batch is in the weights.
+An objective is a `Form`: `weights` gives the weight of each sample's tokens in the whole batch,
+`surrogate` a token's objective. All tensors are flat over the N generated tokens of a micro-batch;
+everything that depends on the whole batch is in the weights.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # its settings need pydantic, which a kernel machine may lack
+if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
     from prime_trainer.config import Objective
 
 KlForm = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) is finite in fp32; δ and the clip decide long before it."""
+"""exp(20) is finite in fp32; δ and the clip take effect long before it."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """(N,) each: behaviour policy's log-probability, advantage, weight in the batch; reference
-    policy's log-probability where the objective has a KL term; the proximal policy's where the
-    ratio is against it and it is not the present policy; `fresh`: 1 where the row's policy is the
-    very one that this step begins with."""
+    """All (N,): the behavior policy's log-probability, advantage, weight in the batch; the
+    reference policy's log-probability if the objective has a KL term; the proximal policy's
+    log-probability if the ratio uses it and it differs from the current policy's; `fresh`: 1 if the
+    row's policy is the one that this step begins with."""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -39,16 +39,16 @@ class Tokens:
 
 
 Weights = Callable[[Sequence[int], int], list[float]]
-"""(output lengths of the samples that count, the run's max_output_tokens) → weight of each token
-of each sample."""
+"""(output lengths of the counted samples, the run's max_output_tokens) → weight of each token of
+each sample."""
 Surrogate = Callable[[Tensor, Tensor, "Objective"], Tensor]
 """(log r, advantages, settings) → (N,) objective, with gradient through log r."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """One objective, as the registry holds it. `bounded`: whether a token of negative advantage is
-    without gradient above δ."""
+    """A registered objective. `bounded`: whether tokens of negative advantage have no gradient
+    above δ."""
 
     weights: Weights
     surrogate: Surrogate

@@ -1,4 +1,4 @@
-"""Dr-GRPO: a constant divisor, so that no sample's length changes its tokens' weight."""
+"""Dr-GRPO: a constant divisor, so that a sample's length does not change its tokens' weight."""
 
 from __future__ import annotations
 

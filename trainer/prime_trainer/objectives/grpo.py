@@ -1,4 +1,5 @@
-"""The paper's form: the mean over samples of each sample's mean over its tokens, 1/(S·|o_i|)."""
+"""GRPO as in the paper: the mean over samples of each sample's mean over its tokens,
+1/(S·|o_i|)."""
 
 from __future__ import annotations
 

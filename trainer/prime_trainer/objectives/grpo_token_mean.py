@@ -1,4 +1,4 @@
-"""The mean over all tokens of the batch: a long sample counts as much as its tokens."""
+"""GRPO with the mean over all tokens of the batch: samples count in proportion to their length."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PPO's clip (arXiv 1707.06347) in the paper's normalisation: without δ, a token of negative
-advantage has a gradient that grows with its ratio, without bound. Here for comparison."""
+"""PPO's clip (arXiv 1707.06347) with GRPO's weights. Without δ, the gradient of a token with
+negative advantage grows with its ratio without bound. Included for comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from prime_trainer.objectives import grpo
 from prime_trainer.objectives.base import Form, two_sided_clip
 
-if TYPE_CHECKING:  # its settings need pydantic, which a kernel machine may lack
+if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
     from prime_trainer.config import Objective
 
 

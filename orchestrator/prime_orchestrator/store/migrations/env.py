@@ -1,4 +1,4 @@
-"""Alembic's entry: migrates over the connection that `migrate.upgrade` hands in."""
+"""Alembic's entry point: migrates over the connection that `migrate.upgrade` passes."""
 
 from alembic import context
 

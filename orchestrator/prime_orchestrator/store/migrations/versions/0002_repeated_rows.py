@@ -1,4 +1,4 @@
-"""Rows of accepted files are known by their marks; a submission tells how many of its were."""
+"""Adds marks of accepted files' rows, and each submission's number of repeated rows."""
 
 import sqlalchemy as sa
 from alembic import op

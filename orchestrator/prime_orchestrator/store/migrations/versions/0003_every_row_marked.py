@@ -1,4 +1,4 @@
-"""Marks are kept of every row, with every file that has it; so far, of improbable ones alone."""
+"""Keeps marks of every row and of every file that has it; before, only of improbable rows."""
 
 import sqlalchemy as sa
 from alembic import op

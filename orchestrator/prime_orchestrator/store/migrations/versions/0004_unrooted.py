@@ -1,4 +1,5 @@
-"""What waits for a root is found at once: shadow files, which have none, gather for ever."""
+"""Adds an index for submissions without a root, because shadow files never get one and
+accumulate."""
 
 from alembic import op
 

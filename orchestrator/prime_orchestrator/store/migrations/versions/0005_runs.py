@@ -1,4 +1,4 @@
-"""Revisions of the pool's run."""
+"""Adds revisions of the pool's run."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,5 @@
-"""Validators are separate parties: assignments, signed opinions, and no secret of theirs here."""
+"""Makes validators separate parties: adds assignments and signed opinions, removes their
+secrets."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Nodes have a record of kept and missed leases; expired groups are issued again."""
+"""Adds nodes' records of kept and missed leases, and reissuing of expired groups."""
 
 import sqlalchemy as sa
 from alembic import op

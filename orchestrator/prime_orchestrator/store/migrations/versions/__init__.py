@@ -1,1 +1,1 @@
-"""One file a revision, oldest 0001."""
+"""One file per revision, starting with 0001."""
