@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chain_kit import World, make_world
 from court_kit import court as court
+from court_kit import court_run as court_run
 from court_kit import policy_folder as policy_folder
 from court_kit import store_url as store_url
 from walk_kit import HONEST, LIAR, OTHER, OWNER

@@ -186,11 +186,19 @@ def store_url() -> str | None:
 
 
 @pytest.fixture
-def court(tmp_path: Path, policy_folder: Path, store_url: str | None) -> Iterator[Court]:
+def court_run() -> RunDefinition:
+    """The court's run, unless a module says otherwise."""
+    return small_run()
+
+
+@pytest.fixture
+def court(
+    tmp_path: Path, policy_folder: Path, store_url: str | None, court_run: RunDefinition
+) -> Iterator[Court]:
     import torch
 
     torch.set_num_threads(1)
-    shop = open_shop(tmp_path, run=small_run(), url=store_url)
+    shop = open_shop(tmp_path, run=court_run, url=store_url)
     signed = SignedManifest.model_validate_json((policy_folder / "0/manifest.json").read_bytes())
     shop.add_policy(signed)
     shop.admit(HONEST)
