@@ -393,11 +393,11 @@ class TargetShare(Answer):
     trained: int
     """Groups in the latest sealed batches."""
     starving: bool
-    """Its share of what was accepted or trained is below half of the least that the run states."""
+    """Whether its share of accepted or trained work is below half of the run's minimum share."""
     expired: int = 0
-    """Of the leases given, those that expired without a file, by their nodes' fault."""
+    """Leases among those issued that expired without a file, through their nodes' fault."""
     expiring: bool = False
-    """They expire more than twice as often as those of the other targets."""
+    """Whether its leases expire more than twice as often as those of the other targets."""
 
 
 class Status(Answer):

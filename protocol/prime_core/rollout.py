@@ -27,7 +27,7 @@ from prime_core.signing import (
 
 SCHEMA_VERSION = "1"
 CONVERSATION_SCHEMA = "2"
-"""Of files whose run has a `conversation`."""
+"""Schema version of files whose run has a `conversation`."""
 MAX_FILE_BYTES = 64 << 20
 MAX_ROWS = 4096
 MAX_PROMPT_TOKENS = 32_768
@@ -51,12 +51,12 @@ COLUMNS: dict[str, str] = {
 
 SCHEMAS: dict[str, dict[str, str]] = {
     SCHEMA_VERSION: COLUMNS,
-    # Lengths of the spans of output_tokens, model and environment in turn, model first and last;
-    # empty for a row of one turn. Log-probabilities of environment tokens are 0; proofs, sketches
-    # and pay are of the model's tokens only, as if they followed one another.
+    # Lengths of the spans of output_tokens, alternating between model and environment, model first
+    # and last; empty for a single-turn row. Log-probabilities of environment tokens are 0. Proofs,
+    # sketches and pay cover only the model's tokens, as if they were contiguous.
     CONVERSATION_SCHEMA: {**COLUMNS, "spans": "list<int32>"},
 }
-"""Columns of each schema version that this program reads."""
+"""Columns of each supported schema version."""
 
 METADATA_KEYS = ("schema_version", "lease", "engine", "dtype", "device")
 """Parquet key-value metadata; `lease` is the lease digest, `engine` e.g. "plain/1"."""
@@ -160,7 +160,7 @@ class Rollout:
 
     @property
     def generated(self) -> int:
-        """How many of the output tokens the model generated."""
+        """Number of output tokens that the model generated."""
         return sum(self.spans[::2]) if self.spans else len(self.output_tokens)
 
     def __post_init__(self) -> None:

@@ -116,21 +116,21 @@ class Chat(Strict):
 
 
 class Conversation(Strict):
-    """Rows of several turns: after each turn of the model the environment may add tokens
-    (prime_envs/base.py, `reply`). `max_output_tokens` bounds both together."""
+    """Multi-turn rows: after each turn of the model, the environment may add tokens
+    (prime_envs/base.py, `reply`). `max_output_tokens` limits both together."""
 
     turns: int = Field(ge=2, le=64)
-    """Most turns of the model in one row."""
+    """Maximum number of model turns per row."""
     tools: tuple[str, ...] = Field(default=(), max_length=16)
     """Tools that the model may call, by name and version ("calculator-1", prime_envs/tools.py).
-    Empty: the environment answers turns by itself."""
+    Empty: the environment itself answers turns."""
     calls: Literal["tag-1", "hermes-1", "fence-1"] = "tag-1"
-    """How a call is written: `<calculator>2*3</calculator>`, JSON in `<tool_call>` tags, or the
-    first fenced code block, for the first of `tools`."""
+    """Syntax of a call: "tag-1" is `<calculator>2*3</calculator>`, "hermes-1" is JSON in
+    `<tool_call>` tags, "fence-1" is the first fenced code block, for the first of `tools`."""
     role: Literal["tool", "user"] = "tool"
-    """The chat template's role for what the environment says."""
+    """The chat template's role for the environment's messages."""
     observation_bytes: int = Field(default=4096, ge=64, le=65_536)
-    """Where UTF-8 text of the environment is cut."""
+    """Maximum UTF-8 length of an environment message; longer ones are truncated."""
 
 
 class SpeedClasses(Strict):
@@ -162,8 +162,8 @@ class RunDefinition(Strict):
     """
 
     schema_version: Literal[1, 2, 3] = 1
-    """3 for a run with `conversation`, else 2 for one with `chat`, which earlier programs would
-    ignore."""
+    """3 for a run with `conversation`, else 2 for one with `chat`; older programs would ignore
+    both."""
     name: str = Field(max_length=64)
     base_model: DigestField
     """`result_digest` of the version-0 policy folder (prime_core.checkpoint)."""
@@ -186,9 +186,9 @@ class RunDefinition(Strict):
     first. Groups whose rewards are all equal are never taken."""
     budgets: LengthBudgets
     chat: Chat | None = Field(default=None, exclude_if=lambda chat: chat is None)
-    """None: prompts are the environment's plain text, as a base model continues it."""
+    """None: prompts are the environment's plain text, for a base model to continue."""
     conversation: Conversation | None = Field(default=None, exclude_if=lambda value: value is None)
-    """None: a row is one turn of the model."""
+    """None: rows are single-turn."""
     speed: SpeedClasses = SpeedClasses()
     requirements: Requirements = Requirements()
     task: Task
@@ -198,18 +198,18 @@ class RunDefinition(Strict):
     """SHA-256 of a calibration object; zero selects the values shipped in proofs/thresholds.py."""
     price_per_unit: int = Field(ge=0)
     price_per_prompt_token: int = Field(default=0, ge=0, exclude_if=lambda price: price == 0)
-    """What a token that a node only reads is paid, in wei: each distinct prompt of an accepted file
-    once, and what the environment says in a conversation once. About 1/20 of `price_per_unit`
-    pays for a prefill."""
+    """Price in wei of a token that a node only reads: each distinct prompt of an accepted file
+    once, and each environment message in a conversation once. About 1/20 of `price_per_unit` pays
+    for a prefill."""
     price_per_judged_file: int = Field(default=0, ge=0)
     """What a validator is paid for each file it gave an opinion on, independent of the verdict, in
     wei of the pool's token."""
     stake_per_class: int = Field(ge=0)
     slash_amount: int = Field(ge=0)
     risk_factor_micro: int = Field(default=0, ge=0, exclude_if=lambda factor: factor == 0)
-    """A provider's work at risk is at most its stake times this: open leases, files without a
-    verdict, and accepted ones within their validity, at the run's prices. About the share of cheats
-    that is detected. 0: no bound."""
+    """Limits a provider's work at risk to its stake times this factor (in millionths). Work at risk
+    is open leases, files without a verdict, and accepted files within their validity, at the run's
+    prices. The factor should be about the share of cheating that is detected. 0: no limit."""
     epoch_seconds: int = Field(default=3600, ge=5)
     validity_seconds: int = Field(default=86_400, ge=5)
     lease_seconds: int = Field(default=1800, ge=5)
@@ -288,17 +288,17 @@ class RunDefinition(Strict):
 
     @property
     def most_worth(self) -> int:
-        """What the file of one lease can earn at most, in wei."""
+        """Maximum earnings of one lease's file, in wei."""
         return self.worth(
             self.rows_per_lease * self.max_output_tokens, self.groups_per_lease * MAX_PROMPT_TOKENS
         )
 
     def worth(self, units: int, prompt_units: int) -> int:
-        """What so many tokens earn, in wei."""
+        """Earnings for the given numbers of tokens, in wei."""
         return units * self.price_per_unit + prompt_units * self.price_per_prompt_token
 
     def covered(self, stake: int) -> int:
-        """The work at risk that a stake covers, both in wei."""
+        """The work at risk that `stake` covers; both in wei."""
         return stake * self.risk_factor_micro // MICRO
 
     def least_drawn(self, rows: int) -> int:

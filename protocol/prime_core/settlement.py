@@ -67,18 +67,18 @@ class SettledFile(Strict):
     judges: tuple[AddressField, ...] = ()
     """Validators that this settlement pays for judging the file, sorted by address."""
     price_per_judged_file: str = Field(default="0", pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
-    """… and what each of them gets, in wei."""
+    """What each of `judges` is paid, in wei."""
     prompt_units: int = Field(default=0, ge=0, exclude_if=lambda count: count == 0)
-    """Tokens that the node only read, where its run pays for them (VerdictTable.prompt_units) …"""
+    """Tokens that the node only read (VerdictTable.prompt_units), if its run pays for them."""
     price_per_prompt_token: str = Field(
         default="0", pattern=r"^(0|[1-9][0-9]*)$", max_length=78,
         exclude_if=lambda price: price == "0",
     )  # fmt: skip
-    """… and what its run pays for each, in wei."""
+    """What the run pays for each of `prompt_units`, in wei."""
 
     @property
     def earns(self) -> int:
-        """What the file is worth to its node if it is paid, in wei."""
+        """What the node earns if the file is paid, in wei."""
         return self.units * int(self.price_per_unit) + self.prompt_units * int(
             self.price_per_prompt_token
         )
@@ -191,13 +191,13 @@ class JudgedFact:
     units: int
     judged_at: int
     judges: tuple[Address, ...] = ()
-    """Everyone who gave an opinion, by address."""
+    """All validators that gave an opinion, sorted by address."""
     prompt_units: int = 0
 
 
 def judged_fact(name: Digest, verdict: Verdict, units: int, prompt_units: int) -> JudgedFact:
-    """The fact that the verdict object `name` states; units are its table's, 0 unless accepted.
-    The last opinion of the decided outcome made it, so its time is the verdict's."""
+    """Builds a JudgedFact from the verdict object `name`. The units are its table's, 0 unless
+    accepted. `judged_at` is the time of the last opinion that agrees with the verdict's outcome."""
     deciding = verdict.deciding
     return JudgedFact(
         verdict=name,
@@ -217,9 +217,9 @@ def judged_fact(name: Digest, verdict: Verdict, units: int, prompt_units: int) -
 @dataclass(frozen=True)
 class LeafFact:
     """A leaf of a confirmed root. `expires` is the end of its validity (root's block time +
-    validity); `refused` whether the contract marks it rejected; `answered` whether somebody answers
-    for it (`answered_for`); `price` what its run pays for a unit, `prompt_price` for a token of a
-    prompt, `judge_price` to each validator that judged it, in wei."""
+    validity). `refused`: the contract marks it rejected. `answered`: a slash is possible
+    (`answered_for`). In wei: `price` is what its run pays per unit, `prompt_price` per prompt
+    token, `judge_price` to each validator that judged it."""
 
     submission_digest: Digest
     node: Address

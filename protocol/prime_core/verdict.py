@@ -247,7 +247,7 @@ class VerdictRow(Strict):
     prompt_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
     observation_tokens: int = Field(default=0, ge=0, exclude_if=lambda count: count == 0)
-    """What the environment said in a conversation; no part of `output_tokens`."""
+    """Environment tokens in a conversation; not included in `output_tokens`."""
 
 
 class VerdictTable(Strict):
@@ -279,7 +279,8 @@ class VerdictTable(Strict):
 
     @property
     def prompt_units(self) -> int:
-        """Tokens that the node only read: prompts once per problem, observations of every row."""
+        """Tokens that the node only read: prompts once per problem, environment messages of every
+        row."""
         prompts = {row.problem_id: row.prompt_tokens for row in self.rows}
         return sum(prompts.values()) + sum(row.observation_tokens for row in self.rows)
 

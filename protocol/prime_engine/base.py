@@ -53,8 +53,8 @@ class Generation:
     states: NDArray[np.uint16]
     finish_reason: FinishReason
     spans: tuple[int, ...] = ()
-    """Of a conversation (prime_core.rollout.SCHEMAS): `logprobs` has 0 for the environment's
-    tokens, `states` has rows for the model's only."""
+    """Spans of a conversation (prime_core.rollout.SCHEMAS). `logprobs` is 0 for the environment's
+    tokens, and `states` has rows only for the model's."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ class Grade:
 
 @dataclass(frozen=True)
 class Reply:
-    """The environment's tokens after a turn, none if the row ends; see tools.Observation."""
+    """The environment's tokens after a turn; empty if the row ends. For the other fields see
+    tools.Observation."""
 
     tokens: tuple[int, ...] = ()
     exact: bool = True
@@ -121,9 +122,9 @@ class Environment(ABC):
     may_give_up: bool = False
     """Whether grading may end at a time or memory limit, in a process or a sandbox."""
     chat: Chat | None = None
-    """The run's (registry.environment_for). None: prompts are `prompt_text`."""
+    """The run's chat format (registry.environment_for). None: prompts are `prompt_text`."""
     conversation: Conversation | None = None
-    """The run's. None: a row is one turn."""
+    """The run's conversation settings. None: rows are single-turn."""
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         self.arguments = dict(arguments)
@@ -154,12 +155,12 @@ class Environment(ABC):
         return problem.prompt
 
     def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        """What the environment says after the last of the model's `turns`; None: nothing, the row
-        ends. A pure function of its arguments. By default the run's tools answer calls."""
+        """Returns the environment's message after the last of the model's `turns`; None ends the
+        row. A pure function of its arguments. By default, the run's tools answer calls."""
         return None if self.conversation is None else tools.answer(turns, self.conversation)
 
     def observation_text(self, said: str) -> str:
-        """What `observe` says as a base model continues it, without a chat template."""
+        """The text of an `observe` message for a base model, without a chat template."""
         return f"{said}\n"
 
     def as_task(self, index: int) -> Task | None:
@@ -197,11 +198,12 @@ class Environment(ABC):
         spans: Sequence[int],
         tokenizer: Tokenizer,
     ) -> Reply:
-        """What follows a model span that ended by an end token. The words of `observe` are cut at
-        the run's bytes, and no special token is read in them.
+        """Returns the environment's tokens after a model span that ended with an end token. The
+        message of `observe` is truncated to the run's limit, and special tokens in it are not
+        parsed.
 
-        Args: `output_tokens` up to the end token; `spans`, their lengths, model first and last.
-        Raises as chat.reply_of.
+        `output_tokens` ends with that end token; `spans` are the span lengths, model first and
+        last. Raises the same errors as chat.reply_around.
         """
         if self.conversation is None:
             return Reply()
@@ -213,7 +215,7 @@ class Environment(ABC):
         return Reply(self._said(said.text, ended_by, tokenizer), said.exact, given_up)
 
     def _said(self, text: str, ended_by: int, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The tokens of the environment's words, with the template's around them."""
+        """Tokens of an environment message, including the template's text around it."""
         assert self.conversation is not None
         most = self.conversation.observation_bytes
         text = text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
@@ -244,10 +246,10 @@ class Environment(ABC):
         tokenizer: Tokenizer,
         spans: Sequence[int] = (),
     ) -> Grade:
-        """The run's reward of generated tokens, the end token included: node, validator and trainer
-        all grade by this. Thinking that the prompt has begun counts as the answer's own. Of a
-        conversation (`spans`, see prime_core.rollout.SCHEMAS), the last turn is the answer, and the
-        length is that of all turns; what the environment said is not graded."""
+        """The run's reward of generated tokens, including the end token; used by node, validator
+        and trainer. Thinking opened by the prompt counts as part of the answer. In a conversation
+        (`spans`, see prime_core.rollout.SCHEMAS), the last turn is the answer, and the length is
+        that of all model turns; environment messages are not graded."""
         ranges = model_ranges(spans, len(output_tokens))
         start, end = ranges[-1]
         text, thought = decode_output(tokenizer, output_tokens[start:end]), None
@@ -307,7 +309,7 @@ class Environment(ABC):
         )
 
     def close(self) -> None:  # noqa: B027 - most environments start nothing
-        """Ends the child processes that grading started; grading again starts them."""
+        """Ends child processes started by grading; grading again restarts them."""
 
     def _require_index(self, index: int) -> None:
         if not 0 <= index < len(self):
@@ -315,7 +317,7 @@ class Environment(ABC):
 
 
 def texts_of(tokenizer: Tokenizer, output_tokens: Sequence[int], spans: Sequence[int]) -> list[str]:
-    """The text of each span, the model's and the environment's in turn, without special tokens."""
+    """The text of each span, alternating between model and environment, without special tokens."""
     found, at = [], 0
     for length in spans or (len(output_tokens),):
         found.append(decode_output(tokenizer, output_tokens[at : at + length]))

@@ -111,14 +111,15 @@ def messages_of(chat: Chat, question: str, target_length: int) -> list[dict[str,
 
 
 def prompt_of(chat: Chat, question: str, target_length: int, tokenizer: Any) -> str:
-    """The prompt of `question` by the tokenizer's chat template. Raises PolicyError if that is not
-    the one that the run pins, UserError if it cannot be rendered."""
+    """Renders the prompt of `question` with the tokenizer's chat template. Raises PolicyError if
+    that is not the template that the run pins, UserError if it cannot be rendered."""
     text, special = _pinned(chat, tokenizer)
     return render(text, messages_of(chat, question, target_length), special)
 
 
 def _pinned(chat: Chat, tokenizer: Any) -> tuple[str, dict[str, str]]:
-    """The tokenizer's template, if it is the one that the run pins, and its special tokens."""
+    """The tokenizer's template and its special tokens. Raises PolicyError if the template is not
+    the one that the run pins."""
     text = _only(tokenizer.chat_template)
     if text is None or encoding.sha256(text.encode()) != chat.template:
         found = "none" if text is None else encoding.sha256(text.encode())
@@ -138,10 +139,10 @@ _ANSWER, _OBSERVATION = "the-answer-of-the-model", "the-words-of-the-environment
 
 @lru_cache(maxsize=8)
 def reply_frame(text: str, role: str, special: tuple[tuple[str, str], ...]) -> tuple[str, str]:
-    """What the template `text` puts before and after a message of `role` that follows an answer of
-    the model: from the end of the answer to where the next one begins.
+    """Returns the text that the template `text` puts before and after a message of `role` that
+    follows a model answer: from the end of that answer to the start of the next one.
 
-    Raises UserError if the template is not prefix-stable: if a second exchange changes what stood
+    Raises UserError if the template is not prefix-stable: if a second exchange changes the text
     before it, or the next prompt does not begin with the last one and its answer.
     """
     asked: list[dict[str, str]] = [{"role": "user", "content": "How many days has a week?"}]
@@ -164,10 +165,10 @@ def reply_frame(text: str, role: str, special: tuple[tuple[str, str], ...]) -> t
 
 
 def reply_around(chat: Chat, role: str, end_text: str, tokenizer: Any) -> tuple[str, str]:
-    """(before, after): the text around the environment's words, between two turns of the model.
+    """(before, after): the text around an environment message between two model turns.
 
-    Args: `end_text`, the text of the end token that the turn ended with, which the template may
-    write too. Raises as prompt_of and reply_frame.
+    `end_text` is the text of the end token that ended the turn, which the template may also write.
+    Raises the same errors as prompt_of and reply_frame.
     """
     text, special = _pinned(chat, tokenizer)
     before, after = reply_frame(text, role, tuple(sorted(special.items())))
@@ -205,12 +206,12 @@ def thinking_tokens(tokenizer: Any, output_tokens: Sequence[int], opened: bool) 
 def chat_from(
     values: Mapping[str, Any] | None, folder: Path, conversation: Conversation | None = None
 ) -> Chat | None:
-    """A TOML's `[chat]` for the model in `folder`; None for raw prompts.
+    """Builds a Chat from a TOML's `[chat]` for the model in `folder`; None for raw prompts.
 
-    `conversation`: the run's; its role must be one that the template knows. `prompts` is
-    "template" (the default within the table) or "raw"; the rest are fields of Chat. Raises
-    UserError if the model has a template and the TOML does not say whether to use it, if it wants
-    one that the model lacks, and for a template that fails or is not deterministic.
+    `conversation` is the run's; the template must support its role. `prompts` is "template" (the
+    default within the table) or "raw"; the rest are fields of Chat. Raises UserError if the model
+    has a template and the TOML does not say whether to use it, if it requests a template that the
+    model lacks, and for a template that fails or is not deterministic.
     """
     text, special = _template_in(folder)
     if values is None:

@@ -78,7 +78,8 @@ def run_from(
 
 
 def _conversation(values: Mapping[str, Any] | None, environment: str) -> Conversation | None:
-    """A TOML's `[conversation]`. Raises UserError if nothing would answer the model's turns."""
+    """Parses a TOML's `[conversation]`. Raises UserError if neither tools nor the environment would
+    answer the model's turns."""
     if values is None:
         return None
     conversation = Conversation.model_validate_json(json.dumps(values))

@@ -1,4 +1,4 @@
-"""A game of several turns: find a secret number from "higher" and "lower".
+"""A multi-turn game: find a secret number from the answers "higher" and "lower".
 
 prompt  guess a number from 0 to 99
 model   50            environment  higher
@@ -24,8 +24,9 @@ _NUMBER = re.compile(r"[0-9]{1,7}")
 
 
 class Guess(Environment):
-    """Arguments: `largest`, the largest secret (99). A turn guesses the last number in it. Correct
-    means that the last turn guesses the secret. Needs a run with [conversation] and no tools."""
+    """Arguments: `largest`, the largest secret (default 99). A turn's guess is the last number in
+    it. The answer is correct if the last turn guesses the secret. Requires a run with
+    [conversation] and no tools."""
 
     name = "guess"
     version = 1

@@ -1,12 +1,13 @@
-"""The tool `python-1`: programs in Monty, a Python interpreter in Rust without files or network.
+"""The tool `python-1`: runs programs in Monty, a Python interpreter in Rust without files or
+network.
 
-Monty (pydantic-monty, pinned to one version) runs in a process of its own with a memory limit, a
-fixed clock and a fixed seed. Names and functions stay for the row's next program. A program that
+Monty (pydantic-monty, pinned to one version) runs in a separate process with a memory limit, a
+fixed clock and a fixed seed. Names and functions persist for the row's next program. A program that
 runs longer than SECONDS ends with UNFINISHED, and the next one starts without names.
 
-Two machines may differ in the last bits of functions such as `sin`, and in what a slow one does
-not finish. So an answer is not `exact`: a file whose answer differs is not paid, and accuses no one
-(docs/adr/0012).
+Machines may differ in the last bits of functions such as `sin`, and in what a slow one does not
+finish. An answer is therefore not `exact`: a file with a different answer is not paid, but no one
+is accused (docs/adr/0012).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from prime_envs.tools import Observation
 MONTY = "1.4.0"
 SECONDS = 2.0
 CLOSE_TO_LIMIT = 0.1
-"""Seconds; a program that takes longer here may not finish on a slower machine."""
+"""In seconds; a program that takes longer here may not finish on a slower machine."""
 MEMORY_BYTES = 64 << 20
 RECURSION = 200
 UNFINISHED = "error: the program did not finish"
@@ -38,7 +39,8 @@ _pool: Any = None
 
 
 def require_monty() -> None:
-    """Raises UserError unless the interpreter is installed in the version that python-1 names."""
+    """Raises UserError unless the interpreter is installed in the version that python-1
+    requires."""
     try:
         found = version("pydantic-monty")
     except PackageNotFoundError:
@@ -51,10 +53,11 @@ def require_monty() -> None:
 
 
 def run(calls: Sequence[Mapping[str, str]]) -> Observation:
-    """What the last of a row's programs prints; if nothing, the value of its last expression.
+    """Returns the output of the last of a row's programs, or if it prints nothing, the value of its
+    last expression.
 
-    Args: `calls`, the arguments of each call so far: `code` or `input`. The earlier programs run
-    again, so that a reply depends on nothing but the row.
+    `calls` are the arguments of each call so far: `code` or `input`. Earlier programs are run
+    again, so that a reply depends only on the row.
     """
     programs = [call.get("code", call.get("input", "")) for call in calls]
     started = 0
@@ -110,7 +113,7 @@ def _run_one(session: Any, program: str) -> str:
         said = str(error)
         if said.startswith("TimeoutError"):
             return UNFINISHED
-        for kind in ("MemoryError", "RecursionError"):  # whose words hold measurements
+        for kind in ("MemoryError", "RecursionError"):  # their messages contain measurements
             if said.startswith(kind):
                 said = kind
         return f"{printed.output}error: {said}"
@@ -120,7 +123,7 @@ def _run_one(session: Any, program: str) -> str:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value's text is the same in every process: no sets, no addresses."""
+    """Whether a value's text is the same in every process: no sets, no memory addresses."""
     if isinstance(value, list | tuple):
         return all(map(_plain, value))
     if isinstance(value, dict):

@@ -16,8 +16,8 @@ Style = Callable[[str, SpanKind], str]
 
 
 def styled(text: str, kind: SpanKind) -> str:
-    """A text in its color: prompts dim, thinking cyan, the environment green. `typer.echo` takes
-    the colors out where the output is no terminal."""
+    """A text in its color: prompts dim, thinking cyan, the environment green. `typer.echo` strips
+    colors if the output is not a terminal."""
     if kind == "answer":
         return text
     if kind == "prompt":
@@ -26,8 +26,8 @@ def styled(text: str, kind: SpanKind) -> str:
 
 
 def spans(prompt: str, turns: Sequence[str]) -> list[tuple[SpanKind, str]]:
-    """The sample's text in pieces, in order. `turns`: the texts of the model and the environment in
-    turn, model first."""
+    """Splits the sample's text into parts, in order. `turns` are the texts of model and
+    environment, alternating, model first."""
     found: list[tuple[SpanKind, str]] = [("prompt", prompt)]
     for number, text in enumerate(turns):
         found += [("environment", text)] if number % 2 else _thinking(found[-1][1], text)
@@ -35,8 +35,8 @@ def spans(prompt: str, turns: Sequence[str]) -> list[tuple[SpanKind, str]]:
 
 
 def _thinking(before: str, output: str) -> list[tuple[SpanKind, str]]:
-    """One turn of the model in pieces. Thinking goes from `<think>`, or from the beginning if what
-    stands `before` ends with it, to the end of `</think>` (or of the turn), tags included."""
+    """Splits one model turn into parts. Thinking goes from `<think>`, or from the beginning if the
+    text `before` ends with it, to the end of `</think>` (or of the turn), including the tags."""
     found: list[tuple[SpanKind, str]] = []
     thinking = before.rstrip().endswith(THINK)
     while output:
@@ -52,7 +52,8 @@ def _thinking(before: str, output: str) -> list[tuple[SpanKind, str]]:
 def sample_text(
     prompt: str, turns: Sequence[str], *, tokens: int, finish: str, style: Style
 ) -> str:
-    """The sample's text and how it ended. What strangers wrote cannot steer the terminal."""
+    """The sample's text and how it ended. Untrusted text is escaped, so it cannot control the
+    terminal."""
     shown = "".join(
         style(printable(text, keep="\n\t"), kind) for kind, text in spans(prompt, turns)
     )

@@ -1,9 +1,9 @@
-"""Tools that a model may call in a conversation, and how its calls are read.
+"""Tools that a model may call in a conversation, and the parsing of its calls.
 
-A tool is a pure function of the row's calls so far, so a validator runs it again. The limits of an
-exact tool are counts of characters, operations and bits, never time. Names carry a version; a
-change that can alter an answer is a new version in addition to the old one. Text of the model is
-repeated in ASCII: what Python calls printable depends on its version.
+A tool is a pure function of the row's calls so far, so that a validator can rerun it. The limits of
+an exact tool are counts of characters, operations and bits, never time. Names carry a version; a
+change that can affect an answer gets a new version, and the old one stays. Model text is quoted in
+ASCII, because which characters Python considers printable depends on its version.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Arguments = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Observation:
-    """What the environment says after a turn.
+    """The environment's message after a turn.
 
-    `exact`: every machine says the same, so a file that says otherwise is a lie; if not, it is only
-    not paid. `given_up`: what a slower machine says instead, which is accepted as well.
+    `exact`: every machine gets the same message, so a file with another one is rejected; if False,
+    such a file is only not paid. `given_up`: the message on a slower machine, which is also
+    accepted.
     """
 
     text: str
@@ -34,12 +35,12 @@ class Observation:
 
 
 Tool = Callable[[Sequence[Arguments]], Observation]
-"""The arguments of the row's calls of this tool so far → what the model reads after the last."""
+"""Arguments of the row's calls of this tool so far → the message after the last call."""
 
 MAX_ARGUMENT = 8192
-"""Characters of a call's text."""
+"""Maximum characters of a call's arguments."""
 MAX_BITS = 4096
-"""Of a number's numerator or denominator."""
+"""Maximum bits of a number's numerator or denominator."""
 MAX_DEPTH = 64
 MAX_NOTES = 64
 _FENCE = re.compile(r"```[a-zA-Z0-9]{0,16}[ ]*\n(.*?)```", re.DOTALL)
@@ -47,7 +48,7 @@ _FENCE = re.compile(r"```[a-zA-Z0-9]{0,16}[ ]*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `problem` says what is wrong with it; then nothing is run."""
+    """One call. If it is invalid, `problem` says why, and nothing is run."""
 
     tool: str
     arguments: Mapping[str, str]
@@ -55,7 +56,7 @@ class Call:
 
 
 def first_call(text: str, conversation: Conversation) -> Call | None:
-    """The first call in a turn of the model, or None. Text after it is not read."""
+    """The first call in a model turn, or None. Text after it is ignored."""
     if conversation.calls == "hermes-1":
         return _hermes_call(text)
     if conversation.calls == "fence-1":
@@ -64,7 +65,7 @@ def first_call(text: str, conversation: Conversation) -> Call | None:
 
 
 def answer(turns: Sequence[str], conversation: Conversation) -> Observation | None:
-    """What the tools answer to the last of the model's turns; None if it calls none."""
+    """The tools' answer to the last of the model's turns; None if it contains no call."""
     calls = [first_call(turn, conversation) for turn in turns]
     if calls[-1] is None:
         return None
@@ -82,7 +83,7 @@ def answer(turns: Sequence[str], conversation: Conversation) -> Observation | No
 
 
 def require_tools(conversation: Conversation) -> None:
-    """Raises UserError for a tool that is not known here."""
+    """Raises UserError for an unknown tool, or a tool in two versions."""
     unknown = [name for name in conversation.tools if name not in TOOLS]
     if unknown:
         known = ", ".join(sorted(TOOLS))
@@ -97,7 +98,7 @@ def require_tools(conversation: Conversation) -> None:
 
 
 def _word(name: str) -> str:
-    """The name that the model writes: without the version."""
+    """The tool name that the model writes, without the version."""
     return name.rpartition("-")[0]
 
 
@@ -152,7 +153,7 @@ def _hermes_call(text: str) -> Call | None:
 
 
 class _ToolError(Exception):
-    """What the model did wrong, in words for it."""
+    """An error made by the model, worded for the model."""
 
 
 # ── calculator ───────────────────────────────────────────────────────────────────────────────────
@@ -162,9 +163,9 @@ _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?)|(\*\*|//|[-+*/%^()]))")
 
 
 def calculator(calls: Sequence[Arguments]) -> Observation:
-    """Exact arithmetic on whole and decimal numbers: + - * / // % ** (or ^) and parentheses.
+    """Exact arithmetic on integers and decimals: + - * / // % ** (or ^) and parentheses.
 
-    Arguments: `input` or `expression`. The answer is a whole number, or a decimal with at most 10
+    Arguments: `input` or `expression`. The answer is an integer, or a decimal with at most 10
     digits after the point, rounded half to even.
     """
     text = calls[-1].get("expression", calls[-1].get("input", ""))
@@ -190,7 +191,7 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent over the tokens of an expression, with Python's precedences."""
+    """Recursive-descent parser for expression tokens, with Python's precedence."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self._tokens = tokens
@@ -289,7 +290,7 @@ def _shown(value: Fraction) -> str:
 
 
 def notes(calls: Sequence[Arguments]) -> Observation:
-    """A scratch space of named texts: `set NAME TEXT`, `get NAME`, `list`.
+    """A scratchpad of named texts: `set NAME TEXT`, `get NAME`, `list`.
 
     Arguments: `input`, or `action` ("set", "get", "list") with `name` and `text`.
     """

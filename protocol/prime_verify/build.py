@@ -1,15 +1,15 @@
 """Builds the rollout file of a lease: plan → generate → grade → prove → Parquet.
 
 The node's worker calls `build_rollout_file`; a validator plans the same rows from the same seed.
-Each step is a function of its own, so that tests and the devnet's liars can replace exactly one.
+Each step is a separate function, so that tests and the devnet's attackers can replace exactly one.
 
-A row of several turns is a sequence of the model's tokens and the environment's:
+A multi-turn row alternates between the model's tokens and the environment's:
 
     prompt │ model … end │ environment │ model … end │ environment │ model … end
 
 The model's tokens are drawn with the row's noise at their absolute positions, as if the
-environment's had been part of the prompt. The environment's are a pure function of the problem and
-the turns before, so a validator computes them again and compares every token.
+environment's tokens were part of the prompt. The environment's tokens are a pure function of the
+problem and the earlier turns, so a validator recomputes them and compares every token.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def generate_rows(
 ) -> list[Generation]:
     """Generates every planned row with its noise, at the run's temperature and length limit.
 
-    `environment` answers the turns of a run with `conversation`, and is not needed otherwise.
+    `environment` answers the turns of a run with `conversation`, and is required only there.
     """
     if run.conversation is not None:
         if environment is None:
@@ -96,9 +96,10 @@ def reply_to(
     output_tokens: Sequence[int],
     spans: Sequence[int],
 ) -> Reply:
-    """What follows a model span that ended by an end token; nothing after the run's last turn.
+    """Returns the environment's reply to a model span that ended with an end token; empty after the
+    run's last turn.
 
-    Args: `output_tokens` up to that end token; `spans`, their lengths, model first and last.
+    `output_tokens` ends with that end token; `spans` are the span lengths, model first and last.
     """
     if run.conversation is None or len(spans) // 2 + 1 >= run.conversation.turns:
         return Reply()
@@ -106,13 +107,13 @@ def reply_to(
 
 
 def fits(run: RunDefinition, output_tokens: Sequence[int], reply: Sequence[int]) -> bool:
-    """Whether a reply and one more token of the model fit into the row."""
+    """Whether a reply plus one more model token fit into the row."""
     return len(output_tokens) + len(reply) < run.max_output_tokens
 
 
 @dataclass
 class _Row:
-    """One conversation under way."""
+    """A conversation in progress."""
 
     tokens: list[int]
     spans: list[int]
@@ -123,8 +124,8 @@ class _Row:
 
 @dataclass(frozen=True)
 class _TurnSink:
-    """Passes the states of one turn on, under each row's own number and the place of its token
-    among all that the model generated."""
+    """Forwards the states of one turn, with each row's own number and its tokens' positions among
+    all tokens that the model generated."""
 
     sink: StateSink
     numbers: Sequence[int]
@@ -136,7 +137,7 @@ class _TurnSink:
         self.sink.step([self.numbers[row] for row in rows], shifted, tokens, states)
 
     def end(self, rows: Sequence[int]) -> None:
-        """A turn's end: only `converse` knows which rows go on."""
+        """Does nothing at the end of a turn, because only `converse` knows which rows continue."""
 
 
 def converse(
@@ -146,10 +147,11 @@ def converse(
     environment: Environment,
     sink: StateSink | None = None,
 ) -> list[Generation]:
-    """Generates every planned row, turn by turn. All rows take their turns together.
+    """Generates every planned row turn by turn; all rows advance together.
 
-    Returns one Generation a row: `logprobs` [T] with 0 for the environment's tokens, `states` [M]
-    of the model's tokens only (see StateSink for `sink`). Raises as Engine.generate.
+    Returns one Generation per row: `logprobs` [T] with 0 for the environment's tokens, `states` [M]
+    of the model's tokens only (see StateSink for `sink`). Raises the same errors as
+    Engine.generate.
     """
     assert run.conversation is not None
     rows = [_Row([], [], [], []) for _ in plan]
@@ -224,7 +226,8 @@ def generate_proved(
 
 
 def sketch_keys(seed: Digest, group: int, sample: int, tokens: Sequence[int]) -> list[bytes]:
-    """The sketch key of each proof window of a row, from the tokens that its model generated."""
+    """Returns the sketch key of each proof window of a row; `tokens` are those that the model
+    generated."""
     width = PROOF_WINDOW
     return [
         seeds.sketch_key(seed, group, sample, window, tokens[window * width :][:width])
@@ -297,7 +300,7 @@ def assemble_rows(
 def metadata_of(
     lease_digest: Digest, engine: Engine, run: RunDefinition | None = None
 ) -> FileMetadata:
-    """The set-up that made the file; `run` None: of one without conversation."""
+    """The metadata of a file made with `engine`; without `run`, of a file without conversation."""
     conversation = run is not None and run.conversation is not None
     return FileMetadata(
         lease=lease_digest,

@@ -44,8 +44,8 @@ def check_rows(
 ) -> None:
     """Checks the structure of every row (void), then the data that the seed dictates (rejected).
 
-    `environment` is needed for a run with conversation. Raises RulingError: WRONG_ROWS, MALFORMED;
-    WRONG_TARGETS, WRONG_PROMPTS, WRONG_OBSERVATION.
+    `environment` is required for a run with conversation. Raises RulingError: WRONG_ROWS,
+    MALFORMED; WRONG_TARGETS, WRONG_PROMPTS, WRONG_OBSERVATION.
     """
     if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
         raise RulingError(
@@ -78,7 +78,8 @@ def check_rows(
 def _check_ending(
     number: int, row: FileRow, run: RunDefinition, end_tokens: frozenset[int]
 ) -> None:
-    """A model span ends at its first end token, the last one perhaps at the length limit.
+    """Checks that each model span ends at its first end token; the last one may instead end at the
+    length limit.
 
     Raises RulingError: WRONG_ROWS.
     """
@@ -108,8 +109,8 @@ def _check_replies(
     engine: Engine,
     environment: Environment,
 ) -> None:
-    """What the environment says after each turn, token by token. A reply that comes out otherwise
-    the second time accuses no one, nor does one that is not exact.
+    """Checks the environment's reply after each turn, token by token. A reply that is not exact, or
+    that differs on the second try, accuses no one.
 
     Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
     """
@@ -118,7 +119,7 @@ def _check_replies(
     for turn in range(0, len(spans), 2):
         said = tokens[: sum(spans[: turn + 1])]
         if said[-1] not in engine.end_tokens:
-            continue  # the last turn, cut by the length limit
+            continue  # the last turn, cut at the length limit
 
         def reply(said: Sequence[int] = said, turn: int = turn) -> Reply:
             return reply_to(due, run, environment, engine.tokenizer, said, spans[: turn + 1])

@@ -214,8 +214,8 @@ class Replayed:
         return {name: values[of] for name, of in TWIN.items()}
 
     def by_window(self, i: int) -> dict[str, NDArray[np.float64]]:
-        """What the file's i-th replayed row claims against replay and twin, window by window:
-        arrays [windows], means of tokens where a statistic is one of tokens. For benches."""
+        """The i-th replayed row's claims compared with replay and twin, window by window: arrays
+        [windows]; token statistics are averaged over the window. For benchmarks."""
         claim = self._claimed(i)
         starts = np.arange(0, len(claim.logprobs), PROOF_WINDOW)
         lengths = np.diff(np.append(starts, len(claim.logprobs)))
@@ -276,7 +276,7 @@ class Replayed:
 
 
 def _only(replay: Replay, places: NDArray[np.int64]) -> Replay:
-    """The replay at those places of the output."""
+    """The replay restricted to these positions of the output."""
     if len(places) == len(replay.logprobs):
         return replay
     return Replay(

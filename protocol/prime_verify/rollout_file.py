@@ -53,9 +53,9 @@ _SLACK = 128 << 10
 """Extra bytes per column, for levels and for slightly overlong values, which are reported later by
 row."""
 MAX_FINISH_REASON = 16
-"""Bytes; what it may be is looked at later."""
+"""In bytes; the value itself is checked later."""
 MAX_SPANS = 127
-"""Of 64 turns, the most that prime_core.run.Conversation allows."""
+"""Spans of 64 turns, the maximum that prime_core.run.Conversation allows."""
 MAX_PROBLEM_ID = 256
 """In characters, as prime_core.verdict.VerdictRow allows."""
 _LISTS = {"list<int32>": pa.int32(), "list<float32>": pa.float32()}
@@ -111,12 +111,12 @@ class FileRow:
 
     @property
     def model_tokens(self) -> tuple[int, ...]:
-        """The output tokens without the environment's: what is sampled, proved and paid."""
+        """The output tokens without the environment's; these are sampled, proved and paid."""
         return tuple(model_tokens(self.output_tokens, self.spans))
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """int64 [M]: the places of `model_tokens` among the output tokens."""
+        """Positions of `model_tokens` in the output tokens, int64 [M]."""
         ranges = model_ranges(self.spans, len(self.output_tokens))
         return np.concatenate([np.arange(start, end) for start, end in ranges])
 
@@ -135,7 +135,7 @@ def arrow_schema(version: str = SCHEMA_VERSION) -> pa.Schema:
 
 
 def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes:
-    """Parquet bytes (zstd, plain encoding, one row group) of `rows` in their order."""
+    """Encodes `rows` in their order as Parquet bytes (zstd, plain encoding, one row group)."""
     schema = arrow_schema(metadata.schema_version)
     columns = [
         pa.array([getattr(row, field.name) for row in rows], type=field.type) for field in schema
@@ -178,7 +178,7 @@ def read_rollout_file(data: bytes) -> RolloutFile:
         table = source.read(use_threads=False)
         table.validate(full=True)
         return RolloutFile(metadata, _rows(table, SCHEMAS[metadata.schema_version]))
-    except (FileError, MemoryError):  # ours, not the file's: pyarrow's is an ArrowException too
+    except (FileError, MemoryError):  # not the file's fault; pyarrow's is also an ArrowException
         raise
     except MalformedError as error:
         raise FileError(Reason.MALFORMED, str(error)) from error
@@ -205,7 +205,7 @@ def _metadata(footer: Footer) -> FileMetadata:
 
 
 def _require_shape(footer: Footer, data: bytes, columns: Mapping[str, str]) -> None:
-    """Everything that can be known before pyarrow sees the file."""
+    """Checks everything that can be known before pyarrow reads the file."""
     if footer.rows > MAX_ROWS:
         raise FileError(Reason.OVERSIZED, f"{footer.rows} rows exceed {MAX_ROWS}")
     if footer.rows < 1 or footer.groups != 1:
@@ -231,8 +231,8 @@ def _require_shape(footer: Footer, data: bytes, columns: Mapping[str, str]) -> N
 
 
 def _most_bytes(footer: Footer, columns: Mapping[str, str]) -> list[int]:
-    """What each column may unpack to at most, in the schema's order: proofs and sketches by the
-    tokens that the file has, since a few bytes may unpack to all of what a file may hold."""
+    """Maximum unpacked size of each column, in the schema's order. Proofs and sketches are bounded
+    by the file's tokens, because a few bytes could otherwise unpack to the whole budget."""
     rows = footer.rows
     values = {name: column.values for name, column in zip(columns, footer.columns, strict=True)}
     windows = values["output_tokens"] // PROOF_WINDOW + rows

@@ -1,5 +1,6 @@
-"""Generates honest files with a set-up, in this process or in another interpreter (vLLM
-has its own environment).
+"""Generates honest files with a set-up, in this process or in another interpreter.
+
+vLLM needs the latter, because it has its own environment.
 
     python -m prime_verify.setups --out DIR --job MODEL BATCH FILES …      for `generate`
 """

@@ -4,7 +4,7 @@
     submission      digest, size, rows, lease                → void
     freshness       the lease's policy, for its batch        → void
     engine          the lease's policy                       → abstained if not available
-    rows            order, prompts, targets, termination     → void, or rejected: wrong data
+    rows            prompts, targets, endings, replies       → void, or rejected: wrong data
     proofs          strict decoding; no repeated sketch      → void, or rejected
     two humps       too improbable, or too many improbable   → rejected
     rewards         every row is regraded                    → rejected

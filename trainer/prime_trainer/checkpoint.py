@@ -1,13 +1,13 @@
-"""Checkpoints: everything a killed run needs to go on as if nothing had happened.
+"""Checkpoints: the complete state that a killed run needs to continue exactly.
 
-    <data>/checkpoints/<step>/         DCP shards, one file a *global* rank, and state.json
-    <data>/checkpoints/.staging-<step> the same, not yet whole
+    <data>/checkpoints/<step>/         DCP shards, one file per *global* rank, and state.json
+    <data>/checkpoints/.staging-<step> the same, incomplete
 
-`begin` copies the state to CPU memory and returns; a thread writes it (DCP) while training goes on,
-and `finish` makes it count. A folder gets its name by one rename, after every rank has written its
-part and rank 0 has made it durable. `<step>` is the number of batches trained, so it holds policy
-version <step>. A version is published only from a checkpoint that is on disk: after a crash the
-same bytes are published again.
+`begin` copies the state to CPU memory and returns; a thread writes it (DCP) while training
+continues, and `finish` makes it valid. A folder gets its final name by one rename, after every rank
+has written its part and rank 0 has synced it to disk. `<step>` is the number of batches trained, so
+it holds policy version <step>. A version is published only from a checkpoint on disk, so that the
+same bytes are published again after a crash.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ KEEP = 2
 
 @dataclass(frozen=True)
 class TrainerState:
-    """`step` batches trained so far. `trained` maps a step to its batch's groups, for as many steps
-    back as staleness could bring a group again. `metrics` is the last step's line. `ranks` wrote
-    the checkpoint; any other number can read it, but only as many repeat its bits. `training`: the
-    configuration of the last step, which is published with its policy."""
+    """`step` batches were trained so far. `trained` maps steps to their batches' groups, going back
+    as far as staleness allows a group to be repeated. `metrics` is the last step's line. `ranks`
+    wrote the checkpoint; another number of ranks can read it, but does not reproduce the same bits.
+    `training` is the configuration of the last step, published with its policy."""
 
     run_digest: Digest
     step: int = 0
@@ -60,7 +60,7 @@ class TrainerState:
     training: str = ""
 
     def recent_groups(self) -> set[GroupKey]:
-        """Every remembered group."""
+        """All remembered groups."""
         return {key for keys in self.trained.values() for key in keys}
 
     def after(
@@ -70,7 +70,8 @@ class TrainerState:
         max_staleness: int,
         training: str = "",
     ) -> TrainerState:
-        """The state after training batch `step` of `groups` under the configuration `training`."""
+        """The state after training the groups of batch `step` under the configuration
+        `training`."""
         kept = {s: keys for s, keys in self.trained.items() if s >= self.step - max_staleness}
         kept[self.step] = groups
         return replace(self, step=self.step + 1, trained=kept, metrics=metrics, training=training)
@@ -80,7 +81,7 @@ class TrainerState:
 
     @staticmethod
     def from_json(text: str) -> TrainerState:
-        """Raises FatalError if it is not ours: a checkpoint is never guessed at."""
+        """Parses a state. Raises FatalError if it is damaged."""
         try:
             raw = json.loads(text)
             trained = {
@@ -104,7 +105,7 @@ def _folder(data: Path) -> Path:
 
 
 def latest(data: Path) -> Path | None:
-    """The newest whole checkpoint under `data`."""
+    """The newest complete checkpoint under `data`."""
     folder = _folder(data)
     whole = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
     return max(whole, key=lambda path: int(path.name), default=None)
@@ -112,7 +113,7 @@ def latest(data: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint under way; nothing of it counts until `finish` has returned."""
+    """A checkpoint in progress, valid only after `finish` has returned."""
 
     staging: Path
     final: Path
@@ -120,9 +121,9 @@ class Saving:
     written: Future[Any] | None
 
     def finish(self, leads: bool) -> None:
-        """Waits until every rank has written; rank 0 then gives the folder its name, durably, and
-        drops what is older than the last two. Raises UnavailableError if the disk refuses; the
-        earlier checkpoints are untouched."""
+        """Waits until every rank has written. Rank 0 then durably renames the folder and deletes
+        all but the last two checkpoints. Raises UnavailableError on a disk error, leaving earlier
+        checkpoints intact."""
         data = self.final.parent.parent
         with writing(f"checkpoint {self.state.step}", data):
             if self.written is not None:
@@ -145,10 +146,10 @@ def begin(
     optimizer: torch.optim.Optimizer,
     world: World,
 ) -> Saving:
-    """Copies everything to CPU memory and writes it in a thread (DCP); a collective.
+    """Copies the state to CPU memory and writes it in a thread (DCP); a collective operation.
 
-    When it returns, training may go on. One at a time: `finish` the one before first, on every
-    rank. Raises UnavailableError if the disk refuses.
+    Training may continue when it returns. Only one checkpoint may be in progress: call `finish` on
+    the previous one first, on every rank. Raises UnavailableError on a disk error.
     """
     final = _folder(data) / str(state.step)
     staging = _folder(data) / f".staging-{state.step}"
@@ -174,7 +175,7 @@ def save(
 ) -> None:
     """Writes checkpoint `state.step` and waits for it, on all ranks together; keeps the last two.
 
-    Raises UnavailableError if the disk refuses; the earlier checkpoints are untouched.
+    Raises UnavailableError on a disk error, leaving earlier checkpoints intact.
     """
     begin(data, state, policy, optimizer, world).finish(world.leads)
     world.barrier()
@@ -217,7 +218,7 @@ def load(
         del tensors["random"]
     try:
         state_dict_loader.load(tensors, checkpoint_id=folder)
-    except CheckpointException as error:  # a BaseException: nobody above would know it
+    except CheckpointException as error:  # a BaseException, which callers do not handle
         cause = next((repr(cause) for cause, _ in error.failures.values()), "no cause given")
         raise FatalError(
             f"checkpoint {folder} cannot be read ({cause.partition(chr(10))[0]}): move it away, "

@@ -105,8 +105,8 @@ def collate(
 
 
 def _places(rollout: Rollout) -> np.ndarray:
-    """Which output tokens the model generated: int64 (M,), ascending. The others are read, and
-    neither predicted nor weighed."""
+    """Positions of the output tokens that the model generated, int64 (M,), ascending. The others
+    are only read: neither predicted nor weighted."""
     ranges = model_ranges(rollout.spans, len(rollout.output_tokens))
     return np.concatenate([np.arange(start, end) for start, end in ranges])
 

@@ -61,7 +61,7 @@ class Objective(BaseModel):
 
 
 class Settings(ChainSettings):
-    """Everything the trainer can be told. Relative paths are taken from the working directory."""
+    """All settings of the trainer. Relative paths refer to the working directory."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
@@ -72,9 +72,9 @@ class Settings(ChainSettings):
     data: UserPath = Path("var/trainer").absolute()
     """Checkpoints, metrics and the origin's policies."""
     run: UserPath | None = None
-    """The run definition; by default the orchestrator's, its digest checked."""
+    """The run definition; by default fetched from the orchestrator with its digest checked."""
     deployment: UserPath | None = None
-    """With `rpc`: the pool's facts are checked on chain before anything is trained."""
+    """Together with `rpc`: the pool's facts are checked on chain before training."""
     pool: int | None = Field(default=None, ge=0)
     """If set, refuse to work for any other pool."""
     wallet: UserPath | None = None
@@ -129,7 +129,7 @@ class Settings(ChainSettings):
     alarm_ratio: float = Field(default=100.0, gt=0)
     """An importance ratio above this in a batch raises an alarm."""
     alarm_kl: float = Field(default=1.0, gt=0)
-    """A mean KL from the behaviour (or the reference) policy above this raises an alarm."""
+    """A mean KL from the behavior (or the reference) policy above this raises an alarm."""
     alarm_entropy: float = Field(default=0.0, ge=0)
     """A mean entropy below this raises an alarm; 0: never."""
     alarm_action: Literal["warn", "stop"] = "warn"

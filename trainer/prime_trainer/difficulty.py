@@ -1,10 +1,11 @@
-"""The offline filter: which tasks are neither too easy nor hopeless for a given model.
+"""The offline filter: selects tasks that are neither too easy nor too hard for a given model.
 
-k samples a task, the share that passes, and a range of shares to keep (INTELLECT-2 kept up to 75 %
-over 8 samples of a smaller model). What is kept is a dataset of its own in the common task schema,
-named by its digest: a run definition that pins it (environment `tasks`, or `crowd` for a
-contributed one) trains on just these tasks. It is read back, and its first gold answers are graded,
-before it gets its name. An environment whose problems no dataset can hold is refused at the start.
+It takes k samples per task and keeps tasks whose pass rate is within a range (INTELLECT-2 kept up
+to 75 % over 8 samples of a smaller model). The result is a dataset in the common task schema,
+identified by its digest; a run definition that pins it (environment `tasks`, or `crowd` for a
+contributed one) trains on these tasks only. Before it gets its final name, it is read back and its
+first gold answers are graded. Environments whose problems cannot be dataset rows are refused at the
+start.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from prime_envs.tasks import Task
 from prime_trainer.sampling import Answered, answer, sampling_seed
 
 CHUNK = 64
-"""Tasks sampled between two lines of progress."""
+"""Tasks sampled between two progress lines."""
 GRADED_AGAIN = 64
-"""Gold answers graded in the finished file."""
+"""Number of gold answers graded in the finished file."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Pass rates to keep, both ends included, as passes out of `samples`."""
+    """Pass rates to keep, inclusive; `samples` is the number of samples per task."""
 
     low: float
     high: float
     samples: int
 
     def keeps(self, passes: int) -> bool:
-        """Whether a task with so many passes stays."""
+        """Whether a task with this many passes is kept."""
         return self.low <= passes / self.samples <= self.high
 
 
 @dataclass(frozen=True)
 class Filtered:
-    """What came of it: the file, its SHA-256 and the environment by which a run pins it, and how
-    many tasks had how many passes."""
+    """Result of filtering: the file, its SHA-256 and the environment with which a run pins it, and
+    the number of tasks by number of passes."""
 
     file: str
     environment: str
@@ -63,7 +64,7 @@ class Filtered:
 
 
 def select(answered: Sequence[Answered], wanted: Range) -> list[Answered]:
-    """Those within the range, in order; each problem once, whatever the order it came in."""
+    """The answers within the range, in order, each problem once."""
     seen: set[str] = set()
     kept = []
     for one in answered:
@@ -74,7 +75,7 @@ def select(answered: Sequence[Answered], wanted: Range) -> list[Answered]:
 
 
 def task_of(problem: Problem, environment: Environment) -> Task:
-    """The problem as a row of a dataset. Raises UserError if the environment has none for it."""
+    """The problem as a dataset row. Raises UserError if the environment does not provide one."""
     task = environment.as_task(problem.index)
     if task is None:
         raise UserError(
@@ -86,7 +87,8 @@ def task_of(problem: Problem, environment: Environment) -> Task:
 
 
 def row(one: Answered, environment: Environment) -> dict[str, Any]:
-    """A task in the common schema, its pass rate kept under metadata; raises as `task_of`."""
+    """A task in the common schema, with its pass rate in the metadata. Raises the same errors as
+    `task_of`."""
     plain = task_of(one.problem, environment).plain()
     rates = {
         "index": one.problem.index,
@@ -97,15 +99,16 @@ def row(one: Answered, environment: Environment) -> dict[str, Any]:
 
 
 def head(environment: Environment) -> list[dict[str, Any]]:
-    """What stands before the rows: a packed environment's header, or nothing."""
+    """Lines before the rows: a packed environment's header, or nothing."""
     if isinstance(environment, CrowdEnvironment):
         return [environment.header.model_dump(mode="json")]
     return []
 
 
 def read_back(file: Path, name: str, digest: Digest, run: RunDefinition) -> None:
-    """Opens a filtered dataset as a run would, and grades the first gold answers. Raises PrimeError
-    naming the row that cannot be read, or whose gold answer is not worth all."""
+    """Opens a filtered dataset like a run does, and grades the first gold answers. Raises
+    PrimeError naming the row that cannot be read, or whose gold answer does not get the full
+    score."""
     environment = load_environment(name, {"sha256": digest, "path": str(file)}, run.budgets)
     assert isinstance(environment, TaskDataset)
     try:
@@ -135,8 +138,8 @@ def filter_tasks(
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[tuple[int, int]]:
-    """Samples the run's first `tasks` training problems (None: all) and writes what is kept to
-    `out` as JSONL; yields (asked, kept) as it goes. `describe` then tells the digest.
+    """Samples the run's first `tasks` training problems (None: all) and writes the selected ones to
+    `out` as JSONL; yields (asked, kept) as progress. Afterwards, `describe` returns the result.
 
     Raises UserError if nothing is kept, `out` exists or the environment's problems cannot be rows,
     UnavailableError for a full disk.
@@ -149,7 +152,7 @@ def filter_tasks(
         raise UserError(f"{out} is written as JSON lines", hint="let --out end with .jsonl")
     environment = environment_for(run)
     try:
-        task_of(environment.problem(0), environment)  # before hours of sampling
+        task_of(environment.problem(0), environment)  # fail before hours of sampling
         answered: list[Answered] = []
         for start in range(0, count, CHUNK):
             root = sampling_seed(seed, b"filter").encode()
@@ -198,7 +201,7 @@ def filter_tasks(
 
 
 def describe(out: Path) -> Filtered:
-    """What `filter_tasks` wrote beside its dataset."""
+    """Reads the facts that `filter_tasks` wrote next to its dataset."""
     facts = json.loads(_facts_of(out).read_text())
     return Filtered(**{name: facts[name] for name in Filtered.__dataclass_fields__})
 

@@ -1,4 +1,4 @@
-"""The edge to the disk: whatever a refused write is called, it becomes one sentence."""
+"""Converts all kinds of disk write errors into one error type."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from prime_core.errors import UnavailableError
 
 @contextmanager
 def writing(what: str, where: Path) -> Iterator[None]:
-    """Raises UnavailableError if the disk refuses `what` (full, gone, not ours) within the block.
+    """Raises UnavailableError if a disk error (full, missing, no permission) occurs within the
+    block.
 
-    safetensors and torch have names of their own for it: DCP gathers every rank's failure in a
+    safetensors and torch use their own exceptions: DCP collects every rank's failure in a
     CheckpointException, and torch's zip writer turns a short write into RuntimeError. A
-    CheckpointException with any other cause is a defect and passes.
+    CheckpointException with any other cause is a bug and passes through.
     """
     try:
         yield
     except OSError as error:
         raise _refused(what, where, error) from error
-    except BaseException as error:  # a CheckpointException is no Exception
+    except BaseException as error:  # CheckpointException is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         from safetensors import SafetensorError

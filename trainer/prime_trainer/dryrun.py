@@ -1,7 +1,7 @@
-"""`trainer run --dry-run`: what would be trained, with which settings from where, at what cost.
+"""`trainer run --dry-run`: what would be trained, the settings and their sources, and the cost.
 
-Sizes come from the weights' own headers, device memory from a simulated step (planning.py), time
-from the operations of a batch and a share of the device's peak.
+Sizes come from the headers of the weight files, device memory from a simulated step (planning.py),
+time from the operations of a batch and a fraction of the device's peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prime_trainer.model import shape_of
 from prime_trainer.planning import StepPlan, plan_step, samples_of_micro_batch
 
 PROMPT_TOKENS = 128
-"""Taken for a prompt's length where the environment is not here to ask."""
+"""Assumed prompt length if the environment is not available."""
 SAMPLED_PROMPTS = 32
 ASSUMED_MFU = 0.4
 MAX_HEADER = 64 << 20
@@ -33,7 +33,7 @@ MAX_HEADER = 64 << 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a batch costs. `seconds_per_batch`: computing, without any wait."""
+    """Cost of a batch. `seconds_per_batch` is compute time, without waits."""
 
     parameters: int
     ranks: int
@@ -44,11 +44,11 @@ class Estimate:
     step: StepPlan
     """Memory and traffic of one rank."""
     host: int
-    """Bytes of the copies that are written and published, on rank 0's host."""
+    """Bytes of the copies that are written and published, in rank 0's host memory."""
     batches: int
-    """Bytes of the batch that trains and of the one ahead of it."""
+    """Bytes of the current batch and the prefetched one."""
     seconds_per_batch: float | None
-    """None where the device's peak is not known."""
+    """None if the device's peak is unknown."""
     assumes: str
 
 
@@ -74,8 +74,8 @@ def parameters_of(folder: Path) -> int:
 
 
 def measured_prompt(run: RunDefinition, folder: Path) -> int:
-    """Mean tokens of the run's first prompts under the model's own tokenizer. Raises PrimeError if
-    the environment is not here (its dataset may be elsewhere)."""
+    """Mean length of the run's first prompts in tokens of the model's tokenizer. Raises PrimeError
+    if the environment is not available (its dataset may be elsewhere)."""
     from transformers import AutoTokenizer
 
     from prime_envs.registry import environment_for
@@ -104,10 +104,10 @@ def estimate(
     peak: float | None,
     prompt: int | None = None,
 ) -> Estimate:
-    """Costs of one batch on `ranks` devices of `peak` operations a second each.
+    """Costs of one batch on `ranks` devices with `peak` operations per second each.
 
-    `prompt`: tokens of a prompt, as measured (None: assumed). Raises UserError for a folder that is
-    no model.
+    `prompt`: measured prompt length in tokens (None: assumed). Raises UserError for a folder
+    without a model.
     """
     folder: Path = settings.need("model")
     require_model_folder(folder)
@@ -135,7 +135,7 @@ def estimate(
         flops_per_batch=flops,
         step=step,
         host=2 * parameters + step.kept,
-        batches=2 * rows * 4 * (length + output),  # tokens, and log-probabilities of the output
+        batches=2 * rows * 4 * (length + output),  # tokens, and log-probabilities of outputs
         seconds_per_batch=None if peak is None else flops / (peak * ASSUMED_MFU * ranks),
         assumes=f"{'a guess of' if prompt is None else 'as the first prompts have,'} "
         f"{asked} tokens a prompt, the mean of the run's targets generated (memory: of the longest "
@@ -145,17 +145,17 @@ def estimate(
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A batch on one number of ranks, if every sample is as long as it may be."""
+    """A batch on one number of ranks, if every sample has the maximum length."""
 
     step: StepPlan
     fits: bool | None
-    """Whether the step's peak fits a device; None where its memory is not known."""
+    """Whether the step's peak fits a device; None if its memory is unknown."""
     micro_batches: int
-    """Of each rank, in a batch."""
+    """Micro-batches of each rank per batch."""
     traffic: int
-    """Bytes that a rank receives by all-gathers and hands to reduce-scatters in a batch."""
+    """Bytes that a rank receives from all-gathers and passes to reduce-scatters per batch."""
     seconds_per_batch: float | None
-    """Of computing; None where the device's peak is not known."""
+    """Compute time; None if the device's peak is unknown."""
 
 
 def compare_plans(
@@ -165,8 +165,9 @@ def compare_plans(
     sample_tokens: int,
     memory_gib: float,
 ) -> list[PlanRow]:
-    """One row a number of ranks. `sample_tokens`: prompt and output of the longest sample;
-    `memory_gib`: of one device, 0 if unknown. Raises UserError for a folder without config.json."""
+    """One row per number of ranks. `sample_tokens`: prompt and output of the longest sample;
+    `memory_gib`: memory of one device, 0 if unknown. Raises UserError for a folder without
+    config.json."""
     folder: Path = settings.need("model")
     prompt = min(PROMPT_TOKENS, sample_tokens - 1)
     rows = run.groups_per_batch * run.samples_per_group
@@ -192,7 +193,7 @@ def compare_plans(
 
 
 def _passes(settings: Settings) -> float:
-    """Work beside forward and backward (3 forwards' worth) as a factor."""
+    """Total work relative to one forward and backward pass (which equal 3 forwards)."""
     forwards = 3.0
     forwards += 1.0 if settings.recompute else 0.0
     forwards += 1.0 if settings.objective.kl else 0.0
@@ -202,7 +203,8 @@ def _passes(settings: Settings) -> float:
 
 
 def cpu_peak() -> float:
-    """Operations a second of one thread's fp32 matrix product, here and now."""
+    """Measures the operations per second of a single-threaded fp32 matrix product on this
+    machine."""
     import torch
 
     side = 768
@@ -219,7 +221,7 @@ def sources(
     settings: Settings, flags: Mapping[str, object], config: Path | None,
     environment: Mapping[str, str],
 ) -> dict[str, tuple[str, str]]:  # fmt: skip
-    """Each setting's value as text, and where it is from: flag, environment, file or default."""
+    """Each setting's value as text, and its source: flag, environment, file or default."""
     given = tomllib.loads(config.read_text()) if config is not None else {}
     upper = {name.upper() for name in environment}
     found = {}
@@ -242,7 +244,7 @@ def report(
     found: Estimate,
     resolved: Mapping[str, tuple[str, str]],
 ) -> str:
-    """The plan as a person reads it."""
+    """The plan as readable text."""
     o = objective
     lines = [f"run {run.name} ({run.digest()})", ""]
     lines += [
@@ -276,7 +278,7 @@ def report(
 
 
 def in_bytes(number: int) -> str:
-    """A number of bytes as people read it."""
+    """Formats a number of bytes."""
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -1,8 +1,8 @@
-"""Evaluation on held-out problems: reward, pass@1, pass@k, each with its 95 % interval.
+"""Evaluation on held-out problems: reward, pass@1 and pass@k, each with its 95 % interval.
 
-One answer's chance is estimated from n samples a problem; intervals are over problems, because
+A problem's pass probability is estimated from n samples. Intervals are over problems, because
 samples of one problem are not independent. Base and trained model get the same problems, targets
-and noise, so their difference is taken problem by problem.
+and noise, so that differences are paired by problem.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NORMAL_95 = 1.959964
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % confidence interval, over `count` problems: the normal approximation,
-    for shares Wilson's score interval."""
+    """A mean with its 95 % confidence interval over `count` problems: the normal approximation, or
+    Wilson's score interval for shares."""
 
     mean: float
     low: float
@@ -36,7 +36,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Part:
-    """One environment's, or one budget's, share of an evaluation."""
+    """Results for one environment or one budget."""
 
     reward: Interval
     pass_1: Interval
@@ -46,10 +46,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rewards on held-out problems; `task` is correctness alone, `length_error` the mean distance
-    from the target in the environment's own unit of length; all by the run's own grader.
+    """Results on held-out problems, from the run's own grader. `task` is correctness alone;
+    `length_error` is the mean distance from the target in the environment's unit of length.
 
-    `pass_1` and `pass_k`: the chance that one, or at least one of k, answers is wholly correct.
+    `pass_1` and `pass_k`: probability that one answer, or at least one of k, is fully correct.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Trained against base on the same problems and noise; the gains are paired differences."""
+    """Trained model against base on the same problems and noise; gains are paired differences."""
 
     base: Evaluation
     trained: Evaluation
@@ -88,7 +88,7 @@ class Comparison:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval. Raises ValueError without values."""
+    """Mean and 95 % interval. Raises ValueError if `values` is empty."""
     if not values:
         raise ValueError("no values to average")
     count = len(values)
@@ -101,10 +101,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def share(values: Sequence[float]) -> Interval:
-    """Mean and 95 % Wilson score interval of values in [0, 1], which it never leaves (Wilson 1927,
-    doi 10.1080/01621459.1927.10502953). Where several samples a problem make values between 0 and
-    1, it is wide rather than narrow: their variance is at most p(1 - p). Raises ValueError without
-    values, or for one outside."""
+    """Mean and 95 % Wilson score interval of values in [0, 1]; the interval stays within [0, 1]
+    (Wilson 1927, doi 10.1080/01621459.1927.10502953). For values between 0 and 1 (several samples
+    per problem) it is conservative, because their variance is at most p(1 - p). Raises ValueError
+    if `values` is empty or outside [0, 1]."""
     if not values:
         raise ValueError("no values to average")
     if min(values) < 0.0 or max(values) > 1.0:
@@ -118,8 +118,9 @@ def share(values: Sequence[float]) -> Interval:
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """1 − C(n − c, k)/C(n, k): the unbiased estimate of the chance that one of k answers passes,
-    from c passes among n (Chen et al., arXiv 2107.03374). Raises ValueError unless k ≤ n."""
+    """1 − C(n − c, k)/C(n, k): the unbiased estimate of the probability that at least one of k
+    answers passes, from c passes among n (Chen et al., arXiv 2107.03374). Raises ValueError unless
+    k ≤ n."""
     if not 1 <= k <= samples or not 0 <= passes <= samples:
         raise ValueError(f"pass@{k} cannot be had of {passes} passes among {samples}")
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
@@ -134,11 +135,12 @@ def evaluate(
     samples: int = 1,
     device: str = "cpu",
 ) -> Evaluation:
-    """`samples` answers to each of `problems` held-out problems, at the run's temperature.
+    """Generates `samples` answers to each of `problems` held-out problems, at the run's
+    temperature, and summarizes them.
 
-    Targets are drawn from all that the run may ask of any speed class. Raises UserError if the run
-    holds out fewer problems, UnavailableError if `model` cannot be loaded, PolicyError if the
-    installed environment is not the run's.
+    Targets are drawn from all targets of the run. Raises UserError if the run holds out fewer
+    problems, UnavailableError if `model` cannot be loaded, PolicyError if the installed environment
+    is not the run's.
     """
     return summary(model, seed, run, ask(model, run, problems, seed, samples, device))
 
@@ -152,7 +154,8 @@ def ask(
     device: str,
     engine: Engine | None = None,
 ) -> list[Answered]:
-    """The answers behind an evaluation; `engine` as in sampling.answer. Raises as `evaluate`."""
+    """Returns the graded answers of an evaluation; `engine` as in sampling.answer. Raises the same
+    errors as `evaluate`."""
     ref = run.environment
     if not 1 <= problems <= ref.heldout_size:
         raise UserError(
@@ -184,7 +187,8 @@ def compare(
     samples: int,
     device: str = "cpu",
 ) -> Comparison:
-    """Both models on the same problems, targets and noise; raises as `evaluate` does."""
+    """Evaluates both models on the same problems, targets and noise. Raises the same errors as
+    `evaluate`."""
     before = ask(base, run, problems, seed, samples, device)
     after = ask(trained, run, problems, seed, samples, device)
     return compared(base, trained, run, seed, before, after)
@@ -198,7 +202,7 @@ def compared(
     before: Sequence[Answered],
     after: Sequence[Answered],
 ) -> Comparison:
-    """The figures of both models' answers to the same questions."""
+    """Compares both models' answers to the same problems."""
 
     def gain(measure: Callable[[Answered], float]) -> Interval:
         return interval([measure(b) - measure(a) for a, b in zip(before, after, strict=True)])
@@ -213,7 +217,7 @@ def compared(
 
 
 def summary(model: Path, seed: int, run: RunDefinition, answered: Sequence[Answered]) -> Evaluation:
-    """The figures of graded answers."""
+    """Summarizes graded answers."""
     whole = _part(answered)
     by_budget = _split(answered, lambda one: str(one.target))
     by_environment = _split(answered, lambda one: environment_name(one, run))
@@ -233,7 +237,7 @@ def summary(model: Path, seed: int, run: RunDefinition, answered: Sequence[Answe
 
 
 def environment_name(one: Answered, run: RunDefinition) -> str:
-    """Where a problem comes from: what it says of itself, or the run's environment."""
+    """The source of a problem, from its metadata, or else the run's environment."""
     for key in ("environment", "source"):
         if isinstance(name := one.problem.metadata.get(key), str) and name:
             return name

@@ -88,7 +88,7 @@ def pool_facts(client: OrchestratorClient, run_file: Path | None) -> PoolFacts:
 
 
 def check_on_chain(facts: PoolFacts, settings: ChainSettings, deployment: Deployment) -> None:
-    """The orchestrator's word against the chain's: contracts, manager, trainer and run. Raises
+    """Compares the orchestrator's facts with the chain: contracts, manager, trainer and run. Raises
     UntrustedError if they differ, UnavailableError if no endpoint answers."""
     info = facts.info
     if (info.chain_id, info.contracts) != (deployment.chain_id, deployment.contracts):

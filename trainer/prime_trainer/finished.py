@@ -1,9 +1,9 @@
-"""A finished run as a Hugging Face folder: weights, model card, run definition, curve.
+"""Exports a finished run as a Hugging Face folder: weights, model card, run definition, curve.
 
-<out>/README.md        model card: what it was trained from, how, and how far it came
+<out>/README.md        model card: base model, training configuration and results
 <out>/run.json         the run definition, byte for byte
-<out>/policy.json      the signed manifest that nodes loaded the same bytes by
-<out>/metrics.jsonl    one line a step;  curve.svg  its rewards
+<out>/policy.json      the signed manifest with which nodes loaded the same bytes
+<out>/metrics.jsonl    one line per step;  curve.svg  its rewards
 <out>/*                the policy's own files, checked against the manifest
 """
 
@@ -30,7 +30,7 @@ WIDTH, HEIGHT, MARGIN = 720, 280, 40
 
 def export_run(data: Path, out: Path, version: int | None = None) -> int:
     """Writes policy `version` (None: the newest published) of the trainer's folder `data` to `out`;
-    returns the version. Raises UserError if there is no such policy or `out` exists already."""
+    returns the version. Raises UserError if there is no such policy or `out` already exists."""
     origin = data / "origin"
     known = layout.versions(origin)
     if not known or (version is not None and version not in known):
@@ -67,7 +67,7 @@ def export_run(data: Path, out: Path, version: int | None = None) -> int:
 
 
 def training_of(folder: Path) -> dict[str, Any]:
-    """The configuration that a policy's folder says it was trained with; empty for a base model."""
+    """The training configuration stored in a policy's folder; empty for a base model."""
     path = folder / TRAINING_FILE
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found
@@ -80,7 +80,7 @@ def card(
     policy: str,
     training: Mapping[str, Any],
 ) -> str:
-    """The model card, with the metadata that model hubs read."""
+    """The model card, with metadata for model hubs."""
     ref, o = run.environment, training.get("objective")
     objective = "none: the base model as it is"
     if o is not None:
@@ -128,7 +128,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def curve(steps: Sequence[dict[str, Any]]) -> str:
-    """Mean reward of each batch as an SVG line."""
+    """Mean reward of each batch as an SVG line chart."""
     points = [(line["step"], line["reward"]) for line in steps if "reward" in line]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '

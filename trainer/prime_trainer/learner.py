@@ -211,7 +211,7 @@ def _counts(judged: Judged, rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def proximal_logprobs(learner: Learner, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
-    """Log-probabilities of every sample's generated tokens by the policy as it is now, on every
+    """Log-probabilities of every sample's generated tokens under the current policy, on every
     rank."""
     world = learner.world
     outputs = [row.generated for row in rollouts]

@@ -1,6 +1,6 @@
-"""How a run is observed: a progress bar, Prometheus metrics, TensorBoard event files.
+"""Observers of a run: a progress bar, Prometheus metrics, TensorBoard event files.
 
-Each of them shows the step's line of metrics, which is the same with or without observers.
+Each shows the step's line of metrics, which does not depend on the observers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 COMPUTE = ("proximal", "forward_backward", "statistics", "optimizer")
-"""The loop's names for what a device works at."""
+"""Names in the step's line for compute on the device."""
 PEAK_TFLOPS = {
     "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0,
     "A10G": 70.0, "L4": 121.0, "RTX 4090": 165.0, "RTX 3090": 71.0, "T4": 65.0,
 }  # fmt: skip
-"""Dense bf16 (T4: fp16) tensor peaks from the makers' data sheets, by a part of the device's name,
-longer names before those that they contain."""
+"""Dense bf16 (T4: fp16) tensor peaks from vendor data sheets, by a substring of the device's name;
+the longest match counts."""
 
 
 def peak_flops(settings: Settings, device_name: str) -> float | None:
-    """Peak operations a second of one device; None if the device is unknown."""
+    """Peak operations per second of one device; None if the device is unknown."""
     if settings.peak_tflops:
         return settings.peak_tflops * 1e12
     for name in sorted(PEAK_TFLOPS, key=len, reverse=True):
@@ -58,9 +58,9 @@ class Observers:
 
     @classmethod
     def of(cls, settings: Settings, leads: bool) -> Observers:
-        """The observers that the settings ask for; only rank 0 has any.
+        """The observers selected in the settings; only rank 0 has any.
 
-        Raises UserError if the metrics port is taken.
+        Raises UserError if the metrics port is in use.
         """
         import torch
 
@@ -97,24 +97,24 @@ class Observers:
             self.server.stop()
 
     def waiting(self, name: str) -> None:
-        """Shows that the loop now waits for, or works at, `name`."""
+        """Shows what the loop now waits for or works on."""
         if self.bar is not None:
             self.bar.say(name)
         if self.server is not None:
             self.server.waits(name)
 
     def background(self, seconds: Mapping[str, float]) -> None:
-        """Adds seconds of work, by name, of a background thread."""
+        """Adds seconds of a background thread's work, by name."""
         for name, value in seconds.items():
             self._background[name] = self._background.get(name, 0.0) + value
 
     def taken_background(self) -> dict[str, float]:
-        """The seconds added by `background` since the last call."""
+        """Returns and resets the seconds added by `background`."""
         found, self._background = self._background, {}
         return found
 
     def complete(self, line: dict[str, Any], ranks: int) -> None:
-        """Adds rates to a step's line: tokens a second of computing and of the whole step, and MFU
+        """Adds rates to a step's line: tokens per second of compute and of the whole step, and MFU
         if the device's peak is known."""
         compute = sum(line["seconds"].get(name, 0.0) for name in COMPUTE)
         whole = sum(line["seconds"].values())
@@ -139,7 +139,8 @@ class Observers:
 
 
 def flat(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of every number in a step's line. Nested names are joined by a slash."""
+    """Yields (name, number) for every number in a step's line. Nested names are joined by
+    slashes."""
     for name, value in line.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}/")
@@ -148,10 +149,10 @@ def flat(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float
 
 
 class MetricsServer:
-    """Serves GET /metrics on the local address from a thread: the newest step's numbers."""
+    """Serves GET /metrics with the newest step's numbers on the loopback address, from a thread."""
 
     def __init__(self, port: int) -> None:
-        """Starts to serve on `port` (0: any free one). Raises UserError if it is taken."""
+        """Starts serving on `port` (0: any free one). Raises UserError if it is in use."""
         self._numbers: Mapping[str, float] = {}
         self._waiting = "start"
         registry = CollectorRegistry()
@@ -174,15 +175,15 @@ class MetricsServer:
         self._thread.join()
 
     def show(self, numbers: Mapping[str, float]) -> None:
-        """Serves these numbers from now on; names are those of `flat`."""
+        """Replaces the served numbers; names are those of `flat`."""
         self._numbers = numbers
 
     def waits(self, name: str) -> None:
-        """Serves what the loop waits for."""
+        """Sets what the loop waits for."""
         self._waiting = name
 
     def collect(self) -> Iterator[Metric]:
-        """One gauge for each number. The part of a name after its first slash is a label."""
+        """Yields one gauge per number. The part of a name after its first slash becomes a label."""
         families: dict[str, GaugeMetricFamily] = {}
         for name, value in sorted(self._numbers.items()):
             outer, _, part = name.partition("/")

@@ -19,28 +19,30 @@ from prime_trainer.lora import is_adapted, merged
 from prime_trainer.model import Policy
 
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
-"""Ranks may wait this long for rank 0, which waits for the next batch."""
+"""How long ranks may wait for rank 0, which waits for the next batch."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. `rank` and `size` are global, never local to a machine."""
+    """This process's place among the ranks. `rank` and `size` are global, not local to a
+    machine."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
     storage: dist.ProcessGroup | None = None
-    """A CPU group for checkpoints alone, so that a thread writes one beside the loop's work."""
+    """A separate CPU group for checkpoints, so that a thread can write one while the loop
+    continues."""
 
     @property
     def leads(self) -> bool:
-        """Rank 0: speaks to the orchestrator, writes metrics, publishes."""
+        """Whether this is rank 0, which talks to the orchestrator, writes metrics and publishes."""
         return self.rank == 0
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank; the others give None. Bytes and nothing else: torch's own
-        broadcast of objects unpickles what comes."""
+        """Returns rank 0's bytes on every rank; other ranks pass None. Only bytes are supported,
+        because torch's object broadcast unpickles what it receives."""
         if self.size == 1:
             assert data is not None
             return data
@@ -74,10 +76,10 @@ class World:
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Joins torchrun's group (RANK, WORLD_SIZE, LOCAL_RANK set), or makes a group of one.
+    """Joins torchrun's process group (RANK, WORLD_SIZE, LOCAL_RANK set), or creates a group of one.
 
-    NCCL on CUDA, gloo on CPU, where one thread a process is used: two ranks under contention were
-    20 times slower with two.
+    Uses NCCL on CUDA, and gloo on CPU with one thread per process (with two threads, two ranks
+    under contention were 20 times slower).
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
@@ -102,40 +104,41 @@ def joined_world() -> Iterator[World]:
 
 
 def shard(policy: Policy, world: World, *, bf16: bool = False, recompute: bool = False) -> Policy:
-    """Shards parameters, gradients and optimizer state over all ranks: each decoder layer is one
+    """Shards parameters, gradients and optimizer state over all ranks; each decoder layer is one
     unit, the rest another. Gradients are reduced after every micro-batch, because a rank cannot
     hold those of a whole large model. `bf16`: compute in bf16, reduce in fp32; masters stay as
-    loaded. `recompute`: a layer's activations are computed again in the backward pass, not kept."""
+    loaded. `recompute`: recompute a layer's activations in the backward pass instead of storing
+    them."""
     if recompute:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
-        policy.lm.train()  # no dropout anywhere (load_policy refuses it); it only switches this on
+        policy.lm.train()  # only enables recomputation; load_policy rejects dropout
     precision = MixedPrecisionPolicy()
     if bf16:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers: nn.ModuleList = policy.decoder.layers
     for layer in layers:
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    # A reference has no backward pass in which embedding and head would be used again.
+    # A reference has no backward pass that would need embedding and head again.
     frozen = not any(parameter.requires_grad for parameter in policy.parameters())
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frozen)
     return policy
 
 
 def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
-    """What a node would load: the whole language model in bf16 on CPU, adapters merged, under the
-    base model's names. A collective; only rank 0 keeps anything."""
+    """The state that a node loads: the complete language model in bf16 on CPU, adapters merged,
+    under the base model's names. A collective operation; only rank 0 keeps the result."""
     state: dict[str, Tensor] = {}
     for name, tensor in policy.lm.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if world.leads:
-            # What an adapter is added to stays wide until it is.
+            # Weights with adapters keep their width until merged.
             width = whole.dtype if is_adapted(name) else torch.bfloat16
             state[name] = whole.detach().to("cpu", width, copy=True)
     return {name: tensor.to(torch.bfloat16) for name, tensor in merged(state, policy.lm).items()}
 
 
 def full_state(policy: Policy) -> dict[str, Tensor]:
-    """The language model's whole state on every rank, fp32 on CPU, under its own names."""
+    """The language model's complete state on every rank, on CPU, under its own names."""
     state: dict[str, Tensor] = {}
     for name, tensor in policy.lm.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -144,8 +147,8 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 
 
 def clip_gradients(policy: nn.Module, limit: float) -> float:
-    """Scales the global gradient norm to `limit` at most; returns the norm before, maybe not
-    finite (then nothing may be stepped)."""
+    """Clips the global gradient norm to `limit`; returns the norm before. It may be non-finite, in
+    which case no step may be taken."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trained, limit)
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm

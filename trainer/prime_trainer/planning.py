@@ -1,9 +1,9 @@
-"""`trainer plan`: the memory and traffic of a training step, without its weights or its cards.
+"""`trainer plan`: memory and traffic of a training step, without weights or GPUs.
 
 Runs the trainer's own `train_step` as one rank of a simulated world: tensors have shapes but no
-values (torch's FakeTensorMode), and collectives of torch's "fake" process group return at once.
-What is counted is what the step allocates, so an estimate cannot drift from the code. A model's
-folder needs its config.json only.
+values (torch's FakeTensorMode), and collectives of torch's "fake" process group return at once. The
+estimate counts what the step allocates, so it cannot diverge from the code. Only config.json of the
+model folder is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from prime_trainer.model import Policy
 from prime_trainer.parallel import World
 
 MICRO_BATCHES = 2
-"""Simulated on each rank: the second one finds the gradients of the first."""
+"""Number simulated on each rank; the second one runs with the gradients of the first in memory."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class StepPlan:
     ranks: int
     sample_tokens: int
     trained: int
-    """Parameters that are trained, on all ranks together."""
+    """Trained parameters, on all ranks together."""
     kept: int
     """Weights, reference and optimizer state, held between steps."""
     peak: int
-    """The most held at once during the step."""
+    """Maximum held at once during the step."""
     gathered: int
-    """Received by all-gathers in one micro-batch."""
+    """Received from all-gathers in one micro-batch."""
     reduced: int
-    """Handed to reduce-scatters in one micro-batch."""
+    """Passed to reduce-scatters in one micro-batch."""
 
 
 class Allocations(TorchDispatchMode):
     """Counts the bytes of live storages and the traffic of collectives.
 
-    Asked for a number that a tensor without values cannot give, it answers 1.0, or 0 for integers.
+    If code reads a scalar from a tensor without values, it returns 1.0, or 0 for integers.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Allocations(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within it, storages that FSDP2 empties and fills again are counted too."""
+        """While active, also counts storages that FSDP2 empties and refills."""
         resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -127,8 +127,8 @@ class Allocations(TorchDispatchMode):
 def plan_step(
     run: RunDefinition, settings: Settings, *, ranks: int, sample_tokens: int, prompt_tokens: int
 ) -> StepPlan:
-    """Simulates a training step of rank 0 of `ranks`, every sample of `sample_tokens` tokens of
-    which `prompt_tokens` are its prompt. Raises UserError for a folder that is no model."""
+    """Simulates a training step of rank 0 of `ranks`, with samples of `sample_tokens` tokens, of
+    which `prompt_tokens` are the prompt. Raises UserError for a folder without a model."""
     with _simulated(ranks) as world:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         return counted_step(
@@ -145,8 +145,8 @@ def counted_step(
     fill: Fill,
     mode: AbstractContextManager[Any],
 ) -> StepPlan:
-    """Makes a learner whose weights `fill` gives under `mode`, and counts what its second step
-    allocates (the first one makes the optimizer's state). Works with real tensors, too."""
+    """Builds a learner with weights from `fill` under `mode`, and counts the allocations of its
+    second step (the first one creates the optimizer state). Also works with real tensors."""
     counted = Allocations()
     policies = empty_policies(run, settings, world)
     with mode, counted.counting():
@@ -177,7 +177,7 @@ def _simulated(ranks: int) -> Iterator[World]:
 
 
 def without_values(policy: Policy, folder: Path, device: torch.device) -> Policy:
-    """Places parameters that have shapes only; `folder` is not read."""
+    """Places parameters that only have shapes; does not read `folder`."""
 
     def empty(names: list[str], parameter: nn.Parameter) -> Tensor:
         data = parameter.data
@@ -188,13 +188,13 @@ def without_values(policy: Policy, folder: Path, device: torch.device) -> Policy
 
 
 def samples_of_micro_batch(settings: Settings, sample_tokens: int) -> int:
-    """Samples of one length that packing puts into a micro-batch."""
+    """Number of samples of one length that packing puts into a micro-batch."""
     rows = max(1, settings.micro_tokens // max(sample_tokens, settings.row_tokens))
     return rows * max(1, settings.row_tokens // sample_tokens)
 
 
 def run_step(learner: Learner, micro_batches: int, sample_tokens: int, prompt_tokens: int) -> None:
-    """One training step on samples of one length, enough for `micro_batches` on each rank."""
+    """Runs one training step on samples of one length, enough for `micro_batches` on each rank."""
     size = learner.run.samples_per_group
     each = samples_of_micro_batch(learner.settings, sample_tokens)
     groups = -(-micro_batches * each * learner.world.size // size)

@@ -1,4 +1,4 @@
-"""`trainer samples`: what a local run's policy was asked and answered, with its rewards."""
+"""`trainer samples`: prompts and answers of a local run's policy, with rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def chosen_samples(
 ) -> list[dict[str, Any]]:
     """At most `count` samples of a step (None: the last one) in the folder of a `trainer local`.
 
-    Raises UserError if there are none, `order` is none of ORDERS, or the file is damaged.
+    Raises UserError if there are none, `order` is not one of ORDERS, or the file is damaged.
     """
     if order not in ORDERS:
         raise UserError(f"the order {order!r} is none of {', '.join(ORDERS)}")
@@ -40,7 +40,7 @@ def chosen_samples(
 
 
 def samples_text(samples: Sequence[Mapping[str, Any]], style: Style) -> str:
-    """All of them, with a blank line between two."""
+    """The samples as text, separated by blank lines."""
     return "\n\n".join(
         f"step {sample['step']}, policy {sample['policy']}, {printable(sample['problem'])}: "
         f"{reward_text(sample['reward'], sample['parts'], sample['reason'])}\n"

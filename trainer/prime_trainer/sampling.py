@@ -1,7 +1,7 @@
-"""Answers of a model to numbered problems of a run, graded by the run's own grader.
+"""Generates a model's answers to numbered problems of a run, graded by the run's own grader.
 
-The seed fixes problems, target lengths and sampling noise, so two people who sample the same
-weights with the same seed get the same answers; engine and reward are those of the run.
+The seed determines problems, target lengths and sampling noise, so sampling the same weights with
+the same seed gives the same answers; engine and reward are those of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prime_envs.base import Environment, Grade, Problem
 from prime_verify.build import PlannedRow, generate_rows
 
 ROWS = 256
-"""Answers generated side by side."""
+"""Answers generated in one batch."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Answered:
 
     @property
     def passes(self) -> int:
-        """Samples that are wholly correct, whatever their length."""
+        """Number of fully correct samples, of any length."""
         return sum(grade.parts["task_micro"] >= MICRO for grade in self.grades)
 
 
 def sampling_seed(seed: int, purpose: bytes = b"evaluate") -> Digest:
-    """The 32 bytes from which everything random is drawn. Raises UserError outside 64 bits."""
+    """The 32-byte seed of all randomness. Raises UserError if `seed` is not a 64-bit number."""
     if not 0 <= seed < 1 << 64:
         raise UserError(f"the evaluation seed {seed} is not in 0 … 2^64 − 1")
     return encoding.sha256(b"prime/" + purpose + b"/v1" + seed.to_bytes(8, "big"))
@@ -54,10 +54,11 @@ def answer(
     device: str = "cpu",
     engine: Engine | None = None,
 ) -> list[Answered]:
-    """`samples` answers to each problem of `indices`, at the run's temperature.
+    """Generates and grades `samples` answers to each problem of `indices`, at the run's
+    temperature.
 
-    Args: `engine`, with `model` loaded; None: a plain one for `device` is loaded.
-    Raises UnavailableError if `model` cannot be loaded, MalformedError for a problem that is none.
+    `engine` has `model` loaded; None loads a plain engine on `device`. Raises UnavailableError if
+    `model` cannot be loaded, MalformedError for an invalid problem index.
     """
     from prime_engine.plain import PlainEngine
     from prime_verify.proofs.sampling_torch import gumbel

@@ -1,9 +1,10 @@
-"""What rank 0 tells the other ranks of a run, as typed bytes: a batch, why one is skipped, or that
-the run stops. Nothing that could be code travels, and what does not fit its header is an error.
+"""Encoding of rank 0's messages to the other ranks: a batch, why one is skipped, or a stop.
+
+The format cannot contain code, and data that does not match its header is an error.
 
     header's length (8 bytes) │ header (JSON) │ tokens (int32) │ log-probabilities (float32)
 
-A header names, for each row, its fields and how many prompt and output tokens are its own.
+The header has each row's fields and its numbers of prompt and output tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from prime_trainer.data import TrainingBatch
 
 BadBatch = MalformedError | UntrustedError | PolicyError
 Told = TrainingBatch | BadBatch | None
-"""None: the run stops."""
+"""A message; None means that the run stops."""
 
 _BAD: dict[str, type[BadBatch]] = {
     "malformed": MalformedError, "untrusted": UntrustedError, "policy": PolicyError,
@@ -28,7 +29,7 @@ _BAD: dict[str, type[BadBatch]] = {
 
 
 def encode(told: Told) -> bytes:
-    """Bytes that `decode` turns back into the very same."""
+    """Encodes a message; `decode` restores it exactly."""
     if told is None:
         return _framed({"kind": "stop"}, b"")
     if not isinstance(told, TrainingBatch):
@@ -60,7 +61,7 @@ def encode(told: Told) -> bytes:
 
 
 def decode(data: bytes) -> Told:
-    """What rank 0 encoded. Raises FatalError if it is nothing of the kind."""
+    """Decodes a message of rank 0. Raises FatalError if it is malformed."""
     try:
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])

@@ -24,7 +24,7 @@ PLANTED_LIES = (
     *("half_small", "foreign5", "padded", "tampered_reward", "tampered_logprobs", "copied_rows"),
     *("forged_const", "forged_modh", "sign_flip", "forged_by_copy"),
 )
-"""Attacks of lies.py that a single file should reveal, so that a miss is significant for the
+"""Attacks of lies.py that a single file should reveal, so that missing one counts against a
 validator."""
 
 
