@@ -39,6 +39,13 @@ SOAKS = {
         "nine whole demos from a clean checkout (an hour; --only rest|busy|one-core)",
         ("bench", "demo", "--json"),
     ),
+    "fuzz": (
+        "every parser of bytes from outside, and the API by its OpenAPI document (30 minutes)",
+        (
+            *("pytest", "-q", "--fuzz-seconds", "900", "--timeout", "1200", "tests/fuzz"),
+            "tests/orchestrator/test_openapi.py::test_every_operation_answers_as_its_document_says",
+        ),
+    ),
     "faults": (
         "an hour's work of one pool behind RPC endpoints that fail in every way (10 minutes)",
         ("pytest", "-q", "tests/money/test_money_behind_faults.py", "--faults-seconds=600"),

@@ -33,6 +33,8 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults-seconds", type=float, default=45.0,
                      help="how long endpoints fail in test_money_behind_faults.py")  # fmt: skip
+    parser.addoption("--fuzz-seconds", type=float, default=0.0,
+                     help="how long tests/fuzz goes on; 0: a few examples of each")  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)

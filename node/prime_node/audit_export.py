@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prime_chain.history import Slash
 from prime_core import encoding
-from prime_core.errors import NotFoundError, UserError
+from prime_core.errors import MalformedError, NotFoundError, UserError
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.run import RunDefinition
@@ -50,7 +50,10 @@ def gather(
         found["evidence.json"] = library.object(info.evidence, MAX_OBJECT_BYTES)
     if info.verdict is not None:
         found["verdict.json"] = library.object(info.verdict, MAX_OBJECT_BYTES)
-        opinion = Verdict.model_validate_json(found["verdict.json"]).deciding.opinion
+        try:
+            opinion = Verdict.model_validate_json(found["verdict.json"]).deciding.opinion
+        except ValueError as error:
+            raise MalformedError(f"the verdict {info.verdict} does not parse") from error
         found["verdict_table.json"] = library.object(opinion.table, MAX_OBJECT_BYTES)
     if run.calibration != ZERO_DIGEST:
         found["calibration.json"] = library.object(run.calibration, MAX_OBJECT_BYTES)

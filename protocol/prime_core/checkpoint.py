@@ -55,8 +55,8 @@ class Manifest(Strict):
 
     schema_version: Literal[1] = 1
     pool: int = Field(ge=0)
-    version: int = Field(ge=0)
-    step: int = Field(ge=0)
+    version: int = Field(ge=0, lt=2**63)
+    step: int = Field(ge=0, lt=2**63)
     chunk_size: int = Field(ge=1 << 12, le=1 << 26)
     files: tuple[FileEntry, ...] = Field(min_length=1, max_length=4096)
     result_digest: DigestField

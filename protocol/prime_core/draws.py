@@ -51,7 +51,7 @@ class DrawReveal(Strict):
     pool: int = Field(ge=0)
     validator: AddressField
     """The author: a validator, or the manager for the second secret."""
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, lt=2**63)
     secret: DigestField
 
     def canonical(self) -> bytes:

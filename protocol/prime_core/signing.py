@@ -7,17 +7,17 @@ the contract that checks it. Identity always comes from the recovered signer, ne
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from coincurve import PrivateKey, PublicKey
 from eth_hash.auto import keccak
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from prime_core import ids
-from prime_core.errors import UntrustedError
+from prime_core.errors import MalformedError, UntrustedError
 from prime_core.ids import Address, Digest, Signature
 
 ContractName = Literal["token", "registry", "vault", "pools", "work", "rewards", "slasher"]
@@ -42,9 +42,31 @@ U8 = Annotated[int, Field(ge=0, lt=2**8), Sol("uint8")]
 U32 = Annotated[int, Field(ge=0, lt=2**32), Sol("uint32")]
 U64 = Annotated[int, Field(ge=0, lt=2**64), Sol("uint64")]
 U256 = Annotated[int, Field(ge=0, lt=2**256), Sol("uint256")]
-AddressField = Annotated[Address, AfterValidator(ids.address), Sol("address")]
-DigestField = Annotated[Digest, AfterValidator(ids.digest), Sol("bytes32")]
-SignatureField = Annotated[Signature, AfterValidator(ids.signature)]
+
+
+def _checked(check: Callable[[str], str]) -> AfterValidator:
+    """`check` for a model's field: pydantic takes a ValueError for the field's and names it, and
+    lets every other error through."""
+
+    def of_field(value: str) -> str:
+        try:
+            return check(value)
+        except MalformedError as error:
+            raise ValueError(str(error)) from error
+
+    return AfterValidator(of_field)
+
+
+def _text(pattern: str) -> WithJsonSchema:
+    """What the API's document says of a field that is checked by a function."""
+    return WithJsonSchema({"type": "string", "pattern": pattern})
+
+
+AddressField = Annotated[
+    Address, _checked(ids.address), _text("^0x[0-9a-fA-F]{40}$"), Sol("address")
+]
+DigestField = Annotated[Digest, _checked(ids.digest), _text("^0x[0-9a-f]{64}$"), Sol("bytes32")]
+SignatureField = Annotated[Signature, _checked(ids.signature), _text("^0x([0-9a-f]{2}){65,4096}$")]
 Text = Annotated[str, Field(max_length=512), Sol("string")]
 
 

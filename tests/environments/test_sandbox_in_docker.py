@@ -86,11 +86,12 @@ def test_programs_are_confined_where_the_container_gives_no_privilege(
     found = json.loads(said.splitlines()[-1])
     assert found.pop("level") == "limits"
     assert found.pop("sum") == ["ok", "42\n"]
+    counted = {"failed", "threads"}  # threads are counted by the kernel, or by us
+    assert found.pop("threads")[0] in counted
     assert {name: status for name, (status, _output) in found.items()} == {
         "fork": "failed",
         "read": "failed",
         "write": "failed",
         "spin": "cpu",
         "hog": "failed",
-        "threads": "threads",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 import uvicorn
+from orchestrator_world import World
 
 from prime_core.errors import UnavailableError
+from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.connections import PatientH11, Places
 
 LIMIT = 6
@@ -38,11 +41,11 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextmanager
-def served(protocol: type[PatientH11]) -> Iterator[int]:
+def served(protocol: type[PatientH11], app: Any = hello) -> Iterator[int]:
     """The port of a server that takes LIMIT connections at most."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        hello, http=protocol, log_config=None, lifespan="off", limit_concurrency=LIMIT,
+        app, http=protocol, log_config=None, lifespan="off", limit_concurrency=LIMIT,
         timeout_keep_alive=30,
     )  # fmt: skip
     server, up = uvicorn.Server(config), threading.Event()
@@ -155,3 +158,45 @@ def test_of_many_silent_connections_the_oldest_are_closed_and_requests_are_answe
             assert half.recv(1) == b""
         later[0].sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert later[0].recv(12) == b"HTTP/1.1 200"
+
+
+DEEP = b"[" * 30_000 + b"]" * 30_000
+PROMISED = b"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nPrime-Protocol: 1\r\n"
+RAW_REQUESTS = {
+    "a head without end": b"GET /v1/pool HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000,
+    "many fields": b"GET /v1/pool HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 20_000 + b"\r\n",
+    "a field folded over lines": b"GET /v1/pool HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
+    "two lengths": PROMISED + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "length and pieces": PROMISED
+    + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a length in other digits": PROMISED + b"Content-Length: \xb2\r\n\r\n{}",
+    "a piece without end": PROMISED + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n",
+    "deep JSON": PROMISED + b"Content-Length: %d\r\n\r\n" % len(DEEP) + DEEP,
+    "a key twice": PROMISED + b'Content-Length: 21\r\n\r\n{"grant":1,"grant":2}',
+    "half a surrogate pair": PROMISED + b'Content-Length: 21\r\n\r\n{"signature":"\\ud800"}',
+    "a path out": b"GET /dashboard/..%2f..%2fconfig.py HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an object out": b"GET /v1/store/sha256/..%2f..%2fx HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a null in a path": b"GET /v1/nodes/%00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no UTF-8 in a path": b"GET /v1/nodes/%ff%fe HTTP/1.1\r\nHost: x\r\n\r\n",
+    "letters like digits": b"GET /v1/batches/%D9%A1/manifest HTTP/1.1\r\nHost: x\r\n\r\n",
+    "another host's URL": b"GET http://169.254.169.254/v1/x HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a tunnel": b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "another protocol": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(64),
+}
+
+
+def test_requests_that_no_client_sends_are_refused_and_the_api_answers_on(world: World) -> None:
+    """None is a defect (5xx), none gets data, and none keeps its place or the server busy."""
+    with served(PatientH11, create_app(world.backend)) as port:
+        for name, raw in RAW_REQUESTS.items():
+            with ExitStack() as stack:
+                connection = connect(stack, port)
+                with suppress(ConnectionError):  # it may refuse before all has come
+                    connection.sendall(raw)
+                    connection.shutdown(socket.SHUT_WR)
+                answer = b""
+                with suppress(ConnectionError):
+                    while piece := connection.recv(4096):
+                        answer += piece
+            assert re.match(rb"HTTP/1\.1 4\d\d ", answer) or not answer, (name, answer[:300])
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200

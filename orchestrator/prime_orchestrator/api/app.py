@@ -22,6 +22,7 @@ from prime_core.checkpoint import SignedManifest
 from prime_core.errors import ProtocolError, UnavailableError
 from prime_core.rollout import SignedSubmission
 from prime_core.signing import Strict
+from prime_core.transport.problems import CONTENT_TYPE
 from prime_core.version import HEADER, SPOKEN, agree
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import ForwardedFor, Proxies
@@ -45,6 +46,21 @@ BODIES: tuple[type[Strict], ...] = (
     *validators.BODIES,
 )
 """Request bodies that routes parse by hand. The OpenAPI document includes them too."""
+PROBLEM: dict[str, Any] = {
+    "title": "Problem",
+    "description": "A problem document (RFC 9457).",
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "hint": {"type": "string"},
+        "spoken": {"type": "array", "items": {"type": "integer"}},
+    },
+}
+_PROBLEM_REF = {"$ref": "#/components/schemas/Problem"}
 
 
 def create_app(
@@ -89,9 +105,18 @@ def _version() -> str:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Returns FastAPI's document plus the bodies that routes parse by hand."""
+    """Returns FastAPI's document plus the bodies that routes parse by hand, and the problem
+    document of a refusal. FastAPI's own 422 is never answered."""
     document = FastAPI.openapi(app)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    schemas["Problem"] = PROBLEM
+    refused = {"description": "Refused", "content": {CONTENT_TYPE: {"schema": _PROBLEM_REF}}}
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = refused
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
     _, extra = models_json_schema(
         [(model, "validation") for model in BODIES], ref_template="#/components/schemas/{model}"
     )

@@ -47,7 +47,10 @@ def open_for(connection: Connection, node: Address, now: float) -> int:
 
 
 def get(connection: Connection, challenge_id: str) -> ChallengeRow | None:
-    """Returns the challenge, or None."""
+    """Returns the challenge, or None. The id comes from a URL and may hold U+0000, which PostgreSQL
+    refuses as text."""
+    if not challenge_id.isalnum():
+        return None
     query = sa.select(schema.challenges).where(_challenges.id == challenge_id)
     return record(ChallengeRow, connection.execute(query).mappings().first())
 

@@ -191,7 +191,8 @@ class OrchestratorClient:
         response = self._exchange("GET", f"/v1/objects/{digest}", b"", {}, signed=False)
         if response.status_code != httpx.codes.TEMPORARY_REDIRECT:
             raise MalformedError(f"the answer about an object has status {response.status_code}")
-        return self.download(response.headers["location"], limit=limit, sha256=digest)
+        location = response.headers.get("location", "")
+        return self.download(location, limit=limit, sha256=digest)
 
     def download(self, url: str, *, limit: int, sha256: Digest | None = None) -> bytes:
         """GETs a signed URL, at most `limit` bytes. Raises UntrustedError on a wrong digest."""
@@ -219,7 +220,13 @@ class OrchestratorClient:
     # -- below ---------------------------------------------------------------------------------
 
     def _absolute(self, url: str) -> str:
-        return url if urlsplit(url).scheme else self.base_url + url
+        """A URL that the orchestrator named. Raises MalformedError if it is none."""
+        whole = self.base_url + url if url.startswith("/") else url
+        if not _is_url(whole):
+            raise MalformedError(
+                f"the orchestrator at {self.base_url} named {url[:200]!r} as a URL"
+            )
+        return whole
 
     def _exchange(
         self, method: str, path: str, body: bytes, fields: dict[str, str], *, signed: bool
@@ -350,14 +357,17 @@ def _identity(url: str) -> str:
         return url
 
 
-def _checked_url(url: str) -> str:
+def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         httpx.URL(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except (ValueError, httpx.InvalidURL):
-        fine = False
-    if not fine:
+        return False
+
+
+def _checked_url(url: str) -> str:
+    if not _is_url(url):
         raise UserError(
             f"the orchestrator's address {url[:200]!r} is no URL",
             hint="write it like http://HOST:PORT",

@@ -64,9 +64,9 @@ def from_problem(status: int, body: bytes) -> PrimeError:
     try:
         document = json.loads(body[:65_536])
         named = str(document.get("type", ""))
-        detail = str(document.get("detail", ""))[:2048]
+        detail = _text(document.get("detail", ""), 2048)
         kind = named.removeprefix(_URN) if named.startswith(_URN) else ""
-        hint = str(document.get("hint", ""))[:512]
+        hint = _text(document.get("hint", ""), 512)
         spoken = document.get("spoken")
     except (ValueError, AttributeError, RecursionError):
         pass
@@ -84,6 +84,11 @@ def from_problem(status: int, body: bytes) -> PrimeError:
     if status >= 500 or status == 429:
         return UnavailableError(detail)
     return MalformedError(detail)
+
+
+def _text(value: object, most: int) -> str:
+    """`value` as text that can be encoded: JSON may hold half of a surrogate pair."""
+    return str(value)[:most].encode("utf-8", "replace").decode()
 
 
 def _versions(value: object) -> tuple[int, int] | None:

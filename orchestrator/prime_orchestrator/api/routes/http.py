@@ -156,6 +156,17 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
+def takes_bytes() -> dict[str, Any]:
+    """`openapi_extra` that documents a body of raw bytes."""
+    schema = {"type": "string", "format": "binary"}
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": schema}},
+        }
+    }
+
+
 def problem(error: PrimeError, code: int | None = None) -> Response:
     """The RFC 9457 document of an expected error, under its own status or `code`."""
     usual, document = to_problem(error)

@@ -39,6 +39,7 @@ from prime_orchestrator.api.routes.http import (
     parse,
     signed_by,
     takes,
+    takes_bytes,
 )
 
 
@@ -80,7 +81,9 @@ def router(backend: Backend) -> APIRouter:
         return answer(admission.challenge(backend, signed.caller.account, wish, address))
 
     @routes.post(
-        "/v1/admission/solution/{challenge_id}", responses={200: {"model": AdmissionAnswer}}
+        "/v1/admission/solution/{challenge_id}",
+        responses={200: {"model": AdmissionAnswer}},
+        openapi_extra=takes_bytes(),
     )
     def solution(
         challenge_id: str,

@@ -19,7 +19,7 @@ from prime_core.errors import MalformedError, NotFoundError, UnavailableError
 from prime_core.storage.base import CHUNK_BYTES, digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.routes.http import BODY_SECONDS
+from prime_orchestrator.api.routes.http import BODY_SECONDS, takes_bytes
 
 GET_SECONDS = 600
 """How long the URL behind an object's redirect holds."""
@@ -38,7 +38,7 @@ def router(backend: Backend) -> APIRouter:
             raise NotFoundError("this orchestrator keeps its objects elsewhere")
         return backend.objects
 
-    @routes.put("/v1/store/{key:path}", status_code=204)
+    @routes.put("/v1/store/{key:path}", status_code=204, openapi_extra=takes_bytes())
     async def put(key: str, request: Request) -> Response:
         """Upload to a signed URL: exactly the announced bytes, or nothing is kept."""
         store = directory()
@@ -60,7 +60,7 @@ def router(backend: Backend) -> APIRouter:
                 del under_way[key]
         return Response(status_code=204)
 
-    @routes.get("/v1/store/{key:path}")
+    @routes.get("/v1/store/{key:path}", response_class=StreamingResponse)
     def get(key: str, request: Request) -> Response:
         """Download from a signed URL."""
         store = directory()
@@ -72,7 +72,7 @@ def router(backend: Backend) -> APIRouter:
             headers={"Content-Length": str(size), "X-Content-Type-Options": "nosniff"},
         )
 
-    @routes.get("/v1/objects/{digest}", status_code=307)
+    @routes.get("/v1/objects/{digest}", status_code=307, response_class=RedirectResponse)
     def by_digest(digest: str) -> Response:
         """Where to fetch an object (verdict, evidence, table, root's leaves, file) right now."""
         key = digest_key(ids.digest(digest))

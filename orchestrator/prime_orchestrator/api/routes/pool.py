@@ -83,7 +83,10 @@ def router(backend: Backend) -> APIRouter:
         """Revise the run from a step that is not leased yet."""
         return answer(revisions.announce(backend, parse(RevisionRequest, request.body)))
 
-    @routes.get("/v1/policies", responses={200: {"model": PolicyList}})
+    @routes.get(
+        "/v1/policies",
+        responses={200: {"model": PolicyList}, 304: {"description": "Still the same"}},
+    )
     def list_policies(if_none_match: Annotated[str, Header()] = "") -> Response:
         """The newest policies' signed manifests, newest first; 304 for who has them already."""
         tag = publishing.listing_tag(backend)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import generate_latest
 
 from prime_core.errors import NotFoundError
@@ -88,7 +88,7 @@ def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRo
             meta.get(connection, meta.CHAIN_SEEN_AT)
         return Response('{"status":"ok"}', media_type="application/json")
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     def prometheus() -> Response:
         """Metrics in Prometheus' text format."""
         text = generate_latest(metrics.PoolMetrics(backend, requests))
@@ -99,7 +99,7 @@ def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRo
         """One picture of the pool, made at most once a second."""
         return Response(await feed.latest(), media_type="application/json")
 
-    @routes.get("/v1/events")
+    @routes.get("/v1/events", response_class=StreamingResponse)
     async def events(request: Request) -> Response:
         """Server-sent events, each a Status."""
         stream = feed.events(host_of(request))

@@ -1,0 +1,187 @@
+"""The API against its own OpenAPI document: signed and unsigned requests of every shape get the
+answers that it states, and never a defect. `make soak ARGS=fuzz` goes on for longer."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from judges import appoint
+from orchestrator_world import AUDIENCE, VERSIONED, Session, World, signer
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prime_core.draws import DrawReveal
+from prime_core.ids import ZERO_DIGEST
+from prime_core.transport.signatures import sign_headers
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.store import Store
+
+ENDLESS = "/v1/events"
+CONFORMS = (
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+)
+EXAMPLES = 9
+
+
+class Peers:
+    """Signs each request: mostly as the party that may make it, else as another or not at all.
+    Where a request names digests and accounts, it mostly puts in some that there are."""
+
+    def __init__(self, app: ASGIApp, world: World) -> None:
+        self._app = app
+        self._world = world
+        appoint(world.backend.store, world.backend.context.pool, signer(202).address)
+        node, newcomer = world.member(1), world.newcomer(2)
+        validator = world.login(signer(202), "validator")
+        trainer = world.login(world.trainer, "trainer")
+        self._by_path: dict[str, list[Session | None]] = {
+            "/v1/validators": [validator],
+            "/v1/policies": [trainer],
+            "/v1/batches": [trainer],
+            "/v1/revisions": [world.login(world.manager, "manager")],
+            "/v1/relays": [world.login(signer(5), "relay")],
+            "/v1/": [node, newcomer],
+            "/": [None],
+        }
+        self._others: list[Session | None] = [node, validator, trainer, None]
+        lease = world.lease(world.member(3))
+        self._digests = [
+            world.lease_digest(lease), world.hand_in(world.member(4)), lease.lease.policy_digest,
+            lease.lease.run_digest, ZERO_DIGEST,
+        ]  # fmt: skip
+        self._accounts = [signer(number).address for number in (1, 2, 3, 4, 202)]
+        self._numbers = itertools.count()
+
+    def _known(self, text: bytes) -> bytes:
+        def of(choices: list[Any]) -> Callable[[re.Match[bytes]], bytes]:
+            return lambda found: choices[zlib.crc32(found[0]) % len(choices)].encode()
+
+        text = re.sub(rb"0x[0-9a-fA-F]{64}(?![0-9a-fA-F])", of(self._digests), text)
+        return re.sub(rb"0x[0-9a-fA-F]{40}(?![0-9a-fA-F])", of(self._accounts), text)
+
+    def _known_path(self, raw: bytes, number: int) -> bytes:
+        if number % 5 == 0:
+            return raw
+        for names, value in (
+            (b"leases|objects|submissions|runs", b"0x%064x" % number),
+            (b"nodes|rewards", b"0x%040x" % number),
+            (b"batches|policies", b"0"),
+        ):
+            raw = re.sub(rb"^(/v1/(?:" + names + rb"))/[^/]+", rb"\1/" + value, raw)
+        return raw
+
+    def _session(self, path: str, number: int) -> Session | None:
+        if number % 4 == 0:
+            return self._others[number // 4 % len(self._others)]
+        right = next(found for start, found in self._by_path.items() if path.startswith(start))
+        return right[number % len(right)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        body = self._known(body)
+        number = next(self._numbers)
+        raw_path = self._known(self._known_path(scope["raw_path"].partition(b"?")[0], number))
+        session = self._session(raw_path.decode("latin-1"), number)
+        target = raw_path.decode("latin-1")
+        if query := scope["query_string"].decode("latin-1"):
+            target += f"?{query}"
+        headers = dict(scope["headers"]) | {b"content-length": str(len(body)).encode()}
+        headers[b"host"] = AUDIENCE.partition("//")[2].encode()
+        headers |= {name.lower().encode(): value.encode() for name, value in VERSIONED.items()}
+        if session is not None:
+            signed = sign_headers(
+                session.key, scope["method"], AUDIENCE + target, body,
+                now=self._world.clock(), nonce=f"openapi-{number:012d}",
+            )  # fmt: skip
+            headers |= {name.lower().encode(): value.encode() for name, value in signed.items()}
+        changed = scope | {
+            "headers": list(headers.items()),
+            "raw_path": raw_path,
+            "path": unquote(target.partition("?")[0]),
+        }
+        given = False
+
+        async def again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(changed, again, send)
+
+
+@pytest.fixture
+def store(either_store: Store) -> Store:
+    """SQLite and PostgreSQL take different text and numbers."""
+    return either_store
+
+
+def operations(world: World) -> Iterator[Any]:
+    app = Peers(create_app(world.backend), world)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        if operation.path != ENDLESS:
+            yield operation
+
+
+@pytest.mark.slow
+def test_every_operation_answers_as_its_document_says(
+    world: World, request: pytest.FixtureRequest
+) -> None:
+    seconds = request.config.getoption("--fuzz-seconds")
+    end, number = time.monotonic() + seconds, 0
+    every = list(operations(world))
+    assert len(every) > 40
+    while number == 0 or time.monotonic() < end:
+        for operation in every:
+            number += 1
+
+            @seed(number)
+            @settings(
+                max_examples=EXAMPLES,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate],
+            )
+            @given(case=operation.as_strategy())
+            def attempt(case: Any) -> None:
+                case.call_and_validate(checks=CONFORMS)
+
+            attempt()
+
+
+def test_what_no_database_holds_is_the_senders_mistake(world: World) -> None:
+    """U+0000 is valid in JSON and in a URL and is no text of PostgreSQL; integers have 63 bits."""
+    node = world.member(1)
+    assert world.post("/v1/admission/solution/a%00", b"x", node).status_code == 404
+    appoint(world.backend.store, world.backend.context.pool, signer(202).address)
+    validator = world.login(signer(202), "validator")
+    body = b'{"worker": "a\\u0000", "most": 1}'
+    assert world.post("/v1/validators/claims", body, validator).status_code == 400
+    reveal = DrawReveal(pool=1, validator=signer(202).address, epoch=5, secret=ZERO_DIGEST)
+    body = reveal.model_dump_json().replace(":5,", f":{2**63},").encode()
+    assert world.post("/v1/validators/reveals", body, validator).status_code == 400
