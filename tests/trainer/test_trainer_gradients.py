@@ -21,6 +21,8 @@ OBJECTIVES = (
     Objective(name="grpo"),
     Objective(name="grpo_token_mean", advantage="mean", entropy=0.001),
     Objective(name="dr_grpo", advantage="leave_one_out", kl=0.001),
+    Objective(name="gspo", clip=0.5, clip_high=0.6),
+    Objective(name="cispo", clip_high=0.5),
 )
 
 
@@ -90,11 +92,14 @@ def turns_of(rollout: Rollout) -> list[Rollout]:
     return turns
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "objective", [one for one in OBJECTIVES if one.name != "gspo"], ids=lambda one: one.name
+)
 def test_a_conversation_is_trained_as_its_turns_are(
     model: Path, tmp_path: Path, world: World, objective: Objective
 ) -> None:
-    """The environment's words are read, and neither learned nor weighed."""
+    """The environment's words are read, and neither learned nor weighed. (GSPO's ratio is that of
+    all turns together.)"""
     rollouts = kit.conversations(kit.rows())
     run, size = kit.run_definition(), 4
     learner = kit.double_learner(kit.learner(model, tmp_path, world, objective=objective), world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from prime_core.errors import UserError
 from prime_core.ids import ZERO_DIGEST, Step
+from prime_trainer import objectives
 from prime_trainer.advantages import judge
 from prime_trainer.alarms import alarms_of
 from prime_trainer.config import Objective
@@ -29,6 +31,7 @@ from prime_trainer.learner import (
 from prime_trainer.loss import Tokens, policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.objectives import REGISTRY, form_of
+from prime_trainer.objectives.base import Form
 from prime_trainer.parallel import World, full_state
 
 
@@ -59,13 +62,117 @@ def test_decoupled_ppo_is_its_formula_in_float64(seed: int) -> None:
     np.testing.assert_allclose(logprobs.grad.numpy(), expected, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+def a_batch(seed: int, n: int = 40) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+    """Log-probabilities with gradient, tokens of samples of 1 to 9 tokens, and log ratios."""
+    rng = np.random.default_rng(seed)
+    samples = np.repeat(np.arange(n), rng.integers(1, 10, n))[:n]
+    logprobs = torch.tensor(-rng.uniform(0.05, 3, n), requires_grad=True)
+    tokens = Tokens(
+        torch.tensor(-rng.uniform(0.05, 3, n)),
+        torch.tensor(rng.normal(size=samples.max() + 1)[samples]),
+        torch.tensor(rng.uniform(0.1, 1, samples.max() + 1)[samples]),
+        samples=torch.tensor(samples),
+    )
+    return logprobs, tokens, (logprobs - tokens.old_logprobs).detach()
+
+
+def gradient_of(logprobs: torch.Tensor, tokens: Tokens, settings: Objective) -> np.ndarray:
+    zeros = torch.zeros_like(logprobs)
+    policy_loss(logprobs, zeros, tokens, settings).loss.backward()
+    assert logprobs.grad is not None
+    found: np.ndarray = logprobs.grad.numpy()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_higher_upper_bound_lets_good_tokens_grow_further(seed: int) -> None:
+    logprobs, tokens, log_ratio = a_batch(seed)
+    found = gradient_of(logprobs, tokens, Objective(clip=0.2, clip_high=0.5, delta=4.0))
+    expected = np.zeros(len(found))
+    for t, (log_r, a, w) in enumerate(
+        zip(log_ratio.tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True)
+    ):
+        r = math.exp(log_r)
+        kept = r <= 1.5 if a > 0 else 0.8 <= r <= 4.0
+        expected[t] = -w * r * a if kept else 0.0
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gspo_is_its_formula_in_float64(seed: int) -> None:
+    # J = Σ_i |o_i|·w_i · min(s A, clip(s) A), s = exp(mean of log r); ds/dlog π_t = s / |o_i|.
+    logprobs, tokens, log_ratio = a_batch(seed)
+    found = gradient_of(logprobs, tokens, Objective(name="gspo", clip=0.3, clip_high=0.4))
+    assert tokens.samples is not None
+    samples = tokens.samples.numpy()
+    expected = np.zeros(len(found))
+    for i in range(samples.max() + 1):
+        mine = samples == i
+        s = math.exp(float(log_ratio.numpy()[mine].mean()))
+        a, w = float(tokens.advantages[mine][0]), float(tokens.weights[mine][0])
+        kept = s <= 1.4 if a > 0 else 0.7 <= s <= 4.0
+        expected[mine] = -w * s * a if kept else 0.0
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cispo_is_its_formula_in_float64(seed: int) -> None:
+    logprobs, tokens, log_ratio = a_batch(seed)
+    found = gradient_of(logprobs, tokens, Objective(name="cispo", clip_high=0.5))
+    weight = np.minimum(np.exp(log_ratio.numpy()), 1.5)
+    expected = -tokens.weights.numpy() * weight * tokens.advantages.numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+    zeros = torch.zeros_like(logprobs)
+    terms = policy_loss(logprobs, zeros, tokens, Objective(name="cispo", clip_high=0.5))
+    assert float(terms.sums["clipped"]) == (log_ratio.exp() > 1.5).sum()
+
+
+def test_masked_importance_leaves_out_tokens_on_which_engine_and_trainer_differ() -> None:
+    apart = [0.4, 0.6, 1.0, 4.0, 6.0]
+    logprobs = torch.full((5,), -1.0, dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.0 - math.log(w) for w in apart], dtype=torch.float64)
+    tokens = Tokens(old, torch.ones(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64))
+    settings = Objective(
+        ratio="proximal", importance="mask", importance_floor=0.5, importance_cap=5.0
+    )
+    found = gradient_of(logprobs, tokens, settings)
+    np.testing.assert_allclose(found, [0.0, -0.6, -1.0, -4.0, 0.0], rtol=1e-12)
+    terms = policy_loss(logprobs, torch.zeros_like(logprobs), tokens, settings)
+    assert float(terms.sums["truncated"]) == 2
+
+
+def test_a_plugin_is_an_objective_with_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def surrogate(
+        log_ratio: torch.Tensor, tokens: Tokens, settings: Objective
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        value = settings.parameters["slope"] * log_ratio
+        return value, torch.zeros_like(log_ratio, dtype=torch.bool)
+
+    mine = Form(REGISTRY["grpo"].weights, surrogate)
+    entry = EntryPoint("mine", f"{__name__}:PLUGIN", objectives.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(objectives, "entry_points", lambda group: EntryPoints([entry]))
+    monkeypatch.setitem(globals(), "PLUGIN", mine)
+    assert form_of("mine") is mine
+    logprobs, tokens, _ = a_batch(0)
+    found = gradient_of(logprobs, tokens, Objective(name="mine", parameters={"slope": 3.0}))
+    np.testing.assert_allclose(found, -3.0 * tokens.weights.numpy())
+    with pytest.raises(UserError, match="does not know") as caught:
+        form_of("other")
+    assert "mine" in caught.value.hint
+    monkeypatch.setitem(globals(), "PLUGIN", "no form")
+    with pytest.raises(UserError, match="is not a Form"):
+        form_of("mine")
+
+
+@pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"cispo"}))
 def test_the_share_called_clipped_is_the_share_without_gradient(name: str) -> None:
     ratios = [0.5, 0.9, 1.1, 1.5, 3.9, 4.1, 150.0]
     advantages = [sign for sign in (1.0, -1.0) for _ in ratios]
     logprobs = torch.tensor([math.log(r) for r in ratios] * 2, requires_grad=True)
     count = len(advantages)
-    tokens = Tokens(torch.zeros(count), torch.tensor(advantages), torch.ones(count))
+    tokens = Tokens(
+        torch.zeros(count), torch.tensor(advantages), torch.ones(count), samples=torch.arange(count)
+    )
     terms = policy_loss(logprobs, torch.zeros(count), tokens, Objective(name=name))
     terms.loss.backward()
     assert logprobs.grad is not None

@@ -100,6 +100,7 @@ def collate(
         weights=spread(weights),
         proximal=proximal,
         fresh=fresh,
+        samples=torch.from_numpy(np.repeat(np.arange(len(order)), counts)).to(device),
     )
     return batch, tokens_of
 

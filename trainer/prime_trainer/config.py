@@ -42,6 +42,8 @@ class Objective(BaseModel):
     """An entry of the registry (prime_trainer/objectives), which defines token weights and
     clipping."""
     clip: float = Field(default=0.2, gt=0, le=1)
+    clip_high: float | None = Field(default=None, gt=0, le=10)
+    """Upper bound of the clip, if it is not `clip` (DAPO: 0.28)."""
     delta: float = Field(default=4.0, ge=1)
     kl: float = Field(default=0.0, ge=0)
     kl_form: Literal["k1", "k2", "k3"] = "k3"
@@ -52,12 +54,23 @@ class Objective(BaseModel):
     log-probabilities are in the file), or the trainer's own policy at the start of the batch
     ("proximal", decoupled PPO). The remaining difference is corrected by an importance weight
     truncated at `importance_cap`."""
+    importance: Literal["truncate", "mask"] = "truncate"
+    """Tokens whose importance weight is above the cap: weighted by the cap, or left out, like those
+    below `importance_floor` ("mask", IcePop; its bounds are 0.5 and 5). For `ratio` "proximal"."""
     importance_cap: float = Field(default=2.0, ge=1)
+    importance_floor: float = Field(default=0.5, ge=0, le=1)
+    parameters: dict[str, float] = Field(default_factory=dict)
+    """Settings of an objective that is a plugin."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
     """Treatment of samples cut at the length limit: "keep" trains them unchanged, "mask" gives them
     no weight in the loss (their reward stays in the group's baseline), "penalise" lowers their
     reward by the penalty."""
     overlong_penalty: float = Field(default=0.0, ge=0)
+
+    @property
+    def upper_clip(self) -> float:
+        """ε_high: `clip_high`, or `clip` if that is not set."""
+        return self.clip if self.clip_high is None else self.clip_high
 
 
 class Settings(ChainSettings):

@@ -28,7 +28,8 @@ class Tokens:
     """All (N,): the behavior policy's log-probability, advantage, weight in the batch; the
     reference policy's log-probability if the objective has a KL term; the proximal policy's
     log-probability if the ratio uses it and it differs from the current policy's; `fresh`: 1 if the
-    row's policy is the one that this step begins with."""
+    row's policy is the one that this step begins with; `samples`: int64, which sample of the
+    micro-batch the token is of, 0, 1, …"""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -36,33 +37,40 @@ class Tokens:
     reference: Tensor | None = None
     proximal: Tensor | None = None
     fresh: Tensor | None = None
+    samples: Tensor | None = None
 
 
 Weights = Callable[[Sequence[int], int], list[float]]
 """(output lengths of the counted samples, the run's max_output_tokens) → weight of each token of
 each sample."""
-Surrogate = Callable[[Tensor, Tensor, "Objective"], Tensor]
-"""(log r, advantages, settings) → (N,) objective, with gradient through log r."""
+Surrogate = Callable[[Tensor, Tokens, "Objective"], tuple[Tensor, Tensor]]
+"""(log r, tokens, settings) → (N,) objective with gradient through log r, and (N,) bool: which
+tokens it clips, as the objective defines it."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A registered objective. `bounded`: whether tokens of negative advantage have no gradient
-    above δ."""
+    """A registered objective."""
 
     weights: Weights
     surrogate: Surrogate
-    bounded: bool = True
 
 
-def two_sided_clip(log_ratio: Tensor, advantages: Tensor, clip: float, delta: float) -> Tensor:
-    """(N,) objective: min( min(r, δ)·A, clip(r, 1−ε, 1+ε)·A ) (arXiv 2505.07291)."""
+def two_sided_clip(
+    log_ratio: Tensor, advantages: Tensor, clip: float, delta: float, clip_high: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(N,) min( min(r, δ)·A, clip(r, 1−ε, 1+ε_high)·A ) (arXiv 2505.07291; a higher upper bound:
+    DAPO, arXiv 2503.14476), and which tokens have no gradient."""
+    high = 1.0 + (clip if clip_high is None else clip_high)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     bounded = ratio.clamp(max=delta) * advantages
-    clipped = ratio.clamp(1.0 - clip, 1.0 + clip) * advantages
-    return torch.minimum(bounded, clipped)
+    clipped = ratio.clamp(1.0 - clip, high) * advantages
+    flat = torch.where(advantages > 0, ratio > high, (ratio < 1.0 - clip) | (ratio > delta))
+    return torch.minimum(bounded, clipped), flat
 
 
-def two_sided(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> Tensor:
+def two_sided(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[Tensor, Tensor]:
     """`two_sided_clip` with the settings' bounds."""
-    return two_sided_clip(log_ratio, advantages, settings.clip, settings.delta)
+    return two_sided_clip(
+        log_ratio, tokens.advantages, settings.clip, settings.delta, settings.upper_clip
+    )

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from prime_trainer.objectives import grpo
-from prime_trainer.objectives.base import Form, two_sided_clip
+from prime_trainer.objectives.base import Form, Tokens, two_sided_clip
 
 if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
     from prime_trainer.config import Objective
 
 
-def surrogate(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> Tensor:
-    """(N,) min( r·A, clip(r, 1−ε, 1+ε)·A )."""
-    return two_sided_clip(log_ratio, advantages, settings.clip, math.inf)
+def surrogate(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[Tensor, Tensor]:
+    """(N,) min( r·A, clip(r, 1−ε, 1+ε_high)·A ), and which tokens have no gradient."""
+    return two_sided_clip(
+        log_ratio, tokens.advantages, settings.clip, math.inf, settings.upper_clip
+    )
 
 
-FORM = Form(grpo.weights, surrogate, bounded=False)
+FORM = Form(grpo.weights, surrogate)
