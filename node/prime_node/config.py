@@ -87,8 +87,9 @@ class Settings(ChainSettings):
     """DEVELOPMENT ONLY, process runtime only: what to run instead of our own worker."""
 
     def to_remember(self) -> dict[str, Any]:
-        """What later commands in the same data folder may take for granted; no secret."""
-        kept = {
+        """Settings that later commands in the same data folder need not repeat; no secret. The
+        runtime, its size and the owner's limits are kept only if they were given."""
+        always = {
             "orchestrator",
             "rpc",
             "rpc_quorum",
@@ -98,6 +99,17 @@ class Settings(ChainSettings):
             "password_file",
             "provider",
         }
+        given = {
+            "runtime",
+            "threads",
+            "generation_batch",
+            "min_price",
+            "images",
+            "image_gb",
+            "task_memory_mb",
+            "task_pids",
+        }
+        kept = always | (given & self.model_fields_set)
         return self.model_dump(mode="json", include=kept, exclude_none=True)
 
     def need_orchestrator(self) -> str:

@@ -291,6 +291,20 @@ def test_remembered_settings_hold_no_secret(tmp_path: Path) -> None:
     assert settings.to_remember().keys() <= {"rpc", "wallet", "password_file", "orchestrator"}
 
 
+def test_a_plain_join_has_the_runtime_and_the_limits_that_an_earlier_one_named(
+    tmp_path: Path,
+) -> None:
+    flags = {"data": tmp_path, "runtime": "process", "threads": 2, "min_price": 7}
+    data = DataFolder(tmp_path)
+    data.remember(config.load(flags).to_remember())
+    again = config.load({"data": tmp_path})
+    assert (again.runtime, again.threads, again.min_price) == ("process", 2, 7)
+    data.remember(config.load({"data": tmp_path, "threads": 3}).to_remember())
+    third = config.load({"data": tmp_path, "runtime": "docker"})
+    assert (third.runtime, third.threads, third.min_price) == ("docker", 3, 7)
+    assert "image_gb" not in third.to_remember(), "a default of this release is not kept"
+
+
 def test_provider_is_the_same_account_in_any_letters(wallet: tuple[str, ...]) -> None:
     node = load_keystore(Path(wallet[1]), PASSWORD)
     for text in (node.address, node.address.lower(), node.address.upper().replace("0X", "0x")):
