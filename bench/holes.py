@@ -22,12 +22,15 @@ from prime_core import ids
 from prime_core.deployment import DEMO_PERIODS, Deployment
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
-from prime_core.messages import ContractAddresses
+from prime_core.messages import ContractAddresses, Heartbeat
+from prime_orchestrator.api import presence
 from prime_orchestrator.store import Store, chain, open_store, sqlite_url
 
 BEFORE = "before"
 PACKAGES = ("httpx", "sqlalchemy")
 PROVIDERS = 2_000
+HEARTBEATS_FROM, HEARTBEATS_EACH = 50, 20
+"""Nodes, and heartbeats of each."""
 
 
 def run(quick: bool) -> list[Row]:
@@ -86,9 +89,14 @@ def _index_rate(root: Path, count: int) -> Row:
 
 
 def _spam(root: Path, count: int) -> list[Row]:
-    """What a signed request reads of the chain, in an empty store and after strangers' events."""
-    store = _store(root / "spam.sqlite")
-    quiet = _request_seconds(store)
+    """What a signed request reads of the chain, and what a heartbeat costs, in a quiet store and
+    after strangers' events."""
+    folder = root / "spam"
+    folder.mkdir()
+    pool = seats.Pool.make(folder)
+    pool.seat(HEARTBEATS_FROM, honest=True)
+    store = pool.backend.store
+    quiet, beats = _request_seconds(store), _heartbeat_seconds(pool)
     accounts = [ids.address("0x" + secrets.token_hex(20)) for _ in range(PROVIDERS)]
     for first in range(0, count, 10_000):
         happened: list[tuple[int, str, dict[str, Any]]] = [
@@ -98,11 +106,13 @@ def _spam(root: Path, count: int) -> list[Row]:
         with store.begin() as connection:
             chain.fold(connection, happened, happened[-1][0])
             chain.add_step(connection, happened[-1][0], Digest(f"0x{first:064x}"))
-    loud = _request_seconds(store)
+    loud, loud_beats = _request_seconds(store), _heartbeat_seconds(pool)
     store.close()
     return [
         Row("spam_request_cpu_ms", loud * 1e3, "CPU ms", None, "lower", 403, BEFORE),
         Row("spam_request_cpu_ratio", loud / quiet, "times the quiet store", 1.5),
+        Row("spam_heartbeat_p95_cpu_ms", loud_beats * 1e3, "CPU ms"),
+        Row("spam_heartbeat_p95_ratio", loud_beats / beats, "times the quiet store", 1.5),
     ]
 
 
@@ -137,6 +147,18 @@ def _request_seconds(store: Store) -> float:
             chain.events(connection, "NodeJoined", subject=account)
         times.append(time.process_time() - began)
     return sorted(times)[len(times) // 2]
+
+
+def _heartbeat_seconds(pool: seats.Pool) -> float:
+    """CPU seconds of a heartbeat, 95th percentile, each in a transaction of its own."""
+    times = []
+    beat = Heartbeat(policy_version=0)
+    for _ in range(HEARTBEATS_EACH):
+        for node in pool.honest:
+            began = time.process_time()
+            presence.heartbeats(pool.backend, [(node, beat)])
+            times.append(time.process_time() - began)
+    return sorted(times)[len(times) * 95 // 100]
 
 
 def _endpoints(anvil: Anvil) -> list[Row]:

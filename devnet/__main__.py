@@ -50,6 +50,13 @@ SOAKS = {
         "an hour's work of one pool behind RPC endpoints that fail in every way (10 minutes)",
         ("pytest", "-q", "tests/money/test_money_behind_faults.py", "--faults-seconds=600"),
     ),
+    "rpc-faults": (
+        "the whole network behind RPC endpoints that fail in every way (10 minutes of faults)",
+        (
+            *("devnet", "up", "--plain", "--quick", "--steps", "3", "--nodes", "3", "--liars", "1"),
+            *("--rpc-faults", "600", "--root", "var/rpc-faults"),
+        ),
+    ),
     "strangers": (
         "1,000,000 events of strangers, and other attacks on the chain layer",
         ("bench", "attacks", "--json"),
@@ -90,6 +97,10 @@ def up(
     port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
     runtime: Annotated[str, typer.Option(help="process (isolates nothing) or docker.")] = "process",
     image: Annotated[str, typer.Option(help="Worker image by digest, for docker.")] = "",
+    rpc_faults: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds for which RPC endpoints fail, one of three at a time."),
+    ] = 0.0,
     quick: Annotated[bool, typer.Option(help="Short periods and small batches.")] = False,
     root: Root = ROOT,
     plain: Annotated[bool, typer.Option(help="Lines instead of the live table.")] = False,
@@ -120,6 +131,7 @@ def up(
         port=port,
         runtime=chosen,
         image=image,
+        rpc_faults=rpc_faults,
     )
     if quick:
         plan = plan.quick()
@@ -269,6 +281,7 @@ def _run(plan: Plan, plain: bool) -> int:
             live.start()
         walk.start()
         walk.learn()
+        walk.outlast_faults()
         walk.wait_for_slashes()
         walk.settle()
         note("checking from outside")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from devnet.accounts import PARTIES, Account, make, recorded
 from devnet.chain import Anvil, free_port
+from devnet.faults import FaultyEndpoints
 from devnet.plan import TOKEN, NodePlan, Plan, run_definition
 from devnet.processes import Child, Supervisor
 from prime_broadcast.manifest import build_manifest
@@ -62,6 +63,7 @@ class Network:
         self.pool = 0
         self.relay_port = free_port()
         self._contracts: Contracts | None = None
+        self.endpoints: FaultyEndpoints | None = None
 
     @classmethod
     def recorded(cls, root: Path) -> Network:
@@ -141,6 +143,8 @@ class Network:
             ],
         )
         self.anvil.mine_every(BLOCK_SECONDS)
+        if self.plan.rpc_faults:
+            self.endpoints = FaultyEndpoints(self.anvil.url, self.plan.rpc_faults)
 
     def start_orchestrator(self) -> None:
         """The API and its loops; returns once it answers."""
@@ -172,8 +176,8 @@ class Network:
             name,
             [
                 *(str(BIN / "validator"), "run", "--orchestrator", self.url),
-                *("--rpc", self.anvil.url, "--data", str(self.root / name)),
-                *("--threads", "1"),
+                *self._rpc(),
+                *("--data", str(self.root / name), "--threads", "1"),
                 *self.accounts[name].flags(),
             ],
         )
@@ -212,7 +216,8 @@ class Network:
         """One agent. A liar is the same agent with another worker; nobody else is told."""
         command = [
             *(str(BIN / "prime-node"), "join", "--orchestrator", self.url),
-            *("--rpc", self.anvil.url, "--deployment", str(self.deployment_file)),
+            *self._rpc(),
+            *("--deployment", str(self.deployment_file)),
             *("--data", str(self.root / "nodes" / node.name), "--runtime", self.plan.runtime),
             *self.accounts[node.name].flags(),
             *("--threads", "1"),
@@ -232,6 +237,8 @@ class Network:
     def stop(self) -> None:
         """Ends everything; harmless when called twice."""
         self.supervisor.stop_all()
+        if self.endpoints is not None:
+            self.endpoints.close()
         self.anvil.stop()
 
     # -- what anyone can see -------------------------------------------------------------------
@@ -310,9 +317,14 @@ class Network:
 
     def _chain_flags(self) -> tuple[str, ...]:
         return (
-            *("--rpc", self.anvil.url, "--deployment", str(self.deployment_file)),
-            *("--pool", str(self.pool)),
+            *self._rpc(),
+            *("--deployment", str(self.deployment_file), "--pool", str(self.pool)),
         )
+
+    def _rpc(self) -> tuple[str, ...]:
+        """The endpoints that the programs of the network are given."""
+        urls = (self.anvil.url,) if self.endpoints is None else self.endpoints.urls
+        return tuple(word for url in urls for word in ("--rpc", url))
 
 
 def _environment(root: Path) -> dict[str, str]:

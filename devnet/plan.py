@@ -68,6 +68,8 @@ class Plan:
     samples_per_group: int = 16
     groups_per_lease: int = 4
     evaluate_every: int = 6
+    rpc_faults: float = 0.0
+    """Seconds for which RPC endpoints fail, one of three at a time; 0: one endpoint, no faults."""
 
     @property
     def judges(self) -> tuple[str, ...]:

@@ -103,6 +103,9 @@ class Walk:
             self.note(f"starting {node.name}")
             network.start_node(node)
         self.until("policy 0", lambda status: status.latest_version is not None, START_SECONDS)
+        if network.endpoints is not None:
+            self.note("one of the three RPC endpoints fails from now on")
+            network.endpoints.begin()
 
     def learn(self) -> None:
         """Until two evaluations in a row are good enough, or the run's last step."""
@@ -121,6 +124,16 @@ class Walk:
             if version >= plan.steps:
                 self.note(f"not learned within {plan.steps} steps")
                 return
+
+    def outlast_faults(self) -> None:
+        """Until no RPC endpoint fails any more; the network works meanwhile."""
+        endpoints = self.network.endpoints
+        if endpoints is None:
+            return
+        self.note("the network works on while RPC endpoints fail")
+        limit = self.network.plan.rpc_faults + 60
+        self.until("the end of the faults", lambda _: endpoints.over(), limit)
+        self.note(f"faults: {dict(sorted(endpoints.injected().items()))}")
 
     def wait_for_slashes(self) -> None:
         """Until every liar that should be is ejected by its slash (validity bounds how long that

@@ -150,6 +150,7 @@ abstract contract PoolState is EIP712 {
     mapping(uint256 pool => mapping(address node => Move)) internal _moves;
     /// @notice When a pool ended (Unix time), zero while it runs.
     mapping(uint256 pool => uint64) public endedAt;
+    // slither-disable-next-line uninitialized-state
     mapping(uint256 pool => Revision[]) internal _revisions;
 
     /// @param vault_ Holds the stake.
@@ -216,6 +217,7 @@ abstract contract PoolState is EIP712 {
     {
         uint256 quorum = _known(pool).quorum;
         if (authors.length != quorum) revert Errors.NoQuorum(authors.length, quorum);
+        // slither-disable-next-line uninitialized-local
         uint8 last;
         for (uint256 i; i < quorum; ++i) {
             Validator memory v = _validators[pool][authors[i]];
@@ -235,6 +237,7 @@ abstract contract PoolState is EIP712 {
     function checkTableAuthors(uint256 pool, address[] calldata authors) external view {
         uint256 needed = _known(pool).quorum;
         if (authors.length != needed) revert Errors.NoQuorum(authors.length, needed);
+        // slither-disable-next-line uninitialized-local
         uint8 previous;
         for (uint256 i; i < needed; ++i) {
             Validator memory v = _validators[pool][authors[i]];

@@ -195,6 +195,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
             work.checkRejected(submission, nodeSignature, rootSeq, proof, opinions);
         if (_entries[leaf].state != State.None) revert Errors.AlreadyProposed(leaf);
 
+        // slither-disable-next-line reentrancy-no-eth
         Entry memory p = _open(submission.pool, submission.node, authors);
         p.authors = numbers;
         _entries[leaf] = p;
@@ -263,7 +264,9 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         uint256 bond = _terms[p.terms].bond;
         uint256 owed =
             uint256(p.held) * INTEREST * (_slashWindow + _disputeWindow) / (100 * 365 days);
+        // slither-disable-next-line uninitialized-local
         uint256 penalty;
+        // slither-disable-next-line uninitialized-local
         uint256 compensation;
         _letGo(leaf, p, authors);
         for (uint256 i; i < authors.length && bond > 0; ++i) {
@@ -309,6 +312,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
 
     /// @dev A proposal that its provider stopped.
     function _stopped(bytes32 leaf) private view returns (Entry memory) {
+        // slither-disable-next-line incorrect-equality
         if (_entries[leaf].state == State.Objected) return _entries[leaf];
         return _in(leaf, State.Disputed);
     }

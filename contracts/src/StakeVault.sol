@@ -221,6 +221,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
         uint8 left;
         (amount, left) =
             _queues[msg.sender].takeMature(account.queueLength, available, windowTime());
+        // slither-disable-next-line incorrect-equality
         if (amount == 0) revert Errors.NothingToWithdraw(msg.sender);
         account.queueLength = left;
         account.queued -= amount.toUint96();
@@ -325,6 +326,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
         taken = held;
         if (asked > held) taken += Math.min(asked - held, _reachable(account, manager));
         uint40 window = uint40(block.timestamp / _validity);
+        // slither-disable-next-line incorrect-equality
         uint256 lost = account.lostIn == window ? account.lost : 0;
         taken = Math.min(taken, Math.saturatingSub(slashCap, lost));
         (account.lost, account.lostIn) = ((lost + taken).toUint96(), window);

@@ -63,6 +63,7 @@ abstract contract WindowTime {
     /// fails reports none: money must not depend on its life.
     function _lastOutage() private view returns (uint256 since) {
         since = block.timestamp;
+        // slither-disable-next-line unused-return
         try uptimeFeed.latestRoundData() returns (
             uint80 round, int256 answer, uint256 startedAt, uint256, uint80
         ) {
@@ -74,7 +75,7 @@ abstract contract WindowTime {
                 // The low 64 bits count an aggregator's rounds from one.
                 if (uint64(round) <= 1) break;
                 --round;
-                // slither-disable-next-line calls-loop
+                // slither-disable-next-line calls-loop,unused-return
                 try uptimeFeed.getRoundData(round) returns (
                     uint80, int256 answer_, uint256 startedAt_, uint256, uint80
                 ) {

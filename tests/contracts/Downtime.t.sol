@@ -204,7 +204,7 @@ contract DowntimeTest is Network {
         vm.warp(postable(E) + LATE);
         vm.prank(manager);
         rewards.postRewardRoot(pool, E, Statements.rewardLeaf(node, 1), 1, keccak256("t"));
-        uint256 now_ = block.timestamp;
+        uint256 now_ = vm.getBlockTimestamp();
         up.report(false, now_ + 1);
         up.report(true, now_ + 5 days);
         vm.warp(now_ + 5 days + GRACE - 1);

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -217,7 +218,7 @@ def test_no_target_starves_whatever_nodes_there_are(
     rng = random.Random(seed)
     leases: list[list[Any]] = []  # [target, state, tick at which it was given]
     held: dict[int, list[Any]] = {}
-    latest: dict[int, list[Any]] = {}
+    latest: defaultdict[int, list[list[Any]]] = defaultdict(list)
     life, run = 40, 700
     mortal = [w for w in crew if w.kind == "works"][1:]
     for tick in range(run):
@@ -243,12 +244,13 @@ def test_no_target_starves_whatever_nodes_there_are(
                     count[1] += state == "open" and tick - given < life / 2
                     count[2] += state == "accepted"
                 counts = {target: TargetCounts(*count) for target, count in tally.items()}
-                last = latest.get(number)
-                failed = last is not None and last[1] not in ("accepted", "open")
+                own = reversed(latest[number][-2:])
+                failed = [one[0] for one in takewhile(lambda one: one[1] != "accepted", own)]
                 target = pick_target(worker.speed_class, counts, budgets, failed)
                 assert target in budgets.targets
                 leases.append([target, "open", tick])
-                held[number] = latest[number] = leases[-1]
+                held[number] = leases[-1]
+                latest[number].append(leases[-1])
     accepted = Counter(lease[0] for lease in leases if lease[1] == "accepted")
     whole = sum(accepted.values())
     slack = 2 * len(crew) + 2  # held when it ended or died, and rounding to whole leases
@@ -274,11 +276,15 @@ def test_a_class_is_a_preference_and_the_least_share_comes_first() -> None:
     assert pick_target(1, after(20, 20, 20, 10), budgets) in (2, 6)
     # the fast nodes keep a target well above the least, so that slow ones need not
     assert pick_target(2, after(20, 2, 20, 11), budgets) == 6
-    # a target that no node completes takes half of the work at most
+    # dropping a lease brings the same length back; a target that no node completes takes two
+    # thirds of the work at most
     hopeless = after(20, 20, 20, 0) | {14: TargetCounts(asked=80)}
     assert pick_target(1, hopeless, budgets) == 14
-    assert pick_target(1, hopeless, budgets, failed=True) in (2, 6)
-    assert pick_target(2, hopeless, budgets, failed=True) != 14
+    assert pick_target(1, hopeless, budgets, failed=[14]) == 14
+    assert pick_target(1, after(10, 9, 9, 9), budgets, failed=[10]) == 10
+    assert pick_target(1, hopeless, budgets, failed=[14, 6]) == 14
+    assert pick_target(1, hopeless, budgets, failed=[14, 14]) in (2, 6)
+    assert pick_target(2, hopeless, budgets, failed=[14, 14]) != 14
 
 
 @given(st.floats(0.01, 100), st.integers(1, 3), st.floats(1e-3, 1e3))

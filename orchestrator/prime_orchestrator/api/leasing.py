@@ -8,6 +8,7 @@ of another provider, so dropping a lease does not change what is trained on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from sqlalchemy import Connection
 
@@ -241,10 +242,8 @@ def _make(
     counts = targets.counts_of(connection, run, now=now, shadow=pool >= SHADOW_POOLS)
     problems = None
     if again is None:
-        failed = any(
-            row.status not in ("submitted", "accepted")
-            for row in leases.newest_of(connection, node.address, 1)
-        )
+        latest = reversed(leases.newest_of(connection, node.address, 2))
+        failed = [row.target for row in takewhile(_came_to_nothing, latest)]
         target = scheduler.pick_target(speed_class, counts, run.budgets, failed)
     else:
         target = again.target
@@ -268,6 +267,10 @@ def _make(
         policy_version=choice.policy_version,
         opening=opening,
     )
+
+
+def _came_to_nothing(row: LeaseRow) -> bool:
+    return row.status not in ("submitted", "accepted") and not row.excused
 
 
 def handed_in(backend: Backend, digest: Digest) -> SignedLease:

@@ -15,7 +15,7 @@ Which target length (`pick_target`), by the expected share of each target among 
     below its minimum        any node that asks gets it
     below 1.5 × its minimum  the nodes that prefer it get it before anything else
     otherwise                the least served of the targets that the asker's class prefers
-    after a failed lease of the asker's own: see `pick_target`
+    after a failed lease of the asker's own: the same target again, once (`pick_target`)
 
 Nothing here reads a clock or a store; `leasing.py` collects the inputs and carries out the
 decision.
@@ -23,7 +23,7 @@ decision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_core.node import NodeStatus
@@ -194,20 +194,24 @@ def pick_target(
     speed_class: int,
     counts: Mapping[int, TargetCounts],
     budgets: LengthBudgets,
-    failed: bool = False,
+    failed: Sequence[int] = (),
 ) -> int:
     """Returns the target length for a lease to a node of `speed_class`.
 
     Args:
         counts: by target length, of the latest `window(budgets)` leases. Missing ones count 0.
-        failed: whether the node's own latest lease produced no accepted or pending file.
+        failed: targets of the node's own latest leases that produced no accepted or pending file,
+            newest first, back to the latest lease that did.
 
-    After a failed lease, a node gets the target of its class with the most accepted leases. A
-    target that no node completes then takes at most half of each node's work, and other nodes'
-    failures keep no target from a node that completes it.
+    After a failed lease, a node gets the same target again: dropping a lease gives no choice. After
+    two in a row it gets the target of its class with the most accepted leases. A target that no
+    node completes then takes at most two thirds of each node's work, and other nodes' failures keep
+    no target from a node that completes it.
     """
     preferred = budgets.preferred(speed_class)
     known = {target: counts.get(target, TargetCounts()) for target in budgets.targets}
+    if failed and failed[0] in known and (len(failed) == 1 or failed[0] != failed[1]):
+        return failed[0]
     if failed:
         return max(preferred, key=lambda target: (known[target].accepted, -target))
     whole = sum(count.expected for count in known.values()) + 1
