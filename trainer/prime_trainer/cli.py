@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -225,6 +225,58 @@ def samples(
         print("\n".join(json.dumps(sample, ensure_ascii=False) for sample in found))
         return
     typer.echo(samples_text(found, styled))
+
+
+@app.command()
+def chat(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder of a policy.")],
+    run: Annotated[
+        Path | None, typer.Option(help="Run definition: its system prompt, budget and tools.")
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of thinking to ask for (default: not asked).")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt (default: the run's).")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Fixes the sampling (default: random).")] = None,
+    engine: Annotated[str, typer.Option(help="plain or vllm.")] = "plain",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a question.")] = False,
+) -> None:
+    """Talk to a policy: one question a line from the terminal or standard input."""
+    from prime_core.printing import printable
+    from prime_core.run_file import read_run
+    from prime_envs.samples import styled
+    from prime_trainer.talk import answers, start
+
+    definition = None if run is None else read_run(run)
+    talk = start(
+        model, definition, {"engine": engine, "dtype": dtype, "device": device},
+        system=system, budget=budget, max_tokens=max_tokens, temperature=temperature, seed=seed,
+    )  # fmt: skip
+    try:
+        for turns in answers(talk, _questions()):
+            if as_json:
+                said = [{"by": kind, "text": text} for kind, text in turns]
+                print(json.dumps(said, ensure_ascii=False), flush=True)
+            else:
+                text = "\n".join(styled(printable(t, keep="\n\t"), kind) for kind, t in turns)
+                typer.echo(f"{text}\n")
+    finally:
+        talk.engine.close()
+
+
+def _questions() -> Iterator[str]:
+    """Lines of standard input, with a prompt on a terminal."""
+    while True:
+        if sys.stdin.isatty():
+            typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
 
 
 @app.command()

@@ -1,0 +1,92 @@
+"""`trainer chat` asks as the run asks, and its tools answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from prime_core import encoding
+from prime_core.run import Chat, Conversation
+from prime_engine.base import Generation, GenerationRequest
+from prime_engine.tiny import write_tiny_model
+from prime_envs.chat import TEMPLATE_FILE
+from prime_trainer import talk as talk_module
+from prime_trainer.cli import app
+from prime_trainer.talk import Talk, start
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = write_tiny_model(tmp_path_factory.mktemp("chat") / "model")
+    (made / TEMPLATE_FILE).write_text(TEMPLATE)
+    return made
+
+
+class Scripted:
+    """An engine that says what it is given, and keeps its prompts."""
+
+    def __init__(self, folder: Path, *said: str) -> None:
+        loaded = start(folder, None, {})
+        self.tokenizer = loaded.engine.tokenizer
+        self.said = list(said)
+        self.prompts: list[str] = []
+
+    def generate(
+        self, requests: list[GenerationRequest], temperature: float, sink: None = None
+    ) -> list[Generation]:
+        (request,) = requests
+        self.prompts.append(self.tokenizer.decode(list(request.prompt_tokens)))
+        tokens = tuple(self.tokenizer.encode(self.said.pop(0), add_special_tokens=False))
+        return [Generation(tokens, None, None, "end")]  # type: ignore[arg-type]
+
+
+def test_a_question_is_asked_in_the_words_of_the_run(folder: Path) -> None:
+    engine = Scripted(folder, "fine", "still fine")
+    chat = Chat(
+        template=encoding.sha256(TEMPLATE.encode()), system="be kind", budget="about {tokens}"
+    )
+    talk = Talk(engine, chat, budget=20)  # type: ignore[arg-type]
+    assert list(talk.ask("how are you")) == [("answer", "fine")]
+    assert list(talk.ask("and now")) == [("answer", "still fine")]
+    assert engine.prompts == [
+        "s:be kind\n\nabout 20\nu:how are you\na:",
+        "s:be kind\n\nabout 20\nu:how are you\na:fine\nu:and now\na:",
+    ]
+    without = Scripted(folder, "fine")
+    list(Talk(without, chat).ask("hi"))  # type: ignore[arg-type]
+    assert without.prompts == ["s:be kind\nu:hi\na:"]
+
+
+def test_the_runs_tools_answer_calls(folder: Path) -> None:
+    call = "```\n6 * 7\n```"
+    engine = Scripted(folder, "x", "it is 42")
+    engine.said[0] = "x"
+    conversation = Conversation(turns=3, tools=("calculator-1",), calls="fence-1")
+    talk = Talk(engine, Chat(template=encoding.sha256(b"")), conversation=conversation)  # type: ignore[arg-type]
+    talk._generate = iter([call, "it is 42"]).__next__  # type: ignore[method-assign]
+    assert list(talk.ask("six times seven")) == [
+        ("answer", call), ("environment", "42"), ("answer", "it is 42"),
+    ]  # fmt: skip
+
+
+def test_the_command_answers_each_line(folder: Path) -> None:
+    command = ["chat", str(folder), "--max-tokens", "8", "--seed", "3", "--json"]
+    done = CliRunner().invoke(app, command, input="one\n\ntwo\n")
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [[turn["by"] for turn in line] for line in lines] == [["answer"], ["answer"]]
+    again = CliRunner().invoke(app, command, input="one\n\ntwo\n")
+    assert again.stdout == done.stdout, "the seed fixes the sampling"
+
+
+def test_a_model_without_a_template_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "raw")
+    (tmp_path / "raw" / TEMPLATE_FILE).unlink()
+    with pytest.raises(talk_module.UserError, match="no chat template"):
+        start(tmp_path / "raw", None, {})

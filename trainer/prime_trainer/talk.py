@@ -1,0 +1,112 @@
+"""`trainer chat`: questions to a policy, asked as its run asks them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prime_core import encoding
+from prime_core.errors import UserError
+from prime_core.run import Chat, Conversation, RunDefinition
+from prime_engine.base import Engine, GenerationRequest
+from prime_envs import tools
+from prime_envs.base import decode_output
+from prime_envs.chat import messages_of, render
+from prime_envs.samples import SpanKind
+
+
+def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Chat:
+    """The run's chat format, or the model's template with the default wording of the budget.
+    `system` replaces the system prompt. Raises UserError if the model has no chat template."""
+    template = engine.tokenizer.chat_template
+    if not isinstance(template, str):
+        raise UserError(
+            "the model has no chat template", hint="name an instruct model, or a policy of one"
+        )
+    known = run.chat if run is not None else None
+    chat = known or Chat(template=encoding.sha256(template.encode()))
+    return chat if system is None else chat.model_copy(update={"system": system})
+
+
+@dataclass
+class Talk:
+    """One conversation with a policy.
+
+    `budget`: the target length in tokens that the prompt asks for; None leaves the sentence out.
+    `max_tokens` bounds one answer. `conversation`: whose tools answer the model's calls.
+    """
+
+    engine: Engine
+    chat: Chat
+    budget: int | None = None
+    max_tokens: int = 512
+    temperature: float = 1.0
+    seed: int | None = None
+    conversation: Conversation | None = None
+    _messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, question: str) -> Iterator[tuple[SpanKind, str]]:
+        """Yields the turns that answer a question: the model's, and between them the tools'.
+        Raises MalformedError if the conversation does not fit the model."""
+        if self._messages:
+            self._messages.append({"role": "user", "content": question})
+        else:
+            chat = self.chat
+            if self.budget is None:
+                chat = chat.model_copy(update={"budget": ""})
+            self._messages = messages_of(chat, question, self.budget or 0)
+        turns: list[str] = []
+        most = 1 if self.conversation is None else self.conversation.turns
+        while True:
+            turns.append(self._generate())
+            self._messages.append({"role": "assistant", "content": turns[-1]})
+            yield "answer", turns[-1]
+            if self.conversation is None or len(turns) >= most:
+                return
+            said = tools.answer(turns, self.conversation)
+            if said is None:
+                return
+            self._messages.append({"role": self.conversation.role, "content": said.text})
+            yield "environment", said.text
+
+    def _generate(self) -> str:
+        tokenizer = self.engine.tokenizer
+        special = {
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if not isinstance(token, list)
+        }
+        text = render(tokenizer.chat_template, self._messages, special)
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        request = GenerationRequest(
+            prompt_tokens=tuple(tokenizer.encode(text, add_special_tokens=False)),
+            max_output_tokens=self.max_tokens,
+            noise_seed=seed,
+        )
+        (made,) = self.engine.generate([request], self.temperature)
+        return decode_output(tokenizer, made.output_tokens)
+
+
+def answers(talk: Talk, questions: Iterable[str]) -> Iterator[list[tuple[SpanKind, str]]]:
+    """The turns that answer each question that is not empty."""
+    for question in questions:
+        if question.strip():
+            yield list(talk.ask(question.strip()))
+
+
+def start(folder: Path, run: RunDefinition | None, loading: dict[str, Any], **how: Any) -> Talk:
+    """Loads the policy in `folder` for a conversation. `loading`: engine, dtype, device; `how`:
+    fields of Talk, and `system`. Raises UserError, UnavailableError."""
+    from prime_trainer.loading import require_model_folder
+    from prime_verify.engines import load_engine
+
+    require_model_folder(folder)
+    conversation = None if run is None else run.conversation
+    if conversation is not None:
+        tools.require_tools(conversation)
+    engine = load_engine(folder, **loading)
+    chat = chat_of(run, engine, how.pop("system", None))
+    return Talk(engine, chat, conversation=conversation, **how)
