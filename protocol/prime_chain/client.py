@@ -180,9 +180,7 @@ class ChainClient:
 
         A tag is the number of the newest block at it that a quorum has. Raises as `agree`.
         """
-        if len(self._pool.endpoints) > 1 and isinstance(block, str):
-            block = self._highest_at(block)
-        found = block
+        found = self._numbered(block)
         return self.agree(lambda one: one.read(call, parse, block=found), at_stake=False)
 
     def agreed_block(self, block: BlockId) -> Block:
@@ -190,6 +188,11 @@ class ChainClient:
         quorum gives it. Raises NotThereError if there is none yet."""
         found = self._highest_at(block) if isinstance(block, str) else block
         return self.agree(lambda one: one.block(found), at_stake=False)
+
+    def _numbered(self, block: BlockId) -> BlockId:
+        """A block that several endpoints can be asked for alike."""
+        several = len(self._pool.endpoints) > 1
+        return self._highest_at(block) if several and isinstance(block, str) else block
 
     def _highest_at(self, tag: BlockTag) -> int:
         if tag == "latest":
@@ -330,7 +333,11 @@ class ChainClient:
 
     def code(self, account: Address, block: BlockId = "latest") -> bytes:
         """Contract code at an address; empty for none."""
-        return self.request("eth_getCode", account, _block_id(block), parse=_bytes)
+        found = self._numbered(block)
+        return self.agree(
+            lambda one: one.request("eth_getCode", account, _block_id(found), parse=_bytes),
+            at_stake=False,
+        )
 
     def fees(self) -> Fees:
         """What to offer now: the endpoint's tip, and twice the base fee on top."""

@@ -89,7 +89,7 @@ def read_events(
         span, number = next_span(span, True, largest), until + 1
         for log in logs:
             if log.block not in times:
-                times[log.block] = client.block(log.block).time
+                times[log.block] = client.agreed_block(log.block).time
             event = decode(log, times[log.block], deployment)
             if event is not None:
                 found.append(event)
@@ -147,7 +147,7 @@ def validators(client: ChainClient, deployment: Deployment, pool: int) -> list[A
 
 def transaction_events(client: ChainClient, deployment: Deployment, tx_hash: Digest) -> list[Event]:
     """Our events that a transaction emitted. Raises UserError if it is not mined or failed."""
-    receipt = client.receipt(tx_hash)
+    receipt = client.agreed_receipt(tx_hash)
     if receipt is None:
         raise UserError(
             f"the chain has no mined transaction {tx_hash}",
@@ -155,7 +155,7 @@ def transaction_events(client: ChainClient, deployment: Deployment, tx_hash: Dig
         )
     if not receipt.success:
         raise UserError(f"the transaction {tx_hash} failed: it changed nothing")
-    return of_receipt(receipt, client.block(receipt.block).time, deployment)
+    return of_receipt(receipt, client.agreed_block(receipt.block).time, deployment)
 
 
 def slash_of(client: ChainClient, deployment: Deployment, tx_hash: Digest) -> Slash:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sender_kit import Clock, Make, target, transfer
@@ -15,7 +16,8 @@ from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.errors import RangeTooLargeError
 from prime_chain.events import Event, ProviderRegistered
-from prime_chain.faulty import KINDS, Fault, FaultyRpc
+from prime_chain.faulty import KINDS, Fault, FaultyRpc, Kind
+from prime_chain.history import read_events
 from prime_chain.sender import Sender
 from prime_chain.watcher import BlockRef, Confirmed, Watcher
 from prime_core.errors import FatalError, UnavailableError
@@ -205,6 +207,32 @@ def test_a_view_is_believed_only_as_a_quorum_gives_it(deployed: Deployed, proxy:
     assert lying.injected["lie"] > 0
     assert honest.asked["eth_call"] > 0
     client.close()
+
+
+class WrongTime(FaultyRpc):
+    """An endpoint whose blocks are a day old."""
+
+    def _falsified(self, method: str, result: Any, kinds: dict[Kind, Fault]) -> Any:
+        if method == "eth_getBlockByNumber" and result:
+            return result | {"timestamp": hex(int(result["timestamp"], 16) - 86_400)}
+        return result
+
+
+def test_code_and_the_times_of_events_are_believed_only_as_a_quorum_gives_them(
+    deployed: Deployed, proxy: Open
+) -> None:
+    signer = deployed.accounts[1]
+    deployed.send(signer, deployed.contracts.registry.set_revoked_before(signer.address, 1))
+    truth = read_events(deployed.client, deployed.deployment)
+    token = deployed.deployment.address("token")
+    lying, late = proxy(Fault("lie", methods=("eth_getCode",))), WrongTime(deployed.url)
+    for first, wrong in ((lying.url, lying), (late.url, late)):
+        client = ChainClient([first, proxy().url, proxy().url], CHAIN_ID)
+        assert client.code(token) == deployed.client.code(token)
+        assert read_events(client, deployed.deployment) == truth
+        assert wrong.asked["eth_getCode" if wrong is lying else "eth_getBlockByNumber"] > 0
+        client.close()
+    late.close()
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 4096])
