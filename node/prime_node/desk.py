@@ -39,6 +39,8 @@ CLOCK_SECONDS = 30.0
 """Tolerance for the manager's clock being ahead of ours when a lease's length is checked."""
 MOST_FAILURES = 2
 """Files of one lease that may be rejected before it is no longer offered; one may be truncated."""
+MOST_SPEED = 2**31 - 1
+"""Highest speed that a heartbeat may state."""
 UNFIT = (
     "the task's image does not fit this agent: it handed a file in that it had not sent over the "
     "bridge. No lease is taken for it. Another prime-node may fit it, or the pool's operator pins "
@@ -297,7 +299,7 @@ class Desk:
         self._open = None
         (self._inbox.folder / hand_in.file).unlink(missing_ok=True)
         if hand_in.milliseconds:
-            self.tokens_per_second = hand_in.tokens * 1000 // hand_in.milliseconds
+            self.tokens_per_second = speed(hand_in)
         return self._await_receipt(hand_in.lease_digest, digest)
 
     @contextmanager
@@ -354,3 +356,9 @@ class Desk:
                 self._api.abandon(lease_digest)
         except (UnavailableError, ConflictError) as error:
             log.warning("the orchestrator did not take it back (%s); it runs out by itself", error)
+
+
+def speed(hand_in: HandIn) -> int:
+    """Returns the tokens per second that the worker claims, at most MOST_SPEED: a number that the
+    orchestrator refuses would stop all heartbeats of the agent."""
+    return min(MOST_SPEED, hand_in.tokens * 1000 // hand_in.milliseconds)

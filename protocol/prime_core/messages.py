@@ -171,7 +171,8 @@ class Heartbeat(Strict):
 
     policy_version: Count | None
     leases: tuple[DigestField, ...] = Field(default=(), max_length=64)
-    tokens_per_second: Count = 0
+    tokens_per_second: int = Field(default=0, ge=0, lt=2**31)
+    """Stored in a 32-bit column."""
     runtime: Literal["docker", "process"] = "process"
     version: str = Field(default="", max_length=64)
     heard_at: Count = 0

@@ -472,16 +472,21 @@ def test_only_the_declared_error_comes_out(parser: Parser, request: pytest.Fixtu
     seconds = request.config.getoption("--fuzz-seconds")
     examples = OF_A_MODEL if isinstance(parser.read, MethodType) else EXAMPLES
 
-    @given(parser.given)
-    def attempt(data: bytes) -> None:
-        with suppress(*parser.errors):
-            parser.read(data)
+    def attempts(number: int, examples: int) -> None:
+        @seed(number)
+        @settings(NOT_TIMED, max_examples=examples)
+        @given(parser.given)
+        def attempt(data: bytes) -> None:
+            with suppress(*parser.errors):
+                parser.read(data)
+
+        attempt()
 
     with bounded_memory():
         if not seconds:
-            seed(0)(settings(NOT_TIMED, max_examples=examples)(attempt))()
+            attempts(0, examples)
             return
         end, number = time.monotonic() + seconds / len(PARSERS), 0
         while time.monotonic() < end:
             number += 1
-            seed(number)(settings(NOT_TIMED, max_examples=300)(attempt))()
+            attempts(number, 300)

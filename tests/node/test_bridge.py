@@ -23,7 +23,7 @@ from prime_core.messages import Heartbeat
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_node.bridge import MAX_CONNECTIONS, _Handler
 from prime_node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
-from prime_node.desk import CLOCK_SECONDS, MOST_FAILURES
+from prime_node.desk import CLOCK_SECONDS, MOST_FAILURES, speed
 from prime_node.task import FINAL_STATUS
 from prime_node.worker.client import BridgeClient
 from prime_orchestrator.api import scheduler
@@ -202,7 +202,10 @@ def test_more_connections_than_allowed_are_closed_and_the_bridge_lives(kit: Kit)
 
 
 def _answers(kit: Kit) -> bool:
-    return kit.raw(versioned(b"GET /run HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.0 200")
+    try:
+        return kit.raw(versioned(b"GET /run HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.0 200")
+    except ConnectionResetError:  # closed while its places were still taken
+        return False
 
 
 def test_another_user_cannot_connect(kit: Kit) -> None:
@@ -310,7 +313,7 @@ def test_what_the_worker_says_of_its_speed_always_fits_a_heartbeat() -> None:
     with pytest.raises(ValueError, match="less than"):
         HandIn(lease_digest=lease, file="f", tokens=2**70, milliseconds=1)
     most = HandIn(lease_digest=lease, file="f", tokens=2**40 - 1, milliseconds=1)
-    Heartbeat(policy_version=0, tokens_per_second=most.tokens * 1000 // most.milliseconds)
+    Heartbeat(policy_version=0, tokens_per_second=speed(most))
 
 
 # -- images of another age -------------------------------------------------------------------------

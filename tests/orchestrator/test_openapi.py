@@ -175,7 +175,8 @@ def test_every_operation_answers_as_its_document_says(
 
 
 def test_what_no_database_holds_is_the_senders_mistake(world: World) -> None:
-    """U+0000 is valid in JSON and in a URL and is no text of PostgreSQL; integers have 63 bits."""
+    """U+0000 is valid in JSON and in a URL and is no text of PostgreSQL; integers have 31 or 63
+    bits. Heartbeats are stored together: one that cannot be stored would cost all others."""
     node = world.member(1)
     assert world.post("/v1/admission/solution/a%00", b"x", node).status_code == 404
     appoint(world.backend.store, world.backend.context.pool, signer(202).address)
@@ -185,3 +186,6 @@ def test_what_no_database_holds_is_the_senders_mistake(world: World) -> None:
     reveal = DrawReveal(pool=1, validator=signer(202).address, epoch=5, secret=ZERO_DIGEST)
     body = reveal.model_dump_json().replace(":5,", f":{2**63},").encode()
     assert world.post("/v1/validators/reveals", body, validator).status_code == 400
+    beat = b'{"policy_version": 0, "tokens_per_second": %d}'
+    assert world.post("/v1/heartbeat", beat % 2**31, node).status_code == 400
+    assert world.post("/v1/heartbeat", beat % (2**31 - 1), node).status_code == 200

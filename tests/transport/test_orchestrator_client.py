@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -199,3 +200,21 @@ def test_what_is_sent_with_an_upload_is_the_node_s_own_choice() -> None:
     assert len(seen) == 1, "a redirect is not followed"
     assert not {"authorization", "x-api-key"} & set(seen[0])
     assert seen[0]["content-length"] == "4"
+
+
+@pytest.mark.parametrize("location", ["", "http://[", "ftp://pool/x", "//x y"])
+def test_a_redirect_to_what_is_no_url_is_malformed(location: str) -> None:
+    headers = VERSIONED | ({"location": location} if location else {})
+    serve = httpx.MockTransport(lambda _: httpx.Response(307, headers=headers))
+    with pytest.raises(MalformedError):
+        _client(serve, []).get_object(sha256(b"asked for"))
+
+
+def test_a_defect_of_the_server_is_an_outage_for_its_clients() -> None:
+    """A FatalError would end trainers and validators over one failed request."""
+    problem = {"type": "urn:prime:problem:fatal", "detail": "half of a pair: \ud800"}
+    serve = httpx.MockTransport(lambda _: httpx.Response(500, content=json.dumps(problem)))
+    with pytest.raises(UnavailableError, match="half of a pair") as caught:
+        _client(serve, []).get("/x", Empty)
+    assert caught.value.problem == "fatal"
+    assert str(caught.value).encode(), "it can be printed and stored"

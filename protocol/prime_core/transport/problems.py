@@ -71,7 +71,9 @@ def from_problem(status: int, body: bytes) -> PrimeError:
     except (ValueError, AttributeError, RecursionError):
         pass
     if kind in _KINDS:
-        error = _KINDS[kind][0](detail)
+        # A defect of the peer is none of ours: to its clients it is an outage.
+        error_type = UnavailableError if kind == "fatal" else _KINDS[kind][0]
+        error = error_type(detail)
         if isinstance(error, UserError):
             error.hint = hint
         if isinstance(error, ProtocolError):
