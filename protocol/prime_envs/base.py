@@ -126,6 +126,11 @@ class Environment(ABC):
     conversation: Conversation | None = None
     """The run's conversation settings. None: rows are single-turn."""
 
+    @property
+    def tools_may_give_up(self) -> bool:
+        """Whether a reply may take the time limit of a tool."""
+        return self.conversation is not None and "python-1" in self.conversation.tools
+
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         self.arguments = dict(arguments)
         self.budgets = budgets

@@ -92,6 +92,9 @@ def _run_last(programs: Sequence[str]) -> Observation:
             limits=limits, os_policy=_POLICY, assert_message_annotations=False
         ) as session:
             for program in programs:
+                if time.monotonic() - began > SECONDS:
+                    text = UNFINISHED
+                    break
                 text = _run_one(session, program)
     except (monty.MontyCrashedError, monty.MontyShutdown):
         text = UNFINISHED

@@ -40,12 +40,10 @@ def check_rows(
     signed: SignedLease,
     run: RunDefinition,
     engine: Engine,
-    environment: Environment | None = None,
 ) -> None:
     """Checks the structure of every row (void), then the data that the seed dictates (rejected).
 
-    `environment` is required for a run with conversation. Raises RulingError: WRONG_ROWS,
-    MALFORMED; WRONG_TARGETS, WRONG_PROMPTS, WRONG_OBSERVATION.
+    Raises RulingError: WRONG_ROWS, MALFORMED; WRONG_TARGETS, WRONG_PROMPTS.
     """
     if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
         raise RulingError(
@@ -68,11 +66,6 @@ def check_rows(
                 Reason.WRONG_PROMPTS,
                 f"row {number} was not asked problem {due.problem.problem_id!r} in the run's words",
             )
-    if run.conversation is not None:
-        if environment is None:
-            raise ValueError("a run with conversation needs its environment to check rows")
-        for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
-            _check_replies(number, row, due, run, engine, environment)
 
 
 def _check_ending(
@@ -99,6 +92,24 @@ def _check_ending(
         raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
     if not ended and len(tokens) < run.max_output_tokens:
         raise RulingError(Reason.WRONG_ROWS, f"row {number} stops before its end")
+
+
+def check_replies(
+    rows: Sequence[FileRow],
+    plan: Sequence[PlannedRow],
+    run: RunDefinition,
+    engine: Engine,
+    environment: Environment,
+) -> None:
+    """Checks what the environment says after each turn of every row. Without a conversation there
+    is nothing to check.
+
+    Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
+    """
+    if run.conversation is None:
+        return
+    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
+        _check_replies(number, row, due, run, engine, environment)
 
 
 def _check_replies(

@@ -4,16 +4,17 @@
     submission      digest, size, rows, lease                → void
     freshness       the lease's policy, for its batch        → void
     engine          the lease's policy                       → abstained if not available
-    rows            prompts, targets, endings, replies       → void, or rejected: wrong data
+    rows            prompts, targets, endings                → void, or rejected: wrong data
     proofs          strict decoding; no repeated sketch      → void, or rejected
     two humps       too improbable, or too many improbable   → rejected
+    replies         the environment's turns are recomputed   → rejected, or void
     rewards         every row is regraded                    → rejected
     repeats         a row that another file also has         → every row is replayed
     replay          drawn rows: sampling, states, log-probs  → rejected; void if uncalibrated
 
-If a grader has a time limit (Environment.may_give_up), rewards are checked last and only for files
-that the replay accepts. Fabricated answers designed to keep graders busy would be free to make;
-answers that pass the replay cost a generation.
+If a tool or a grader has a time limit (Environment.tools_may_give_up, may_give_up), replies or
+rewards are checked last and only for files that the replay accepts. Fabricated answers designed to
+keep tools and graders busy would be free to make; answers that pass the replay cost a generation.
 
 A file that does not parse or contradicts itself is *void*: it earns nothing, and there is nothing
 to gain from it. *Rejected* requires evidence against the signed claim: data that differs from what
@@ -42,6 +43,7 @@ from prime_verify.checks import (
     RulingError,
     check_humps,
     check_proofs,
+    check_replies,
     check_rewards,
     check_rows,
 )
@@ -178,9 +180,11 @@ def verify_file(
         plan = plan_rows(
             signed.lease, lease_digest, run, environment, engine.tokenizer, signed.problems()
         )
-        check_rows(file.rows, plan, signed, run, engine, environment)
+        check_rows(file.rows, plan, signed, run, engine)
         check_proofs(file.rows, engine)
         check_humps(file.rows, engine)
+        if not environment.tools_may_give_up:
+            check_replies(file.rows, plan, run, engine, environment)
         table = None
         if rewards_first or not environment.may_give_up:
             table = check_rewards(file.rows, plan, environment, engine)
@@ -199,13 +203,15 @@ def verify_file(
     finding = replace(finding, repeated=repeated)
     if finding.outcome is not Outcome.ACCEPTED:
         return finding
-    if table is None:
-        try:
+    try:
+        if environment.tools_may_give_up:
+            check_replies(file.rows, plan, run, engine, environment)
+        if table is None:
             table = check_rewards(file.rows, plan, environment, engine)
-        except RulingError as ruling:
-            return Finding(  # the same finding as if rewards were checked first
-                ruling.reason, ruling.detail, repeated=repeated, chance=ruling.chance
-            )
+    except RulingError as ruling:
+        return Finding(  # the same finding as if these were checked first
+            ruling.reason, ruling.detail, repeated=repeated, chance=ruling.chance
+        )
     return replace(
         finding,
         table=table,

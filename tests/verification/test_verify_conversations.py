@@ -175,6 +175,34 @@ def test_what_a_slow_machine_says_instead_is_accepted(
     assert talking.judge(file).outcome is Outcome.ACCEPTED
 
 
+def test_tools_with_a_limit_run_only_for_files_that_the_replay_accepts(
+    talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made-up programs that never end cost their author nothing, so they are not run."""
+    asked: list[int] = []
+    observe = talking.environment.observe
+
+    def counted(problem: Problem, turns: Sequence[str]) -> Observation | None:
+        asked.append(len(turns))
+        found: Observation | None = observe(problem, turns)
+        return found
+
+    monkeypatch.setattr(Words, "tools_may_give_up", True)
+    monkeypatch.setattr(talking.environment, "observe", counted)
+    assert talking.judge(honest).outcome is Outcome.ACCEPTED
+    assert asked
+    asked.clear()
+    read = read_rollout_file(honest.data)
+    rows = []
+    for row in read.rows:
+        logprobs = row.logprobs.copy()
+        logprobs[row.places] -= 0.3
+        rows.append(replace(row, logprobs=logprobs))
+    tampered = replace(honest, data=write_rollout_file(rows, read.metadata))
+    assert talking.judge(tampered).outcome is Outcome.REJECTED
+    assert not asked
+
+
 def test_a_row_that_leaves_out_what_the_environment_says_is_found(
     talking: Any, honest: HonestFile
 ) -> None:
