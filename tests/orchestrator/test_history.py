@@ -15,6 +15,7 @@ from prime_orchestrator.manager.history import (
     FULL_EVERY,
     LEAST_FILES,
     NEWCOMER_FILES,
+    Drifting,
     draw_count,
     excess,
     others_of,
@@ -67,6 +68,29 @@ def test_a_node_is_compared_with_other_nodes_of_its_setup_only() -> None:
     own = _sums(NODE, [0.1])
     same, elsewhere = _sums(OTHER, [0.2]), _sums(OTHER, [0.3], "vllm/1 float32 cpu")
     assert others_of(own, [own, same, elsewhere]) == [same]
+
+
+def test_a_node_that_drifts_beyond_the_limit_is_replayed_whole_and_others_are_not(
+    tmp_path: Path,
+) -> None:
+    store = open_store(sqlite_url(tmp_path / "s.sqlite"))
+    store.migrate()
+    drifting = Drifting()
+    with store.begin() as connection:
+        for n in range(200):
+            drift.add(connection, OTHER, SETUP, {"sketch": 0.2 + 0.2 * (n % 2)})
+        for _ in range(LEAST_FILES - 1):
+            drift.add(connection, NODE, SETUP, {"sketch": 0.9})
+        assert not drifting.drifts(connection, NODE, 0.0), "too few files to tell"
+        drift.add(connection, NODE, SETUP, {"sketch": 0.9})
+        assert drifting.drifts(connection, NODE, 1.0)
+        assert not drifting.drifts(connection, OTHER, 2.0), "0.3 against 0.9 is below the others"
+        assert not drifting.drifts(connection, address("0x" + "33" * 20), 3.0)
+        far = [address(f"0x{n:040x}") for n in range(1, 4)]
+        for node in far:
+            drift.add(connection, node, SETUP, {"margin_max": 1.0})
+        assert not any(drifting.drifts(connection, node, 100.0) for node in far)
+    store.close()
 
 
 def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from prime_core.transport.addresses import DEFAULT_PORTS, authority
 from prime_orchestrator.api.shadow import Newcomers
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.manager.history import Drifting
 from prime_orchestrator.manager.lies import LiesReported
 from prime_orchestrator.manager.planting import Planted
 from prime_orchestrator.manager.speed import Turns
@@ -49,6 +50,7 @@ class Backend:
     newcomers: Newcomers = field(default_factory=Newcomers)
     lies: LiesReported = field(default_factory=LiesReported)
     turns: Turns = field(default_factory=Turns)
+    drifting: Drifting = field(default_factory=Drifting)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -267,7 +267,8 @@ def _job(connection: Connection, backend: Backend, digest: Digest, now: float) -
     second = file_secret(draws.second_secret(connection, listed.second), digest)
     run = revisions.history(connection, backend.context).of_lease(lease.lease)
     before = submissions.accepted_of(connection, row.node)
-    rows = run.rows_per_lease if job.whole else history.draw_count(run, before, second)
+    whole = job.whole or backend.drifting.drifts(connection, row.node, now)
+    rows = run.rows_per_lease if whole else history.draw_count(run, before, second)
     key = uploads.ask(lease.lease.deadline, row.sha256, lambda key: _present(backend, key))
     return Job(
         submission_digest=digest,

@@ -1,5 +1,5 @@
 """Uses a node's history: how many rows of a file to replay, and the drift of its statistics over
-many files. Pure.
+many files.
 
 Rows: the run's share is the minimum. A node's first NEWCOMER_FILES files get twice as many. Later,
 one file in FULL_EVERY is replayed whole, selected by the file's own secret, so it cannot be
@@ -8,8 +8,8 @@ predicted.
 Sums: a single file made with 8-bit weights, or with a policy one step old, looks honest. Its
 statistics are slightly above other nodes', and over many files the difference shows: `excess`, in
 standard errors. The reference is the pool's other nodes, not the calibration, because the level
-depends on the model; the result means little if most nodes cheat. It is published and has no
-consequences.
+depends on the model; the result means little if most nodes cheat. It rejects no file. A node beyond
+MOST_EXCESS has every later file replayed whole, and only a file that this rejects is slashed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,22 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from prime_core.ids import Digest, to_bytes
+from sqlalchemy import Connection
+
+from prime_core.ids import Address, Digest, to_bytes
 from prime_core.run import RunDefinition
+from prime_orchestrator.store import drift
 from prime_orchestrator.store.drift import DriftRow
 
 NEWCOMER_FILES = 8
 FULL_EVERY = 16
 LEAST_FILES = 8
+MOST_EXCESS = 6.0
+"""Standard errors. An honest node's mean exceeds the others' by so many with a chance of 1e-9, as
+far as means of LEAST_FILES files and more are normal; being wrong costs a validator's time."""
+TOTALS_SECONDS = 60.0
 SMOOTH = frozenset(
     {
         *("logprob_mean", "exponent", "sign", "mantissa", "sketch"),
@@ -64,6 +72,36 @@ def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
     if variance <= 0:
         return None
     return (sums.mean - mean) / math.sqrt(variance * (1 / files + 1 / sums.files))
+
+
+@dataclass
+class Drifting:
+    """Which nodes drift. The pool's totals are read once in TOTALS_SECONDS."""
+
+    _totals: dict[tuple[str, str], tuple[int, float, float]] = field(default_factory=dict)
+    _read_at: float = -math.inf
+
+    def drifts(self, connection: Connection, node: Address, now: float) -> bool:
+        """Whether the node's files together are beyond MOST_EXCESS in any statistic."""
+        own = drift.of(connection, node)
+        if not any(row.files >= LEAST_FILES for row in own):
+            return False
+        if now - self._read_at >= TOTALS_SECONDS:
+            self._totals, self._read_at = drift.totals(connection), now
+        return any((excess(row, self._others(row)) or 0.0) > MOST_EXCESS for row in own)
+
+    def _others(self, row: DriftRow) -> list[DriftRow]:
+        files, total, squares = self._totals.get((row.setup, row.statistic), (0, 0.0, 0.0))
+        if files <= row.files:
+            return []
+        return [
+            replace(
+                row,
+                files=files - row.files,
+                total=total - row.total,
+                squares=squares - row.squares,
+            )
+        ]
 
 
 def others_of(sums: DriftRow, every: Sequence[DriftRow]) -> list[DriftRow]:

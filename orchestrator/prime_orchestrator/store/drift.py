@@ -52,6 +52,27 @@ def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, 
         )
 
 
+def of(connection: Connection, node: Address) -> list[DriftRow]:
+    """Returns a node's sums."""
+    query = sa.select(schema.drift).where(_drift.node == node)
+    return records(DriftRow, connection.execute(query).mappings().all())
+
+
+def totals(connection: Connection) -> dict[tuple[str, str], tuple[int, float, float]]:
+    """Returns, for each (setup, statistic), the files, totals and squares of all nodes together."""
+    query = sa.select(
+        _drift.setup,
+        _drift.statistic,
+        sa.func.sum(_drift.files),
+        sa.func.sum(_drift.total),
+        sa.func.sum(_drift.squares),
+    ).group_by(_drift.setup, _drift.statistic)
+    return {
+        (setup, statistic): (int(files), float(total), float(squares))
+        for setup, statistic, files, total, squares in connection.execute(query)
+    }
+
+
 def every(connection: Connection) -> list[DriftRow]:
     """Returns all sums, ordered by node, set-up and statistic."""
     query = sa.select(schema.drift).order_by(_drift.node, _drift.setup, _drift.statistic)
