@@ -31,7 +31,7 @@ BENCHES = {
     "detection": "What each lie costs to find, and what honest files cost to check",
     "proofs": "Cost and soundness of activation proofs",
     "attacks": "What attacks on the chain layer cost an honest party, before and now",
-    "orchestrator": "Connections that two API processes hold open",
+    "orchestrator": "Connections and signed heartbeats that two API processes serve",
     "cli": "CPU seconds of the commands that people and shells call often",
     "broadcast": "Weights to many machines, beside SHARDCAST: whole, by delta, through relays",
 }

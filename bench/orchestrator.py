@@ -12,30 +12,46 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from bench import seats
+from bench import heartbeats, seats
 from bench.form import Row
 
 PROCESSES = 2
 SOURCES = 200
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: bench\r\n\r\n"
-PACKAGES = ("uvicorn", "fastapi", "h11")
+PACKAGES = ("uvicorn", "fastapi", "h11", "sqlalchemy", "psycopg")
 
 
 def run(quick: bool) -> list[Row]:
     """All rows."""
+    return [*_connections(quick), *_heartbeats(quick)]
+
+
+def _heartbeats(quick: bool) -> list[Row]:
+    servers: list[subprocess.Popen[str]] = []
+
+    def start(url: str, folder: str) -> tuple[int, int]:
+        port = _server(servers, folder, url, "" if servers else "lives")
+        return port, servers[-1].pid
+
+    with heartbeats.postgres() as database:
+        try:
+            return heartbeats.rows(quick, database, start)
+        finally:
+            _end(servers)
+
+
+def _connections(quick: bool) -> list[Row]:
     each = 1_000 if quick else 11_000
     with tempfile.TemporaryDirectory(prefix="bench-api-") as folder:
-        servers, clients = [], []
+        servers: list[subprocess.Popen[str]] = []
+        clients: list[subprocess.Popen[str]] = []
         try:
             for number in range(PROCESSES):
-                listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-                servers.append(_start("serve", f"{folder}/{number}", str(listener.fileno()),
-                                      keep=listener.fileno()))  # fmt: skip
-                port = listener.getsockname()[1]
-                listener.close()
-                assert _line(servers[number]) == "ready"
+                port = _server(servers, f"{folder}/{number}")
                 clients.append(_start("hold", str(port), str(each), str(number)))
             opened = [int(_line(client)) for client in clients]
             memory = sum(_resident(server) for server in servers)
@@ -45,14 +61,29 @@ def run(quick: bool) -> list[Row]:
                 client.stdin.flush()
             answered = [int(_line(client)) for client in clients]
         finally:
-            for child in (*clients, *servers):
-                child.kill()
-                child.communicate()
+            _end([*clients, *servers])
     held = min(sum(opened), sum(answered))
     return [
         Row("connections", held, "connections", bar=None if quick else 20_000, better="higher"),
         Row("connection_memory_kib", memory / 1024 / held, "KiB of the servers"),
     ]
+
+
+def _server(servers: list[subprocess.Popen[str]], folder: str, *words: str) -> int:
+    """Starts an API process and adds it to `servers`; its port."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    descriptor = listener.fileno()
+    servers.append(_start("serve", folder, str(descriptor), *words, keep=descriptor))
+    port: int = listener.getsockname()[1]
+    listener.close()
+    assert _line(servers[-1]) == "ready"
+    return port
+
+
+def _end(children: list[subprocess.Popen[str]]) -> None:
+    for child in children:
+        child.kill()
+        child.communicate()
 
 
 def _start(*words: str, keep: int | None = None) -> subprocess.Popen[str]:
@@ -76,20 +107,27 @@ def _resident(child: subprocess.Popen[str]) -> int:
     return int(fields[1]) * 4096
 
 
-def _serve(folder: str, descriptor: str) -> None:
-    """An API process on the socket that it inherits."""
+def _serve(folder: str, descriptor: str, url: str = "", lives: str = "") -> None:
+    """An API process on the socket that it inherits, with the store at `url` if given, and with
+    the loop that finds silent nodes if `lives` is."""
     from prime_orchestrator.api.app import create_app
     from prime_orchestrator.api.connections import Proxies
-    from prime_orchestrator.serve import make_server
+    from prime_orchestrator.api.presence import LifeTicks
+    from prime_orchestrator.serve import LIFE_SECONDS, Loops, make_server
+    from prime_orchestrator.store import open_store
 
     Path(folder).mkdir()
     backend = seats.Pool.make(Path(folder)).backend
+    if url:
+        backend = replace(backend, store=open_store(url), now=time.time)
     server = make_server(create_app(backend), Proxies())
 
     async def serve() -> None:
         task = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=int(descriptor))]))
         while not server.started:
             await asyncio.sleep(0.01)
+        if lives:
+            Loops(on_crash=task.cancel).start("lives", LifeTicks(backend).tick, LIFE_SECONDS)
         print("ready", flush=True)
         await task
 

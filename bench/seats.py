@@ -87,8 +87,9 @@ class Pool:
     trained_at: float = START
 
     @classmethod
-    def make(cls, folder: Path) -> Pool:
-        """A pool with its first policy, in a store of its own."""
+    def make(cls, folder: Path, url: str = "") -> Pool:
+        """A pool with its first policy, in a store of its own: the empty database at `url`, or
+        SQLite in `folder`."""
         names = ContractAddresses.model_fields
         contracts = {name: ids.address(f"0x{at + 1:040x}") for at, name in enumerate(names)}
         deployment = Deployment(
@@ -98,7 +99,7 @@ class Pool:
             periods=DEMO_PERIODS,
         )
         manager, validator = LocalSigner(b"\x01" * 32), LocalSigner(b"\x02" * 32)
-        store = open_store(sqlite_url(folder / "seats.sqlite"))
+        store = open_store(url or sqlite_url(folder / "seats.sqlite"))
         store.migrate()
         clock = [START]
         backend = Backend(
