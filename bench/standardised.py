@@ -3,7 +3,7 @@
 Files of the text model in bfloat16, honest ones and lies; each one's sketch distance to the replay
 in float32 and to that in bfloat16 (the twin), over what the dtype alone makes on the same rows:
 with states as they are, and with each dimension's mean and deviation taken out. A lie's figure is
-the least of its files over the largest honest one. docs/verification.md says what came of it.
+the least of its files over the largest honest one. docs/verification.md gives the result.
 """
 
 from __future__ import annotations
