@@ -223,10 +223,12 @@ def rpc(data: bytes) -> object:
 
     endpoint._http = httpx.Client(transport=httpx.MockTransport(answer))
     endpoint._checked = True
-    chain: Any = SimpleNamespace(
+    chain: Any = SimpleNamespace(  # a client of this endpoint alone
         request=lambda method, *params, parse=lambda value: value: endpoint.request(
             method, params, parse
-        )
+        ),
+        agree=lambda read, at_stake: read(chain),
+        _numbered=lambda block: block,
     )
     for call in (
         lambda: ChainClient.receipt(chain, ZERO_DIGEST),
