@@ -21,7 +21,7 @@ def states(monkeypatch: pytest.MonkeyPatch, periods: Periods, valid_until: int, 
     monkeypatch.setattr(work, "read_events", lambda *_, **__: [])
     monkeypatch.setattr(work, "_root", lambda *_: None)
     link = SimpleNamespace(
-        client=SimpleNamespace(block=lambda _: SimpleNamespace(time=now)),
+        client=SimpleNamespace(agreed_block=lambda _: SimpleNamespace(time=now)),
         deployment=SimpleNamespace(periods=periods),
         pool=1,
     )
