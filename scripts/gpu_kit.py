@@ -503,7 +503,7 @@ def _train(kit: Kit, shape: dict[str, int], values: dict[str, Any]) -> None:
     )
     count = len(spots)
     settings: Any = SimpleNamespace(  # prime_trainer.config.Objective, which needs pydantic
-        name="grpo", clip=0.2, delta=4.0, kl=0.0, entropy=0.0, ratio="behaviour",
+        name="grpo", clip=0.2, upper_clip=0.2, delta=4.0, kl=0.0, entropy=0.0, ratio="behaviour",
         importance_cap=2.0,
     )  # fmt: skip
 
