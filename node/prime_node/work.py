@@ -14,9 +14,8 @@ from typing import Any, Literal
 from prime_chain.client import Call
 from prime_chain.events import LeafPosted, RootPosted
 from prime_chain.history import read_events
-from prime_core.errors import NotFoundError, PrimeError, UserError
-from prime_core.ids import Digest
-from prime_core.messages import SubmissionInfo
+from prime_core.errors import PrimeError, UserError
+from prime_core.ids import Address, Digest
 from prime_core.transport.client import OrchestratorClient
 from prime_node.link import Link
 from prime_node.outbox import Entry, Outbox
@@ -75,6 +74,7 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
     roots = {event.root for event in mine if isinstance(event, RootPosted)}
     posted = {event.leaf for event in mine if isinstance(event, LeafPosted)}
     now, periods = link.client.agreed_block("latest").time, link.deployment.periods
+    named = _roots(orchestrator, [one for one in entries if one.submission_digest not in posted])
     found = []
     for entry in entries:
         assert entry.receipt is not None, "only receipted entries are asked for"
@@ -85,11 +85,11 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
         if entry.submission_digest in posted:
             state = "rooted"
         else:
-            root = _root(orchestrator, entry.submission_digest)
-            if isinstance(root, str):
+            root = None if named is None else named.get(entry.submission_digest)
+            if root is not None:
                 state = "rooted" if root in roots else "unknown"
             else:
-                state = "unknown" if root is False else "forgotten"
+                state = "unknown" if named is None else "forgotten"
         if state == "forgotten" and now < since:
             state = "waiting"
         if state in ("forgotten", "unknown") and now > until:
@@ -98,17 +98,29 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
     return found
 
 
-def _root(orchestrator: str | None, submission: Digest) -> Digest | Literal[False] | None:
-    """Returns the root named by the orchestrator; None: it has none; False: no answer."""
+def _roots(
+    orchestrator: str | None, entries: Sequence[Entry]
+) -> dict[Digest, Digest | None] | None:
+    """Returns the root that the orchestrator names for each submission it knows, None for those
+    without a root. Returns None if it does not answer."""
     if orchestrator is None:
-        return False
+        return None
+    wanted: dict[Address, set[Digest]] = {}
+    for entry in entries:
+        wanted.setdefault(entry.body.submission.node, set()).add(entry.submission_digest)
+    found: dict[Digest, Digest | None] = {}
     try:
         with OrchestratorClient(orchestrator, timeout=5.0) as client:
-            return client.get(f"/v1/submissions/{submission}", SubmissionInfo).root
-    except NotFoundError:
-        return None
+            for node, missing in wanted.items():
+                for info in client.submissions(node):
+                    if info.submission_digest in missing:
+                        found[info.submission_digest] = info.root
+                        missing.discard(info.submission_digest)
+                    if not missing:
+                        break
     except PrimeError:
-        return False
+        return None
+    return found
 
 
 def post_call(link: Link, entry: Entry) -> Call:

@@ -18,6 +18,7 @@
 | POST /v1/leases/{digest}/upload | node* | UploadRequest → UploadAnswer |
 | PUT/GET /v1/store/{key} | holder of a signed URL | bytes |
 | POST /v1/submissions | anyone who has it | SignedSubmission → ReceiptAnswer |
+| GET  /v1/submissions?node=&before= | anyone | → list[SubmissionInfo], newest first, by pages |
 | GET  /v1/submissions/{digest} | anyone | → SubmissionInfo |
 | GET  /v1/draws | anyone | → list[DrawInfo], latest epoch first, at most 256 |
 | GET  /v1/objects/{digest} | anyone | → 307 to a signed URL (verdicts, evidence, tables, roots) |
@@ -315,6 +316,9 @@ class BatchAnswer(Answer):
 
 NODES_PAGE = 1000
 """Page size of /v1/nodes. After a full page, request `?after=` with its last address."""
+
+SUBMISSIONS_PAGE = 256
+"""Page size of /v1/submissions. After a full page, request `?before=` with its last digest."""
 
 
 class NodeInfo(Answer):

@@ -19,7 +19,7 @@ SHORT = Periods(
 def states(monkeypatch: pytest.MonkeyPatch, periods: Periods, valid_until: int, now: int) -> Any:
     """One receipted file that nobody rooted, as the orchestrator says."""
     monkeypatch.setattr(work, "read_events", lambda *_, **__: [])
-    monkeypatch.setattr(work, "_root", lambda *_: None)
+    monkeypatch.setattr(work, "_roots", lambda *_: {})
     link = SimpleNamespace(
         client=SimpleNamespace(agreed_block=lambda _: SimpleNamespace(time=now)),
         deployment=SimpleNamespace(periods=periods),

@@ -397,6 +397,27 @@ def test_nodes_are_listed_a_page_at_a_time_and_one_owner_s_alone(
     assert world.http.get(f"/v1/nodes/{signer(77).address}").status_code == 404
 
 
+def test_a_node_s_submissions_are_listed_newest_first_a_page_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_orchestrator.api.status.SUBMISSIONS_PAGE", 2)
+    monkeypatch.setattr("prime_core.transport.client.SUBMISSIONS_PAGE", 2)
+    world.publish(0)
+    node, other = world.member(1), world.member(2)
+    digests = []
+    for number in range(5):
+        world.clock.advance(1)
+        digests.append(world.hand_in(node, b"file %d" % number))
+    client = OrchestratorClient("http://testserver")
+    client._http = world.http
+    listed = [info.submission_digest for info in client.submissions(node.account.address)]
+    assert listed == digests[::-1]
+    assert list(client.submissions(other.account.address)) == []
+    query = f"/v1/submissions?node={other.account.address}&before={digests[0]}"
+    assert world.http.get(query).status_code == 404
+    assert world.http.get("/v1/submissions").status_code == 400
+
+
 def test_many_readers_of_the_status_cost_one_picture(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

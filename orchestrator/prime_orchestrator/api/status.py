@@ -11,6 +11,7 @@ from prime_core.errors import NotFoundError
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
     NODES_PAGE,
+    SUBMISSIONS_PAGE,
     ContractAddresses,
     LeaseInfo,
     NodeInfo,
@@ -37,6 +38,7 @@ from prime_orchestrator.store import (
     submissions,
 )
 from prime_orchestrator.store.nodes import NodeRow
+from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
 CHAIN_SILENT_SECONDS = 30
 LEASES_SHOWN = 1000
@@ -203,10 +205,36 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
         row = submissions.get(connection, digest)
         if row is None:
             raise NotFoundError("there is no submission of that digest")
-        roots = schema.roots.c
-        root = connection.execute(
-            sa.select(roots.root).where(roots.id == row.root_id, roots.chain_seq.is_not(None))
-        ).scalar()
+        (info,) = _submission_infos(connection, [row])
+    return info
+
+
+def submission_list(backend: Backend, node: Address, before: Digest | None) -> list[SubmissionInfo]:
+    """Returns a page of the node's submissions, newest first, those older than `before` if it is
+    given. Raises NotFoundError if `before` is not a submission of this node."""
+    with backend.store.read() as connection:
+        last = None if before is None else submissions.get(connection, before)
+        if before is not None and (last is None or last.node != node):
+            raise NotFoundError(f"node {node} has no submission {before}")
+        wanted = Wanted(node=node)
+        rows = submissions.newest(connection, wanted, SUBMISSIONS_PAGE, before=last)
+        return _submission_infos(connection, rows)
+
+
+def _submission_infos(
+    connection: Connection, rows: Sequence[SubmissionRow]
+) -> list[SubmissionInfo]:
+    """Returns the public state of `rows`, in their order."""
+    roots = schema.roots.c
+    query = sa.select(roots.id, roots.root).where(
+        roots.id.in_({row.root_id for row in rows if row.root_id is not None}),
+        roots.chain_seq.is_not(None),
+    )
+    root_of = {found.id: Digest(found.root) for found in connection.execute(query)}
+    return [_submission_info(row, root_of.get(row.root_id)) for row in rows]
+
+
+def _submission_info(row: SubmissionRow, root: Digest | None) -> SubmissionInfo:
     return SubmissionInfo(
         submission_digest=row.digest,
         node=row.node,
@@ -216,7 +244,7 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
         status=row.status,
         reason=row.reason,
         units=row.units,
-        root=None if root is None else Digest(root),
+        root=root,
         verdict=row.verdict,
         evidence=row.evidence,
         compute_share=row.compute_share,

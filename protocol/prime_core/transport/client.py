@@ -30,10 +30,12 @@ from prime_core.errors import (
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
     NODES_PAGE,
+    SUBMISSIONS_PAGE,
     NodeInfo,
     PoolInfo,
     SessionAnswer,
     SessionRequest,
+    SubmissionInfo,
     UploadAnswer,
 )
 from prime_core.node import SessionGrant
@@ -53,7 +55,8 @@ sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 import httpx  # noqa: E402
 
 Model = TypeVar("Model", bound=Strict)
-_NODES = TypeAdapter(tuple[NodeInfo, ...])
+_NODES = TypeAdapter(list[NodeInfo])
+_SUBMISSIONS = TypeAdapter(list[SubmissionInfo])
 UPLOAD_TYPE = "application/octet-stream"
 MAX_ANSWER_BYTES = 8 << 20
 SESSION_SECONDS = 12 * 3600
@@ -132,16 +135,33 @@ class OrchestratorClient:
         pool = self.pool()
         return Domain(chain_id=pool.chain_id, contract=getattr(pool.contracts, contract))
 
+    def submissions(self, node: Address) -> Iterator[SubmissionInfo]:
+        """Yields every submission of `node`, newest first."""
+        before, known = "", set[Digest]()
+        while True:
+            query = urlencode({"node": node, "before": before})
+            page = self._page(f"/v1/submissions?{query}", _SUBMISSIONS)
+            yield from page
+            if len(page) < SUBMISSIONS_PAGE:
+                return
+            before = page[-1].submission_digest
+            if before in known:
+                raise MalformedError("the list of submissions does not advance")
+            known.add(before)
+
+    def _page(self, path: str, kind: TypeAdapter[list[Model]]) -> list[Model]:
+        raw = self.request("GET", path, b"", signed=False)
+        try:
+            return kind.validate_json(raw)
+        except ValidationError as error:
+            raise MalformedError(f"{path} was answered by something else: {error}") from error
+
     def nodes(self, provider: Address | None = None) -> Iterator[NodeInfo]:
         """Yields every node of the pool (or of one provider), by address."""
         after = ""
         while True:
             query = urlencode({"after": after, "provider": provider or ""})
-            raw = self.request("GET", f"/v1/nodes?{query}", b"", signed=False)
-            try:
-                page = _NODES.validate_json(raw)
-            except ValidationError as error:
-                raise MalformedError(f"the answer is no list of nodes: {error}") from error
+            page = self._page(f"/v1/nodes?{query}", _NODES)
             yield from page
             if len(page) < NODES_PAGE:
                 return

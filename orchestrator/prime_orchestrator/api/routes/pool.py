@@ -166,6 +166,12 @@ def router(backend: Backend) -> APIRouter:
         """A node's entry in the newest reward root, with its Merkle proof."""
         return answer(status.reward_info(backend, ids.address(node)))
 
+    @routes.get("/v1/submissions", responses={200: {"model": list[SubmissionInfo]}})
+    def submission_list(node: str, before: str = "") -> Response:
+        """A node's submissions, newest first, a page at a time."""
+        last = ids.digest(before) if before else None
+        return answer(status.submission_list(backend, ids.address(node), last))
+
     @routes.get("/v1/submissions/{digest}", responses={200: {"model": SubmissionInfo}})
     def submission(digest: str) -> Response:
         """What became of a submission."""
