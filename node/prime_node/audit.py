@@ -162,7 +162,7 @@ def published(settings: Settings, subject: str) -> dict[str, Any]:
         slash = find_slash(link, digest)
         if slash is not None:
             evidence = from_json(library.object(slash.evidence, MAX_OBJECT_BYTES))
-            return {"slash": vars(slash) | {"amount": str(slash.amount)}, "evidence": evidence}
+            return {"slash": slash.as_json(), "evidence": evidence}
         info = library.submission(digest)
         verdict = None
         if info.verdict is not None:

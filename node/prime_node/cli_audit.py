@@ -35,7 +35,6 @@ EXIT_STATUS = {"match": 0, "accepted": 0, "mismatch": 65, "cannot tell": 69}
 @configured
 def audit_list(settings: Settings, as_json: Json = False) -> None:
     """Every slash of the pool, from the chain's events."""
-    from dataclasses import asdict
 
     from prime_chain.contracts import prime
     from prime_chain.history import read_slashes
@@ -49,7 +48,7 @@ def audit_list(settings: Settings, as_json: Json = False) -> None:
     finally:
         link.close()
     if as_json:
-        print_json([asdict(slash) | {"amount": str(slash.amount)} for slash in found])
+        print_json([slash.as_json() for slash in found])
         return
     if not found:
         typer.echo(f"nobody was slashed in pool {link.pool}")
@@ -57,6 +56,8 @@ def audit_list(settings: Settings, as_json: Json = False) -> None:
         typer.echo(f"{s.leaf}")
         said = f"{s.status}  {s.reason.name}  {prime(s.amount)}  proposed {utc(s.proposed_at)}"
         typer.echo(f"   {said}")
+        if s.note:
+            typer.echo(f"   {s.note}")
         typer.echo(f"   node         {s.node}")
         typer.echo(f"   transaction  {s.ended_tx or s.proposed_tx}")
 

@@ -8,10 +8,12 @@ One reading from a deployment's first block; who follows the chain uses the watc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
+from prime_chain.amounts import prime
 from prime_chain.client import ChainClient
+from prime_chain.contracts.vault import Vault
 from prime_chain.errors import RpcError
 from prime_chain.events import (
     Event,
@@ -25,7 +27,7 @@ from prime_chain.events import (
     of_receipt,
 )
 from prime_chain.watcher import next_span
-from prime_core.deployment import Deployment
+from prime_core.deployment import Deployment, Periods
 from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import Address, Digest
 from prime_core.signing import ContractName
@@ -54,6 +56,15 @@ class Slash:
     proposed_at: int
     proposed_tx: Digest
     ended_tx: Digest | None = None
+    held: int = 0
+    """Wei that the proposal held when it was made."""
+    ended_at: int | None = None
+    note: str = ""
+    """Why nothing was taken or is held; empty if something is."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields, amounts as decimal text (they exceed what JSON numbers hold)."""
+        return asdict(self) | {"amount": str(self.amount), "held": str(self.held)}
 
 
 def read_events(
@@ -114,6 +125,7 @@ def slashes(events: Iterable[Event]) -> list[Slash]:
                     status="proposed",
                     proposed_at=event.block_time,
                     proposed_tx=event.tx_hash,
+                    held=event.amount,
                 )
             case SlashDisputed() | SlashObjected() if event.leaf in found:
                 found[event.leaf] = replace(found[event.leaf], status="disputed")
@@ -123,17 +135,57 @@ def slashes(events: Iterable[Event]) -> list[Slash]:
                     status="executed",
                     amount=event.amount,
                     ended_tx=event.tx_hash,
+                    ended_at=event.block_time,
                 )
             case SlashCancelled() if event.leaf in found:
                 found[event.leaf] = replace(
-                    found[event.leaf], status="cancelled", ended_tx=event.tx_hash
+                    found[event.leaf],
+                    status="cancelled",
+                    ended_tx=event.tx_hash,
+                    ended_at=event.block_time,
                 )
     return list(found.values())
 
 
 def read_slashes(client: ChainClient, deployment: Deployment) -> list[Slash]:
-    """Every slash proposal of the deployment, oldest first."""
-    return slashes(read_events(client, deployment, contracts=("slasher",)))
+    """Returns every slash proposal of the deployment, oldest first."""
+    found = slashes(read_events(client, deployment, contracts=("slasher",)))
+    if all(slash.amount for slash in found):
+        return found
+    cap = Vault(client, deployment).slash_cap()
+    return [replace(one, note=why_nothing(one, found, cap, deployment.periods)) for one in found]
+
+
+def why_nothing(slash: Slash, every: Iterable[Slash], cap: int, periods: Periods) -> str:
+    """Returns one sentence on why `slash` took or holds nothing; empty if it took or holds stake,
+    or was cancelled.
+
+    Args: `every` is all slashes of the deployment, `cap` the most (wei) that slashes take of one
+    account within a validity window (StakeVault.slashCap).
+    """
+    if slash.amount > 0 or slash.status == "cancelled":
+        return ""
+    if slash.ended_at is None:
+        return "holds nothing: no stake of the provider is free; takes what is free at execution"
+    window = slash.ended_at // periods.validity
+    lost = sum(
+        other.amount
+        for other in every
+        if other.provider == slash.provider
+        and other.status == "executed"
+        and other.ended_at is not None
+        and other.ended_at // periods.validity == window
+        and other.ended_at <= slash.ended_at
+    )
+    if slash.held > 0 or lost >= cap:
+        return (
+            f"took nothing: the provider had already lost {prime(cap)}, the most that slashes take "
+            f"of one account within {periods.validity} s"
+        )
+    return (
+        "took nothing: no stake of the provider was free (withdrawn, taken by earlier slashes, "
+        "held by others, or answering to another manager)"
+    )
 
 
 def validators(client: ChainClient, deployment: Deployment, pool: int) -> list[Address]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from prime_chain import codec, events, flows
 from prime_chain import contracts as contracts_module
 from prime_chain.contracts import ETHER, Claim, Contracts, ProposalState, prime
 from prime_chain.errors import ChainRevertedError
-from prime_chain.history import read_events, read_slashes, slash_of, slashes
+from prime_chain.history import read_events, read_slashes, slash_of, slashes, why_nothing
 from prime_core.checkpoint import PolicyStatement
 from prime_core.deployment import SOLIDITY_NAMES
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
@@ -289,6 +290,26 @@ def test_a_slash_is_proposed_waits_and_is_executed_by_anyone(stage: Stage) -> No
     assert (found.proposed_tx, found.ended_tx) == (proposed_tx, executed.tx_hash)
     assert slash_of(deployed.client, deployed.deployment, proposed_tx) == found
     assert slash_of(deployed.client, deployed.deployment, executed.tx_hash) == found
+
+
+def test_a_slash_that_takes_nothing_says_why(stage: Stage) -> None:
+    c, deployed = stage.contracts, stage.deployed
+    cap, periods = c.vault.slash_cap(), deployed.deployment.periods
+    leaf, _ = _propose(stage)
+    (slash,) = read_slashes(deployed.client, deployed.deployment)
+    assert (slash.held, slash.note) == (50 * ETHER, "")
+    ended = replace(slash, status="executed", amount=0, ended_at=slash.proposed_at)
+    earlier = replace(ended, leaf=sha256(b"earlier"), amount=cap)
+    assert "already lost" in why_nothing(ended, [ended], cap, periods)
+    none = replace(ended, held=0)
+    assert "no stake of the provider was free" in why_nothing(none, [none], cap, periods)
+    assert "already lost" in why_nothing(none, [none, earlier], cap, periods)
+    later = replace(none, ended_at=slash.proposed_at + periods.validity)
+    assert "was free" in why_nothing(later, [later, earlier], cap, periods)
+    waiting = replace(slash, amount=0, held=0)
+    assert why_nothing(waiting, [waiting], cap, periods).startswith("holds nothing")
+    deployed.send(deployed.accounts[0], c.slasher.cancel(leaf))
+    assert why_nothing(replace(waiting, status="cancelled"), [], cap, periods) == ""
 
 
 def test_a_cancelled_slash_takes_nothing(stage: Stage) -> None:

@@ -7,7 +7,6 @@ cancel (arbiter, before execution)         disputed ──▶ confirm or overtur
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -42,10 +41,12 @@ def list_slashes(
     finally:
         client.close()
     if json_output:
-        typer.echo(json.dumps([asdict(one) | {"amount": str(one.amount)} for one in found]))
+        typer.echo(json.dumps([one.as_json() for one in found]))
         return
     for one in found:
         typer.echo(f"{one.leaf}  {one.status}  {one.reason.name}  {prime(one.amount)}  {one.node}")
+        if one.note:
+            typer.echo(f"    {one.note}")
     if not found:
         typer.echo("nothing was ever proposed")
 

@@ -46,6 +46,10 @@ class Vault(Contract):
         """What says when the L2's sequencer was down; None: nothing does."""
         return or_none(self._one("uptimeFeed"))
 
+    def slash_cap(self) -> int:
+        """The most (wei) that slashes take of one account within one validity window."""
+        return cast(int, self._one("slashCap"))
+
     def window_time(self, block: BlockId = "latest") -> int:
         """The time by which windows close (Unix seconds): it stands still around an outage."""
         return cast(int, self._one("windowTime", block=block))
