@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_chain import wallet_cli
 from prime_core.command_line import group
 from prime_core.errors import UserError
 from prime_core.ids import Address
@@ -38,22 +38,7 @@ Amount = Annotated[str, typer.Argument(help="Amount of PRIME, like 100 or 12.5."
 # -- wallet ----------------------------------------------------------------------------------------
 
 
-@wallet_app.command("new")
-def wallet_new(
-    out: Annotated[Path, typer.Option("--out", help="Keystore file to write.")],
-    password_file: Annotated[Path | None, typer.Option(help="File with the password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
-    light: Annotated[bool, typer.Option(hidden=True)] = False,
-    as_json: Json = False,
-) -> None:
-    """Draw a new key and write it, encrypted, to a keystore v3 file (never overwritten)."""
-    from prime_node.wallet import new_wallet
-
-    address = new_wallet(out, password_file, password_fd, light=light)
-    if as_json:
-        print_json({"address": address, "keystore": str(out)})
-    else:
-        typer.echo(f"{address}  (keystore {out}; keep a copy of it and of its password)")
+wallet_app.command("new")(wallet_cli.new)
 
 
 @wallet_app.command("show")

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from prime_chain.keystore import create_keystore, keystore_address, load_keystore, read_password
+from prime_chain.keystore import load_keystore, named_address, read_password
 from prime_core.errors import MalformedError, UserError
 from prime_core.ids import Address, address
 from prime_core.signing import LocalSigner
 from prime_node.config import Settings
-
-
-def new_wallet(
-    out: Path, password_file: Path | None, password_fd: int | None, *, light: bool = False
-) -> Address:
-    """Generates a key and writes its keystore. Raises UserError if the file exists already."""
-    out = out.expanduser()
-    if out.exists():
-        raise UserError(
-            f"{out} exists already and is never overwritten",
-            hint="name another file with --out, or move the old one away yourself",
-        )
-    password = read_password(password_file, password_fd, prompt="New password: ", confirm=True)
-    return create_keystore(out, password, light=light)
 
 
 def open_wallet(settings: Settings) -> LocalSigner:
@@ -66,8 +50,4 @@ def named_provider(settings: Settings) -> Address | None:
 def wallet_address(settings: Settings) -> Address:
     """Returns the address that a keystore names, without its password. Raises UserError if it names
     none."""
-    path = settings.need_wallet()
-    found = keystore_address(path)
-    if found is None:
-        raise UserError(f"the keystore {path} does not name its address", hint="open it once")
-    return found
+    return named_address(settings.need_wallet())

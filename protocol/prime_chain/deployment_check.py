@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from eth_hash.auto import keccak
 
 from prime_chain import codec
+from prime_chain.amounts import prime
 from prime_chain.client import Call, ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.errors import ChainRevertedError
@@ -176,8 +177,8 @@ def _parameters(contracts: Contracts) -> Iterator[Check]:
     if (testnet := contracts.token.is_testnet()) and not contracts.client.network.testnet:
         yield Check("no faucet where value is real", not testnet, "the token has a faucet")
     deposit, bond = contracts.slasher.dispute_deposit(), contracts.slasher.validator_bond()
-    yield Check("dispute deposit", deposit > 0, f"{deposit} wei", fault=False)
-    yield Check("validators' bond", bond > 0, f"{bond} wei", fault=False)
+    yield Check("dispute deposit", deposit > 0, prime(deposit), fault=False)
+    yield Check("validators' bond", bond > 0, prime(bond), fault=False)
 
 
 def _roles(contracts: Contracts) -> Iterator[Check]:

@@ -104,6 +104,15 @@ def keystore_address(path: Path) -> Address | None:
     return address("0x" + named) if named else None
 
 
+def named_address(path: Path) -> Address:
+    """Returns the address that the keystore names. Raises UserError if there is no keystore or it
+    names none."""
+    found = keystore_address(path)
+    if found is None:
+        raise UserError(f"the keystore {path} does not name its address", hint="open it once")
+    return found
+
+
 def _encrypted(key: bytes, password: str, rounds: int) -> dict[str, Any]:
     """Web3 Secret Storage 3 with scrypt (r = 8, p = 1) and AES-128-CTR."""
     salt, iv = secrets.token_bytes(16), secrets.token_bytes(16)

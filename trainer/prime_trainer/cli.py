@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_chain import wallet_cli
 from prime_core.command_line import PollSeconds, Quorum, program
 from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from prime_trainer.config import Settings
 
 app = program("trainer", "Trains a pool's policy on sealed batches and publishes it.")
+app.add_typer(wallet_cli.app, name="wallet")
 
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
 Orchestrator = Annotated[str | None, typer.Option(help="Base URL of the pool's orchestrator.")]

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prime_chain import flows, history
+from prime_chain import flows, history, wallet_cli
 from prime_chain.amounts import parse_amount, prime
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Binding, Contracts
@@ -30,6 +30,7 @@ from prime_core.settings import load_settings, settings_file
 from prime_core.times import utc
 
 app = program("validator", "Judges rollout files for a pool, on a machine of its own.")
+app.add_typer(wallet_cli.app, name="wallet")
 Url = Annotated[str | None, typer.Option("--orchestrator", help="URL of the orchestrator.")]
 Rpcs = Annotated[list[str] | None, typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the validator.")]

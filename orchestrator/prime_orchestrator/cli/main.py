@@ -33,6 +33,7 @@ _ELSEWHERE = {
         "prime_orchestrator.relay",
         "Serve policies to nodes, from an origin or another relay.",
     ),
+    "wallet": ("prime_chain.wallet_cli", "Make and name the keys that sign."),
     "run": ("prime_orchestrator.cli.run", "Make and read run definitions."),
     "rollouts": (
         "prime_orchestrator.cli.rollouts",

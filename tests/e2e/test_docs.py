@@ -1,0 +1,122 @@
+"""Executes every `console` block of README.md and docs/ as typed, and checks the other blocks.
+
+A page's blocks run in order in one bash session with `set -e`, in a folder that links to the
+repository's own folders. README.md builds a pool by hand; pages listed in IN_THE_POOL run in its
+session, before its last block stops the programs. Only the port numbers are replaced by free ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from devnet.chain import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("docs", "devnet", "node_modules", "contracts", "scripts")
+IN_THE_POOL = ("docs/storage.md", "docs/learning.md")
+ALONE = ("docs/tutorial.md", "docs/environments.md", "docs/broadcast.md")
+NOT_COMMANDS = {"text", "toml", "json", "python", "mermaid", "solidity", "tsv"}
+NOT_RUN = re.compile(r"<!-- not run: [^\n]{10,} -->\n\Z")
+SECONDS = 280
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the page's text before it."""
+
+    language: str
+    text: str
+    before: str
+
+
+def pages() -> list[Path]:
+    """README.md and every page below docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text()
+    found = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(one[1].strip(), one[2], text[: one.start()]) for one in found]
+
+
+def console(page: str) -> list[str]:
+    return [block.text for block in blocks(ROOT / page) if block.language == "console"]
+
+
+def test_each_block_is_executed_or_says_why_not() -> None:
+    faults = []
+    for page in pages():
+        name = str(page.relative_to(ROOT))
+        for block in blocks(page):
+            line = block.before.count("\n") + 1
+            if block.language == "console":
+                if name not in ("README.md", *IN_THE_POOL, *ALONE):
+                    faults.append(f"{name}:{line}: console, but no test runs this page")
+            elif block.language in ("bash", "sh"):
+                if not NOT_RUN.search(block.before):
+                    faults.append(f"{name}:{line}: no `<!-- not run: reason -->` above it")
+            elif block.language not in NOT_COMMANDS:
+                faults.append(f"{name}:{line}: {block.language or 'no language'}")
+    assert not faults, "\n".join(faults)
+
+
+def run_session(parts: list[str], folder: Path) -> None:
+    """Runs the blocks in one bash session below `folder`, and ends every process it started."""
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    script = "\n".join(parts)
+    for port in ("8545", "8700", "8480", "8475", "8476"):
+        script = re.sub(rf"\b{port}\b", str(free_port()), script)
+    assert "/tmp/" not in script, "blocks write below the current folder only"
+    environment = {
+        "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
+        "HOME": str(folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    said = folder / "session.log"
+    with said.open("w") as out:
+        shell = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", f"set -x\n{script}"],
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = shell.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end_group(shell.pid)
+            shell.wait()
+    if status != 0:
+        logs = [said, *sorted(folder.glob("var/*/*.log"))]
+        tails = [f"== {log.name}\n{log.read_text(errors='replace')[-2500:]}" for log in logs]
+        pytest.fail(f"the session ended with {status}\n" + "\n".join(tails))
+
+
+def _end_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@pytest.mark.slow
+@pytest.mark.forge
+def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
+    *first, last = console("README.md")
+    inside = [text for page in IN_THE_POOL for text in console(page)]
+    run_session([*first, *inside, last], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ALONE)
+def test_a_page_s_commands(page: str, tmp_path: Path) -> None:
+    run_session(console(page), tmp_path)
