@@ -68,6 +68,7 @@ class Pulse:
     ) -> None:
         self._threads = threads
         self._data = data
+        self._instance = data.instance()
         self._runtime = runtime
         self._shadow = shadow
         self._now = now
@@ -180,6 +181,7 @@ class Pulse:
             version=version("prime-open"),
             heard_at=self._heard_at,
             lied=self._keeper.liars(),
+            instance=self._instance,
         )
 
     def _not_heard(self, error: PrimeError) -> None:
@@ -210,6 +212,8 @@ class Pulse:
         self._member |= answer.directive == "work"
         self._desk.set_working(answer.directive == "work")
         if answer.directive == "stop":
+            if answer.another_machine:
+                raise PolicyError(answer.reason)
             if answer.status == "ejected":
                 raise PolicyError(f"the orchestrator says stop: {answer.reason}")
             log.warning("the orchestrator says stop: %s", answer.reason)

@@ -2,6 +2,7 @@
 
 lock          held (flock) by the one agent that uses this folder; contains its process id
 settings.json settings given to `join`, so that `status`, `rewards`, … need no flags
+instance      random id of this folder, sent with heartbeats
 status.json   the agent's last heartbeat, for `prime-node status`
 policies/     verified policies, one folder per version    (prime_broadcast/folder.py)
 outbox/       finished files with their journal            (prime_node/outbox.py)
@@ -16,6 +17,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import secrets
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -74,6 +77,16 @@ class DataFolder:
                 f"the data folder {self.root} cannot be used: {error.strerror}",
                 hint="name another with --data DIR",
             ) from error
+
+    def instance(self) -> str:
+        """Returns the folder's random id (32 hex digits), which heartbeats carry; it is made when
+        first asked for."""
+        path = self.root / "instance"
+        known = path.read_text(errors="replace") if path.is_file() else ""
+        if not re.fullmatch(r"[0-9a-f]{32}", known):
+            known = secrets.token_hex(16)
+            _write(path, known)
+        return known
 
     def lock(self) -> None:
         """Locks the folder for this process, until `unlock` or its end. Raises UserError if another

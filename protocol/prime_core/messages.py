@@ -178,6 +178,8 @@ class Heartbeat(Strict):
     version: str = Field(default="", max_length=64)
     heard_at: Count = 0
     lied: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=16)
+    instance: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
+    """Random id of the agent's data folder. Two ids with one key are two machines."""
 
 
 class FileEnding(Answer):
@@ -212,6 +214,8 @@ class HeartbeatAnswer(Answer):
     known well enough."""
     run_digest: DigestField | None = None
     """The newest run definition, announced or in force, so that the node can prepare for it."""
+    another_machine: bool = False
+    """Another agent works with this key: this one must stop (`directive`, `reason`)."""
 
 
 class LeaseRequest(Strict):

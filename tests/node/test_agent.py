@@ -147,12 +147,16 @@ def test_orchestrator_that_is_down_is_waited_for(world: NodeWorld) -> None:
     until(lambda: world.node_status() == "admitted", "it joins once the orchestrator is there")
 
 
-def test_two_agents_do_not_share_a_data_folder(world: NodeWorld) -> None:
+def test_two_agents_share_neither_a_data_folder_nor_a_key(world: NodeWorld) -> None:
     first = world.join()
     admitted(world)
     second = world.join()
     assert second.wait(120) == 64
     assert f"another agent (process {first.pid}) works in" in world.log()
+    elsewhere = world.join(name="elsewhere")
+    assert elsewhere.wait(120) == 77
+    assert "another machine works with this node's key" in world.log("elsewhere")
+    assert first.poll() is None
 
 
 @pytest.mark.slow

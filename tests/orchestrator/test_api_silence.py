@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from orchestrator_world import World
 
 from prime_core.errors import UnavailableError
-from prime_orchestrator.api.presence import LifeTicks
+from prime_core.messages import Heartbeat
+from prime_orchestrator.api.presence import LifeTicks, heartbeats
 from prime_orchestrator.store import leases
 
 
@@ -73,3 +76,31 @@ def test_an_overdue_lease_expires(world: World) -> None:
             row = leases.get(connection, digest)
             assert row is not None
             assert row.status == status
+
+
+def test_a_second_machine_with_the_same_key_must_stop(world: World) -> None:
+    first, second = "1" * 32, "2" * 32
+    session = world.member(1)
+
+    def beat(instance: str) -> dict[str, object]:
+        body = json.dumps({"policy_version": 0, "instance": instance}).encode()
+        return dict(world.post("/v1/heartbeat", body, session).json())
+
+    assert beat(first)["directive"] == "work"
+    world.clock.advance(3)
+    answer = beat(second)
+    assert (answer["directive"], answer["another_machine"]) == ("stop", True)
+    assert "seen 3 s ago" in str(answer["reason"])
+    again = beat(first)
+    assert (again["directive"], again["another_machine"]) == ("work", False)
+    assert beat("")["directive"] == "work", "an agent that sends no id"
+    world.clock.advance(world.backend.context.run.death_seconds)
+    assert beat(second)["directive"] == "work", "the first has ended: the node has moved"
+    assert beat(first)["directive"] == "stop"
+
+
+def test_heartbeats_of_two_machines_in_one_batch_differ(world: World) -> None:
+    account = world.member(1).account.address
+    beats = [Heartbeat(policy_version=0, instance=digit * 32) for digit in "12"]
+    one, two = heartbeats(world.backend, [(account, beat) for beat in beats])
+    assert [one.directive, two.directive] == ["work", "stop"]

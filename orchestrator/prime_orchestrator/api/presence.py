@@ -77,9 +77,20 @@ def _heard(
     """Returns the answers to heartbeats after writing their changes. `rows` are the nodes' previous
     rows, locked."""
     now, context = backend.now(), backend.context
-    for account, beat in said:
+    elsewhere: dict[int, str] = {}
+    for at, (account, beat) in enumerate(said):
         if (row := rows.get(account)) is None:
             continue
+        silent = now - row.last_heartbeat
+        if beat.instance != row.instance and "" not in (beat.instance, row.instance):
+            if silent < context.run.death_seconds:
+                elsewhere[at] = (
+                    f"another machine works with this node's key, seen {silent:.0f} s ago: make "
+                    "a key for this machine (prime-node wallet new), or end the agent there and "
+                    f"join {context.run.death_seconds} s later"
+                )
+                continue
+            log.info("node %s has moved to another machine", account)
         state, _ = step_node(
             NodeState(row.status, row.last_heartbeat),
             "heartbeat",
@@ -94,6 +105,7 @@ def _heard(
             policy_version=beat.policy_version,
             tokens_per_second=beat.tokens_per_second,
             runtime=beat.runtime,
+            instance=beat.instance or row.instance,
         )
     nodes.heard(connection, list(rows.values()))
     latest = policies.latest_version(connection)
@@ -113,9 +125,11 @@ def _heard(
     run_digest = revisions.next_run(connection, context).digest()
     endings = _endings(connection, [(account, beat.heard_at) for account, beat in said], now)
     answers = []
-    for (account, beat), files in zip(said, endings, strict=True):
+    for at, ((account, beat), files) in enumerate(zip(said, endings, strict=True)):
         node = rows.get(account)
         directive, reason = _directive(connection, account, node, pool_ended=ended)
+        if at in elsewhere:
+            directive, reason = "stop", elsewhere[at]
         if beat.lied and node is not None:
             backend.lies.note(account, beat.lied, relays)
         answers.append(
@@ -129,6 +143,7 @@ def _heard(
                 endings=files,
                 measure=account in measured,
                 run_digest=run_digest,
+                another_machine=at in elsewhere,
             )
         )
     return answers

@@ -37,6 +37,7 @@ class NodeRow:
     missed: float
     misses: int
     rests_until: float
+    instance: str
 
 
 def get(connection: Connection, address: Address) -> NodeRow | None:
@@ -234,7 +235,9 @@ def heard(connection: Connection, rows: Sequence[NodeRow]) -> None:
     """Writes what heartbeats changed: status, time and the reported machine state."""
     if not rows:
         return
-    names = ("status", "last_heartbeat", "policy_version", "tokens_per_second", "runtime")
+    names = (
+        "status", "last_heartbeat", "policy_version", "tokens_per_second", "runtime", "instance",
+    )  # fmt: skip
     statement = (
         sa.update(schema.nodes)
         .where(_nodes.address == sa.bindparam("of"))

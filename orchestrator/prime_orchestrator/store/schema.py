@@ -46,6 +46,7 @@ nodes = Table(
     Column("missed", Float, nullable=False, server_default=text("0")),
     Column("misses", Integer, nullable=False, server_default=text("0")),  # since the last kept one
     Column("rests_until", Float, nullable=False, server_default=text("0")),
+    Column("instance", Text, nullable=False, server_default=text("''")),  # Heartbeat.instance
     Index("nodes_provider", "provider"),
 )
 
