@@ -269,6 +269,7 @@ class Agent:
                     passes=Passes(self._signer, api.client.domain("registry")),
                     public_only=not api.client.allows_private,
                 ),
+                most_bytes=self._settings.policy_gb << 30,
             ),
             self._new_api,
             keep=run.max_staleness + 2,

@@ -74,6 +74,10 @@ class Settings(ChainSettings):
     """Most memory (MiB) that a task may ask for; 0 = nine tenths of this machine's."""
     task_pids: int = Field(default=4096, ge=8)
     """Most processes that a task may ask for."""
+    task_cpus: float = Field(default=0.0, ge=0.0)
+    """Most CPUs that a task's container may use; 0 = as many as the task asks for."""
+    policy_gb: int = Field(default=256, ge=1)
+    """Largest policy (GiB of files) that is fetched."""
     shadow: bool = False
     """Work for verdicts only: no seat, no stake, no pay (docs/protocol.md)."""
     first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
@@ -108,6 +112,8 @@ class Settings(ChainSettings):
             "image_gb",
             "task_memory_mb",
             "task_pids",
+            "task_cpus",
+            "policy_gb",
         }
         kept = always | (given & self.model_fields_set)
         return self.model_dump(mode="json", include=kept, exclude_none=True)

@@ -21,7 +21,7 @@ from prime_broadcast.files import remove_folder
 from prime_broadcast.manifest import MANIFEST_NAME, History, Trust, read_signed, verify_folder
 from prime_broadcast.sources import BAN, Fault, SourceBook
 from prime_core.checkpoint import Manifest, SignedManifest
-from prime_core.errors import MalformedError, PrimeError, UntrustedError
+from prime_core.errors import MalformedError, PolicyError, PrimeError, UntrustedError
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +35,20 @@ class Arrived:
 
 
 class PolicyFolder:
-    """Policies under `root`, taken only if `trust`'s trainer signed them. The source book lives as
-    long as the folder's object, so sources that lied or crawled are remembered. Lies are logged;
-    `on_lie` hears of each, too."""
+    """Policies under `root`, taken only if `trust`'s trainer signed them and their files have at
+    most `most_bytes` together. The source book lives as long as the folder's object, so sources
+    that lied or crawled are remembered. Lies are logged and passed to `on_lie`."""
 
-    def __init__(self, root: Path, trust: Trust, *, book: SourceBook | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        trust: Trust,
+        *,
+        book: SourceBook | None = None,
+        most_bytes: int | None = None,
+    ) -> None:
         self.root = root
+        self._most_bytes = most_bytes
         self._trust = trust
         self._book = book or SourceBook()
         self._history = History()
@@ -86,12 +94,19 @@ class PolicyFolder:
 
         Safe to call from several threads and processes, and again after a kill. Raises
         UntrustedError (wrong signature, another manifest for a version that was verified here, or
-        a step that runs backwards between it and one of those), UnavailableError (no source
-        delivers, or the disk is full; what was verified is kept).
+        a step that runs backwards between it and one of those), PolicyError (it is larger than
+        `most_bytes`), UnavailableError (no source delivers, or the disk is full; what was verified
+        is kept).
         """
         policy = self._trust.check(manifest)
         if policy.version != version:
             raise UntrustedError(f"the manifest is of policy {policy.version}, not {version}")
+        size = sum(file.size for file in policy.files)
+        if self._most_bytes is not None and size > self._most_bytes:
+            raise PolicyError(
+                f"policy {version} has {size / 2**30:.1f} GiB, more than the "
+                f"{self._most_bytes / 2**30:g} GiB that are taken here"
+            )
         self._judge(policy)
         stats = fetch(
             manifest,

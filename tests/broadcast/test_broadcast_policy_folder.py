@@ -14,7 +14,7 @@ from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import MANIFEST_NAME, signed_bytes
 from prime_broadcast.server import Origin
 from prime_core.checkpoint import SignedManifest
-from prime_core.errors import UnavailableError, UntrustedError
+from prime_core.errors import PolicyError, UnavailableError, UntrustedError
 
 
 @pytest.fixture
@@ -61,6 +61,18 @@ def test_only_the_trainers_policies_are_taken(run: Run, folder: PolicyFolder) ->
             folder.ensure(1, signed, [origin.url])
         assert origin.counters.requests == 0
     assert folder.versions() == []
+
+
+def test_a_policy_larger_than_the_owner_s_limit_is_not_fetched(run: Run, tmp_path: Path) -> None:
+    signed = run.publish()
+    size = sum(file.size for file in signed.manifest.files)
+    with Origin(run.root) as origin:
+        small = PolicyFolder(tmp_path / "small", TRUST, most_bytes=size - 1)
+        with pytest.raises(PolicyError, match="more than the"):
+            small.ensure(0, signed, [origin.url])
+        assert origin.counters.requests == 0
+        fits = PolicyFolder(tmp_path / "fits", TRUST, most_bytes=size)
+        assert fits.ensure(0, signed, [origin.url]).stats.route == "whole"
 
 
 def test_a_version_that_is_here_cannot_change(run: Run, folder: PolicyFolder) -> None:

@@ -260,6 +260,13 @@ def test_a_task_that_asks_for_more_than_the_owner_gives_is_refused(
         DockerRuntime("test", limits=limits).check(Task(image=busybox, **asked))
 
 
+def test_a_container_gets_no_more_cpus_than_the_owner_gives() -> None:
+    task = Task(image="busybox@sha256:" + "0" * 64, cpus_milli=4000)
+    assert OwnerLimits().nano_cpus(task) == 4_000_000_000
+    assert OwnerLimits(cpus=1.5).nano_cpus(task) == 1_500_000_000
+    assert OwnerLimits(cpus=8).nano_cpus(task) == 4_000_000_000
+
+
 class Registry:
     """One image behind Docker's registry API, whose only layer claims 1000 bytes and never ends."""
 

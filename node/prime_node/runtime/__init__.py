@@ -25,5 +25,7 @@ def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
             f"Docker's Python client is missing ({error})",
             hint="pip install 'prime-open[node]'",
         ) from error
-    limits = OwnerLimits(settings.task_memory_mb, settings.task_pids, settings.image_gb << 30)
+    limits = OwnerLimits(
+        settings.task_memory_mb, settings.task_pids, settings.image_gb << 30, settings.task_cpus
+    )
     return DockerRuntime(owner, limits=limits)

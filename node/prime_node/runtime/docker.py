@@ -62,6 +62,13 @@ class OwnerLimits:
     pids: int = 4096
     image_bytes: int = 64 << 30
     """Of an image that is pulled: its compressed layers, and what they take once unpacked."""
+    cpus: float = 0.0
+    """CPUs that a container may use; 0: what its task asks for."""
+
+    def nano_cpus(self, task: Task) -> int:
+        """Returns the CPU limit of the task's container in Docker's unit (10^-9 CPUs)."""
+        asked = task.cpus_milli * 1_000_000
+        return min(asked, int(self.cpus * 1e9)) if self.cpus else asked
 
     def check(self, task: Task) -> None:
         """Raises PolicyError if the task asks for more."""
@@ -285,7 +292,7 @@ class DockerRuntime:
                 labels={LABEL: self._owner},
                 mem_limit=f"{task.memory_mb}m",
                 memswap_limit=f"{task.memory_mb}m",  # the same: no swap on top
-                nano_cpus=task.cpus_milli * 1_000_000,
+                nano_cpus=self._limits.nano_cpus(task),
                 pids_limit=task.pids,
                 cap_drop=["ALL"],
                 security_opt=["no-new-privileges:true"],
