@@ -52,7 +52,33 @@ def test_items_that_wait_for_one_another_are_served_in_one_batch() -> None:
     ]
 
 
-def test_a_batch_that_fails_fails_all_of_its_items_and_none_of_the_next() -> None:
+def test_an_item_that_breaks_its_batch_fails_alone() -> None:
+    batches: list[list[int]] = []
+    first = threading.Event()
+
+    def serve(items: Sequence[int]) -> list[int]:
+        batches.append(list(items))
+        if items == [0]:
+            assert first.wait(20)
+        return [6 // (item - 3) for item in items]
+
+    async def ask() -> list[int | BaseException]:
+        gathered = Gathered(serve)
+        tasks = [asyncio.create_task(gathered.ask(0))]
+        while not batches:
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(gathered.ask(item)) for item in (2, 3, 4)]
+        await asyncio.sleep(0)
+        first.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    zero, two, three, four = asyncio.run(ask())
+    assert (zero, two, four) == (-2, -6, 6)
+    assert isinstance(three, ZeroDivisionError)
+    assert batches == [[0], [2, 3, 4], [2], [3], [4]]
+
+
+def test_a_database_that_is_away_fails_all_items_of_a_batch_and_none_of_the_next() -> None:
     calls = 0
 
     def serve(items: Sequence[int]) -> list[int]:

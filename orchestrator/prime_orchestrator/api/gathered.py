@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from fastapi.concurrency import run_in_threadpool
+
+from prime_core.errors import UnavailableError
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -32,7 +37,9 @@ class Gathered(Generic[Item, Answer]):
     An item that arrives while `serve` is idle is served immediately, alone. Items that arrive while
     a batch is served form the next one, so a busier server needs fewer transactions per item.
     `serve` runs in a thread and returns one answer per item, or an exception to raise for it. If
-    `serve` itself raises, every item of the batch fails.
+    `serve` itself raises, the items are served again one by one, so that one bad item fails alone;
+    `serve` must have changed nothing then, or nothing that a repetition would change again. After
+    UnavailableError every item of the batch fails: the others would only wait for the same.
     """
 
     def __init__(self, serve: Callable[[Sequence[Item]], Sequence[Answer | Exception]]) -> None:
@@ -54,11 +61,7 @@ class Gathered(Generic[Item, Answer]):
     async def _work(self, queue: _Queue[Item, Answer]) -> None:
         while queue.waiting:
             batch, queue.waiting = queue.waiting[:MOST], queue.waiting[MOST:]
-            answers: Sequence[Answer | Exception]
-            try:
-                answers = await run_in_threadpool(self._serve, [item for item, _ in batch])
-            except Exception as error:
-                answers = [error] * len(batch)
+            answers = await run_in_threadpool(self._served, [item for item, _ in batch])
             for (_, future), answer in zip(batch, answers, strict=True):
                 if future.done():  # the client disconnected
                     continue
@@ -66,3 +69,14 @@ class Gathered(Generic[Item, Answer]):
                     future.set_exception(answer)
                 else:
                     future.set_result(answer)
+
+    def _served(self, items: Sequence[Item]) -> Sequence[Answer | Exception]:
+        try:
+            return self._serve(items)
+        except UnavailableError as error:
+            return [error] * len(items)
+        except Exception as error:
+            if len(items) == 1:
+                return [error]
+            log.exception("a batch of %d requests failed; each is served alone", len(items))
+            return [answer for item in items for answer in self._served([item])]
