@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 from orchestrator_world import Session, World, signer
 
+from prime_core.encoding import sha256
 from prime_core.errors import PolicyError
 from prime_core.messages import (
     AdmissionAnswer,
@@ -22,7 +23,7 @@ from prime_orchestrator.api.leasing import rules_of, supply_of
 from prime_orchestrator.api.presence import LifeTicks
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.api.shadow import Load
-from prime_orchestrator.store import intents, jobs, nodes, schema
+from prime_orchestrator.store import Store, intents, jobs, leases, nodes, schema, shadows
 from prime_verify.proofs import hardware
 
 MACHINE = {"cpu_model": "x", "cpu_count": 2, "memory_mb": 100, "disk_mb": 100, "gpus": []}
@@ -220,6 +221,62 @@ def test_shadow_nodes_are_forgotten_when_silent_and_few_of_one_address(world: Wo
     crowd.take("203.0.113.7", signer(99).address, shadow.HOUR + 2.0)
 
 
+def test_a_shadow_node_that_goes_silent_leaves_no_row(world: World) -> None:
+    world.publish(0)
+    node = enter(world, 1)
+    lease = ask(world, node).lease
+    assert lease is not None
+    assert world.upload(node, lease, b"file").status_code == 204
+    signed = world.claim(node.account, lease, b"file")
+    digest = world.post("/v1/submissions", signed).json()["receipt"]["submission_digest"]
+    world.clock.advance(10)
+    dropped = ask(world, node).lease
+    assert dropped is not None
+    seated = world.member(2)
+    paid = world.lease(seated)
+
+    def left() -> list[int]:
+        tables = (schema.submissions, schema.jobs, schema.assignments, schema.opinions)
+        with world.backend.store.read() as connection:
+            query = sa.select(sa.func.count()).where(schema.leases.c.shadow.is_(True))
+            counted = [sa.select(sa.func.count()).select_from(table) for table in tables]
+            return [connection.execute(one).scalar_one() for one in (query, *counted)]
+
+    def pass_time(seconds: float) -> None:
+        world.clock.advance(seconds)
+        LifeTicks(world.backend).tick()
+
+    pass_time(2 * shadow.HOUR + 60)
+    assert left() == [1, 1, 1, 0, 0], "the file still waits for its verdict"
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            sa.insert(schema.opinions).values(
+                submission_digest=digest, validator=signer(9).address, reason=0, body="{}", at=0.0
+            )
+        )
+        connection.execute(sa.update(schema.submissions).values(status="accepted"))
+        connection.execute(sa.update(schema.jobs).values(status="quarantined"))
+    pass_time(1)
+    assert left()[0] == 1, "the file is under review"
+    with world.backend.store.begin() as connection:
+        connection.execute(sa.update(schema.jobs).values(status="done"))
+    pass_time(1)
+    assert left() == [0, 0, 0, 0, 0]
+    with world.backend.store.read() as connection:
+        assert leases.get(connection, world.lease_digest(paid)) is not None
+        assert leases.next_index(connection, paid.lease.step) == paid.lease.index + 1
+
+
+def test_the_highest_lease_index_of_a_step_is_never_given_twice(world: World) -> None:
+    world.publish(0)
+    lease = ask(world, enter(world, 1)).lease
+    assert lease is not None
+    world.clock.advance(3 * shadow.HOUR)
+    LifeTicks(world.backend).tick()
+    with world.backend.store.read() as connection:
+        assert leases.next_index(connection, lease.lease.step) == lease.lease.index + 1
+
+
 def test_a_pool_has_so_many_shadow_nodes_and_no_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,3 +286,27 @@ def test_a_pool_has_so_many_shadow_nodes_and_no_more(
     answer = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), late)
     assert answer.status_code == 403
     assert "shadow nodes" in answer.json()["detail"]
+
+
+def test_forgetting_is_the_same_on_both_databases(either_store: Store) -> None:
+    with either_store.begin() as connection:
+        for index, status in enumerate(("expired", "submitted", "accepted", "expired")):
+            digest = sha256(b"%d" % index)
+            connection.execute(
+                sa.insert(schema.leases).values(
+                    digest=digest, node="0x1", step=0, lease_index=index, policy_version=0,
+                    status=status, deadline=0, created_at=0.0, body="{}", shadow=True, target=1,
+                )
+            )  # fmt: skip
+            if status != "expired":
+                connection.execute(
+                    sa.insert(schema.submissions).values(
+                        digest=digest, lease_digest=digest, node="0x1", step=0, policy_version=0,
+                        sha256=digest, size=1, body="{}", receipt="{}", received_at=0.0,
+                        status=status, shadow=True,
+                    )
+                )  # fmt: skip
+        assert shadows.forget(connection, silent_since=1.0, given_before=1.0) == 2
+        left = connection.execute(sa.select(schema.leases.c.lease_index)).scalars().all()
+        assert sorted(left) == [1, 3], "one waits for its verdict, one is the highest"
+        assert shadows.forget(connection, silent_since=1.0, given_before=1.0) == 0

@@ -25,6 +25,7 @@ from prime_orchestrator.store import (
     row_marks,
     schema,
     sessions,
+    shadows,
     submissions,
 )
 from prime_orchestrator.store.nodes import NodeRow
@@ -230,7 +231,7 @@ class LifeTicks:
         if now - self._ticked_at > GAP_SECONDS:
             self._up_since = now
         with backend.store.begin() as connection:
-            for node in nodes.every(connection, ("active",)):
+            for node in nodes.active_before(connection, now - backend.context.run.death_seconds):
                 state, _ = step_node(
                     NodeState(node.status, node.last_heartbeat),
                     "tick",
@@ -252,7 +253,11 @@ class LifeTicks:
                 )
             sessions.forget(connection, now)
             challenges.forget(connection, now)
-            nodes.forget_shadows(connection, now - shadow.FORGOTTEN_AFTER)
+            shadows.forget(
+                connection,
+                silent_since=now - shadow.FORGOTTEN_AFTER,
+                given_before=now - 2 * shadow.HOUR,  # the hourly budget counts younger ones
+            )
             row_marks.forget(connection, now)
             policies.forget_relays(connection, now - 10 * RELAY_SECONDS)
         self._ticked_at = now

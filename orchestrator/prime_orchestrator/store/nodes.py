@@ -63,6 +63,14 @@ def lock_free(connection: Connection, addresses: Collection[Address]) -> dict[Ad
     return {row.address: row for row in records(NodeRow, rows)}
 
 
+def active_before(connection: Connection, last_heartbeat: float) -> list[NodeRow]:
+    """Returns the active nodes whose last heartbeat is older than `last_heartbeat`."""
+    query = sa.select(schema.nodes).where(
+        _nodes.status == "active", _nodes.last_heartbeat < last_heartbeat
+    )
+    return records(NodeRow, connection.execute(query).mappings().all())
+
+
 def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) -> list[NodeRow]:
     """Returns all nodes (in the given states), oldest first."""
     query = sa.select(schema.nodes).order_by(_nodes.created_at, _nodes.address)
@@ -88,13 +96,6 @@ def latest(connection: Connection, limit: int) -> list[NodeRow]:
     query = sa.select(schema.nodes).order_by(_nodes.last_heartbeat.desc(), _nodes.address)
     rows = records(NodeRow, connection.execute(query.limit(limit)).mappings().all())
     return sorted(rows, key=lambda row: (row.created_at, row.address))
-
-
-def forget_shadows(connection: Connection, before: float) -> None:
-    """Removes shadow nodes whose last heartbeat is older than `before`."""
-    connection.execute(
-        sa.delete(schema.nodes).where(_nodes.status == "shadow", _nodes.last_heartbeat < before)
-    )
 
 
 def count_of(connection: Connection, status: NodeStatus) -> int:
