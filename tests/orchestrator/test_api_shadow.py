@@ -15,10 +15,11 @@ from prime_core.messages import (
     ChallengeAnswer,
     HeartbeatAnswer,
     LeaseAnswer,
+    LeaseRequest,
     Status,
 )
 from prime_core.task import shadow_pool
-from prime_orchestrator.api import shadow
+from prime_orchestrator.api import leasing, shadow
 from prime_orchestrator.api.leasing import rules_of, supply_of
 from prime_orchestrator.api.presence import LifeTicks
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
@@ -219,6 +220,24 @@ def test_shadow_nodes_are_forgotten_when_silent_and_few_of_one_address(world: Wo
         crowd.take("203.0.113.7", signer(99).address, 1.0)
     crowd.take("203.0.113.8", signer(99).address, 1.0)
     crowd.take("203.0.113.7", signer(99).address, shadow.HOUR + 2.0)
+
+
+def test_one_address_cannot_take_the_whole_budget_of_shadow_leases(world: World) -> None:
+    world.publish(0)
+    first, second = (enter(world, number).account.address for number in (1, 2))
+    crowded = [world.backend.shadow_leases.take("203.0.113.7", 0.0) for _ in range(11)]
+    assert crowded == [True] * shadow.AN_HOUR_EACH + [False]
+    assert world.backend.shadow_leases.take("203.0.113.8", 0.0)
+    assert world.backend.shadow_leases.take("203.0.113.7", shadow.HOUR + 1.0)
+
+    for _ in range(shadow.AN_HOUR_EACH - 1):
+        assert world.backend.shadow_leases.take("2001:db8:1:2::/64", world.clock())
+    wish = LeaseRequest(policy_version=0)
+    assert leasing.lease(world.backend, first, wish, "2001:db8:1:2::5").lease is not None
+    refused = leasing.lease(world.backend, second, wish, "2001:db8:1:2::6")
+    assert refused.lease is None
+    assert "went to this address" in refused.reason
+    assert leasing.lease(world.backend, second, wish, "2001:db8:9::1").lease is not None
 
 
 def test_a_shadow_node_that_goes_silent_leaves_no_row(world: World) -> None:

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from sqlalchemy import Connection
 
+from prime_broadcast.peers import place_of
 from prime_core import seeds
 from prime_core.draws import SaltOpening
 from prime_core.errors import ConflictError, FatalError, NotFoundError, PolicyError
@@ -24,6 +25,7 @@ from prime_core.run import RunDefinition
 from prime_core.task import SHADOW_POOLS, Lease, SignedLease, shadow_pool
 from prime_orchestrator.api import scheduler, shadow
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.pauses import pause_of
 from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Supply, Wait
 from prime_orchestrator.manager import members, revisions, speed, standing, targets, uploads
@@ -70,10 +72,13 @@ def supply_of(connection: Connection, backend: Backend) -> Supply:
     )
 
 
-def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAnswer:
+def lease(
+    backend: Backend, account: Address, request: LeaseRequest, address: str = ""
+) -> LeaseAnswer:
     """Returns the node's open lease, a new one, or how long to wait.
 
-    Raises PolicyError if the account is not a member of the pool.
+    `address` is the caller's network address; empty: not limited by address. Raises PolicyError if
+    the account is not a member of the pool.
     """
     with backend.store.begin() as connection:
         lock(connection, "leases")
@@ -83,7 +88,7 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
             status = "not admitted" if node is None else node.status
             raise PolicyError(f"the node is {status} and gets no lease")
         if node.status == "shadow":
-            return shadow_lease(connection, backend, node, request, now)
+            return shadow_lease(connection, backend, node, request, address, now)
         if node.status != "active":
             return LeaseAnswer(
                 lease=None, retry_after_ms=4 * WAIT_MS, reason=f"the node is {node.status}"
@@ -106,10 +111,15 @@ def lease(backend: Backend, account: Address, request: LeaseRequest) -> LeaseAns
 
 
 def shadow_lease(
-    connection: Connection, backend: Backend, node: NodeRow, request: LeaseRequest, now: float
+    connection: Connection,
+    backend: Backend,
+    node: NodeRow,
+    request: LeaseRequest,
+    address: str,
+    now: float,
 ) -> LeaseAnswer:
     """Like `lease`, for a node without a seat: a lease of the shadow pool, within
-    `shadow.decide`."""
+    `shadow.decide` and the address's share."""
     if held := _held(connection, node.address, now, shadow=True):
         return held
     if waiting := _rest(connection, node, (), now):
@@ -117,6 +127,9 @@ def shadow_lease(
     choice = shadow.decide(
         request.policy_version, shadow.load_of(connection, now), rules_of(backend)
     )
+    place = place_of(address) if is_bounded(address) else ""
+    if isinstance(choice, Grant) and not backend.shadow_leases.take(place, now):
+        choice = Wait(f"{shadow.AN_HOUR_EACH} shadow leases went to this address within the hour")
     pool = shadow_pool(backend.context.pool)
     return _answer(connection, backend, node, choice, request, pool, now)
 

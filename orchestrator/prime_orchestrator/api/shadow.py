@@ -30,6 +30,8 @@ AN_HOUR = 30
 ONE_IN = 16
 """… and one more per this many paid leases in that hour."""
 HOUR = 3600
+AN_HOUR_EACH = 10
+"""Shadow leases per hour to the nodes of one address (an IPv6 /64)."""
 MOST_NODES = 512
 """Most shadow nodes in a pool."""
 NODES_EACH = 4
@@ -62,6 +64,28 @@ class Newcomers:
                     "come later, or take a seat"
                 )
             known[account] = now
+
+
+@dataclass
+class Given:
+    """Tracks, in memory, when each address was given shadow leases in the last hour."""
+
+    _at: dict[str, list[float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, address: str, now: float) -> bool:
+        """Records one lease for `address` (empty: not limited). Returns False, and records nothing,
+        if it was given AN_HOUR_EACH within the hour."""
+        if not address:
+            return True
+        with self._lock:
+            for place in [p for p, times in self._at.items() if times[-1] < now - HOUR]:
+                del self._at[place]
+            times = [at for at in self._at.get(address, ()) if at >= now - HOUR]
+            if len(times) >= AN_HOUR_EACH:
+                return False
+            self._at[address] = [*times, now]
+            return True
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,11 @@ def router(backend: Backend) -> APIRouter:
     @routes.post(
         "/v1/leases", responses={200: {"model": LeaseAnswer}}, openapi_extra=takes(LeaseRequest)
     )
-    def lease(request: Signed = node) -> Response:
+    def lease(signed: Signed = node, *, request: Request) -> Response:
         """Get the open lease, a new one, or how long to wait."""
-        wish = parse(LeaseRequest, request.body)
-        return answer(leasing.lease(backend, request.caller.account, wish))
+        wish = parse(LeaseRequest, signed.body)
+        address = host_of(request)
+        return answer(leasing.lease(backend, signed.caller.account, wish, address))
 
     @routes.get("/v1/leases/{digest}", responses={200: {"model": SignedLease}})
     def signed_lease(digest: str) -> Response:
