@@ -20,7 +20,7 @@ from prime_validator.cli import app as validator_app
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 WORDS = {word for code in re.findall(r"`([^`]+)`", DOC) for word in re.split(r"[\s|\\]+", code)}
-JUDGING = {("validator", "run"), ("validator", "doctor")}
+SENDING_NOTHING = {("validator", name) for name in ("run", "doctor", "wallet new", "wallet show")}
 GROUPS = {
     "pool": pool_cli.app, "validator": validator_app, "slash": slash_cli.app,
     "terms": terms_cli.app, "rewards": rewards_cli.app, "deployment": deployment_cli.app,
@@ -43,7 +43,7 @@ def commands(app: typer.Typer) -> dict[str, Any]:
 @pytest.mark.parametrize("group", sorted(GROUPS))
 def test_every_operator_command_is_in_the_page(group: str) -> None:
     for name in commands(GROUPS[group]):
-        assert name in WORDS, f"{group} {name}"
+        assert set(name.split()) <= WORDS, f"{group} {name}"
 
 
 def test_every_owner_command_is_in_the_page() -> None:
@@ -58,7 +58,7 @@ def test_every_sending_command_rehearses_prints_calldata_and_speaks_json() -> No
     for group in ("pool", "validator", "slash", "terms"):
         for name, command in commands(GROUPS[group]).items():
             flags = {flag for option in command.params for flag in option.opts}
-            if (group, name) in JUDGING:
+            if (group, name) in SENDING_NOTHING:
                 continue
             assert "--json" in flags, f"orchestrator {group} {name}"
             if "--wallet" in flags:
