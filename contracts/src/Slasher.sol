@@ -7,8 +7,10 @@ import { SafeERC20 } from "@openzeppelin/contracts/token/ERC20/utils/SafeERC20.s
 import {
     ReentrancyGuardTransient
 } from "@openzeppelin/contracts/utils/ReentrancyGuardTransient.sol";
+import { Math } from "@openzeppelin/contracts/utils/math/Math.sol";
 import { SafeCast } from "@openzeppelin/contracts/utils/math/SafeCast.sol";
 
+import { Court } from "./Court.sol";
 import { Pools } from "./Pools.sol";
 import { StakeVault } from "./StakeVault.sol";
 import { Terms } from "./Terms.sol";
@@ -22,11 +24,13 @@ import { Opinions, Submission, Voice } from "./libraries/Statements.sol";
 ///     propose ──window──▶ execute (anyone)                     stake taken, node expelled
 ///        │ dispute (provider, deposit) or object (provider: the evidence is not served)
 ///        ▼
-///     disputed, objected ──confirm (arbiter)──▶ executed       the deposit is lost as well
-///        │     └─overturn (arbiter)─▶ cancelled                deposit back, the authors pay
+///     disputed, objected ──confirm (judge)──▶ executed         the deposit is lost as well
+///        │     └─overturn (judge)─▶ cancelled                  deposit back, the authors pay
 ///        └──lapse (anyone, after the dispute window)▶ cancelled  deposit back: silence cancels
 ///     arbiter: cancel, from any of these                       deposit back
 ///
+/// The judge of a dispute is the court if the provider asked for it before; else it is the arbiter, who also
+/// judges objections.
 /// A proposal is keyed by its submission's digest, so one submission is proposed once. It asks for the
 /// pool's slash amount; what other proposals hold of the stake then is taken up when it is carried out.
 /// It keeps the terms in force when it was made; each of its authors stands for it with a bond.
@@ -142,6 +146,8 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     Pools public immutable pools;
     /// @notice Knows the submissions.
     Work public immutable work;
+    /// @notice Judges disputes for which a provider asked for jurors.
+    Court public immutable court;
     uint64 private immutable _slashWindow;
     uint64 private immutable _disputeWindow;
 
@@ -152,8 +158,9 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     /// @param vault_ Holds the stake.
     /// @param pools_ The training runs.
     /// @param work_ Knows the submissions.
+    /// @param court_ Judges disputes for which a provider asked for jurors.
     /// @param roles The arbiter, the governor and the sums at risk.
-    constructor(StakeVault vault_, Pools pools_, Work work_, Roles memory roles)
+    constructor(StakeVault vault_, Pools pools_, Work work_, Court court_, Roles memory roles)
         Terms(
             roles.governor,
             roles.arbiter,
@@ -163,14 +170,16 @@ contract Slasher is Terms, ReentrancyGuardTransient {
             vault_.uptimeFeed()
         )
     {
-        if (address(pools_) == address(0) || address(work_) == address(0)) {
-            revert Errors.ZeroAddress();
-        }
+        if (
+            address(pools_) == address(0) || address(work_) == address(0)
+                || address(court_) == address(0)
+        ) revert Errors.ZeroAddress();
         Periods memory p = vault_.periods();
         token = vault_.token();
         vault = vault_;
         pools = pools_;
         work = work_;
+        court = court_;
         _slashWindow = p.slashWindow;
         _disputeWindow = p.disputeWindow;
     }
@@ -242,38 +251,52 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         emit SlashObjected(leaf, p.pool, p.node, judgeBy);
     }
 
-    /// @notice Finds the same as the authors: the slash is carried out and the deposit lost.
-    function confirm(bytes32 leaf) external nonReentrant {
+    /// @notice Finds the same as the authors: the slash is carried out and the deposit lost. By the judge.
+    /// @return deposit What the dispute held; the court receives it if it is the judge.
+    function confirm(bytes32 leaf) external nonReentrant returns (uint256 deposit) {
         Entry memory p = _judged(leaf);
         emit SlashConfirmed(leaf, msg.sender);
         _execute(leaf, p);
 
-        uint256 deposit = _takeDeposit(leaf);
-        if (deposit == 0) return;
-        address treasury = vault.treasury();
+        deposit = _takeDeposit(leaf);
+        if (deposit == 0) return 0;
+        address treasury = msg.sender == address(court) ? msg.sender : vault.treasury();
         if (treasury == address(0)) ERC20Burnable(address(token)).burn(deposit);
         else token.safeTransfer(treasury, deposit);
     }
 
     /// @notice Finds otherwise: the deposit goes back, and each author pays its bond. The provider has
-    /// interest on what was held from it.
-    function overturn(bytes32 leaf) external nonReentrant {
+    /// interest on what was held from it. By the judge.
+    /// @return pay What the court receives if it is the judge: the bonds less that interest.
+    function overturn(bytes32 leaf) external nonReentrant returns (uint256 pay) {
         Entry memory p = _judged(leaf);
         address[] memory authors = pools.authorsOf(p.pool, p.authors);
         address manager = pools.managerOf(p.pool);
         uint256 bond = _terms[p.terms].bond;
         uint256 owed =
             uint256(p.held) * INTEREST * (_slashWindow + _disputeWindow) / (100 * 365 days);
+        bool byCourt = msg.sender == address(court);
         // slither-disable-next-line uninitialized-local
         uint256 penalty;
         // slither-disable-next-line uninitialized-local
         uint256 compensation;
         _letGo(leaf, p, authors);
         for (uint256 i; i < authors.length && bond > 0; ++i) {
-            (uint256 taken, uint256 paid) =
-                vault.fine(authors[i], bond, manager, p.provider, owed - compensation);
+            (uint256 taken, uint256 paid) = vault.fine(
+                authors[i],
+                bond,
+                manager,
+                byCourt ? address(this) : p.provider,
+                byCourt ? bond : owed - compensation
+            );
             penalty += taken;
             compensation += paid;
+        }
+        if (byCourt) {
+            compensation = Math.min(owed, penalty);
+            pay = penalty - compensation;
+            token.safeTransfer(p.provider, compensation);
+            token.safeTransfer(msg.sender, pay);
         }
         emit SlashOverturned(leaf, msg.sender, penalty, compensation);
     }
@@ -320,8 +343,16 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     /// @dev A stopped proposal that the caller may judge now.
     function _judged(bytes32 leaf) private view returns (Entry memory p) {
         p = _stopped(leaf);
-        if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);
+        if (msg.sender != address(court) && (msg.sender != arbiter || _inCourt(leaf, p.state))) {
+            revert Errors.NotAllowed(msg.sender);
+        }
         if (windowTime() >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
+    }
+
+    /// @dev Whether jurors judge it, so that the arbiter may only cancel.
+    function _inCourt(bytes32 leaf, State state) private view returns (bool) {
+        // slither-disable-next-line incorrect-equality
+        return state == State.Disputed && court.holds(leaf);
     }
 
     /// @dev The provider stops its proposal within the window.

@@ -42,6 +42,8 @@ contract Work is EIP712, WindowTime {
     );
     /// @notice A leaf earns nothing.
     event LeafRejected(uint256 indexed pool, bytes32 indexed leaf, bytes32 reason);
+    /// @notice Where a validator serves its copy of the pool's evidence and tables; empty takes it back.
+    event MirrorAnnounced(uint256 indexed pool, address indexed validator, string url);
 
     /// @param root Merkle root with sorted pairs.
     /// @param postedAt Block time.
@@ -56,6 +58,8 @@ contract Work is EIP712, WindowTime {
     uint8 public constant REJECTED = 2;
     /// @notice An opinion's outcome: the file earns nothing, and nobody is accused.
     uint8 public constant VOID = 3;
+    /// @notice The longest URL of a mirror, in bytes.
+    uint256 public constant MAX_URL = 200;
 
     /// @notice The training runs.
     Pools public immutable pools;
@@ -193,6 +197,31 @@ contract Work is EIP712, WindowTime {
         (numbers, authors) = _authors(submission, leaf, opinions);
     }
 
+    /// @notice Says where the caller serves a copy of the bytes that its opinions name by digest. A dismissed
+    /// validator may: what it judged is still to be checked.
+    /// @param url Printable ASCII without spaces, at most 200 bytes; empty takes the last one back.
+    function announceMirror(uint256 pool, string calldata url) external {
+        // slither-disable-next-line unused-return
+        (uint8 number,,) = pools.validatorOf(pool, msg.sender);
+        if (number == 0) revert Errors.NotAllowed(msg.sender);
+        bytes calldata text = bytes(url);
+        if (text.length > MAX_URL) revert Errors.BadUrl(text.length);
+        for (uint256 i; i < text.length; ++i) {
+            if (text[i] < 0x21 || text[i] > 0x7e) revert Errors.BadUrl(text.length);
+        }
+        emit MirrorAnnounced(pool, msg.sender, url);
+    }
+
+    /// @notice The submission's digest, and who signed the opinions about it, appointed or not.
+    function signersOf(Submission calldata submission, Opinions calldata opinions)
+        external
+        view
+        returns (bytes32 leaf, address[] memory signers)
+    {
+        leaf = submissionDigest(submission);
+        signers = _signers(submission.pool, leaf, opinions);
+    }
+
     /// @notice A root, zeros if there is none of this number.
     function rootOf(uint256 pool, uint64 seq)
         external
@@ -288,13 +317,22 @@ contract Work is EIP712, WindowTime {
         view
         returns (uint24 numbers, address[] memory authors)
     {
+        authors = _signers(submission.pool, leaf, opinions);
+        numbers = pools.quorumOf(submission.pool, authors, submission.validUntil);
+    }
+
+    function _signers(uint256 pool, bytes32 leaf, Opinions calldata opinions)
+        private
+        view
+        returns (address[] memory signers)
+    {
         uint256 length = opinions.voices.length;
-        authors = new address[](length);
+        signers = new address[](length);
         for (uint256 i; i < length; ++i) {
             Voice calldata voice = opinions.voices[i];
             bytes32 digest = opinionDigest(
                 Opinion(
-                    submission.pool,
+                    pool,
                     leaf,
                     opinions.law,
                     opinions.outcome,
@@ -304,9 +342,8 @@ contract Work is EIP712, WindowTime {
                     voice.judgedAt
                 )
             );
-            authors[i] = ECDSA.recoverCalldata(digest, voice.signature);
+            signers[i] = ECDSA.recoverCalldata(digest, voice.signature);
         }
-        numbers = pools.quorumOf(submission.pool, authors, submission.validUntil);
     }
 
     /// @dev Somebody answers for work that is rooted up to slash window + dispute window after its own end.

@@ -99,6 +99,8 @@ library Errors {
     error WrongVersion(uint64 expected, uint64 given);
     /// @notice A pool appoints at most `limit` accounts over its life.
     error TooManyValidators(uint256 limit);
+    /// @notice A mirror's address is too long, or not printable ASCII.
+    error BadUrl(uint256 length);
     /// @notice A slash takes at most what one seat needs.
     error SlashAboveStake(uint256 stake, uint256 slash);
     /// @notice There are `given` opinions, or would be asked for; `needed` must agree.
@@ -182,4 +184,27 @@ library Errors {
     error TooEarly(uint256 from, uint256 timestamp);
     /// @notice The deployment's terms were changed as often as their numbers allow.
     error TooManyTerms(uint256 limit);
+
+    // -------------------------------------------------------------------------------------- court
+
+    /// @notice The account is a juror of the class, or was one and has not withdrawn its bond.
+    error AlreadyJuror(bytes32 class, address account);
+    /// @notice The account is no juror of this class or case.
+    error NotJuror(address account);
+    /// @notice The juror has not left the register, or has cases that are not settled.
+    error StillJuror(bytes32 class, address account, uint256 cases);
+    /// @notice Only `given` jurors count for the submission; the court needs `needed`.
+    error TooFewJurors(uint256 given, uint256 needed);
+    /// @notice The provider has asked for the court before.
+    error AlreadyInCourt(bytes32 leaf);
+    /// @notice The case has not come to this, or is past it.
+    error NotInCourt(bytes32 leaf, uint8 status);
+    /// @notice The proposal does not rest on these opinions, or they name another law.
+    error OtherOpinions(bytes32 leaf);
+    /// @notice The pool has appointed another number of accounts.
+    error WrongCount(uint256 given);
+    /// @notice The block whose hash chooses the jurors is not past yet.
+    error SeedNotKnown(bytes32 leaf, uint256 atBlock);
+    /// @notice The juror has committed before, or this is not what it committed to.
+    error BadBallot(bytes32 leaf, address juror);
 }

@@ -98,6 +98,17 @@ struct Opinion {
     uint64 judgedAt;
 }
 
+/// @notice The rules under which an opinion was formed; opinions name its struct hash.
+/// `verificationClass` is the digest of the calibration, `verifier` of the verifier's version, `draws` of
+/// the lease's list of draws.
+struct Law {
+    bytes32 lease;
+    bytes32 run;
+    bytes32 verificationClass;
+    bytes32 verifier;
+    bytes32 draws;
+}
+
 /// @notice What a pool owes for its work up to an epoch, as its validators sign it when the manager does not
 /// post it. The members are those of `Rewards.postRewardRoot`.
 struct RewardTable {
@@ -152,6 +163,9 @@ library Statements {
         "Opinion(uint256 pool,bytes32 submission,bytes32 law,uint8 outcome,bytes32 reason,bytes32 table,bytes32 evidence,uint64 judgedAt)"
     );
 
+    bytes32 internal constant LAW = keccak256(
+        "Law(bytes32 lease,bytes32 run,bytes32 verificationClass,bytes32 verifier,bytes32 draws)"
+    );
     bytes32 internal constant REWARD_TABLE = keccak256(
         "RewardTable(uint256 pool,uint64 epoch,bytes32 root,uint256 cumulativeTotal,bytes32 object)"
     );
@@ -218,6 +232,11 @@ library Statements {
     /// @notice EIP-712 struct hash.
     function hash(Opinion memory s) internal pure returns (bytes32) {
         return keccak256(abi.encode(OPINION, s));
+    }
+
+    /// @notice EIP-712 struct hash.
+    function hash(Law memory s) internal pure returns (bytes32) {
+        return keccak256(abi.encode(LAW, s));
     }
 
     /// @notice EIP-712 struct hash.
