@@ -9,9 +9,9 @@
     shared libraries (ldd)          │
     protocol/ and node/            ─┘
 
-The image holds no package manager and no other program but those of PROGRAMS; the plain engine's
-has no shell. With a registry, build deploy/worker.Dockerfile instead. Linux with glibc only; run it
-with the interpreter that has the engine: the project's own for the plain one, that of
+The image holds no package manager and no other program but those of PROGRAMS and SCRIPTS; the plain
+engine's has no shell. With a registry, build deploy/worker.Dockerfile instead. Linux with glibc
+only; run it with the interpreter that has the engine: the project's own for the plain one, that of
 scripts/setup_vllm.sh for vLLM on CPUs.
 """
 
@@ -34,8 +34,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = {
-    "plain": ("rollout-base", "families", "torch"),
-    "vllm": ("rollout-base", "families", "rollout-cpu"),
+    "plain": ("rollout-base", "families", "python-tool", "search-tool", "torch"),
+    "vllm": ("rollout-base", "families", "python-tool", "search-tool", "rollout-cpu"),
 }
 OPTIONAL = ("pycosat",)
 """Left out where this machine could not build it (prime_envs/reasoning.py)."""
@@ -44,6 +44,8 @@ NOT_NEEDED = ("triton", "torchvision", "torchaudio", "torchcodec", "numba", "ant
 torch, n-gram speculation, another server's API. The container test fails if that ever changes."""
 PROGRAMS = {"plain": (), "vllm": ("sh", "lscpu")}
 """What is called by name inside: vLLM asks lscpu, through a shell, which cores there are."""
+SCRIPTS = ("monty",)
+"""Of the programs that packages install, those that the worker starts: the tool python-1's."""
 NEVER_LOADED = (PurePosixPath("torch/test"), PurePosixPath("torch/include"))
 PREFIX = PurePosixPath("opt/python")
 SOURCE = PurePosixPath("opt/prime")
@@ -101,6 +103,8 @@ def package_files(engine: str) -> Iterator[tuple[PurePosixPath, Path]]:
                 continue
             if file.parts[0] != ".." and here.is_file():
                 yield PACKAGES / PurePosixPath(*file.parts), here
+            elif file.name in SCRIPTS and file.parent.name == "bin":
+                yield PREFIX / "bin" / file.name, here.resolve()
 
 
 def interpreter_files() -> Iterator[tuple[PurePosixPath, Path]]:
@@ -160,7 +164,8 @@ def write_image(stream: io.BufferedIOBase, engine: str) -> int:
     """Writes the image's root as one tar; its number of files."""
     files = {**dict(interpreter_files()), **dict(package_files(engine)), **dict(source_files())}
     programs = dict(program_files(engine))
-    files |= shared_libraries(list(files.values()), list(programs.values())) | programs
+    started = [*programs.values(), *(files[PREFIX / "bin" / name] for name in SCRIPTS)]
+    files |= shared_libraries(list(files.values()), started) | programs
     with tarfile.open(fileobj=stream, mode="w|") as tar:
         for folder, mode in (("tmp", 0o1777), ("prime", 0o755), ("etc", 0o755), ("proc", 0o755)):
             entry = tarfile.TarInfo(folder)

@@ -16,7 +16,7 @@ RUN pip install --no-cache-dir "${TORCH}"
 COPY pyproject.toml constraints.txt README.md ./
 COPY protocol protocol
 COPY node node
-RUN pip install --no-cache-dir --constraint constraints.txt ".[rollout-base,families,python-tool,torch]"
+RUN pip install --no-cache-dir --constraint constraints.txt ".[rollout-base,families,python-tool,search-tool,torch]"
 
 FROM python:3.11-slim
 COPY --from=build /opt/venv /opt/venv

@@ -26,7 +26,7 @@ OUT = ROOT / "contracts" / "out" / "release"
 CACHE = ROOT / "contracts" / "cache" / "release"
 ABI = ROOT / "protocol" / "prime_chain" / "abi"
 LAYOUT = ROOT / "contracts" / "storage-layout.json"
-CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher")
+CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher", "Court")
 
 
 def compile_contracts() -> None:

@@ -34,7 +34,7 @@ from prime_verify.rollout_file import (
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "vectors" / "malformed"
 METADATA = FileMetadata(ZERO_DIGEST, "plain/1", "float32", "cpu")
-PAIRS = {"schema_version": "1", **vars(METADATA)}
+PAIRS = METADATA.pairs
 MALFORMED, SCHEMA, OVERSIZED = Reason.MALFORMED, Reason.WRONG_SCHEMA, Reason.OVERSIZED
 
 

@@ -35,12 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS, INVARIANTS = "tests", "invariants"
 SKIPPED = ("Gas.t.sol", "Vectors.t.sol")
 """What judges neither rules nor money: figures, and digests shared with Python."""
-CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher")
+CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher", "Court")
 PARTS = {
     "PoolState.sol": ("Pools",),
     "Terms.sol": ("Slasher",),
     "libraries/Queue.sol": ("StakeVault",),
-    "WindowTime.sol": ("StakeVault", "Work", "Slasher", "Rewards"),
+    "WindowTime.sol": ("StakeVault", "Work", "Slasher", "Rewards", "Court"),
     "libraries/Statements.sol": CONTRACTS,
 }
 """Contracts whose code a file that is none of them is part of. They know each other by call only,
@@ -123,7 +123,7 @@ class Court:
         which = "--match-contract" if judge_name == INVARIANTS else "--no-match-contract"
         done = self._forge("test", "--fail-fast", which, "MoneyInvariant")
         if "Compiling" in done.stdout:
-            sys.exit("forge compiled anew: what it judged is not the mutant")
+            sys.exit("forge compiled again: it did not judge the mutant")
         failed = [line.strip() for line in done.stdout.splitlines() if line.startswith("[FAIL")]
         if done.returncode and not failed:
             sys.exit(f"forge judged nothing:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

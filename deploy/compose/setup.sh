@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# The first start of compose.yaml, in two parts; each may be repeated.
+#   setup.sh keys    passwords and keystores
+#   setup.sh pool    ether for the accounts, contracts, run, pool, bucket
+set -euo pipefail
+umask 077
+KEYS=${PRIME_KEYS:-/keys}
+S3_KEYS=${PRIME_S3_KEYS:-/s3-keys}
+EXAMPLES=${PRIME_EXAMPLES:-/opt/prime}
+RPC=${PRIME_RPC:-http://chain:8545}
+S3=${PRIME_S3:-http://s3:8333}
+cd "$KEYS"
+
+secret() { # writes a new secret into a file, once
+  [ -s "$1" ] || { head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$1.part" && mv "$1.part" "$1"; }
+}
+
+keys() {
+  secret password
+  secret postgres
+  secret s3
+  for name in deployer manager validator relay trainer node; do
+    [ -s $name.json ] || orchestrator wallet new --out $name.json --password-file password
+  done
+  echo "postgres:5432:*:prime:$(cat postgres)" >pgpass
+  printf '[default]\naws_access_key_id = prime\naws_secret_access_key = %s\n' "$(cat s3)" >aws
+  # SeaweedFS may run under another user; no other service mounts this folder.
+  (umask 022; printf '{"identities": [{"name": "prime", "credentials": [{"accessKey": "prime", "secretKey": "%s"}],
+    "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}\n' "$(cat s3)" >"$S3_KEYS/s3.json")
+}
+
+ether() { # gives each account one ether of the local chain
+  python - "$RPC" {deployer,manager,validator,relay,trainer,node}.json <<'END'
+import json, sys, httpx
+
+for file in sys.argv[2:]:
+    params = ["0x" + json.load(open(file))["address"].removeprefix("0x"), hex(10**18)]
+    call = {"jsonrpc": "2.0", "id": 1, "method": "anvil_setBalance", "params": params}
+    answer = httpx.post(sys.argv[1], json=call).raise_for_status().json()
+    assert "error" not in answer, answer
+END
+}
+
+bucket() { # makes the bucket "pools"
+  AWS_SHARED_CREDENTIALS_FILE=aws python - "$S3" <<'END'
+import sys, boto3
+
+s3 = boto3.client("s3", endpoint_url=sys.argv[1], region_name="us-east-1")
+if "pools" not in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
+    s3.create_bucket(Bucket="pools")
+END
+}
+
+pool() {
+  [ ! -e ready ] || return 0
+  until ether; do sleep 1; done
+  until bucket; do sleep 1; done
+  [ -s deployment.json ] || orchestrator deployment deploy --network local --rpc "$RPC" --wallet deployer.json --password-file password \
+    --out deployment.json --epoch 60 --validity 300 --slash-window 60 --dispute-window 60 --reward-delay 30 --unbonding 600
+  sed 's/^epoch_seconds.*/epoch_seconds = 60/; s/^validity_seconds.*/validity_seconds = 300/' \
+    "$EXAMPLES/docs/examples/run-devnet.toml" >run.toml
+  [ -s run.json ] || orchestrator run new run.toml --model "$EXAMPLES/devnet/model" --out run.json
+  manager="--rpc $RPC --deployment deployment.json --wallet manager.json --password-file password"
+  # shellcheck disable=SC2086
+  orchestrator pool create --run run.json --trainer "$(orchestrator wallet show --wallet trainer.json)" \
+    --validator "$(orchestrator wallet show --wallet validator.json)" --faucet $manager
+  # shellcheck disable=SC2086
+  orchestrator pool fund --pool 1 --amount 5000 $manager
+  touch ready
+}
+
+"$1"
