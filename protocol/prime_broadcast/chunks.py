@@ -31,7 +31,7 @@ from prime_broadcast.files import create_sized
 from prime_broadcast.landing import PIECE, Landing, beginning, verified_chunks
 from prime_broadcast.layout import Item
 from prime_broadcast.sources import Fault, Source, SourceBook
-from prime_broadcast.tasks import HEDGE_AFTER, TOO_SLOW, ChunkStats, Task, sorry
+from prime_broadcast.tasks import HEDGE_AFTER, TOO_SLOW, ChunkStats, Task, missing_chunks_error
 from prime_broadcast.transfer import Link, SupersededError, TransferError, WholeOnlyError
 from prime_core.errors import UnavailableError
 from prime_core.ids import to_bytes
@@ -254,7 +254,7 @@ class ChunkFetcher:
                     task.running[source.url] = self._clock()
                     return choice
                 if self._hopeless():
-                    self._error = sorry(self._open, self._urls, self._book)
+                    self._error = missing_chunks_error(self._open, self._urls, self._book)
                     self._over.set()
                     self._change.notify_all()
                     return None

@@ -59,7 +59,7 @@ app = program(
 ChainId = Annotated[int, typer.Option(help="Chain of the EIP-712 domain; 0 outside of a pool.")]
 Contract = Annotated[str, typer.Option(help="Pools contract of the domain; zero outside a pool.")]
 PoolNumber = Annotated[int, typer.Option("--pool", help="Pool of the policies; 0 outside a pool.")]
-SignerOption = Annotated[str, typer.Option("--signer", help="Address whose signature is taken.")]
+SignerOption = Annotated[str, typer.Option("--signer", help="Address whose signature is accepted.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port; 0 takes a free one.")]
@@ -247,7 +247,7 @@ def diff_command(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. `arguments`: by default the process's own."""
-    run(app, "python -m prime_broadcast", None if arguments is None else list(arguments))
+    run(app, "prime-broadcast", None if arguments is None else list(arguments))
 
 
 def _publish(

@@ -201,38 +201,77 @@ def encode(
     """Writes to `path` the delta from the policy in `base_folder` to the one in `new_folder`. Both
     folders must match their manifests. Returns the delta's size in bytes. Raises UnavailableError
     if the disk is full or a file is missing."""
-    from prime_broadcast import codec  # noqa: F401  # if numpy is missing, before any work
-
-    names = [entry.name for entry in base.files]
-    header = DeltaHeader(
-        base_version=base.version,
-        base_digest=base.result_digest,
-        version=new.version,
-        result_digest=new.result_digest,
-        base_files=tuple(names),
-        files=tuple(DeltaFile(name=f.name, size=f.size, digest=f.digest) for f in new.files),
-    )
-    head = encoding.canonical_json(header.model_dump(mode="json"))
-    with ExitStack() as stack:
-        bases = [stack.enter_context(open_regular(base_folder / name)) for name in names]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        out = os.open(path, flags, DATA_MODE)
-        stack.callback(os.close, out)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
-        position = _append(out, MAGIC + struct.pack("<I", len(head)) + head, 0)
-        pairs = _Pairing(base, bases)
-        buffers = Buffers(BLOCK)
-        progress.part(f"comparing with policy {base.version}", sum(f.size for f in new.files))
+    progress.part(f"comparing with policy {base.version}", sum(f.size for f in new.files))
+    path.unlink(missing_ok=True)
+    with Records(base_folder, base, new_folder, path, threads=threads) as records:
+        records.head(new)
         for entry in new.files:
-            with open_regular(new_folder / entry.name) as fd:
-                jobs = (
-                    job(_encode_span, bases, fd, buffers, span)
-                    for span in _counted(pairs.spans(entry, fd))
-                )
-                with closing(in_order(pool, jobs, 2 * threads)) as records:
-                    for record in records:
-                        position = _append(out, record, position)
-    return position
+            records.add(entry)
+        return records.position
+
+
+class Records:
+    """Appends a delta's header and records to `path`: `head` first, then `add` for every new file
+    in the manifest's order."""
+
+    def __init__(
+        self, base_folder: Path, base: Manifest, new_folder: Path, path: Path, *, threads: int = 2
+    ) -> None:
+        from prime_broadcast import codec  # noqa: F401  # if numpy is missing, before any work
+
+        self._base, self._new_folder, self._window = base, new_folder, 2 * threads
+        self._stack = ExitStack()
+        try:
+            self._bases = [
+                self._stack.enter_context(open_regular(base_folder / entry.name))
+                for entry in base.files
+            ]
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._out = os.open(path, flags, DATA_MODE)
+            self._stack.callback(os.close, self._out)
+        except BaseException:
+            self._stack.close()
+            raise
+        self.position = os.fstat(self._out).st_size
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(threads))
+        self._pairs = _Pairing(base, self._bases)
+        self._buffers = Buffers(BLOCK)
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def head(self, new: Manifest) -> None:
+        """Writes the header of the delta that leads to `new`."""
+        header = DeltaHeader(
+            base_version=self._base.version,
+            base_digest=self._base.result_digest,
+            version=new.version,
+            result_digest=new.result_digest,
+            base_files=tuple(entry.name for entry in self._base.files),
+            files=tuple(DeltaFile(name=f.name, size=f.size, digest=f.digest) for f in new.files),
+        )
+        head = encoding.canonical_json(header.model_dump(mode="json"))
+        self._append(MAGIC + struct.pack("<I", len(head)) + head)
+
+    def add(self, entry: FileEntry, part: tuple[int, int] | None = None) -> None:
+        """Writes the records of a new file; with `part`, only those that begin at an offset from
+        `part[0]` to below `part[1]`."""
+        begin, end = part or (0, entry.size)
+        with open_regular(self._new_folder / entry.name) as fd:
+            spans = (s for s in self._pairs.spans(entry, fd) if begin <= s.offset < end)
+            jobs = (
+                job(_encode_span, self._bases, fd, self._buffers, span) for span in _counted(spans)
+            )
+            with closing(in_order(self._pool, jobs, self._window)) as records:
+                for record in records:
+                    self._append(record)
+
+    def _append(self, data: bytes) -> None:
+        write_at(self._out, data, self.position)
+        self.position += len(data)
 
 
 def apply(
@@ -476,8 +515,3 @@ def _place_record(
     data = codec.decode_block(Block(kind, first, second), old, record.length, record.width)
     write_at(out, data, offset)
     return data, buffer
-
-
-def _append(fd: int, data: bytes, position: int) -> int:
-    write_at(fd, data, position)
-    return position + len(data)

@@ -37,7 +37,7 @@ class Arrived:
 class PolicyFolder:
     """Policies under `root`, taken only if `trust`'s trainer signed them and their files have at
     most `most_bytes` together. The source book lives as long as the folder's object, so sources
-    that lied or crawled are remembered. Lies are logged and passed to `on_lie`."""
+    that lied or crawled are remembered. Lies are logged and passed to `on_fault`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PolicyFolder:
         self._history = History()
         """What was verified here, pruned versions too."""
         self._judging = threading.Lock()
-        self.on_lie: Callable[[Fault], None] = lambda fault: None
+        self.on_fault: Callable[[Fault], None] = lambda fault: None
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
         settle(root)
 
@@ -117,7 +117,7 @@ class PolicyFolder:
             book=self._book,
             patience=patience,
             progress=progress,
-            on_fault=self._heard,
+            on_fault=self._log_fault,
         )
         with self._judging:
             self._history.admit(policy)
@@ -146,15 +146,15 @@ class PolicyFolder:
                 shutil.rmtree(path, ignore_errors=True)
         return gone
 
-    def _heard(self, fault: Fault) -> None:
+    def _log_fault(self, fault: Fault) -> None:
         if fault.lie:
             log.warning(
-                "%s lied: %s; it is fetched elsewhere, and that source is not asked for %.0f s",
+                "%s sent false data: %s; another source is used, this one not for %.0f s",
                 fault.url,
                 fault.reason,
                 BAN,
             )
-            self.on_lie(fault)
+            self.on_fault(fault)
 
     def _judge(self, policy: Manifest) -> None:
         """Raises UntrustedError if `policy` contradicts what was verified here: by this object, or

@@ -39,24 +39,30 @@ def render(metrics: Iterable[Metric]) -> bytes:
 def of_server(counters: Counters, connected: int) -> list[Metric]:
     """Metrics of a server. `connected` is the number of connections that are open now."""
     answers = CounterMetricFamily(
-        "prime_broadcast_answers_total", "HTTP answers by status code.", labels=["status"]
+        "prime_broadcast_answers_total",
+        "HTTP answers by status code. Unit: answers.",
+        labels=["status"],
     )
     for status, count in sorted(counters.by_status.items()):
         answers.add_metric([str(int(status))], count)
     return [
         CounterMetricFamily("prime_broadcast_sent_bytes_total", "Bytes sent.", counters.bytes_sent),
-        GaugeMetricFamily("prime_broadcast_connections", "Connections open now.", connected),
+        GaugeMetricFamily(
+            "prime_broadcast_connections", "Connections open now. Unit: connections.", connected
+        ),
         CounterMetricFamily(
-            "prime_broadcast_connections_total", "Connections accepted.", counters.connections
+            "prime_broadcast_connections_total",
+            "Connections accepted. Unit: connections.",
+            counters.connections,
         ),
         CounterMetricFamily(
             "prime_broadcast_connections_refused_total",
-            "Connections refused at the limit.",
+            "Connections refused at the limit. Unit: connections.",
             counters.refused,
         ),
         CounterMetricFamily(
             "prime_broadcast_connections_evicted_total",
-            "Idle connections closed to make room.",
+            "Idle connections closed to make room. Unit: connections.",
             counters.evicted,
         ),
         answers,
@@ -93,12 +99,12 @@ class Received:
         )
         chunks = CounterMetricFamily(
             "prime_broadcast_chunks_total",
-            "Chunks verified, kept from an earlier policy, or fetched again.",
+            "Chunks verified, kept from an earlier policy, or fetched again. Unit: chunks.",
             labels=["result"],
         )
         faults = CounterMetricFamily(
             "prime_broadcast_faults_total",
-            "Faults by source and kind. The disk's have no source.",
+            "Faults by source and kind. The disk's have no source. Unit: faults.",
             labels=["source", "kind"],
         )
         with self._lock:
@@ -122,10 +128,12 @@ class Received:
 def held(complete: Collection[int]) -> list[Metric]:
     """Metrics of the policies that a relay holds completely."""
     return [
-        GaugeMetricFamily("prime_broadcast_versions", "Policies held completely.", len(complete)),
+        GaugeMetricFamily(
+            "prime_broadcast_versions", "Policies held completely. Unit: policies.", len(complete)
+        ),
         GaugeMetricFamily(
             "prime_broadcast_newest_version",
-            "Newest policy held completely; -1 if there is none.",
+            "Newest policy held completely; -1 if there is none. Unit: policy versions.",
             max(complete, default=-1),
         ),
     ]

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-PLODDING = 8.0
+SLOW_READER_SECONDS = 8.0
 """A reader that leaves bytes lying for so many seconds (128 KiB/s, as they are handed over in
 pieces of 1 MiB) gives way to a newcomer when all places are taken."""
 _RESET = struct.pack("ii", 1, 0)
@@ -89,7 +89,7 @@ def place_of(address: str) -> str:
     return str(parsed)
 
 
-def who_goes(peers: Collection[Peer], newcomer: str, now: float) -> Peer | None:
+def peer_to_drop(peers: Collection[Peer], newcomer: str, now: float) -> Peer | None:
     """Who gives way to a connection from the place `newcomer`; None if nobody has to."""
     idle = [peer for peer in peers if peer.idle_since is not None]
     if idle:
@@ -97,7 +97,7 @@ def who_goes(peers: Collection[Peer], newcomer: str, now: float) -> Peer | None:
     slow = [
         peer
         for peer in peers
-        if peer.waiting_since is not None and now - peer.waiting_since > PLODDING
+        if peer.waiting_since is not None and now - peer.waiting_since > SLOW_READER_SECONDS
     ]
     if slow:
         return min(slow, key=lambda peer: peer.waiting_since or 0.0)

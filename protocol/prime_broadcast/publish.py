@@ -60,7 +60,7 @@ def publish(
     final = layout.version_folder(layout_root, version)
     if (final / MANIFEST_NAME).exists():
         return _already_published(folder, layout_root, pool=pool, version=version, step=step)
-    staging = _staging(layout_root, version)
+    staging = staging_folder(layout_root, version)
     remove_folder(staging)
     staging.mkdir(mode=0o755, parents=True)
     try:
@@ -87,7 +87,7 @@ def finalize(layout_root: Path, signed: SignedManifest) -> None:
     """
     manifest = check_manifest(signed.manifest)
     final = layout.version_folder(layout_root, manifest.version)
-    staging = _staging(layout_root, manifest.version)
+    staging = staging_folder(layout_root, manifest.version)
     if (final / MANIFEST_NAME).exists():
         present = layout.manifest_of(layout_root, manifest.version)
         if present.manifest.digest() != manifest.digest():
@@ -120,7 +120,8 @@ def _already_published(
     return manifest
 
 
-def _staging(layout_root: Path, version: int) -> Path:
+def staging_folder(layout_root: Path, version: int) -> Path:
+    """Where a version is prepared."""
     return layout.policies_folder(layout_root) / f".staging-{version}"
 
 
@@ -140,14 +141,20 @@ def _make_delta(
     base_folder = layout.version_folder(layout_root, base)
     path = staging / f"{DELTA_PREFIX}{base}"
     deltas.encode(base_folder, base_manifest, staging, manifest, path)
+    return delta_entry(path, base_manifest, manifest)
+
+
+def delta_entry(path: Path, base: Manifest, manifest: Manifest) -> DeltaEntry | None:
+    """Describes the delta at `path` from `base` to `manifest`; removes it and returns None if it
+    is too large to pay."""
     progress.part("hashing the delta", path.stat().st_size)
     size, digest, chunks = hash_file(path, manifest.chunk_size)
     if size > WORTHWHILE * sum(entry.size for entry in manifest.files):
         path.unlink()
         return None
     return DeltaEntry(
-        base=base,
-        base_digest=base_manifest.result_digest,
+        base=base.version,
+        base_digest=base.result_digest,
         size=size,
         digest=digest,
         chunks=chunks,

@@ -96,7 +96,7 @@ def restored(root: Path, trust: Trust, history: History, keep: int) -> list[Live
         except (UntrustedError, MalformedError) as error:
             raise UserError(
                 f"{root} holds policies of another run: {error}",
-                hint="give this relay a folder of its own with --data",
+                hint="give this relay its own folder with --data",
             ) from error
         live = live_version(signed, layout.version_folder(root, version))
         for arrival in live.arrivals.values():
@@ -190,7 +190,7 @@ RATE = 8e6
 IDLE = 1.0
 """Seconds between looks while there is nothing to read."""
 
-Shelf = Callable[[], Sequence[tuple[int, Path, Sequence[Item]]]]
+ListVersions = Callable[[], Sequence[tuple[int, Path, Sequence[Item]]]]
 """The complete versions now: number, folder, items."""
 
 
@@ -212,12 +212,12 @@ def first_rotten(folder: Path, items: Iterable[Item], pause: Callable[[int], boo
 
 
 class Scrubber:
-    """One thread over a shelf. `on_rot(version, why)` is called in it."""
+    """One thread that reads all complete versions again. `on_rot(version, why)` is called in it."""
 
     def __init__(
-        self, shelf: Shelf, on_rot: Callable[[int, str], None], *, rate: float = RATE
+        self, list_versions: ListVersions, on_rot: Callable[[int, str], None], *, rate: float = RATE
     ) -> None:
-        self._shelf = shelf
+        self._list_versions = list_versions
         self._on_rot = on_rot
         self._rate = rate
         self._stop = threading.Event()
@@ -235,11 +235,11 @@ class Scrubber:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            versions = self._shelf()
+            versions = self._list_versions()
             for version, folder, items in versions:
                 why = first_rotten(folder, items, self._pause)
                 if why is not None and any(
-                    (v, f) == (version, folder) for v, f, _ in self._shelf()
+                    (v, f) == (version, folder) for v, f, _ in self._list_versions()
                 ):  # else it was dropped meanwhile
                     self._on_rot(version, why)
                 if self._stop.is_set():
@@ -317,13 +317,13 @@ class Relay:
             clock=clock,
         )
         self._received = Received()
-        self._scrubber = Scrubber(self._shelf, self._rotted, rate=scrub_rate)
+        self._scrubber = Scrubber(self._list_versions, self._rotted, rate=scrub_rate)
         self._history = History()
         self._complete: set[int] = set()
         self._wanted: dict[int, SignedManifest] = {}
         self._failures: dict[int, int] = {}
         self._refused: set[str] = set()
-        self._told: dict[int, str] = {}
+        self._reported: dict[int, str] = {}
         self._gave_way = False
         self._floor = 0
         self._sources: list[list[str]] = []
@@ -432,11 +432,11 @@ class Relay:
             self._content.put(live)
         self._drop_old()
 
-    def _shelf(self) -> list[tuple[int, Path, list[Item]]]:
+    def _list_versions(self) -> list[tuple[int, Path, list[Item]]]:
         return to_read(self._content, self.complete())
 
     def _rotted(self, version: int, why: str) -> None:
-        """Takes a version off the shelf; the next offer has its wrong chunks fetched again."""
+        """Takes a version out of service; the next offer has its wrong chunks fetched again."""
         live = self._content.get(version)
         if live is None:
             return
@@ -453,8 +453,8 @@ class Relay:
     def _refusal(self, version: int, error: DiskError) -> None:
         """The disk does not take a version, or let one go: counted, and told when it changes."""
         self._received.refused()
-        if self._told.get(version) != str(error):
-            self._told[version] = str(error)
+        if self._reported.get(version) != str(error):
+            self._reported[version] = str(error)
             self._tell(RelayEvent("fault", version, str(error)))
 
     # The fetching thread
@@ -490,7 +490,7 @@ class Relay:
                 with self._change:
                     self._wanted.pop(version, None)
                     self._complete.add(version)
-                    self._told.pop(version, None)
+                    self._reported.pop(version, None)
                     self._gave_way = False
                 self._tell(RelayEvent("complete", version, signed.manifest.digest()))
                 self._drop_old()

@@ -46,7 +46,7 @@ from prime_broadcast.http1 import (
     plain,
     resource_headers,
 )
-from prime_broadcast.peers import Peer, place_of, who_goes
+from prime_broadcast.peers import Peer, peer_to_drop, place_of
 from prime_core.errors import (
     MalformedError,
     PrimeError,
@@ -409,7 +409,7 @@ class Server:
         return bool(most) and sum(peer.address == address for peer in self._peers) >= most
 
     def _make_room(self, newcomer: str) -> bool:
-        peer = who_goes(self._peers, newcomer, self._clock())
+        peer = peer_to_drop(self._peers, newcomer, self._clock())
         if peer is None:
             return False
         self._peers.discard(peer)

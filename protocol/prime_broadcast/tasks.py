@@ -61,11 +61,13 @@ class Task:
         return Landing(path, offset, length, self.claim, begun, buffer, early=early)
 
 
-def sorry(missing: Collection[Task], urls: Sequence[str], book: SourceBook) -> UnavailableError:
+def missing_chunks_error(
+    missing: Collection[Task], urls: Sequence[str], book: SourceBook
+) -> UnavailableError:
     """The sentence for a fetch that nobody can go on with: what, and each source's last word."""
-    told = [f"{url}: {book.get(url).last_error or 'no answer yet'}" for url in urls[:8]]
+    answers = [f"{url}: {book.get(url).last_error or 'no answer yet'}" for url in urls[:8]]
     kind = GoneError if any(task.gone for task in missing) else UnavailableError
     return kind(
         f"no source delivers {next(iter(missing)).item.address} "
-        f"({len(missing)} chunks are missing): " + "; ".join(told)
+        f"({len(missing)} chunks are missing): " + "; ".join(answers)
     )

@@ -335,8 +335,8 @@ class Link:
                     raise WholeOnlyError
                 if head.status != (200 if whole else 206):
                     raise refusal(head.status, head.reason, head.fields.get)
-                told = head.fields.get("content-range")
-                if not whole and told != f"bytes {offset}-{end - 1}/{size}":
+                reported = head.fields.get("content-range")
+                if not whole and reported != f"bytes {offset}-{end - 1}/{size}":
                     raise TransferError("it answered with another range")
                 if head.length != length:
                     raise TransferError(f"it offered {head.length} bytes instead of {length}")
@@ -519,17 +519,17 @@ class Link:
             room[:] = part[: len(room)]
             sink.arrived(len(room))
             filled += len(room)
-        begun = heard = time.monotonic()
+        begun = received = time.monotonic()
         piece = FIRST_PIECE
         while filled < length:
             count = self._wire.fill(sink.room()[: min(piece, length - filled)])
             now = time.monotonic()
             if count == 0:
                 raise TransferError(f"it ended after {filled} of {length} bytes")
-            if count is None and now - heard > READ_TIMEOUT:
+            if count is None and now - received > READ_TIMEOUT:
                 raise TimeoutError
             if count is not None:
-                filled, heard = filled + count, now
+                filled, received = filled + count, now
                 sink.arrived(count)
             if cancelled():
                 raise SupersededError("fetched elsewhere meanwhile")
@@ -553,9 +553,9 @@ def refusal(status: int, reason: str, field: Callable[[str], str | None]) -> Tra
     after = field("retry-after") or ""
     if after.isascii() and after.isdigit():
         pause = min(30.0, max(0.1, float(after)))
-    told = plain(field("prime-reason") or reason)
+    reported = plain(field("prime-reason") or reason)
     return TransferError(
-        f"it answered {status} {told}"[:160],
+        f"it answered {status} {reported}"[:160],
         pause,
         waiting=pause is not None,
         gone=status == 410,

@@ -37,6 +37,7 @@ limit_recursion()  # web3 has been imported
 
 DEFAULT_BOND = 1000 * ETHER
 DEFAULT_CAP = 10_000 * ETHER
+DEFAULT_JUROR_BOND = 1000 * ETHER
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Options:
     validator_bond: int = 0
     """What a validator must have bonded for each open proposal; `DEFAULT_BOND` off the local
     network."""
+    juror_bond: int = DEFAULT_JUROR_BOND
+    """What a juror has at stake for a verification class."""
     treasury: Address = ZERO_ADDRESS
     """Receives what slashes take; zero: burned."""
     slash_cap: int = DEFAULT_CAP
@@ -96,6 +99,7 @@ _LEVELS: tuple[tuple[ContractName, ...], ...] = (
     ("vault",),
     ("pools",),
     ("work",),
+    ("court",),
     ("slasher",),
     ("rewards",),
 )
@@ -128,7 +132,9 @@ def constructor_arguments(name: ContractName, options: Options, known: Known) ->
                 options.arbiter, options.dispute_deposit, options.validator_bond,
                 options.governor or options.arbiter,
             )  # fmt: skip
-            return known["vault"], known["pools"], known["work"], terms
+            return known["vault"], known["pools"], known["work"], known["court"], terms
+        case "court":
+            return known["vault"], known["pools"], known["work"], options.juror_bond
 
 
 def creation(name: ContractName, options: Options, known: Known) -> Call:
@@ -141,13 +147,14 @@ def creation(name: ContractName, options: Options, known: Known) -> Call:
 
 def wirings(known: Known) -> dict[str, Call]:
     """The transactions that tell the contracts of those deployed after them, once."""
-    told: dict[ContractName, tuple[Address, ...]] = {
+    wiring: dict[ContractName, tuple[Address, ...]] = {
         "registry": (known["vault"], known["pools"]),
         "vault": (known["registry"], known["pools"], known["slasher"]),
         "pools": (known["slasher"],),
+        "court": (known["slasher"],),
     }
     calls = {}
-    for name, arguments in told.items():
+    for name, arguments in wiring.items():
         function = codec.artifact(SOLIDITY_NAMES[name]).function("wire")
         data = codec.encode_call(function, arguments)
         calls[f"wire {name}"] = Call(known[name], data, 0, f"wire {SOLIDITY_NAMES[name]}")

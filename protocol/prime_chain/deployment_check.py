@@ -151,14 +151,15 @@ def _unexplained(
 
 def _wiring(contracts: Contracts) -> Iterator[Check]:
     c, places = contracts, contracts.deployment.contracts
-    told = (
+    expected = (
         (c.registry, "vault"), (c.registry, "pools"), (c.vault, "token"), (c.vault, "registry"),
         (c.vault, "pools"), (c.vault, "slasher"), (c.pools, "registry"), (c.pools, "vault"),
         (c.pools, "slasher"), (c.work, "pools"), (c.rewards, "token"), (c.rewards, "registry"),
         (c.rewards, "pools"), (c.rewards, "slasher"), (c.slasher, "token"), (c.slasher, "vault"),
-        (c.slasher, "pools"), (c.slasher, "work"),
+        (c.slasher, "pools"), (c.slasher, "work"), (c.slasher, "court"), (c.court, "token"),
+        (c.court, "vault"), (c.court, "pools"), (c.court, "work"), (c.court, "slasher"),
     )  # fmt: skip
-    for contract, name in told:
+    for contract, name in expected:
         (found,) = contract.read(name)
         yield Check(f"{contract.NAME} knows {name}", found == getattr(places, name), found)
 
@@ -179,6 +180,8 @@ def _parameters(contracts: Contracts) -> Iterator[Check]:
     deposit, bond = contracts.slasher.dispute_deposit(), contracts.slasher.validator_bond()
     yield Check("dispute deposit", deposit > 0, prime(deposit), fault=False)
     yield Check("validators' bond", bond > 0, prime(bond), fault=False)
+    stake = contracts.court.juror_bond()
+    yield Check("jurors' bond", stake > 0, prime(stake))
 
 
 def _roles(contracts: Contracts) -> Iterator[Check]:

@@ -2,7 +2,7 @@
 
     act ── settle what was mined ── broadcast or replace what waits ── sign and send what is queued
 
-Every step is journalled before it is taken; see prime_chain/sender.py for the whole.
+Every step is recorded before it is taken; see prime_chain/sender.py for the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prime_chain.client import Block, Call, ChainClient, Fees, TxReceipt
 from prime_chain.errors import ChainRevertedError, RpcError
 from prime_chain.fees import FeePolicy, bumped
-from prime_chain.journal import Attempt, Intent, Journal
+from prime_chain.transaction_queue import Attempt, Intent, TransactionQueue
 from prime_core import ids
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
@@ -36,14 +36,14 @@ class _View:
 
 
 class Dispatch:
-    """One key's transactions between journal and chain. Not thread-safe: the sender's ticks exclude
+    """One key's transactions between queue and chain. Not thread-safe: the sender's ticks exclude
     one another."""
 
     def __init__(
         self,
         client: ChainClient,
         signer: LocalSigner,
-        journal: Journal,
+        queue: TransactionQueue,
         policy: FeePolicy,
         *,
         agree: bool,
@@ -54,7 +54,7 @@ class Dispatch:
         self.trouble = ""
         """Why the last look could not finish; empty if it could."""
         self._signer = signer
-        self._journal = journal
+        self._queue = queue
         self._policy = policy
         self._agree = agree and max(client.network.min_agreeing, client.quorum) > 1
         self._now = now
@@ -64,8 +64,8 @@ class Dispatch:
     def act(self) -> None:
         """Does what is due now. Raises UnavailableError, MalformedError where the chain cannot be
         seen; trouble that passes is left in `trouble`."""
-        if not self._bound:  # a local chain made anew must not meet an old journal
-            self._journal.bind("genesis", self.client.block(0).hash)
+        if not self._bound:  # a local chain made again must not meet an old queue
+            self._queue.bind("genesis", self.client.block(0).hash)
             self._bound = True
         head = self.client.agreed_block(self.client.block_number())
         nonce = self.client.agree(lambda one: one.nonce(self.address, head.number), at_stake=False)
@@ -79,7 +79,7 @@ class Dispatch:
     def _behind(self, view: _View) -> bool:
         """True if the endpoints have not yet seen what we know to be mined. What a reorganisation
         took off the chain is settled again, or reopened."""
-        newest = self._journal.newest_confirmed()
+        newest = self._queue.newest_confirmed()
         if newest is None or newest.nonce is None or newest.block is None:
             return False
         number = newest.block
@@ -91,11 +91,11 @@ class Dispatch:
         if lags:
             self.trouble = "the RPC endpoints lag behind the chain"
             return True
-        for intent in self._journal.mined_after(number - _REORG_BLOCKS):
+        for intent in self._queue.mined_after(number - _REORG_BLOCKS):
             receipt = self._mined(intent)
             if receipt is None:
                 note = "its block left the chain (reorg); it is sent again"
-                self._journal.reopen(intent.id, note, self._now())
+                self._queue.reopen(intent.id, note, self._now())
             elif (receipt.block_hash, receipt.tx_hash) != (intent.block_hash, intent.tx_hash):
                 self._finish(intent, receipt, view)
         return False
@@ -110,7 +110,7 @@ class Dispatch:
         return None
 
     def _settle(self, view: _View) -> None:
-        for intent in self._journal.with_status("sent"):
+        for intent in self._queue.with_status("sent"):
             if intent.nonce is None or intent.nonce >= view.nonce:
                 continue
             receipt = self._mined(intent)
@@ -137,7 +137,7 @@ class Dispatch:
             self._note(intent, f"nonce {nonce} is used by {tx_hash}, not yet confirmed")
         else:
             note = f"nonce {nonce} was used by another sender of {self.address}"
-            self._journal.requeue(intent.id, note, self._now())
+            self._queue.requeue(intent.id, note, self._now())
 
     def _finish(self, intent: Intent, receipt: TxReceipt, view: _View) -> None:
         depth = view.head.number - receipt.block
@@ -146,7 +146,7 @@ class Dispatch:
             self._note(intent, note, logging.DEBUG)
             return
         error = None if receipt.success else self._why(intent, receipt)
-        self._journal.record_mined(intent.id, receipt, error, self._now())
+        self._queue.record_mined(intent.id, receipt, error, self._now())
 
     def _why(self, intent: Intent, receipt: TxReceipt) -> ChainRevertedError:
         """The custom error of a mined revert, by running the call again where it failed."""
@@ -164,7 +164,7 @@ class Dispatch:
     def _nudge(self, view: _View) -> None:
         """Broadcasts again what may be lost; replaces the lowest waiting one if it is stuck."""
         waiting = sorted(
-            (i for i in self._journal.with_status("sent") if (i.nonce or 0) >= view.nonce),
+            (i for i in self._queue.with_status("sent") if (i.nonce or 0) >= view.nonce),
             key=lambda i: i.nonce or 0,
         )
         if not waiting:
@@ -201,11 +201,11 @@ class Dispatch:
         return True
 
     def _fill_gap(self, nonce: int) -> None:
-        """A nonce that nobody uses blocks all later ones: spend it on a transfer to ourselves."""
+        """An unused nonce blocks all later ones: spend it on a transfer to ourselves."""
         fees = self.client.fees()
         intent_id = f"fill-gap/{nonce}"
         call = Call(self.address, b"", 0, f"use up the unused nonce {nonce}")
-        self._journal.submit(intent_id, call, self._now())
+        self._queue.submit(intent_id, call, self._now())
         max_fee = min(fees.max_fee, self._policy.max_fee)
         self._sign_and_send(
             intent_id, call, nonce, 21_000, max_fee, min(fees.priority_fee, max_fee)
@@ -213,13 +213,13 @@ class Dispatch:
 
     def _launch(self, view: _View) -> None:
         """Sends what is queued, in order, and stops at the first that has to wait."""
-        queued = self._journal.with_status("queued")
+        queued = self._queue.with_status("queued")
         if not queued:
             return
-        sent = self._journal.with_status("sent")
+        sent = self._queue.with_status("sent")
         used = {intent.nonce for intent in sent}
         nonce = view.nonce
-        if not sent:  # others may wait in the pool from a journal that was lost
+        if not sent:  # others may wait in the pool from a queue that was lost
             nonce = max(nonce, self.client.pending_nonce(self.address))
         fees = self.client.fees()
         balance = self.client.balance(self.address)
@@ -280,7 +280,7 @@ class Dispatch:
                 if self.client.quorum > 1:
                     self._note(intent, f"only one endpoint says that it fails: {error.reason}")
                     return None
-            self._journal.record_refused(intent.id, error, self._now())
+            self._queue.record_refused(intent.id, error, self._now())
             return 0
         except RpcError as error:
             if "insufficient funds" not in error.message.lower():
@@ -295,10 +295,10 @@ class Dispatch:
         return gas
 
     def _note(self, intent: Intent, text: str, level: int = logging.WARNING) -> None:
-        """Says why the intent waits: in the journal, and in the log when it is news."""
+        """Says why the intent waits: in the queue, and in the log when it is news."""
         if text != intent.note:
             log.log(level, "%s: %s", intent.call.description or intent.id, text)
-            self._journal.note(intent.id, text, self._now())
+            self._queue.note(intent.id, text, self._now())
 
     def _note_funds(self, intent: Intent, balance: int, need: int) -> None:
         note = (
@@ -325,12 +325,13 @@ class Dispatch:
         raw = bytes(signed.raw_transaction)
         tx_hash = ids.digest(bytes(signed.hash))
         attempt = Attempt(tx_hash, nonce, max_fee, priority_fee, raw, self._now(), None)
-        self._journal.record_signed(intent_id, gas, attempt, self._now())
+        self._queue.record_signed(intent_id, gas, attempt, self._now())
         self._broadcast(intent_id, tx_hash, raw)
 
     def _broadcast(self, intent_id: str, tx_hash: Digest, raw: bytes) -> None:
-        intent = self._journal.get(intent_id)
-        assert intent is not None
+        intent = self._queue.get(intent_id)
+        if intent is None:
+            return  # withdrawn meanwhile
         try:
             self.client.send_raw(raw)
         except RpcError as error:
@@ -342,6 +343,6 @@ class Dispatch:
                 why = f"{_REFUSED}: insufficient funds; top up {self.address}, nothing else"
             self._note(intent, why)
             return
-        self._journal.record_sent(tx_hash, self._now())
+        self._queue.record_sent(tx_hash, self._now())
         if intent.note.startswith(_REFUSED):
             self._note(intent, "", logging.DEBUG)

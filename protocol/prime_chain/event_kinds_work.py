@@ -32,6 +32,16 @@ class LeafPosted(Event):
 
 
 @dataclass(frozen=True)
+class MirrorAnnounced(Event):
+    """`url` is printable ASCII, at most 200 bytes; empty if the last one was taken back."""
+
+    CONTRACT = "work"
+    pool: int
+    validator: Address
+    url: str
+
+
+@dataclass(frozen=True)
 class LeafRejected(Event):
     CONTRACT = "work"
     pool: int
@@ -216,3 +226,112 @@ class ArbiterChanged(Event):
     CONTRACT = "slasher"
     origin: Address
     to: Address
+
+
+# ── Court ──
+
+
+@dataclass(frozen=True)
+class JurorRegistered(Event):
+    CONTRACT = "court"
+    verification_class: Digest
+    juror: Address
+    seat: int
+
+
+@dataclass(frozen=True)
+class JurorLeft(Event):
+    """It left the register, or it was struck."""
+
+    CONTRACT = "court"
+    verification_class: Digest
+    juror: Address
+
+
+@dataclass(frozen=True)
+class JurorWithdrew(Event):
+    CONTRACT = "court"
+    verification_class: Digest
+    juror: Address
+    amount: int
+
+
+@dataclass(frozen=True)
+class CaseOpened(Event):
+    CONTRACT = "court"
+    leaf: Digest
+    verification_class: Digest
+    provider: Address
+
+
+@dataclass(frozen=True)
+class SeedFixed(Event):
+    """The hash of block `at_block` will choose the jurors."""
+
+    CONTRACT = "court"
+    leaf: Digest
+    at_block: int
+
+
+@dataclass(frozen=True)
+class JurorsDrawn(Event):
+    CONTRACT = "court"
+    leaf: Digest
+    verification_class: Digest
+    jurors: tuple[Address, ...]
+    reveal_from: int
+    reveal_until: int
+
+
+@dataclass(frozen=True)
+class CaseHandedOver(Event):
+    """Too few jurors were found: the arbiter judges."""
+
+    CONTRACT = "court"
+    leaf: Digest
+
+
+@dataclass(frozen=True)
+class VoteCommitted(Event):
+    CONTRACT = "court"
+    leaf: Digest
+    juror: Address
+    commitment: Digest
+
+
+@dataclass(frozen=True)
+class VoteRevealed(Event):
+    CONTRACT = "court"
+    leaf: Digest
+    juror: Address
+    vote: int
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class JurorStruck(Event):
+    CONTRACT = "court"
+    leaf: Digest
+    juror: Address
+    penalty: int
+
+
+@dataclass(frozen=True)
+class CaseSettled(Event):
+    CONTRACT = "court"
+    leaf: Digest
+    pot: int
+    penalties: int
+
+
+@dataclass(frozen=True)
+class PayCollected(Event):
+    CONTRACT = "court"
+    juror: Address
+    amount: int
+
+
+@dataclass(frozen=True)
+class CourtWired(Event):
+    CONTRACT = "court"
+    slasher: Address

@@ -21,7 +21,7 @@ from prime_core.errors import MalformedError
 EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 """Every event class by its name."""
 
-_RENAMED = {"from": "origin"}  # `from` is a Python keyword
+_RENAMED = {"from": "origin", "class": "verification_class"}  # Python keywords
 
 
 def snake(name: str) -> str:

@@ -80,7 +80,7 @@ class Explanation:
         return [*said, *(f"  ✗ {problem}" for problem in self.problems)]
 
 
-ROOTED_LATE = "rooted so late that nobody answers for it on chain: unpaid and unpunished"
+ROOTED_LATE = "rooted so late that no stake is liable for it on chain: unpaid and unpunished"
 
 
 def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Explanation:

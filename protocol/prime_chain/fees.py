@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prime_chain.client import ChainClient, Fees
-from prime_chain.journal import Attempt
+from prime_chain.transaction_queue import Attempt
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,22 @@ from typing import Any, Literal
 
 from prime_chain.amounts import prime
 from prime_chain.client import ChainClient
+from prime_chain.contracts.court import Vote
 from prime_chain.contracts.vault import Vault
 from prime_chain.errors import RpcError
 from prime_chain.events import (
+    CaseHandedOver,
+    CaseOpened,
+    CaseSettled,
     Event,
+    JurorsDrawn,
     SlashCancelled,
     SlashDisputed,
     SlashExecuted,
     SlashObjected,
     SlashProposed,
     ValidatorSet,
+    VoteRevealed,
     decode,
     of_receipt,
 )
@@ -34,6 +40,7 @@ from prime_core.signing import ContractName
 from prime_core.verdict import Reason, reason_of
 
 SlashStatus = Literal["proposed", "disputed", "executed", "cancelled"]
+CourtStatus = Literal["", "opened", "drawn", "left to the arbiter", "settled"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,15 @@ class Slash:
     ended_at: int | None = None
     note: str = ""
     """Why nothing was taken or is held; empty if something is."""
+    court: CourtStatus = ""
+    """Where its case in the court stands; empty if the arbiter judges or there is no dispute."""
+    jurors: tuple[tuple[Address, str], ...] = ()
+    """The drawn jurors, each with the vote that it revealed (empty before)."""
+
+    def court_line(self) -> str:
+        """What the court did, in one line; empty if it was not asked."""
+        votes = ", ".join(f"{juror} {vote or 'no vote yet'}" for juror, vote in self.jurors)
+        return f"court: {self.court}" + (f" ({votes})" if votes else "") if self.court else ""
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields, amounts as decimal text (they exceed what JSON numbers hold)."""
@@ -144,12 +160,25 @@ def slashes(events: Iterable[Event]) -> list[Slash]:
                     ended_tx=event.tx_hash,
                     ended_at=event.block_time,
                 )
+            case CaseOpened() if event.leaf in found:
+                found[event.leaf] = replace(found[event.leaf], court="opened")
+            case JurorsDrawn() if event.leaf in found:
+                jurors = tuple((juror, "") for juror in event.jurors)
+                found[event.leaf] = replace(found[event.leaf], court="drawn", jurors=jurors)
+            case VoteRevealed() if event.leaf in found:
+                votes = dict(found[event.leaf].jurors)
+                votes[event.juror] = Vote(event.vote).name.lower()
+                found[event.leaf] = replace(found[event.leaf], jurors=tuple(votes.items()))
+            case CaseHandedOver() if event.leaf in found:
+                found[event.leaf] = replace(found[event.leaf], court="left to the arbiter")
+            case CaseSettled() if event.leaf in found:
+                found[event.leaf] = replace(found[event.leaf], court="settled")
     return list(found.values())
 
 
 def read_slashes(client: ChainClient, deployment: Deployment) -> list[Slash]:
     """Returns every slash proposal of the deployment, oldest first."""
-    found = slashes(read_events(client, deployment, contracts=("slasher",)))
+    found = slashes(read_events(client, deployment, contracts=("slasher", "court")))
     if all(slash.amount for slash in found):
         return found
     cap = Vault(client, deployment).slash_cap()

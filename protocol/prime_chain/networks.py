@@ -19,7 +19,8 @@ class Network:
     events and receipts count. `min_agreeing`: RPC endpoints that must give the same answer where
     stake is at risk. The tags name how deep a fact must lie: to admit a node, to count stake or
     queue a slash, to release a payout. `max_fee_wei`: default cap on the fee per gas.
-    `uptime_feed`: Chainlink's L2 sequencer uptime feed, zero where there is none.
+    `uptime_feed`: Chainlink's L2 sequencer uptime feed, zero where there is none. `explorer`: URL
+    of the block explorer, empty where there is none.
     """
 
     name: str
@@ -33,15 +34,19 @@ class Network:
     stake_tag: BlockTag = "safe"
     payout_tag: BlockTag = "finalized"
     uptime_feed: Address = ZERO_ADDRESS
+    explorer: str = ""
 
 
 GWEI = 10**9
 
 LOCAL = Network("local", 31337, 1.0, 0, 1, True, 500 * GWEI)
-BASE_SEPOLIA = Network("base-sepolia", 84532, 2.0, 2, 1, True, 50 * GWEI)
+BASE_SEPOLIA = Network(
+    "base-sepolia", 84532, 2.0, 2, 1, True, 50 * GWEI, explorer="https://sepolia.basescan.org"
+)
 BASE = Network(
     "base", 8453, 2.0, 5, 2, False, 20 * GWEI,
     uptime_feed=address("0xBCF85224fc0756B9Fa45aA7892530B47e10b6433"),
+    explorer="https://basescan.org",
 )  # fmt: skip
 
 NETWORKS: tuple[Network, ...] = (LOCAL, BASE_SEPOLIA, BASE)

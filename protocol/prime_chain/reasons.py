@@ -1,6 +1,6 @@
 """What a contract's refusal means, in a sentence: for people who do not read Solidity.
 
-The twin of contracts/src/libraries/Errors.sol. A name that is missing here is shown as it is.
+This mirrors contracts/src/libraries/Errors.sol. A name that is missing here is shown as it is.
 """
 
 from __future__ import annotations
@@ -15,9 +15,21 @@ _AMOUNTS = frozenset(
     | {"reserved", "previous", "total", "expected", "received", "allowance"}
 )
 """Fields that are amounts of the token; `WrongVersion` and `RevocationNotLater` are excepted."""
-_PLAIN = frozenset({"WrongVersion", "RevocationNotLater", "EpochNotNext", "NoQuorum"})
+_PLAIN = frozenset(
+    {"WrongVersion", "RevocationNotLater", "EpochNotNext", "NoQuorum", "TooFewJurors"}
+)
 
 SENTENCES: dict[str, str] = {
+    "WrongCount": "the pool has appointed another number of accounts than {given}",
+    "TooFewJurors": "{given} jurors count for this submission; the court needs {needed}",
+    "StillJuror": "the juror has not left the register, or has {cases} cases that are not settled",
+    "SeedNotKnown": "block {atBlock}, whose hash chooses the jurors, is not past yet",
+    "OtherOpinions": "the proposal rests on other opinions, or on another law",
+    "NotJuror": "{account} is no juror of this class or case",
+    "NotInCourt": "the case has not come to this, or is past it",
+    "BadBallot": "the juror has voted before, or this is not what it committed to",
+    "AlreadyJuror": "the account is a juror of this class, or has not withdrawn its bond",
+    "AlreadyInCourt": "the court was asked for before",
     "AlreadyMember": "node {node} sits in pool {pool} already",
     "AlreadyPosted": "its node has put this submission on chain already",
     "AlreadyProposed": "a slash for {leaf} was proposed before: one submission is slashed once",
@@ -43,7 +55,7 @@ SENTENCES: dict[str, str] = {
     "LeafMismatch": "submission, lease and receipt do not belong together",
     "ManagerNotSilent": "the manager of pool {pool} posts its roots itself: "
     "orchestrator pool show says from when on anyone may post a table",
-    "MovedRecently": "node {node} was moved lately: wait until its old work is no longer liable",
+    "MovedRecently": "node {node} was moved recently: wait until its old work is no longer liable",
     "NoFaucet": "the faucet exists on test networks only",
     "NoQuorum": "{given} opinions are given, {needed} must agree",
     "NodeTaken": "node {node} belongs to {provider}, who has to remove it first",
@@ -57,18 +69,18 @@ SENTENCES: dict[str, str] = {
     "NotYourTurn": "a node posts its own leaf from an epoch after the receipt on, for one validity",
     "NothingAnnounced": "no terms are announced",
     "NothingToClaim": "all of {claimed} is paid already",
-    "NothingToRefund": "pool {pool} has nothing that is promised to nobody",
+    "NothingToRefund": "pool {pool} has no unpromised funds",
     "NothingToWithdraw": "nothing has matured that no open slash holds",
     "OpinionsOutOfOrder": "opinions stand in rising order of their validators' numbers",
     "PoolFull": "all {capacity} seats of pool {pool} are taken",
     "PoolHasEnded": "pool {pool} has ended",
     "RevisionNotLater": "a revision starts after step {last}, not at step {asked}",
-    "PoolIsPaused": "pool {pool} lets nobody in for now",
+    "PoolIsPaused": "pool {pool} admits no node for now",
     "PoolNotEnded": "pool {pool} has not ended",
     "RefundNotYet": "the last work of pool {pool} can still be promised its pay: "
     "orchestrator pool show says from when on it can be refunded",
     "RevocationNotLater": "a revocation moves forward only: it stands at {current}",
-    "RootedLate": "the root came too late to make anybody answer for the submission",
+    "RootedLate": "the root came too late: no stake is liable for the submission",
     "SlashAboveStake": "a slash of {slash} exceeds a seat's stake of {stake}",
     "SlashOpen": "a slash holds stake of {provider}: no seat moves before its end",
     "StakeBound": "the stake of {provider} answers to the pools of {manager}: leave them and wait "
@@ -78,6 +90,7 @@ SENTENCES: dict[str, str] = {
     "TooEarly": "the delay is not over",
     "TooManyTerms": "the terms were changed {limit} times, which is as often as they can be",
     "TooManyUnbondings": "{limit} unbondings run already: withdraw the mature ones first",
+    "BadUrl": "a URL is at most 200 bytes of printable ASCII without spaces; this one has {length}",
     "TooManyValidators": "the pool appoints at most {limit} validators over its life",
     "TotalShrank": "cumulative rewards do not shrink",
     "UnknownNode": "node {node} belongs to no provider, or to another one",

@@ -12,7 +12,7 @@ Nothing of the orchestrator's database is asked, and nothing that it says is bel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -32,6 +32,7 @@ from prime_core import encoding
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, NotFoundError, UntrustedError
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
+from prime_core.messages import SubmissionInfo
 from prime_core.opinions import check_opinions
 from prime_core.revisions import RunHistory, read_history
 from prime_core.rollout import Receipt, decode_leaves
@@ -39,11 +40,11 @@ from prime_core.run import RunDefinition
 from prime_core.settlement import (
     JudgedFact,
     LeafFact,
-    SettledFile,
     Settlement,
     SlashFact,
     answered_for,
     judged_fact,
+    load_settlement,
     settle,
 )
 from prime_core.signing import Strict
@@ -61,6 +62,17 @@ class Objects(Protocol):
     def get_object(self, digest: Digest, limit: int) -> bytes:
         """Bytes that hash to `digest`. Raises NotFoundError, UnavailableError."""
         ...
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """When a leaf arrived, by the manager's receipt, and the verdict claimed for it (zero: none).
+    `root_seq`: the root by which it is settled; None if any may."""
+
+    received_at: int
+    receipt: Signature
+    verdict: Digest
+    root_seq: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,50 @@ class Rebuilder:
         assert rebuilt is not None
         return Rebuilt(epoch, rebuilt, history[-1][0], tuple(problems))
 
+    def settle(
+        self,
+        epoch: int,
+        submission: Callable[[Digest], SubmissionInfo],
+        as_of_block: int | None = None,
+    ) -> Settlement:
+        """The settlement of `epoch` that a silent manager did not publish, as of a block (by
+        default that of the pool's newest event).
+
+        It follows the newest reward root that stands. Slashes are those on chain. `submission`
+        gives the record of a leaf. Raises NotFoundError if there is none or it has no receipt, and
+        as `rebuild` does.
+        """
+        as_of_block = self._events[-1].block if as_of_block is None else as_of_block
+        standing = self.posted()
+        history = self._history(standing[-1]) if standing else []
+        previous = history[-1][1] if history else None
+        if previous is not None and epoch <= previous.epoch:
+            raise NotFoundError(
+                f"epoch {epoch} is settled: the newest reward root is of epoch {previous.epoch}"
+            )
+        claims: dict[Digest, _Claim] = {}
+        found: dict[Digest, tuple[RootPosted, _Leaf]] = {}
+        for root, leaf in self._open_leaves(epoch, as_of_block, previous, claims=None):
+            found.setdefault(leaf.digest, (root, leaf))
+        for digest in found:
+            claims[digest] = _claim_of(submission(digest))
+        nodes = {leaf.node for _, leaf in found.values()}
+        slashes = []
+        for digest, (node, state) in reward_events.slashes_until(self._events, as_of_block).items():
+            if state != "cancelled" and node in nodes:
+                claim = _claim_of(submission(digest))
+                self._check_receipt(digest, claim.received_at, claim.receipt)
+                slashes.append(SlashFact(digest, node, claim.received_at, claim.receipt, state))
+        return self._settled(
+            epoch,
+            as_of_block,
+            previous,
+            standing[-1].object if standing else ZERO_DIGEST,
+            list(found.values()),
+            claims,
+            slashes,
+        )
+
     def published(self, epoch: int | None = None) -> list[tuple[RewardRootPosted, Settlement]]:
         """The settlements up to `epoch` (the newest if None), oldest first, each posted on chain.
 
@@ -187,52 +243,95 @@ class Rebuilder:
             event = by_object.pop(name, None)
             if event is None:
                 raise UntrustedError(f"settlement {name} stands behind no reward root on chain")
-            settlement = _parse(Settlement, self._get(name))
+            settlement = load_settlement(name, self._get, most_files=self._leaf_count(event.epoch))
             if settlement.epoch != event.epoch or settlement.pool != self._pool:
                 raise UntrustedError(f"settlement {name} is of another epoch or pool")
             found.append((event, settlement))
             name = settlement.previous
         return found[::-1]
 
+    def _leaf_count(self, epoch: int) -> int:
+        """How many leaves the chain's roots say there are up to `epoch`."""
+        roots = (e for e in self._events if isinstance(e, RootPosted) and e.epoch <= epoch)
+        return sum(root.count for root in roots)
+
     def _again(self, published: Settlement, previous: Settlement | None) -> Settlement:
         """The settlement as it must be, from chain and signatures."""
-        claims = {file.submission_digest: file for file in published.files}
+        claims = {
+            file.submission_digest: _Claim(
+                file.received_at, file.receipt, file.verdict, file.root_seq
+            )
+            for file in published.files
+        }
+        block = published.as_of_block
+        leaves = self._open_leaves(published.epoch, block, previous, claims=claims)
+        slashes = self._slashes(published)
+        return self._settled(
+            published.epoch,
+            block,
+            previous,
+            Digest(published.previous),
+            leaves,
+            claims,
+            slashes,
+        )
+
+    def _open_leaves(
+        self,
+        epoch: int,
+        block: int,
+        previous: Settlement | None,
+        *,
+        claims: Mapping[Digest, _Claim] | None,
+    ) -> list[tuple[RootPosted, _Leaf]]:
+        """Leaves that a settlement of `epoch` must settle: of roots since `previous`, and those
+        that it held."""
         after = previous.epoch if previous is not None else -1
         held = (f for f in previous.files if f.state == "held") if previous else ()
         names = {file.submission_digest for file in held}
-        leaves = [
+        return [
             (root, leaf)
-            for root in reward_events.roots_until(self._events, published.as_of_block)
-            if root.epoch <= published.epoch
+            for root in reward_events.roots_until(self._events, block)
+            if root.epoch <= epoch
             for leaf in self._leaves_of(root, claims)
             if root.epoch > after or leaf.digest in names
         ]
+
+    def _settled(
+        self,
+        epoch: int,
+        block: int,
+        previous: Settlement | None,
+        previous_name: Digest,
+        leaves: Sequence[tuple[RootPosted, _Leaf]],
+        claims: Mapping[Digest, _Claim],
+        slashes: Sequence[SlashFact],
+    ) -> Settlement:
         with ThreadPoolExecutor(PARALLEL) as pool:
             facts = list(
-                pool.map(
-                    lambda item: self._fact(*item, claims=claims, block=published.as_of_block),
-                    leaves,
-                )
+                pool.map(lambda item: self._fact(*item, claims=claims, block=block), leaves)
             )
         return settle(
             chain_id=self._deployment.chain_id,
             pool=self._pool,
-            epoch=published.epoch,
-            as_of_block=published.as_of_block,
+            epoch=epoch,
+            as_of_block=block,
             previous=previous,
+            previous_name=previous_name,
             leaves=facts,
-            slashes=self._slashes(published),
+            slashes=slashes,
         )
 
-    def _leaves_of(self, root: RootPosted, claims: dict[Digest, SettledFile]) -> list[_Leaf]:
-        """The leaves of a root; held to the root, and each to its node, once.
+    def _leaves_of(self, root: RootPosted, claims: Mapping[Digest, _Claim] | None) -> list[_Leaf]:
+        """The leaves of a root. Each list is checked against its root, each leaf against its node,
+        once.
 
-        A root without leaves object was posted by a node for its own leaf, which is the root: it
-        counts if the settlement settles the leaf by it, and is passed over if by another or not.
+        A root without leaves object was posted by a node for its own leaf, which is the root. It
+        counts if `claims` settle the leaf by it. Without `claims` every root counts.
         """
         if root.leaves_object == ZERO_DIGEST and root.count == 1:
-            claim = claims.get(root.root)
-            if claim is None or claim.root_seq != root.seq:
+            claim = None if claims is None else claims.get(root.root)
+            if claims is not None and (claim is None or claim.root_seq != root.seq):
                 return []
             return [_Leaf(reward_events.poster(self._events, root), root.root, None)]
         if root.root not in self._leaves:
@@ -256,7 +355,7 @@ class Rebuilder:
         root: RootPosted,
         leaf: _Leaf,
         *,
-        claims: dict[Digest, SettledFile],
+        claims: Mapping[Digest, _Claim],
         block: int,
     ) -> LeafFact:
         digest = leaf.digest
@@ -273,7 +372,7 @@ class Rebuilder:
             root_seq=root.seq,
             expires=root.block_time + self._deployment.periods.validity,
             received_at=claim.received_at,
-            receipt=Signature(claim.receipt),
+            receipt=claim.receipt,
             judged=judged,
             price=run.price_per_unit if run else 0,
             judge_price=run.price_per_judged_file if run else 0,
@@ -295,7 +394,7 @@ class Rebuilder:
         if receipt.recover(self._deployment.domain_of(receipt), signature) != self._manager:
             raise UntrustedError(f"the receipt of {digest} is not signed by the manager")
 
-    def _judged(self, digest: Digest, claim: SettledFile) -> tuple[JudgedFact, RunDefinition]:
+    def _judged(self, digest: Digest, claim: _Claim) -> tuple[JudgedFact, RunDefinition]:
         """What was found in a submission, and the run of its step, which says what it pays. The
         step is in the table that the verdict names."""
         verdict = _parse(Verdict, self._get(claim.verdict))
@@ -341,6 +440,14 @@ class Rebuilder:
         return data
 
 
+def _claim_of(info: SubmissionInfo) -> _Claim:
+    """Raises NotFoundError if the record has no receipt: an older orchestrator served it."""
+    if info.receipt is None:
+        raise NotFoundError(f"the record of submission {info.submission_digest} has no receipt")
+    signed = info.receipt
+    return _Claim(signed.receipt.received_at, signed.signature, info.verdict or ZERO_DIGEST)
+
+
 def history_of(events: Sequence[Event], pool: int, fetch: Callable[[Digest], bytes]) -> RunHistory:
     """The pool's run and its revisions as the chain names them; `fetch` gives a definition's bytes.
     Raises NotFoundError if the chain has no such pool, and as `read_history` does."""
@@ -360,7 +467,7 @@ def _differences(event: RewardRootPosted, published: Settlement, rebuilt: Settle
     """How chain, published settlement and rebuild differ; empty if they do not."""
     problems = []
     where = f"epoch {event.epoch}"
-    if published.digest() != rebuilt.digest():
+    if not rebuilt.is_named(event.object):
         mine = {f.submission_digest: f for f in rebuilt.files}
         theirs = {f.submission_digest: f for f in published.files}
         wrong = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))

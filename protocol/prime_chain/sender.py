@@ -1,12 +1,12 @@
-"""One journalled transaction sender per key.
+"""One transaction sender per key, on a durable queue.
 
-    submit(id, call) ──> queued ──sign, journal, send──> sent ──receipt──> confirmed | failed
+    submit(id, call) ──> queued ──sign, record, send──> sent ──receipt──> confirmed | failed
                             ^                              |
                             └── nonce taken by a stranger ─┘
 
 `tick` looks at the chain once and does what is due: settles what was mined, sends again what was
 lost, replaces what is stuck (lowest nonce first, fees up by an eighth and more, to a cap), and
-sends what is queued, in order. Whatever is sent was journalled before, so a process killed at any
+sends what is queued, in order. Everything is recorded before it is sent, so a process killed at any
 instant goes on where it was; an intent id succeeds at most once. Trouble that passes (no RPC, no
 funds, fees above the cap) leaves the intent where it is, with a note that says what it waits for.
 Left out: cancelling a sent transaction.
@@ -24,7 +24,7 @@ from pathlib import Path
 from prime_chain.client import Call, ChainClient
 from prime_chain.dispatch import Dispatch
 from prime_chain.fees import FeePolicy, default_policy
-from prime_chain.journal import Intent, Journal
+from prime_chain.transaction_queue import Intent, TransactionQueue
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Address
 from prime_core.signing import LocalSigner
@@ -38,7 +38,7 @@ _YOUNG_BLOCKS = 32
 class Sender:
     """Sends transactions from one local key; see the module's docstring.
 
-    Several threads and processes may share a journal: ticks exclude one another. `agree` is for
+    Several threads and processes may share a queue: ticks exclude one another. `agree` is for
     senders that put stake at risk: a call's dry run must then end alike on as many endpoints as the
     network asks. `now` gives Unix seconds; `sleep` is used only by `wait`.
     """
@@ -47,7 +47,7 @@ class Sender:
         self,
         client: ChainClient,
         signer: LocalSigner,
-        journal: Path | Journal,
+        queue: Path | TransactionQueue,
         *,
         policy: FeePolicy | None = None,
         agree: bool = False,
@@ -58,12 +58,12 @@ class Sender:
         self.address: Address = signer.address
         self._now = now
         self._sleep = sleep
-        if isinstance(journal, Path):
-            journal = Journal(journal, signer.address, client.chain_id)
-        self._journal = journal
+        if isinstance(queue, Path):
+            queue = TransactionQueue(queue, signer.address, client.chain_id)
+        self._queue = queue
         self._thread_lock = threading.Lock()
         self._dispatch = Dispatch(
-            client, signer, self._journal, policy or default_policy(client), agree=agree, now=now
+            client, signer, self._queue, policy or default_policy(client), agree=agree, now=now
         )
 
     @property
@@ -76,40 +76,44 @@ class Sender:
 
         Raises ConflictError if the id stands for another call. Needs no RPC.
         """
-        self._journal.submit(intent_id, call, self._now())
-        found = self._journal.get(intent_id)
+        self._queue.submit(intent_id, call, self._now())
+        found = self._queue.get(intent_id)
         assert found is not None
         return found
 
+    def build(self, intent_id: str, call: Call) -> None:
+        """Gives a waiting intent its call, from when on it is queued. Needs no RPC."""
+        self._queue.build(intent_id, call, self._now())
+
     def retry(self, intent_id: str) -> None:
         """Queues a failed intent again (its cause has been mended)."""
-        found = self._journal.get(intent_id)
+        found = self._queue.get(intent_id)
         if found is not None and found.status == "failed":
-            self._journal.retry(intent_id, self._now())
+            self._queue.retry(intent_id, self._now())
 
     def remember(self, key: str, value: str) -> str:
-        """Keeps a fact beside the intents: the value of the first call, for ever."""
-        return self._journal.remember(f"fact/{key}", value)
+        """Keeps a fact next to the intents: the value of the first call, for ever."""
+        return self._queue.remember(f"fact/{key}", value)
 
     def status(self, intent_id: str) -> Intent | None:
-        """The intent as journalled, or None if it was never submitted."""
-        return self._journal.get(intent_id)
+        """The intent as recorded, or None if it was never submitted."""
+        return self._queue.get(intent_id)
 
     def open_intents(self) -> list[Intent]:
         """What is not finished, in order."""
-        return self._journal.with_status("queued", "sent")
+        return self._queue.with_status("queued", "sent")
 
     def wait(self, intent_id: str, timeout: float) -> Intent:
         """Ticks until the intent is confirmed or failed, and returns it.
 
         Raises UnavailableError, with what it waits for, after `timeout` seconds of the `now` clock;
-        the intent stays journalled.
+        the intent stays in the queue.
         """
         deadline = self._now() + timeout
         pause = 0.02  # a chain may mine at once; if not, ask less and less often
         while True:
             self.tick()
-            found = self._journal.get(intent_id)
+            found = self._queue.get(intent_id)
             if found is None:
                 raise UnavailableError(f"no intent {intent_id!r} was submitted")
             if found.done:
@@ -118,7 +122,7 @@ class Sender:
                 reason = found.note or self.trouble or f"it is {found.status}"
                 raise UnavailableError(
                     f"not confirmed within {timeout:g} s: {found.call.description or intent_id} "
-                    f"({reason}); it stays in the journal and is taken up again"
+                    f"({reason}); it stays in the queue and is taken up again"
                 )
             self._sleep(pause)
             pause = min(2 * pause, self.client.poll_seconds)
@@ -141,7 +145,7 @@ class Sender:
             stop.wait(pause)
 
     def close(self) -> None:
-        self._journal.close()
+        self._queue.close()
 
     # ── one look at the chain ────────────────────────────────────────────────────────────────
 
@@ -159,25 +163,25 @@ class Sender:
                     log.warning("%s cannot send for now: %s", self.address, self.trouble)
                 elif before and not self.trouble:
                     log.info("%s sends again", self.address)
-        return self._journal.open_count()
+        return self._queue.open_count()
 
     def _has_work(self) -> bool:
         """Something is open, or was mined so lately that a reorg may still take it away."""
-        if self._journal.open_count():
+        if self._queue.open_count():
             return True
-        newest = self._journal.newest_confirmed()
+        newest = self._queue.newest_confirmed()
         return newest is not None and (
             self._now() - newest.updated_at < _YOUNG_BLOCKS * self.client.network.block_time
         )
 
     @contextmanager
     def _exclusive(self) -> Iterator[bool]:
-        """True if no other thread or process is ticking this journal."""
+        """True if no other thread or process is ticking this queue."""
         if not self._thread_lock.acquire(blocking=False):
             yield False
             return
         try:
-            with self._journal.exclusive() as mine:
+            with self._queue.exclusive() as mine:
                 yield mine
         finally:
             self._thread_lock.release()

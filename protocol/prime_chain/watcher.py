@@ -223,7 +223,7 @@ class Watcher:
             try:
                 event = decode(log, time, self._deployment)
             except MalformedError as error:
-                raise BadAnswerError(f"a log that is not ours: {error}") from error
+                raise BadAnswerError(f"a log of another contract: {error}") from error
             if event is not None:
                 events.append(event)
         return events

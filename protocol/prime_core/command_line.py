@@ -23,16 +23,19 @@ _EXTRAS = {
     "jinja2": "rollout-base", "math_verify": "rollout-base", "sympy": "rollout-base",
     "reasoning_gym": "families", "tokenizers": "torch",
     "docker": "node", "psutil": "node", "pynvml": "node",
-    "fastapi": "orchestrator", "starlette": "orchestrator", "uvicorn": "orchestrator",
+    "fastapi": "http", "starlette": "http", "uvicorn": "http",
     "sqlalchemy": "orchestrator", "alembic": "orchestrator", "psycopg": "orchestrator",
+    "uvloop": "orchestrator", "httptools": "orchestrator",
     "boto3": "s3", "pydantic_monty": "python-tool", "botocore": "s3", "triton": "torch",
+    "bm25s": "search-tool",
     "accelerate": "trainer", "peft": "trainer", "tensorboardX": "trainer", "vllm": "rollout",
+    "wandb": "wandb", "trackio": "trackio",
 }  # fmt: skip
 """Package → the extra of pyproject.toml that installs it."""
 _OWN = {
-    "trainer": {"rollout-base", "torch", "trainer"},
+    "trainer": {"http", "rollout-base", "torch", "trainer"},
     "validator": {"rollout-base", "torch"},
-    "orchestrator": {"rollout-base", "orchestrator"},
+    "orchestrator": {"http", "rollout-base", "orchestrator"},
 }
 """Program with its own extra → the extras that this one includes, so that one installation covers
 everything the program needs."""

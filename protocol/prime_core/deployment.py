@@ -31,6 +31,7 @@ SOLIDITY_NAMES: dict[ContractName, str] = {
     "work": "Work",
     "rewards": "Rewards",
     "slasher": "Slasher",
+    "court": "Court",
 }
 """The Solidity contract for each name; also the name of its file in `abi/`."""
 
@@ -76,7 +77,7 @@ class Periods(Strict):
             return (
                 f"slash window + dispute window = {self.accountable} s must exceed the epoch of "
                 f"{self.epoch_length} s: a node may root its own work an epoch after the receipt "
-                "(Work.postLeaf), and nobody would answer for that work any more"
+                "(Work.postLeaf), and no stake would be liable for that work any more"
             )
         return ""
 

@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from prime_core import encoding
-from prime_core.ids import Address, Digest, to_bytes
+from prime_core.ids import ZERO_DIGEST, Address, Digest, to_bytes
 from prime_core.signing import (
     U64,
     U256,
@@ -120,10 +120,19 @@ class SaltOpening(Strict):
     """Seed of the lease's problems, if it reissues the groups of an expired lease. None: problems
     are drawn from the lease's own seed."""
 
+    numeric_class: DigestField | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Digest of the exact class in which the file must be proved (prime_engine.exact). None: the
+    file is judged by statistics alone."""
+
     def salt(self) -> Digest:
-        """keccak256("prime/salt/v1" ‖ random ‖ draws ‖ problems, if any)."""
+        """keccak256("prime/salt/v1" ‖ random ‖ draws ‖ problems, if any), or with a class
+        keccak256("prime/salt/v2" ‖ random ‖ draws ‖ problems or zero ‖ class)."""
         parts = [self.random, self.draws] + ([self.problems] if self.problems else [])
-        return encoding.keccak256(b"prime/salt/v1" + b"".join(to_bytes(part) for part in parts))
+        label = b"prime/salt/v1"
+        if self.numeric_class is not None:
+            parts = [self.random, self.draws, self.problems or ZERO_DIGEST, self.numeric_class]
+            label = b"prime/salt/v2"
+        return encoding.keccak256(label + b"".join(to_bytes(part) for part in parts))
 
 
 def reveal_at(epoch: int, *, epoch_seconds: int, lease_seconds: int) -> int:

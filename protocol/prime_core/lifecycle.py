@@ -50,8 +50,8 @@ def step_node(
             status: NodeStatus = "active" if state.status == "silent" else state.status
             return NodeState(status, now), ()
         case "tick":
-            heard = max(state.last_heartbeat, orchestrator_up_since)
-            if state.status == "active" and now - heard > death_seconds:
+            last_seen = max(state.last_heartbeat, orchestrator_up_since)
+            if state.status == "active" and now - last_seen > death_seconds:
                 return replace(state, status="silent"), ("release_leases",)
         case "rejected":
             if state.status != "quarantined":

@@ -27,12 +27,14 @@
 | POST /v1/policies | trainer* | SignedManifest → {} (queues publishPolicy) |
 | GET  /v1/relays | anyone | → list[RelayInfo] |
 | POST /v1/relays | relay* | RelayAnnouncement → {} |
-| GET  /v1/batches/{step} | trainer* | → BatchAnswer, or 404 problem until it is sealed |
+| GET  /v1/batches/{step} | trainer* | → BatchAnswer of the first batch from there on, or 404 |
 | GET  /v1/batches/{step}/manifest | anyone | → SignedBatch |
 | GET  /v1/nodes?after=&provider= | anyone | → list[NodeInfo] by address, NODES_PAGE at most |
 | GET  /v1/nodes/{node} | anyone | → NodeInfo |
 | GET  /v1/nodes/{node}/leases | anyone | → list[LeaseInfo], newest last, at most 1,000 |
 | GET  /v1/rewards/{node} | anyone | → RewardInfo |
+| GET  /v1/validators/{validator} | anyone | → ValidatorInfo |
+| GET  /v1/transactions/{tx_hash} | anyone | → TransactionInfo |
 | GET  /v1/status | anyone | → Status (data of the dashboard and the live table) |
 | GET  /v1/events | anyone | → server-sent events, each a Status |
 | GET  /healthz /metrics /docs / | anyone | health, Prometheus, OpenAPI, dashboard |
@@ -71,6 +73,7 @@ class ContractAddresses(Answer):
     work: AddressField
     rewards: AddressField
     slasher: AddressField
+    court: AddressField
 
 
 class PoolInfo(Answer):
@@ -276,6 +279,8 @@ class SubmissionInfo(Answer):
     compute_share: float | None = None
     """Compute spent on verifying the file divided by compute spent on making it; None if nothing
     was replayed."""
+    receipt: ReceiptAnswer | None = None
+    """What the manager signed when the file arrived. None from an older orchestrator."""
 
 
 class DrawInfo(Answer):
@@ -338,6 +343,8 @@ class NodeInfo(Answer):
     accepted: int
     rejected: int
     void: int
+    expired_unjudged: int = 0
+    """Of `void`, those that ended through the pool's fault (`verdict.POOLS_FAULT`)."""
     units: int
 
 
@@ -378,6 +385,24 @@ class ValidatorInfo(Answer):
     accused: int
     lying: int
     missed: int
+
+
+class ChainEvent(Answer):
+    """An event of the pool's contracts, as the orchestrator read it; `at` in Unix seconds."""
+
+    name: str
+    block: int
+    at: int
+    args: dict[str, object]
+
+
+class TransactionInfo(Answer):
+    """What the orchestrator knows of a transaction. `kind` and `status` are set if it sent it."""
+
+    hash: DigestField
+    kind: str | None
+    status: str | None
+    events: tuple[ChainEvent, ...]
 
 
 class PolicyReach(Answer):
@@ -421,6 +446,8 @@ class Status(Answer):
     nodes: tuple[NodeInfo, ...]
     files: dict[str, int]
     """Number of submissions by status, all time."""
+    expired_unjudged: int = 0
+    """Of the void files, those that ended through the pool's fault (`verdict.POOLS_FAULT`)."""
     shadow_files: dict[str, int] = Field(default_factory=dict)
     """The same for shadow nodes' files, which are only judged."""
     batches: tuple[dict[str, int | str], ...]
@@ -437,3 +464,10 @@ class Status(Answer):
     files."""
     targets: tuple[TargetShare, ...] = ()
     """All target lengths of the run, ascending."""
+    activity: Literal["running", "stalled", "ended"] = "running"
+    """Stalled: no batch was sealed and no policy published for a lease duration, and for three
+    times the longest pause between recent batches. Ended: the pool ended on chain."""
+    activity_since: int | None = None
+    """When it ended, or when the last batch or policy came; None before the first policy."""
+    explorer: str = ""
+    """URL of the chain's block explorer, without a slash at its end; empty if there is none."""

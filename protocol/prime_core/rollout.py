@@ -28,6 +28,8 @@ from prime_core.signing import (
 SCHEMA_VERSION = "1"
 CONVERSATION_SCHEMA = "2"
 """Schema version of files whose run has a `conversation`."""
+GATEWAY_SCHEMA = "3"
+"""Schema version of files whose run has a `conversation.gateway`."""
 MAX_FILE_BYTES = 64 << 20
 MAX_ROWS = 4096
 MAX_PROMPT_TOKENS = 32_768
@@ -55,8 +57,17 @@ SCHEMAS: dict[str, dict[str, str]] = {
     # and last; empty for a single-turn row. Log-probabilities of environment tokens are 0. Proofs,
     # sketches and pay cover only the model's tokens, as if they were contiguous.
     CONVERSATION_SCHEMA: {**COLUMNS, "spans": "list<int32>"},
+    # Signed answers of the pool's gateway to the row's calls (prime_core.gateway.encode_answers).
+    GATEWAY_SCHEMA: {**COLUMNS, "spans": "list<int32>", "gateway": "string"},
 }
 """Columns of each supported schema version."""
+
+EXACT_COLUMNS: dict[str, str] = {"digests": "binary"}
+"""Further columns, after those of its schema version, of a file for a lease with an exact class:
+EXACT_BYTES for each proof window (prime_verify.proofs.exact). Its metadata has the key
+`numeric_class`, the digest of that class, and its log-probabilities are those of the proof pass."""
+EXACT_BYTES = 16
+"""Length of a window's digest in bytes."""
 
 METADATA_KEYS = ("schema_version", "lease", "engine", "dtype", "device")
 """Parquet key-value metadata; `lease` is the lease digest, `engine` e.g. "plain/1"."""

@@ -15,9 +15,15 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from prime_core import encoding
 from prime_core.errors import MalformedError
+from prime_core.gateway import Gateway
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.node import Requirements
-from prime_core.rollout import MAX_PROMPT_TOKENS
+from prime_core.rollout import (
+    CONVERSATION_SCHEMA,
+    GATEWAY_SCHEMA,
+    MAX_PROMPT_TOKENS,
+    SCHEMA_VERSION,
+)
 from prime_core.signing import DigestField, Strict
 from prime_core.task import Task
 from prime_core.version import UPGRADE
@@ -115,6 +121,15 @@ class Chat(Strict):
         return self
 
 
+class Corpus(Strict):
+    """The documents that the tool search-1 searches (prime_envs/search.py): a .jsonl or .parquet
+    file, and where it is found if a machine does not have it yet."""
+
+    sha256: DigestField
+    url: str = Field(default="", max_length=2048)
+    path: str = Field(default="", max_length=4096)
+
+
 class Conversation(Strict):
     """Multi-turn rows: after each turn of the model, the environment may add tokens
     (prime_envs/base.py, `reply`). `max_output_tokens` limits both together."""
@@ -131,6 +146,10 @@ class Conversation(Strict):
     """The chat template's role for the environment's messages."""
     observation_bytes: int = Field(default=4096, ge=64, le=65_536)
     """Maximum UTF-8 length of an environment message; longer ones are truncated."""
+    corpus: Corpus | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Required by the tool search-1."""
+    gateway: Gateway | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The pool's gateway, for tools that reach the network."""
 
 
 class SpeedClasses(Strict):
@@ -161,9 +180,9 @@ class RunDefinition(Strict):
     canonical JSON as its bytes.
     """
 
-    schema_version: Literal[1, 2, 3] = 1
-    """3 for a run with `conversation`, else 2 for one with `chat`; older programs would ignore
-    both."""
+    schema_version: Literal[1, 2, 3, 4] = 1
+    """4 for a run with `conversation.gateway`, else 3 with `conversation`, else 2 with `chat`;
+    older programs would ignore them."""
     name: str = Field(max_length=64)
     base_model: DigestField
     """`result_digest` of the version-0 policy folder (prime_core.checkpoint)."""
@@ -260,14 +279,30 @@ class RunDefinition(Strict):
 
     @model_validator(mode="after")
     def _rows_fit(self) -> RunDefinition:
-        schema = 3 if self.conversation is not None else 2 if self.chat is not None else 1
-        if self.schema_version != schema:
-            raise ValueError("schema_version is 3 with conversation, else 2 with chat, else 1")
+        if self.schema_version != self.least_schema:
+            raise ValueError(
+                "schema_version is 4 with conversation.gateway, else 3 with conversation, else 2 "
+                "with chat, else 1"
+            )
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
         if self.risk_factor_micro and self.most_worth > self.covered(self.stake_per_class):
             raise ValueError("stake_per_class times risk_factor_micro covers no lease")
         return self
+
+    @property
+    def least_schema(self) -> int:
+        """The `schema_version` that the definition's fields require."""
+        if self.conversation is not None:
+            return 3 if self.conversation.gateway is None else 4
+        return 1 if self.chat is None else 2
+
+    @property
+    def file_schema(self) -> str:
+        """Schema version of the run's rollout files."""
+        if self.conversation is None:
+            return SCHEMA_VERSION
+        return CONVERSATION_SCHEMA if self.conversation.gateway is None else GATEWAY_SCHEMA
 
     @property
     def temperature(self) -> float:

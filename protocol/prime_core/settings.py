@@ -85,14 +85,16 @@ def load_settings(
             hint=f"set it by --{name.replace('_', '-')}, {variable} or in {toml or 'TOML'}",
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{toml} is not TOML: {error}", hint="mend or remove the file") from error
+        raise UserError(
+            f"{toml} is not TOML: {error}", hint="correct or remove the file"
+        ) from error
     return loaded
 
 
 def _unknown(name: str, kind: type[BaseSettings]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_"), kind.model_fields, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"there is no setting {name!r}{meant}"
+    similar = f"; did you mean {near[0]}?" if near else ""
+    return f"there is no setting {name!r}{similar}"
 
 
 def variable_of(kind: type[BaseSettings], name: str) -> str:

@@ -15,12 +15,12 @@ Amounts are cumulative per node and never decrease.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_core import encoding
 from prime_core.errors import MalformedError, UserError
@@ -116,13 +116,30 @@ class RewardEntry(Strict):
     cumulative: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
 
 
-class Settlement(Strict):
-    """The object behind a reward root. `previous` is the digest of the previous settlement (zero
-    for the first). `files` are the leaves of the epochs since then plus those it held. `slashes`
-    are all slashes of the nodes among them that were not cancelled. Chain data is as of
-    `as_of_block`."""
+PAGE_FILES = 10_000
+"""Most files in a settlement's own object; a longer list is published in pages of so many."""
+MAX_PAGES = 512
+"""Most pages of a settlement: 5.12 million files, which take an auditor 10 GB at 2 kB each."""
 
-    schema_version: Literal[1] = 1
+
+class SettlementPage(Strict):
+    """A part of a settlement's files, an object of its own. All pages but the last are full."""
+
+    files: tuple[SettledFile, ...] = Field(max_length=PAGE_FILES)
+
+
+class Settlement(Strict):
+    """What a reward root promises. `previous` is the digest of the previous settlement (zero for
+    the first). `files` are the leaves of the epochs since then plus those it held. `slashes` are
+    all slashes of the nodes among them that were not cancelled. Chain data is as of `as_of_block`.
+
+    It is published as one object, or with more than PAGE_FILES files as a head that names its
+    `pages` (`published`). A head has the amounts, the root and the digest of the whole, but no
+    files; `load_settlement` puts them together again.
+    """
+
+    schema_version: Literal[1, 2] = 1
+    """2 for a head with pages; older programs cannot read it."""
     chain_id: int
     pool: int
     epoch: int = Field(ge=0)
@@ -132,13 +149,55 @@ class Settlement(Strict):
     slashes: tuple[SettledSlash, ...]
     entries: tuple[RewardEntry, ...]
     cumulative_total: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+    pages: tuple[DigestField, ...] = Field(
+        default=(), max_length=MAX_PAGES, exclude_if=lambda pages: not pages
+    )
+
+    @model_validator(mode="after")
+    def _whole_or_head(self) -> Settlement:
+        if (self.schema_version == 2) != bool(self.pages) or (self.pages and self.files):
+            raise ValueError(
+                "schema_version is 2 with pages, else 1; a head with pages has no files"
+            )
+        if len(set(self.pages)) != len(self.pages):
+            raise ValueError("a page is named twice")
+        return self
+
+    def published(self) -> tuple[bytes, list[bytes]]:
+        """The object that a reward root names, and its pages (none for a short settlement). Raises
+        MalformedError if it needs more than MAX_PAGES."""
+        return self._paged() if len(self.files) > PAGE_FILES else (self._single(), [])
+
+    def _single(self) -> bytes:
+        return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def _paged(self) -> tuple[bytes, list[bytes]]:
+        if len(self.files) > MAX_PAGES * PAGE_FILES:
+            raise MalformedError(
+                f"{len(self.files)} files are too many for a settlement of {MAX_PAGES} pages"
+            )
+        pages = []
+        for start in range(0, len(self.files), PAGE_FILES):
+            page = SettlementPage(files=self.files[start : start + PAGE_FILES])
+            pages.append(encoding.canonical_json(page.model_dump(mode="json")))
+        names = tuple(encoding.sha256(page) for page in pages)
+        head = self.model_copy(update={"schema_version": 2, "files": (), "pages": names})
+        return encoding.canonical_json(head.model_dump(mode="json")), pages
 
     def canonical(self) -> bytes:
-        return encoding.canonical_json(self.model_dump(mode="json"))
+        """The object that a reward root names."""
+        return self.published()[0]
 
     def digest(self) -> Digest:
         """SHA-256 of the canonical bytes: the `object` of RewardRootPosted."""
         return encoding.sha256(self.canonical())
+
+    def is_named(self, name: Digest) -> bool:
+        """Whether `name` is this settlement's object, either as one object or as a head with
+        pages: a reward root posted before settlements had pages names the former."""
+        return name == self.digest() or name in (
+            encoding.sha256(self._single()), encoding.sha256(self._paged()[0])
+        )  # fmt: skip
 
     def amounts(self) -> dict[Address, int]:
         """Cumulative wei of each node."""
@@ -171,8 +230,40 @@ class Settlement(Strict):
         raise MalformedError(f"{node} has no entry in the settlement of epoch {self.epoch}")
 
 
+def load_settlement(
+    name: Digest,
+    get: Callable[[Digest], bytes],
+    *,
+    most_files: int = MAX_PAGES * PAGE_FILES,
+) -> Settlement:
+    """Returns the settlement `name` with all its files; `get` returns an object's bytes, checked
+    against its digest. `most_files`: how many files it can have, if the caller knows. Raises
+    MalformedError if an object is not what it should be."""
+    files: list[SettledFile] = []
+    try:
+        head = Settlement.model_validate_json(get(name))
+        if len(head.pages) > -(-most_files // PAGE_FILES):
+            raise MalformedError(f"settlement {name} has pages for more than {most_files} files")
+        for page in head.pages:
+            part = SettlementPage.model_validate_json(get(Digest(page)))
+            if not is_full(part, page, head):
+                raise MalformedError(f"page {page} of settlement {name} is not full")
+            files += part.files
+    except ValueError as error:
+        raise MalformedError(f"object {name} is no settlement, or a page of it is none") from error
+    if not head.pages:
+        return head
+    return head.model_copy(update={"schema_version": 1, "files": tuple(files), "pages": ()})
+
+
+def is_full(part: SettlementPage, page: str, head: Settlement) -> bool:
+    """Whether `part`, the page of `head` with the name `page`, has as many files as it must."""
+    return len(part.files) == PAGE_FILES or (page == head.pages[-1] and bool(part.files))
+
+
 def read_settlement(path: Path) -> Settlement:
-    """Reads a settlement file. Raises UserError if it cannot be read or does not parse."""
+    """Reads a settlement file, without the files of its pages. Raises UserError if it cannot be
+    read or does not parse."""
     try:
         return Settlement.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -298,10 +389,12 @@ def settle(
     epoch: int,
     as_of_block: int,
     previous: Settlement | None,
+    previous_name: Digest,
     leaves: Iterable[LeafFact],
     slashes: Sequence[SlashFact],
 ) -> Settlement:
-    """Computes the settlement of `epoch`. `leaves` are those of the roots since the previous
+    """Computes the settlement of `epoch`. `previous_name` is the object that the previous reward
+    root names (ZERO_DIGEST if none). `leaves` are those of the roots since the previous
     settlement plus those it held. A file's validators are paid when it is first settled, if they
     judged it within its validity, independent of the outcome.
 
@@ -349,7 +442,7 @@ def settle(
         chain_id=chain_id,
         pool=pool,
         epoch=epoch,
-        previous=previous.digest() if previous else ZERO_DIGEST,
+        previous=previous_name,
         as_of_block=as_of_block,
         files=tuple(files[name] for name in sorted(files)),
         slashes=_standing_slashes(slashes, {file.node for file in files.values()}),

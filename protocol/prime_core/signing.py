@@ -20,9 +20,11 @@ from prime_core import ids
 from prime_core.errors import MalformedError, UntrustedError
 from prime_core.ids import Address, Digest, Signature
 
-ContractName = Literal["token", "registry", "vault", "pools", "work", "rewards", "slasher"]
+ContractName = Literal[
+    "token", "registry", "vault", "pools", "work", "rewards", "slasher", "court"
+]  # fmt: skip
 CONTRACT_NAMES: tuple[ContractName, ...] = (
-    "token", "registry", "vault", "pools", "work", "rewards", "slasher",
+    "token", "registry", "vault", "pools", "work", "rewards", "slasher", "court",
 )  # fmt: skip
 
 DOMAIN_NAME = "Prime"

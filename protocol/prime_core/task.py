@@ -89,6 +89,10 @@ class SignedLease(Strict):
         """The seed for the lease's problems, if it differs from the lease's own seed; else None."""
         return self.opening.problems if self.opening is not None else None
 
+    def numeric_class(self) -> Digest | None:
+        """The exact class in which the file must be proved; None if statistics alone judge it."""
+        return self.opening.numeric_class if self.opening is not None else None
+
     def opens(self) -> bool:
         """Whether the salt matches `opening`."""
         return self.opening is not None and self.opening.salt() == self.lease.salt

@@ -50,9 +50,10 @@ class Reason(IntEnum):
     TAMPERED_REWARD = 8
     TAMPERED_LOGPROBS = 9
     COPIED_ROWS = 10
-    TWO_HUMPED = 11
+    IMPROBABLE_TOKENS = 11
     WRONG_POLICY = 12
     WRONG_OBSERVATION = 13
+    WRONG_PROOF_PASS = 14
     # void: late, unreachable, malformed
     MALFORMED = 50
     WRONG_SCHEMA = 51
@@ -65,6 +66,8 @@ class Reason(IntEnum):
     POLICY_TOO_OLD = 58
     UNROOTED = 59
     UNCALIBRATED = 60
+    WRONG_CLASS = 61
+    UNPROVEN_MISMATCH = 62
     # abstained: a problem on the validator's side
     VALIDATOR_CRASHED = 80
     POLICY_MISSING = 81
@@ -86,6 +89,9 @@ class Reason(IntEnum):
         return SENTENCES[self]
 
 
+POOLS_FAULT = frozenset({Reason.UNAVAILABLE, Reason.POLICY_TOO_OLD, Reason.UNROOTED})
+"""Reasons for which a file is void through no act of its node: `expired_unjudged` in pages."""
+
 _LIE = "the evidence is public: prime-node audit replay SUBMISSION shows it on any machine"
 _FIX = "nothing is lost but this file's pay; update the worker, or tell the pool if it is current"
 SENTENCES: dict[Reason, str] = {
@@ -100,9 +106,11 @@ SENTENCES: dict[Reason, str] = {
     Reason.TAMPERED_REWARD: f"its rewards are not what its answers earn; {_LIE}",
     Reason.TAMPERED_LOGPROBS: f"its log-probabilities are not the policy's; {_LIE}",
     Reason.COPIED_ROWS: f"it repeats rows that had noise of their own; {_LIE}",
-    Reason.TWO_HUMPED: f"another model wrote what this policy only read; {_LIE}",
+    Reason.IMPROBABLE_TOKENS: f"another model wrote what this policy only read; {_LIE}",
     Reason.WRONG_POLICY: f"it was made with another policy than the leased one; {_LIE}",
     Reason.WRONG_OBSERVATION: f"the environment did not say what the file says it said; {_LIE}",
+    Reason.WRONG_PROOF_PASS: "its proof pass is not that of the leased policy, bit for bit, on the "
+    f"hardware class of its lease; {_LIE}",
     Reason.MALFORMED: f"the file does not parse as a rollout file (truncated or damaged); {_FIX}",
     Reason.WRONG_SCHEMA: f"the file is of another schema than this pool's; {_FIX}",
     Reason.OVERSIZED: f"the file exceeds a limit of size, rows or tokens; {_FIX}",
@@ -113,10 +121,13 @@ SENTENCES: dict[Reason, str] = {
     Reason.LATE: "it came after its lease's deadline; take leases that this machine can finish",
     Reason.POLICY_TOO_OLD: "its lease's policy is older than the run allows for its batch: the "
     "pool's fault, no pay, no penalty; an up-to-date agent takes no such lease",
-    Reason.UNROOTED: "it was not put on chain while anybody could still answer for it there: the "
+    Reason.UNROOTED: "it was not put on chain while its stake was still liable: the "
     "pool's fault, no pay, no penalty; next time: prime-node work post",
     Reason.UNCALIBRATED: "no calibration covers its engine, dtype or device: it was measured only, "
     "no pay, no penalty; use a set-up that the run's calibration lists",
+    Reason.WRONG_CLASS: f"it is not proved in the exact class that its lease names; {_FIX}",
+    Reason.UNPROVEN_MISMATCH: "its proof pass differs from the validator's, in too few rows or "
+    "in a class not yet proven: no pay, no penalty, and it is counted",
     Reason.VALIDATOR_CRASHED: "the validator failed; another takes it, nothing to do",
     Reason.POLICY_MISSING: "the validator lacked the policy; another takes it, nothing to do",
     Reason.UNKNOWN_SETUP: "the validator lacks a calibration of the run's for its engine; another "

@@ -53,7 +53,7 @@ def until_answered(
             left = longest if give_up is None else began + give_up - clock()
             if left <= 0:
                 raise UnavailableError(
-                    f"{error}; nothing was heard for {give_up:g} s at this first start: check the "
+                    f"{error}; no answer for {give_up:g} s at this first start: check the "
                     "address (--orchestrator, --rpc) and that it is up, then type this again"
                 ) from error
             wait = min(pause, left)

@@ -8,14 +8,18 @@ proofs do not depend on an engine.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prime_core.proof_form import FinishReason
+from prime_engine.exact import NumericClass, ProofPart
+
+if TYPE_CHECKING:
+    from prime_core.gateway import GatewayAnswer
 
 Dtype = Literal["float32", "bfloat16"]
 Noise = Callable[[Any, Any, int], Any]
@@ -55,6 +59,8 @@ class Generation:
     spans: tuple[int, ...] = ()
     """Spans of a conversation (prime_core.rollout.SCHEMAS). `logprobs` is 0 for the environment's
     tokens, and `states` has rows only for the model's."""
+    gateway: tuple[GatewayAnswer, ...] = ()
+    """Signed answers to the conversation's calls, in the order of turns."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class Engine(Protocol):
         """The policy folder's Hugging Face tokenizer."""
         ...
 
-    def twin(self, dtype: str) -> Engine:
+    def in_dtype(self, dtype: str) -> Engine:
         """The same policy computed in `dtype` (itself if that is its own), to measure the effect of
         the dtype alone. Raises UnavailableError if it cannot compute in that dtype."""
         ...
@@ -159,6 +165,28 @@ class Engine(Protocol):
 
     def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
         """Prefills every row, in order. Raises MalformedError on a request that cannot be run."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """Maximum number of tokens in a row."""
+        ...
+
+    def proof_pass(
+        self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], temperature: float
+    ) -> Iterator[ProofPart]:
+        """Prefills one row alone in fixed chunks (prime_engine.exact); yields the output tokens in
+        order. Raises MalformedError on a row that cannot be run, UnavailableError if the engine has
+        no proof pass."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """Everything whose change may change the bits of `proof_pass`, as text. Raises
+        UnavailableError if the engine has no proof pass."""
+        ...
+
+    def numeric_class(self) -> NumericClass:
+        """The engine's exact class, measured once. Raises UnavailableError, see exact.measure."""
         ...
 
     def close(self) -> None:

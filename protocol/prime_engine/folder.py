@@ -29,6 +29,7 @@ class PolicyFacts:
     _dtype: str
     _vocabulary: int
     _hidden: int
+    _positions: int
     _end_tokens: frozenset[int]
     _tokenizer: Any
 
@@ -43,6 +44,10 @@ class PolicyFacts:
     @property
     def hidden_size(self) -> int:
         return self._hidden
+
+    @property
+    def positions(self) -> int:
+        return self._positions
 
     @property
     def end_tokens(self) -> frozenset[int]:

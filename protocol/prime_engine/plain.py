@@ -9,16 +9,17 @@ code, and loads only safetensors. Not supported: paged caches, fused sampling, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+import transformers
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.utils.logging import disable_progress_bar
 
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.proof_form import FinishReason
@@ -32,12 +33,14 @@ from prime_engine.base import (
     StateSink,
     cpu_name,
 )
+from prime_engine.exact import PROOF_CHUNK, REPLAY_MODE, NumericClass, ProofPart, measure
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from prime_engine.linears import native_bfloat16, widen
 
 NAME = "plain/1"
-_LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
+CPU_LOGITS, GPU_LOGITS = 1 << 21, 1 << 25
+"""Logits held at once in a replay; a few tensors of this size exist together."""
 CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
 """Tokens per prefill. On a CPU, the activations between two layers should fit in cache: a model of
 3.4 M parameters validates a fifth faster than with 16,384."""
@@ -61,39 +64,26 @@ class PlainEngine(PolicyFacts):
         device: str = "cpu",
         batch_rows: int = 64,
         replay_tokens: int | None = None,
-        logit_elements: int = 1 << 25,
+        logit_elements: int | None = None,
         prepare: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise UnavailableError(f"the plain engine computes in float32 or bfloat16, not {dtype}")
         self._folder = Path(folder)
-        self._twins: dict[str, PlainEngine] = {}
+        self._in_dtypes: dict[str, PlainEngine] = {}
         self._noise = noise
         self._torch_device = torch.device(device)
         self._batch_rows = batch_rows
         self._replay_tokens = replay_tokens or (CPU_PREFILL if device == "cpu" else GPU_PREFILL)
-        self._logit_elements = logit_elements
+        self._logit_elements = logit_elements or (CPU_LOGITS if device == "cpu" else GPU_LOGITS)
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             if config.model_type not in ARCHITECTURES:
                 raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
-            disable_progress_bar()  # a worker's log is not a terminal
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=getattr(torch, dtype),
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-            model, report = loaded
+            model = _load(self._folder, config, getattr(torch, dtype))
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
-        wrong = [name for key in _LOADING_FAULTS for name in report[key]]
-        if wrong:  # transformers would fill gaps with random weights and go on
-            raise UnavailableError(f"{folder} lacks or misnames weights: {sorted(wrong)[:3]}")
         model.to(self._torch_device).eval().requires_grad_(False)
         if prepare is not None:
             prepare(model)
@@ -118,12 +108,12 @@ class PlainEngine(PolicyFacts):
             return torch.cuda.get_device_name(self._torch_device)
         return cpu_name() if self._torch_device.type == "cpu" else self._torch_device.type
 
-    def twin(self, dtype: str) -> PlainEngine:
-        """See Engine.twin. Loaded once from the same folder, then cached."""
+    def in_dtype(self, dtype: str) -> PlainEngine:
+        """See Engine.in_dtype. Loaded once from the same folder, then cached."""
         if dtype == self._dtype:
             return self
-        if dtype not in self._twins:
-            self._twins[dtype] = PlainEngine(
+        if dtype not in self._in_dtypes:
+            self._in_dtypes[dtype] = PlainEngine(
                 self._folder,
                 noise=self._noise,
                 dtype=dtype,
@@ -132,11 +122,11 @@ class PlainEngine(PolicyFacts):
                 replay_tokens=self._replay_tokens,
                 logit_elements=self._logit_elements,
             )
-        return self._twins[dtype]
+        return self._in_dtypes[dtype]
 
     def close(self) -> None:
         """See Engine.close. Memory is freed with the last reference."""
-        self._twins.clear()
+        self._in_dtypes.clear()
 
     # generation ----------------------------------------------------------------------------------
 
@@ -330,6 +320,68 @@ class PlainEngine(PolicyFacts):
         contrasts = logprobs - logprobs_NV.gather(1, rivals[:, None])[:, 0]
         return logprobs, winners, margins, rivals, contrasts, tail
 
+    # exact class ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def proof_pass(
+        self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], temperature: float
+    ) -> Iterator[ProofPart]:
+        """See Engine.proof_pass."""
+        self._require(prompt_tokens, len(output_tokens))
+        if max(output_tokens) >= self._vocabulary or min(output_tokens) < 0:
+            raise MalformedError("an output token is outside the vocabulary")
+        device = self._torch_device
+        row = torch.tensor([*prompt_tokens, *output_tokens], dtype=torch.int64, device=device)
+        cache: Any = DynamicCache(config=self.model.config)
+        for start in range(0, len(row) - 1, PROOF_CHUNK):
+            end = min(start + PROOF_CHUNK, len(row) - 1)
+            hidden = self._decoder(
+                input_ids=row[None, start:end], past_key_values=cache, use_cache=True
+            ).last_hidden_state[0]
+            # All positions go through the head, so that the shapes do not depend on the prompt.
+            scaled = self._head(hidden).float().div_(temperature)
+            chosen = scaled.gather(1, row[start + 1 : end + 1, None])[:, 0]
+            logprobs = (chosen - scaled.logsumexp(dim=1)).cpu().numpy()
+            states = hidden.contiguous().view(torch.uint8).cpu().numpy()
+            first = max(0, len(prompt_tokens) - 1 - start)
+            if first < end - start:
+                yield logprobs[first:], states[first:]
+
+    def facts(self) -> Mapping[str, str]:
+        """See Engine.facts. What a CPU's kernels depend on, or an accelerator's."""
+        facts = {
+            "engine": NAME,
+            "replay": REPLAY_MODE,
+            "dtype": self._dtype,
+            "device": self.device,
+            "attention": str(self.model.config._attn_implementation),
+            "model": str(self.model.config.model_type),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
+            card = torch.cuda.get_device_properties(self._torch_device)
+            return facts | {
+                "capability": f"{card.major}.{card.minor}",
+                "multiprocessors": str(card.multi_processor_count),
+                "shared memory": str(card.shared_memory_per_block),
+                "card memory": str(card.total_memory),
+                "cuda": str(torch.version.cuda),
+            }
+        return facts | {
+            "kernels": torch.backends.cpu.get_cpu_capability(),
+            "bfloat16": "native" if native_bfloat16() else "widened",
+            "threads": str(torch.get_num_threads()),
+        }
+
+    def numeric_class(self) -> NumericClass:
+        """See Engine.numeric_class."""
+        return self._numeric_class
+
+    @cached_property
+    def _numeric_class(self) -> NumericClass:
+        return measure(self)
+
     def _require(self, prompt: Sequence[int], output: int) -> None:
         if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:
             raise MalformedError("a prompt is empty or has a token outside the vocabulary")
@@ -337,6 +389,42 @@ class PlainEngine(PolicyFacts):
             raise MalformedError(
                 f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
             )
+
+
+def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    """Builds the model of `config` with the weights of `folder`/*.safetensors in `dtype`, on the
+    CPU. Beside the result it holds one tensor of the files at a time, whose mapping ends with it.
+
+    Raises UnavailableError if the weights' names or shapes are not those of the model, or errors of
+    torch, transformers and safetensors.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config)  # the only buffers of ARCHITECTURES
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    filled: dict[int, torch.nn.Parameter] = {}
+    wrong = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+        for name in names:
+            parameter = parameters.get(name)
+            with safe_open(path, framework="pt") as file:
+                stored = file.get_tensor(name)
+                if parameter is None or parameter.shape != stored.shape:
+                    wrong.append(name)
+                    continue
+                values = stored.to(dtype, copy=True)
+            filled[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
+    wrong += [name for name, parameter in parameters.items() if id(parameter) not in filled]
+    if wrong:
+        raise UnavailableError(f"{folder} lacks or misnames weights: {sorted(wrong)[:3]}")
+    for name, parameter in parameters.items():
+        owner, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(owner), kind, filled[id(parameter)])
+    return model
 
 
 def _bits(states: Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:

@@ -1,7 +1,8 @@
 """Verifies that a loaded vLLM model computes with exactly a policy's weights.
 
 vLLM fuses projections; on CPUs it also packs linear weights and drops the originals. The weights of
-a packed layer are read back by applying it to unit vectors: x·Wᵀ with x = 1 is exactly Wᵀ.
+a packed layer are read back by applying it to unit vectors: x·Wᵀ with x = 1 is exactly Wᵀ. With
+tensor parallelism each process compares its part of each layer with that part of the policy.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
     for name, tensor in _policy_tensors(folder):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
-        loaded = _loaded(model, name, config, cache)
-        wanted = tensor.to(cast).to(loaded.device)
+        loaded, wanted = _loaded(model, name, tensor, cache)
+        wanted = wanted.to(cast).to(loaded.device)
         if loaded.shape[0] > wanted.shape[0]:  # vocabularies are padded
             loaded = loaded[: wanted.shape[0]]
         if loaded.shape != wanted.shape or not torch.equal(loaded.to(cast), wanted):
@@ -59,8 +60,11 @@ def _policy_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _loaded(model: Any, name: str, config: Any, cache: dict[str, Tensor]) -> Tensor:
-    """The loaded tensor that corresponds to the policy's `name`."""
+def _loaded(
+    model: Any, name: str, tensor: Tensor, cache: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The loaded tensor that corresponds to the policy's `name`, and this process's part of the
+    policy's `tensor`."""
     owner, _, kind = name.rpartition(".")
     parent, _, leaf = owner.rpartition(".")
     fused = _FUSED.get(leaf)
@@ -75,10 +79,25 @@ def _loaded(model: Any, name: str, config: Any, cache: dict[str, Tensor]) -> Ten
         cache[key] = _tensor(layer, kind, key)
     whole = cache[key]
     if fused is None:
-        return whole
-    sizes = list(layer.output_sizes)
-    start = sum(sizes[: fused[1]])
-    return whole[start : start + sizes[fused[1]]]
+        return whole, _part(layer, tensor, kind)
+    sizes = list(layer.output_partition_sizes)
+    start, count = sum(sizes[: fused[1]]), sizes[fused[1]]
+    rank = layer.tp_rank
+    if leaf in ("k_proj", "v_proj"):
+        rank //= layer.num_kv_head_replicas
+    return whole[start : start + count], tensor[rank * count : (rank + 1) * count]
+
+
+def _part(layer: Any, tensor: Tensor, kind: str) -> Tensor:
+    """This process's part of a tensor that vLLM does not fuse: rows of a vocabulary, columns of a
+    projection whose inputs are divided, or all of it."""
+    if hasattr(layer, "shard_indices"):
+        own = layer.shard_indices
+        return tensor[own.org_vocab_start_index : own.org_vocab_end_index]
+    columns = getattr(layer, "input_size_per_partition", None)
+    if kind == "weight" and columns is not None and columns < layer.input_size:
+        return tensor[:, layer.tp_rank * columns : (layer.tp_rank + 1) * columns]
+    return tensor
 
 
 @torch.inference_mode()
@@ -93,9 +112,10 @@ def _tensor(layer: Any, kind: str, name: str) -> Tensor:
         raise UnavailableError(f"vLLM's {name} cannot be read back")
     columns = []
     dtype = layer.params_dtype
-    for start in range(0, layer.input_size, _UNITS):
-        count = min(_UNITS, layer.input_size - start)
-        units = torch.zeros((count, layer.input_size), dtype=dtype)
+    inputs = layer.input_size_per_partition
+    for start in range(0, inputs, _UNITS):
+        count = min(_UNITS, inputs - start)
+        units = torch.zeros((count, inputs), dtype=dtype)
         units[torch.arange(count), start + torch.arange(count)] = 1
         answer = layer.quant_method.apply(layer, units, None)
         columns.append(answer.T)

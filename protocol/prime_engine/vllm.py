@@ -11,8 +11,11 @@ requested before vLLM is imported and checked afterwards. One process runs one e
 packed, and vLLM's `reload_weights` reports success but is wrong), so a new policy always requires a
 new engine.
 
-Not supported: replay (validators replay with the plain engine), tensor parallelism, prefix caching
-(states of cached positions would be missing).
+Several cards: each layer is divided among them (tensor parallelism); `ranks.py` starts a process
+for each further card.
+
+Not supported: replay (validators replay with the plain engine), prefix caching (states of cached
+positions would be missing).
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from prime_core.errors import MalformedError, UnavailableError
+from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.proof_form import FinishReason
 from prime_engine.base import (
     Generation,
@@ -38,9 +41,12 @@ from prime_engine.base import (
     StateSink,
     cpu_name,
 )
+from prime_engine.exact import NumericClass, ProofPart
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from prime_engine.policy_weights import require_policy
+from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row
+from prime_engine.sizing import BATCHED_TOKENS, MEMORY_SHARE, largest_split, plan_cards, read_shape
 
 NAME = "vllm/1"
 SETTINGS = {
@@ -54,6 +60,7 @@ SETTINGS = {
 process."""
 _NEEDED = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
 _ROW = "prime_row"
+GENERATES_ONLY = "the vLLM engine has no proof pass: its files are judged by statistics"
 INSTALL = "pip install 'prime-open[rollout]' (GPUs) or scripts/setup_vllm.sh (CPUs)"
 
 
@@ -70,8 +77,13 @@ class VllmEngine(PolicyFacts):
     """A policy folder loaded into vLLM. See prime_engine.base.Engine.
 
     `batch_rows` rows are generated together; `cache_gib` (CPU) and `memory_share` (GPU) limit the
-    key-value cache. Raises UnavailableError if vLLM is missing, uses another model runner, does not
-    run on `device`, or does not compute with exactly the folder's weights.
+    key-value cache. `tensor_parallel` cards hold the model together; 0 takes as many of this
+    process's cards as the model can be split over (one on CPUs). `max_length` limits rows; 0 takes
+    what the cards hold, by `sizing`. `rank` is set by `Ranks` only.
+
+    Raises UnavailableError if vLLM is missing, uses another model runner, does not run on `device`,
+    or does not compute with exactly the folder's weights; UserError if the model does not fit on
+    the cards.
     """
 
     def __init__(
@@ -83,7 +95,10 @@ class VllmEngine(PolicyFacts):
         device: str = "cpu",
         batch_rows: int = 64,
         cache_gib: int = 1,
-        memory_share: float = 0.85,
+        memory_share: float = MEMORY_SHARE,
+        tensor_parallel: int = 0,
+        max_length: int = 0,
+        rank: int = 0,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise UnavailableError(f"the vLLM engine computes in float32 or bfloat16, not {dtype}")
@@ -107,7 +122,28 @@ class VllmEngine(PolicyFacts):
             raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
         if config.model_type not in ARCHITECTURES:
             raise UnavailableError(f"the vLLM engine does not run {config.model_type!r}")
+        positions = int(config.max_position_embeddings)
+        if cpu:
+            tensor_parallel = tensor_parallel or 1
+            if problem := read_shape(folder).split_problem(tensor_parallel):
+                raise UserError(f"the model cannot run on {tensor_parallel} CPU ranks: {problem}")
+        else:
+            tensor_parallel, longest = _on_cards(folder, tensor_parallel, memory_share)
+            positions = min(positions, longest)
+        positions = min(positions, max_length or positions)
         self._recorder = Recorder(noise)
+        self._ranks: Ranks | None = None
+        together: dict[str, Any] = {} if cpu else {"max_num_batched_tokens": BATCHED_TOKENS}
+        if tensor_parallel > 1:
+            together["tensor_parallel_size"] = tensor_parallel
+            together["distributed_executor_backend"] = "external_launcher"
+        if tensor_parallel > 1 and rank == 0:
+            options = {
+                "noise": noise, "dtype": dtype, "device": device, "batch_rows": batch_rows,
+                "cache_gib": cache_gib, "memory_share": memory_share,
+                "tensor_parallel": tensor_parallel, "max_length": positions,
+            }  # fmt: skip
+            self._ranks = Ranks(tensor_parallel, VllmEngine, folder, options)
         try:
             self._llm: Any = vllm.LLM(
                 model=str(folder),
@@ -115,20 +151,24 @@ class VllmEngine(PolicyFacts):
                 seed=0,
                 enforce_eager=cpu,
                 max_num_seqs=batch_rows,
-                max_model_len=int(config.max_position_embeddings),
+                max_model_len=positions,
                 enable_prefix_caching=False,
                 async_scheduling=False,
                 generation_config="vllm",
                 gpu_memory_utilization=memory_share,
                 logits_processors=[_processor(self._recorder)],
                 disable_log_stats=True,
+                **together,
             )
         except (ValueError, RuntimeError, OSError) as error:
+            self._end_ranks()
             raise UnavailableError(f"vLLM does not load {folder}: {error}") from error
         try:
             self._require_runner()
             self._llm.apply_model(self._attach)
             self._llm.apply_model(lambda model: require_policy(model, folder, config, dtype))
+            if self._ranks is not None:
+                self._ranks.require_loaded()
         except BaseException:
             self.close()
             raise
@@ -136,7 +176,7 @@ class VllmEngine(PolicyFacts):
         self._cpu = cpu
         self._vocabulary = int(config.vocab_size)
         self._hidden = int(config.hidden_size)
-        self._positions = int(config.max_position_embeddings)
+        self._positions = positions
         self._end_tokens = end_tokens(folder, config)
 
     def _require_runner(self) -> None:
@@ -163,15 +203,31 @@ class VllmEngine(PolicyFacts):
     def device(self) -> str:
         return cpu_name() if self._cpu else torch.cuda.get_device_name()
 
-    def twin(self, dtype: str) -> VllmEngine:
-        """See Engine.twin: returns itself or raises UnavailableError."""
+    def in_dtype(self, dtype: str) -> VllmEngine:
+        """See Engine.in_dtype: returns itself or raises UnavailableError."""
         if dtype != self._dtype:
-            raise UnavailableError("the vLLM engine has no twin: validators use the plain engine")
+            raise UnavailableError(
+                "the vLLM engine computes in one dtype only: validators use the plain engine"
+            )
         return self
 
     def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
         """Always raises UnavailableError."""
         raise UnavailableError("the vLLM engine generates; validators replay with the plain engine")
+
+    def proof_pass(
+        self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], temperature: float
+    ) -> Iterator[ProofPart]:
+        """Always raises UnavailableError."""
+        raise UnavailableError(GENERATES_ONLY)
+
+    def facts(self) -> Mapping[str, str]:
+        """Always raises UnavailableError."""
+        raise UnavailableError(GENERATES_ONLY)
+
+    def numeric_class(self) -> NumericClass:
+        """Always raises UnavailableError."""
+        raise UnavailableError(GENERATES_ONLY)
 
     def generate(
         self,
@@ -199,6 +255,8 @@ class VllmEngine(PolicyFacts):
             for number, request in enumerate(requests)
         ]
         prompts = [{"prompt_token_ids": list(request.prompt_tokens)} for request in requests]
+        if self._ranks is not None:
+            self._ranks.generate(requests, temperature)
         answers = self._llm.generate(prompts, asked, use_tqdm=False)
         outputs = [tuple(answer.outputs[0].token_ids) for answer in answers]
         results = []
@@ -214,10 +272,16 @@ class VllmEngine(PolicyFacts):
         """Shuts down the engine and frees its memory, so that another can be loaded."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        self._end_ranks()
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+    def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
     def _require(self, request: GenerationRequest) -> None:
         prompt = request.prompt_tokens
@@ -228,6 +292,17 @@ class VllmEngine(PolicyFacts):
             raise MalformedError(
                 f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
             )
+
+
+def _on_cards(folder: Path, tensor_parallel: int, memory_share: float) -> tuple[int, int]:
+    """Returns how many of this process's cards hold the model together, and the longest row that
+    they hold. Raises UserError if the model does not fit."""
+    cards = torch.cuda.device_count()
+    size = min(torch.cuda.get_device_properties(card).total_memory for card in range(cards))
+    shape = read_shape(folder)
+    split = tensor_parallel or largest_split(shape, cards)
+    plan = plan_cards(shape, cards, size, tensor_parallel=split, memory_share=memory_share)
+    return split, plan.longest_row
 
 
 def _has(package: str) -> bool:

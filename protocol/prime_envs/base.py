@@ -8,20 +8,22 @@ gets exactly the same reward: scores are whole millionths, combined in integer a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prime_core import encoding
 from prime_core.errors import MalformedError
+from prime_core.gateway import GatewayAnswer
 from prime_core.ids import Digest
 from prime_core.rollout import model_ranges
 from prime_core.run import MICRO, Chat, Conversation, LengthBudgets
 from prime_envs import tools
-from prime_envs.chat import THINK, prompt_of, reply_around, thinking_tokens
+from prime_envs.chat import THINK, prompt_around, prompt_of, reply_around, thinking_tokens
 from prime_envs.lengths import length_reward
+from prime_envs.search import SearchIndex
 from prime_envs.tasks import Task
-from prime_envs.tools import Observation
+from prime_envs.tools import Call, Observation
 
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """Longer answers are truncated to this length before grading."""
@@ -110,7 +112,13 @@ class Reply:
 
     tokens: tuple[int, ...] = ()
     exact: bool = True
-    given_up: tuple[int, ...] = ()
+    near_limit: bool = False
+    """On a slower machine a call may end by its limit."""
+    answer: GatewayAnswer | None = None
+    """The gateway's answer in it."""
+    unanswered: bool = False
+    """A call ended by its limit, or the gateway gave no answer to it. This ends the row as
+    `tool_limit`."""
 
 
 class Environment(ABC):
@@ -125,10 +133,12 @@ class Environment(ABC):
     """The run's chat format (registry.environment_for). None: prompts are `prompt_text`."""
     conversation: Conversation | None = None
     """The run's conversation settings. None: rows are single-turn."""
+    index: SearchIndex | None = None
+    """The index of the run's corpus, for the tool search-1."""
 
     @property
     def tools_may_give_up(self) -> bool:
-        """Whether a reply may take the time limit of a tool."""
+        """Whether a call of a tool may end by a limit of time."""
         return self.conversation is not None and "python-1" in self.conversation.tools
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
@@ -159,10 +169,24 @@ class Environment(ABC):
         """The question for a chat model, without the length instruction."""
         return problem.prompt
 
+    def check_turns(self, problem: Problem, turns: Sequence[str], output_tokens: int) -> TaskScore:
+        """Correctness of a row's model turns; by default, that of the last one. Like `check`."""
+        return self.check(problem, turns[-1], output_tokens)
+
+    def require(self, conversation: Conversation | None) -> None:  # noqa: B027 - most need nothing
+        """Raises UserError if the environment cannot be used with a run's conversation settings."""
+
     def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
         """Returns the environment's message after the last of the model's `turns`; None ends the
         row. A pure function of its arguments. By default, the run's tools answer calls."""
-        return None if self.conversation is None else tools.answer(turns, self.conversation)
+        if self.conversation is None:
+            return None
+        return tools.answer(turns, self.conversation, self.index)
+
+    def turn_rewards(self, problem: Problem, turns: Sequence[str]) -> Sequence[int]:
+        """Rewards of the model's turns, in millionths; the row's reward is their sum plus that of
+        the answer. Empty: only the answer counts. A pure function of its arguments."""
+        return ()
 
     def observation_text(self, said: str) -> str:
         """The text of an `observe` message for a base model, without a chat template."""
@@ -190,10 +214,25 @@ class Environment(ABC):
     def prompt_tokens(
         self, problem: Problem, target_length: int, tokenizer: Tokenizer
     ) -> list[int]:
-        """Token ids of the prompt, built with the run's chat template or from the plain text. Adds
-        no special tokens. Raises the same errors as chat.prompt_of."""
-        text = self._prompt(problem, target_length, tokenizer)
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        """Token ids of the prompt, built with the run's chat template or from the plain text. Only
+        the template's own special tokens are parsed: those in a problem's text are ordinary text.
+        Raises the same errors as chat.prompt_around."""
+
+        def plain(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+        if self.chat is None:
+            return plain(self.prompt_text(problem, target_length))
+        asked = self.question(problem)
+        if plain(asked) == tokenizer.encode(asked, add_special_tokens=False):
+            text = prompt_of(self.chat, asked, target_length, tokenizer)
+            return list(tokenizer.encode(text, add_special_tokens=False))
+        before, asked, after = prompt_around(self.chat, asked, target_length, tokenizer)
+        return [
+            *tokenizer.encode(before, add_special_tokens=False),
+            *plain(asked),
+            *tokenizer.encode(after, add_special_tokens=False),
+        ]
 
     def reply(
         self,
@@ -202,13 +241,15 @@ class Environment(ABC):
         output_tokens: Sequence[int],
         spans: Sequence[int],
         tokenizer: Tokenizer,
+        ask: Callable[[Call], GatewayAnswer | None] | None = None,
     ) -> Reply:
         """Returns the environment's tokens after a model span that ended with an end token. The
         message of `observe` is truncated to the run's limit, and special tokens in it are not
         parsed.
 
         `output_tokens` ends with that end token; `spans` are the span lengths, model first and
-        last. Raises the same errors as chat.reply_around.
+        last; `ask` gets calls of the gateway's tools. Raises the same errors as chat.reply_around,
+        and those of `ask`.
         """
         if self.conversation is None:
             return Reply()
@@ -216,8 +257,15 @@ class Environment(ABC):
         if said is None:
             return Reply()
         ended_by = output_tokens[-1]
-        given_up = () if said.given_up is None else self._said(said.given_up, ended_by, tokenizer)
-        return Reply(self._said(said.text, ended_by, tokenizer), said.exact, given_up)
+        if said.call is not None:
+            answer = None if ask is None else ask(said.call)
+            if answer is None:
+                return Reply(unanswered=True)
+            return Reply(self._said(answer.text, ended_by, tokenizer), answer=answer)
+        if said.limit == "reached":
+            return Reply(exact=said.exact, unanswered=True)
+        words = self._said(said.text, ended_by, tokenizer)
+        return Reply(words, said.exact, near_limit=said.limit == "near")
 
     def _said(self, text: str, ended_by: int, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Tokens of an environment message, including the template's text around it."""
@@ -254,7 +302,7 @@ class Environment(ABC):
         """The run's reward of generated tokens, including the end token; used by node, validator
         and trainer. Thinking opened by the prompt counts as part of the answer. In a conversation
         (`spans`, see prime_core.rollout.SCHEMAS), the last turn is the answer, and the length is
-        that of all model turns; environment messages are not graded."""
+        that of all model turns; `turn_rewards` are added. Environment messages are not graded."""
         ranges = model_ranges(spans, len(output_tokens))
         start, end = ranges[-1]
         text, thought = decode_output(tokenizer, output_tokens[start:end]), None
@@ -268,10 +316,22 @@ class Environment(ABC):
                     for start, end in ranges
                 )
         generated = sum(end - start for start, end in ranges)
-        grade = self.grade(problem, target_length, text, generated, thought)
+        said = texts_of(tokenizer, output_tokens, spans)[::2]
+        grade = self.grade(problem, target_length, text, generated, thought, said[:-1])
         if self.conversation is None:
             return grade
-        return replace(grade, parts={**grade.parts, "turns": len(ranges)})
+        earned = self.turn_rewards(problem, said)
+        total, given_up = sum(earned), grade.given_up_micro
+        return replace(
+            grade,
+            reward_micro=grade.reward_micro + total,
+            given_up_micro=None if given_up is None else given_up + total,
+            parts={
+                **grade.parts,
+                "turns": len(ranges),
+                **{f"turn_{turn}_micro": micro for turn, micro in enumerate(earned)},
+            },
+        )
 
     def grade(
         self,
@@ -280,13 +340,16 @@ class Environment(ABC):
         output_text: str,
         output_tokens: int,
         length: int | None = None,
+        earlier: Sequence[str] = (),
     ) -> Grade:
         """The run's reward, combining correctness and length (see lengths.py).
 
         `output_text` is from `decode_output`; `output_tokens` includes the end token; `length` is
-        the length that the budget applies to (None: the environment's count).
+        the length that the budget applies to (None: the environment's count); `earlier` are the
+        model's turns before the answer.
         """
-        score = self.check(problem, output_text[:MAX_OUTPUT_CHARACTERS], output_tokens)
+        turns = (*earlier, output_text[:MAX_OUTPUT_CHARACTERS])
+        score = self.check_turns(problem, turns, output_tokens)
         counted = output_tokens if score.actual_length is None else score.actual_length
         actual = counted if length is None else length
         reward, given_up = (

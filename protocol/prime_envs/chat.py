@@ -117,6 +117,23 @@ def prompt_of(chat: Chat, question: str, target_length: int, tokenizer: Any) -> 
     return render(text, messages_of(chat, question, target_length), special)
 
 
+_QUESTION = "the-question-of-the-row"
+
+
+def prompt_around(
+    chat: Chat, question: str, target_length: int, tokenizer: Any
+) -> tuple[str, str, str]:
+    """(before, asked, after): the prompt of `question`, split around the question as the template
+    writes it. Raises the same errors as prompt_of, and UserError if the text around the question
+    depends on it."""
+    whole = prompt_of(chat, question, target_length, tokenizer)
+    before, _, after = prompt_of(chat, _QUESTION, target_length, tokenizer).partition(_QUESTION)
+    end = len(whole) - len(after)
+    if whole[: len(before)] != before or whole[end:] != after or end < len(before):
+        raise UserError("the chat template's text around a question depends on it", hint=_HINT)
+    return before, whole[len(before) : end], after
+
+
 def _pinned(chat: Chat, tokenizer: Any) -> tuple[str, dict[str, str]]:
     """The tokenizer's template and its special tokens. Raises PolicyError if the template is not
     the one that the run pins."""

@@ -17,7 +17,7 @@ from prime_envs.base import Environment
 from prime_envs.chat import chat_from
 from prime_envs.lengths import budgets_from
 from prime_envs.registry import environment_class, environment_ref
-from prime_envs.tools import require_tools
+from prime_envs.tools import load_tools
 
 
 def read_toml(source: Path) -> dict[str, Any]:
@@ -49,14 +49,15 @@ def run_from(
         shaped = budgets_from(values["budgets"])
         budgets = LengthBudgets.model_validate_json(json.dumps(shaped))
         wanted = values["environment"]
+        conversation = _conversation(values.get("conversation"), wanted["name"])
         environment = environment_ref(
             wanted["name"],
             wanted.get("arguments", {}),
             budgets,
             train_size=wanted["train_size"],
             heldout_size=wanted["heldout_size"],
+            conversation=conversation,
         )
-        conversation = _conversation(values.get("conversation"), wanted["name"])
         chat = chat_from(values.get("chat"), model, conversation)
         whole = {
             **{name: value for name, value in values.items() if name != "chat"},
@@ -67,7 +68,7 @@ def run_from(
         if chat is not None:
             whole |= {"chat": chat.model_dump(mode="json"), "schema_version": 2}
         if conversation is not None:
-            whole["schema_version"] = 3
+            whole["schema_version"] = 3 if conversation.gateway is None else 4
         return RunDefinition.model_validate_json(json.dumps(whole))
     except KeyError as error:
         raise UserError(
@@ -83,7 +84,7 @@ def _conversation(values: Mapping[str, Any] | None, environment: str) -> Convers
     if values is None:
         return None
     conversation = Conversation.model_validate_json(json.dumps(values))
-    require_tools(conversation)
+    load_tools(conversation)
     answers_itself = environment_class(environment).observe is not Environment.observe
     if not conversation.tools and not answers_itself:
         raise UserError(

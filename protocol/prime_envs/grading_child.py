@@ -4,10 +4,10 @@ With "fork", each request is answered by a fork of the warm child with its own C
 request that hangs costs only its own time, and leaves nothing behind for the next.
 
 With "confined", the target prepares (it may import and read files, but must not look at untrusted
-text) and returns a function, which is called in a process that can only compute: one pipe stays
-open, and the sandbox's filter rejects every system call that opens, connects, starts or signals
-(sandbox/kernel.py). A late import raises an error with the module's name instead of silently
-changing the score.
+text) and returns a function, or an answer that needs none. The function is called in a process that
+can only compute: one pipe stays open, and the sandbox's filter rejects every system call that
+opens, connects, starts or signals (sandbox/kernel.py). A late import raises an error with the
+module's name instead of silently changing the score.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from prime_envs.sandbox import kernel
 
-MAX_ANSWER_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 8 << 20
 CONFINED = "confined"
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         try:
             _named(warm)(*warm_with)
         except Exception as error:  # reported like a grader's own
-            answers.write(json.dumps({"raised": _told(error)}).encode() + b"\n")
+            answers.write(json.dumps({"raised": _described(error)}).encode() + b"\n")
             return
     random.seed(0)  # makes graders without their own seed deterministic
     gc.freeze()  # forks share these pages
@@ -73,11 +73,11 @@ def _answer(grade: Callable[..., Any], request: Any) -> dict[str, Any]:
     except MemoryError:
         return {"ended": "memory"}
     except Exception as error:  # a grader's bug is reported to the caller
-        return {"raised": _told(error)}
+        return {"raised": _described(error)}
     return {"answer": answer, "cpu_seconds": time.process_time() - start}
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
@@ -98,6 +98,8 @@ def _confined(grade: Callable[..., Any], request: Any, write: int, seconds: int)
     missed = _Missed()
     try:
         scored = grade(request)
+        if not callable(scored):
+            return {"answer": scored, "cpu_seconds": time.process_time()}
         os.dup2(2, 0)  # closes the requests; 1 and 2 already go nowhere
         os.closerange(3, write)
         os.closerange(write + 1, 1 << 16)
@@ -106,7 +108,7 @@ def _confined(grade: Callable[..., Any], request: Any, write: int, seconds: int)
         resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, spent + seconds + 1))
         kernel.allow_only_computing()
     except Exception as error:
-        return {"raised": _told(error)}
+        return {"raised": _described(error)}
     answer = _answer(lambda _: scored(), request)
     if missed.names:
         return {"raised": f"ImportError: it loads {missed.names[0]} only when it grades"}

@@ -24,8 +24,9 @@ _NUMBER = re.compile(r"[0-9]{1,7}")
 
 
 class Guess(Environment):
-    """Arguments: `largest`, the largest secret (default 99). A turn's guess is the last number in
-    it. The answer is correct if the last turn guesses the secret. Requires a run with
+    """Arguments: `largest`, the largest secret (default 99); `turn_micro`, the reward of each turn
+    whose guess the answers so far allow, in millionths (default 0). A turn's guess is the last
+    number in it. The answer is correct if the last turn guesses the secret. Requires a run with
     [conversation] and no tools."""
 
     name = "guess"
@@ -33,10 +34,11 @@ class Guess(Environment):
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         super().__init__(arguments, budgets)
-        largest = arguments.get("largest", 99)
-        if not isinstance(largest, int) or not 1 <= largest <= 999_999 or len(arguments) > 1:
-            raise UserError("The guess environment takes `largest`, from 1 to 999999.")
-        self._largest = largest
+        unknown = sorted(set(arguments) - {"largest", "turn_micro"})
+        if unknown:
+            raise UserError(f"The guess environment has no argument {unknown[0]!r}.")
+        self._largest = _integer(arguments, "largest", 99, least=1, most=999_999)
+        self._turn_micro = _integer(arguments, "turn_micro", 0, least=0, most=MICRO)
 
     def data_digest(self) -> Digest:
         return encoding.sha256(b"")
@@ -70,12 +72,35 @@ class Guess(Environment):
             return None
         return Observation("higher" if secret > guess else "lower")
 
+    def turn_rewards(self, problem: Problem, turns: Sequence[str]) -> Sequence[int]:
+        if not self._turn_micro:
+            return ()
+        least, most, secret = 0, self._largest, int(problem.answer)
+        earned = []
+        for guess in map(_guess, turns):
+            if guess is None or not least <= guess <= most:
+                earned.append(0)
+                continue
+            earned.append(self._turn_micro)
+            least = guess + 1 if guess < secret else least
+            most = guess - 1 if guess > secret else most
+        return earned
+
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
         guess = _guess(output_text)
         if guess is None:
             return TaskScore(0, "no number")
         right = guess == int(problem.answer)
         return TaskScore(MICRO if right else 0, "found" if right else f"guessed {guess}")
+
+
+def _integer(
+    arguments: Mapping[str, int | str], name: str, default: int, *, least: int, most: int
+) -> int:
+    value = arguments.get(name, default)
+    if not isinstance(value, int) or not least <= value <= most:
+        raise UserError(f"The guess environment takes `{name}`, from {least} to {most}.")
+    return value
 
 
 def _guess(text: str) -> int | None:

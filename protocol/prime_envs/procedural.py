@@ -141,14 +141,14 @@ class ReasoningGym(Environment):
         if not only_data(self._family, answer):
             return TaskScore(0, "the answer is a program, or not what was asked for")
         try:
-            told = self._grader.ask({"index": problem.index, "answer": answer})
+            reply = self._grader.ask({"index": problem.index, "answer": answer})
         except GradingTimeoutError:
             return TaskScore(0, "the grader ran out of time", uncertain=True)
         except GradingCrashError as error:
             return TaskScore(0, f"problem {problem.problem_id}: {error}", uncertain=True)
-        slow = told.cpu_seconds * SLACK > CPU_SECONDS
-        reason = f"scored {told.value / MICRO:g} by {self._family}"
-        return TaskScore(told.value, reason, uncertain=slow)
+        slow = reply.cpu_seconds * SLACK > CPU_SECONDS
+        reason = f"scored {reply.value / MICRO:g} by {self._family}"
+        return TaskScore(reply.value, reason, uncertain=slow)
 
     def _made(self, index: int) -> dict[str, Any]:
         found: dict[str, Any] = self._grader.call({"index": index})

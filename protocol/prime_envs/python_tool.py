@@ -3,7 +3,8 @@ network.
 
 Monty (pydantic-monty, pinned to one version) runs in a separate process with a memory limit, a
 fixed clock and a fixed seed. Names and functions persist for the row's next program. A program that
-runs longer than SECONDS ends with UNFINISHED, and the next one starts without names.
+reaches the limit of time (SECONDS for all of a row's programs) or memory ends its row as
+`tool_limit`.
 
 Machines may differ in the last bits of functions such as `sin`, and in what a slow one does not
 finish. An answer is therefore not `exact`: a file with a different answer is not paid, but no one
@@ -28,7 +29,6 @@ CLOSE_TO_LIMIT = 0.1
 """In seconds; a program that takes longer here may not finish on a slower machine."""
 MEMORY_BYTES = 64 << 20
 RECURSION = 200
-UNFINISHED = "error: the program did not finish"
 MAX_PROGRAM = 8192
 _POLICY: Any = {
     "random_start": {"seed": 0},
@@ -57,21 +57,9 @@ def run(calls: Sequence[Mapping[str, str]]) -> Observation:
     last expression.
 
     `calls` are the arguments of each call so far: `code` or `input`. Earlier programs are run
-    again, so that a reply depends only on the row.
+    again in the same session, so that a reply depends only on the row. `limit` says whether a
+    program reached the limit of time or memory, or came close to that of time.
     """
-    programs = [call.get("code", call.get("input", "")) for call in calls]
-    started = 0
-    found = Observation("")
-    for number in range(len(programs)):
-        found = _run_last(programs[started : number + 1])
-        if found.text == UNFINISHED:
-            started = number + 1
-    slow = found.given_up is not None
-    return Observation(found.text, exact=False, given_up=UNFINISHED if slow else None)
-
-
-def _run_last(programs: Sequence[str]) -> Observation:
-    """Runs the programs in one session. `given_up` is set if they came close to the limit."""
     global _pool
     import pydantic_monty as monty
 
@@ -86,23 +74,26 @@ def _run_last(programs: Sequence[str]) -> Observation:
         "max_recursion_depth": RECURSION,
     }
     began = time.monotonic()
-    text = ""
+    text: str | None = ""
     try:
         with _pool.checkout(
             limits=limits, os_policy=_POLICY, assert_message_annotations=False
         ) as session:
-            for program in programs:
-                if time.monotonic() - began > SECONDS:
-                    text = UNFINISHED
-                    break
-                text = _run_one(session, program)
+            for call in calls:
+                text = _run_one(session, call.get("code", call.get("input", "")))
+                if text is None or time.monotonic() - began > SECONDS:
+                    return _LIMITED
     except (monty.MontyCrashedError, monty.MontyShutdown):
-        text = UNFINISHED
-    near = text == UNFINISHED or time.monotonic() - began > CLOSE_TO_LIMIT
-    return Observation(text, given_up=UNFINISHED if near else None)
+        return _LIMITED
+    near = time.monotonic() - began > CLOSE_TO_LIMIT
+    return Observation(text or "", exact=False, limit="near" if near else "")
 
 
-def _run_one(session: Any, program: str) -> str:
+_LIMITED = Observation("", exact=False, limit="reached")
+
+
+def _run_one(session: Any, program: str) -> str | None:
+    """What a program prints or is worth; None if it reached the limit of time or memory."""
     import pydantic_monty as monty
 
     if len(program) > MAX_PROGRAM:
@@ -114,11 +105,10 @@ def _run_one(session: Any, program: str) -> str:
         raise
     except monty.MontyError as error:
         said = str(error)
-        if said.startswith("TimeoutError"):
-            return UNFINISHED
-        for kind in ("MemoryError", "RecursionError"):  # their messages contain measurements
-            if said.startswith(kind):
-                said = kind
+        if said.startswith(("TimeoutError", "MemoryError")):
+            return None
+        if said.startswith("RecursionError"):  # its message contains measurements
+            said = "RecursionError"
         return f"{printed.output}error: {said}"
     if printed.output:
         return printed.output.rstrip("\n")

@@ -135,13 +135,13 @@ def _keeps_to_the_question(family: str, answer: str, entry: Mapping[str, Any]) -
         return answer.strip().lower() == str(entry["answer"]).strip().lower()
     if family == "coin_flip":
         try:
-            told, gold = (
+            scored, gold = (
                 float(Fraction(text.replace(",", "")))
                 for text in (answer.strip(), str(entry["answer"]))
             )
         except (ValueError, ZeroDivisionError, OverflowError):
             return False
-        return abs(told - gold) <= COIN_TOLERANCE
+        return abs(scored - gold) <= COIN_TOLERANCE
     return family not in NO_NAN or "nan" not in answer.lower()
 
 

@@ -7,9 +7,9 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from prime_core.errors import PolicyError, UserError
-from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
+from prime_core.run import Conversation, EnvironmentRef, LengthBudgets, RunDefinition
 from prime_envs.base import Environment
-from prime_envs.tools import require_tools
+from prime_envs.tools import load_tools
 
 ENTRY_POINT_GROUP = "prime_open.environments"
 """Plugins register their Environment class here, e.g. `mytask = "my_package:MyTask"`."""
@@ -67,10 +67,11 @@ def environment_for(run: RunDefinition) -> Environment:
             f"The run wants {ref.train_size} + {ref.heldout_size} problems; "
             f"{ref.name!r} has {len(environment)}."
         )
+    environment.require(run.conversation)
     environment.chat = run.chat
     environment.conversation = run.conversation
     if run.conversation is not None:
-        require_tools(run.conversation)
+        environment.index = load_tools(run.conversation)
     return environment
 
 
@@ -81,9 +82,12 @@ def environment_ref(
     *,
     train_size: int,
     heldout_size: int,
+    conversation: Conversation | None = None,
 ) -> EnvironmentRef:
-    """A reference to the installed environment, with its digest, for a new run definition."""
+    """A reference to the installed environment, with its digest, for a new run definition with
+    these conversation settings. Raises UserError if they do not go together."""
     environment = load_environment(name, arguments, budgets)
+    environment.require(conversation)
     return EnvironmentRef(
         name=name,
         arguments=dict(arguments),

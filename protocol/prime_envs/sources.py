@@ -1,4 +1,4 @@
-"""Locates a dataset pinned by digest: a local file, the folder of fetched files, or a URL.
+"""Locates a dataset or corpus pinned by digest: a local file, a fetched file, or a URL.
 
 A file is accepted only if its SHA-256 is the one that the run pins. Fetched files are stored by
 digest under `$PRIME_DATASETS` (default `~/.cache/prime-open/datasets`); on a machine without
@@ -11,15 +11,23 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from prime_core.errors import MalformedError, UnavailableError, UntrustedError, UserError
 from prime_core.ids import Digest
+from prime_core.run import RunDefinition
+from prime_core.transport.addresses import PrivateAddressError, authority, public_address
+
+if TYPE_CHECKING:
+    import httpx
 
 VARIABLE = "PRIME_DATASETS"
 MAX_BYTES = 8 << 30
+MAX_REDIRECTS = 5
 _CHUNK = 1 << 20
 SUFFIXES = (".jsonl", ".parquet")
 BESIDE_POLICIES = "datasets"
@@ -43,9 +51,16 @@ def file_digest(path: Path) -> Digest:
     return Digest("0x" + hasher.hexdigest())
 
 
-def locate(sha256: str, *, path: str = "", url: str = "", folder: Path | None = None) -> Path:
+def locate(
+    sha256: str,
+    *,
+    path: str = "",
+    url: str = "",
+    folder: Path | None = None,
+    public_only: bool = False,
+) -> Path:
     """Finds the file with that digest: at `path`, among the fetched files, or by fetching `url`
-    now.
+    now, with `public_only` from public addresses only.
 
     Raises UntrustedError if a file is not the pinned one (naming both digests), UnavailableError if
     it cannot be fetched, UserError if there is no location.
@@ -65,11 +80,11 @@ def locate(sha256: str, *, path: str = "", url: str = "", folder: Path | None = 
     if not url:
         there_not = f"{path} does not exist, " if path else ""
         raise UserError(
-            f"{there_not}the dataset {sha256} is not under {folder}, and nothing says where to "
+            f"{there_not}the file {sha256} is not under {folder}, and nothing says where to "
             "fetch it",
-            hint="name it by the environment's `url` or `path`, or put the file there",
+            hint="name its `url` or `path` in the run, or put the file there",
         )
-    return fetch(url, sha256, folder)
+    return fetch(url, sha256, folder, public_only=public_only)
 
 
 def checked(path: Path, sha256: str) -> Path:
@@ -80,15 +95,37 @@ def checked(path: Path, sha256: str) -> Path:
     return path
 
 
-def bring(arguments: Mapping[str, int | str], folder: Path) -> Path | None:
+def bring_files(
+    run: RunDefinition, folder: Path, *, public_only: bool = False, allow_path: bool = True
+) -> list[Path]:
+    """Puts the run's dataset and corpus, if any, into `folder` (see `bring`)."""
+    corpus = None if run.conversation is None else run.conversation.corpus
+    named = (run.environment.arguments, {} if corpus is None else corpus.model_dump())
+    brought = [bring(one, folder, public_only=public_only, allow_path=allow_path) for one in named]
+    return [path for path in brought if path is not None]
+
+
+def bring(
+    arguments: Mapping[str, int | str],
+    folder: Path,
+    *,
+    public_only: bool = False,
+    allow_path: bool = True,
+) -> Path | None:
     """Puts an environment's dataset into `folder` for a worker without network, readable by every
-    user. Returns None if the environment names no dataset. Raises the same errors as `locate`."""
+    user. Returns None if the environment names no dataset. Raises the same errors as `locate`, and
+    without `allow_path` UntrustedError if it names a path on this machine."""
+    if arguments.get("path") and not allow_path:
+        raise UntrustedError(
+            f"the run names the local file {str(arguments['path'])[:200]!r}, which is not opened "
+            "for another's pool"
+        )
     sha256 = str(arguments.get("sha256", "")).lower()
     if not sha256:
         return None
     found = locate(
         sha256, path=str(arguments.get("path", "")), url=str(arguments.get("url", "")),
-        folder=folder,
+        folder=folder, public_only=public_only,
     )  # fmt: skip
     target = folder / f"{sha256[2:]}{found.suffix}"
     if found != target:
@@ -102,10 +139,13 @@ def bring(arguments: Mapping[str, int | str], folder: Path) -> Path | None:
     return target
 
 
-def fetch(url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES) -> Path:
-    """Downloads `url` into `folder` under its digest, atomically. Raises UnavailableError
-    (unreachable), UntrustedError (wrong bytes), MalformedError (too long), UserError (unsupported
-    address)."""
+def fetch(
+    url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES, public_only: bool = False
+) -> Path:
+    """Downloads `url` into `folder` under its digest, atomically. Follows at most MAX_REDIRECTS
+    redirects; with `public_only`, each leads to a public address. Raises UnavailableError
+    (unreachable), UntrustedError (wrong bytes, private address), MalformedError (too long),
+    UserError (unsupported address)."""
     import httpx
 
     parts = urlsplit(url)
@@ -120,11 +160,9 @@ def fetch(url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES) -> Pat
     try:
         with (
             os.fdopen(handle, "wb") as file,
-            httpx.stream(
-                "GET", url, follow_redirects=True, timeout=60.0,
-                headers={"Accept-Encoding": "identity"},
-            ) as answer,
-        ):  # fmt: skip
+            httpx.Client(timeout=60.0) as client,
+            _opened(client, url, public_only) as answer,
+        ):
             if answer.status_code != 200:
                 raise UnavailableError(f"{url} answers {answer.status_code}")
             for chunk in answer.iter_raw(_CHUNK):
@@ -145,6 +183,32 @@ def fetch(url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES) -> Pat
     finally:
         part.unlink(missing_ok=True)
     return target
+
+
+@contextmanager
+def _opened(client: httpx.Client, url: str, public_only: bool) -> Iterator[httpx.Response]:
+    """The answer to a GET of `url`, after redirects."""
+    import httpx
+
+    for _ in range(MAX_REDIRECTS + 1):
+        target = httpx.URL(url)
+        if target.scheme not in ("http", "https"):
+            raise UserError(f"{url} is no http(s) address")
+        headers = {"Accept-Encoding": "identity", "Host": authority(url)}
+        name = {"sni_hostname": target.host}
+        if public_only:
+            try:
+                target = target.copy_with(host=public_address(target.host))
+            except PrivateAddressError as error:
+                raise UntrustedError(str(error)) from error
+            except OSError as error:
+                raise UnavailableError(f"{target.host} has no address: {error}") from error
+        with client.stream("GET", target, headers=headers, extensions=name) as answer:
+            if not answer.has_redirect_location:
+                yield answer
+                return
+            url = str(httpx.URL(url).join(answer.headers["Location"]))
+    raise UnavailableError(f"{url} redirects too often")
 
 
 def _is_hex(text: str) -> bool:

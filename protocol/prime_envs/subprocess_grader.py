@@ -54,7 +54,7 @@ class SubprocessGrader:
 
     With `fork`, each call runs in a fork of the child with `timeout` CPU seconds: no state (caches,
     settings) carries over to the next call, and a slow call costs no restart. `confined` (with
-    `fork`): `target` must return a function, which is called once the fork can only compute (see
+    `fork`): a function that `target` returns is called once the fork can only compute (see
     grading_child.py); raises UserError on platforms without that sandbox. `warm` names a function
     that the child calls once, with `warm_with`, before its first request. `python` is another
     interpreter to run it in, with `path` as its PYTHONPATH. Thread-safe (one call at a time).

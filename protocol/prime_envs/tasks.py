@@ -159,4 +159,4 @@ def require_text(value: Any, where: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise MalformedError(f"{where} holds what is no valid text ({error.reason})") from error
+        raise MalformedError(f"{where} holds invalid text ({error.reason})") from error

@@ -1,9 +1,10 @@
 """Tools that a model may call in a conversation, and the parsing of its calls.
 
-A tool is a pure function of the row's calls so far, so that a validator can rerun it. The limits of
-an exact tool are counts of characters, operations and bits, never time. Names carry a version; a
-change that can affect an answer gets a new version, and the old one stays. Model text is quoted in
-ASCII, because which characters Python considers printable depends on its version.
+A tool is a pure function of the row's calls so far and of what the run pins, so that a validator
+can rerun it. The limits of an exact tool are counts of characters, operations and bits, never time.
+Names carry a version; a change that can affect an answer gets a new version, and the old one stays.
+Model text is quoted in ASCII, because which characters Python considers printable depends on its
+version.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from prime_core.errors import UserError
+from prime_core.gateway import MAX_ARGUMENTS
 from prime_core.run import Conversation
+from prime_envs.search import SearchIndex, load_index
 
 Arguments = Mapping[str, str]
 
@@ -25,15 +29,19 @@ class Observation:
     """The environment's message after a turn.
 
     `exact`: every machine gets the same message, so a file with another one is rejected; if False,
-    such a file is only not paid. `given_up`: the message on a slower machine, which is also
-    accepted.
+    such a file is only not paid. `limit`: "reached" if a call ended by its limit, which ends the
+    row as `tool_limit`; "near" if it may do so on a slower machine, which is also accepted.
     """
 
     text: str
     exact: bool = True
-    given_up: str | None = None
+    limit: Literal["", "near", "reached"] = ""
+    call: Call | None = None
+    """A call that only the pool's gateway can answer; `text` is then what is said without one."""
 
 
+TOOL_ERROR = "error: "
+"""Part of every answer to a call that failed."""
 Tool = Callable[[Sequence[Arguments]], Observation]
 """Arguments of the row's calls of this tool so far → the message after the last call."""
 
@@ -64,8 +72,11 @@ def first_call(text: str, conversation: Conversation) -> Call | None:
     return _tagged_call(text, [_word(name) for name in conversation.tools])
 
 
-def answer(turns: Sequence[str], conversation: Conversation) -> Observation | None:
-    """The tools' answer to the last of the model's turns; None if it contains no call."""
+def answer(
+    turns: Sequence[str], conversation: Conversation, index: SearchIndex | None
+) -> Observation | None:
+    """The tools' answer to the last of the model's turns; None if it contains no call. `index` is
+    what `load_tools` returned."""
     calls = [first_call(turn, conversation) for turn in turns]
     if calls[-1] is None:
         return None
@@ -73,21 +84,48 @@ def answer(turns: Sequence[str], conversation: Conversation) -> Observation | No
     last = calls[-1]
     problem = _problem(last, names)
     if problem:
-        return Observation(f"error: {problem}")
+        return Observation(TOOL_ERROR + problem)
+    if conversation.gateway is not None and names[last.tool] in conversation.gateway.tools:
+        return _for_gateway(Call(names[last.tool], last.arguments))
     same = [
         call.arguments
         for call in calls
         if call is not None and call.tool == last.tool and not _problem(call, names)
     ]
+    if names[last.tool] == SEARCH:
+        assert index is not None
+        query = last.arguments.get("query", last.arguments.get("input", ""))
+        return Observation(index.search(query))
     return TOOLS[names[last.tool]](same)
 
 
-def require_tools(conversation: Conversation) -> None:
-    """Raises UserError for an unknown tool, or a tool in two versions."""
-    unknown = [name for name in conversation.tools if name not in TOOLS]
+def _for_gateway(call: Call) -> Observation:
+    arguments = [*call.arguments, *call.arguments.values()]
+    if sum(map(len, arguments)) > MAX_ARGUMENTS or len(call.arguments) > 16:
+        return Observation(f"{TOOL_ERROR}a call has at most {MAX_ARGUMENTS} characters")
+    if any("\ud800" <= letter <= "\udfff" for text in arguments for letter in text):
+        return Observation(f"{TOOL_ERROR}a call has letters that are no text")
+    return Observation(f"{TOOL_ERROR}no gateway is asked here", call=call)
+
+
+def load_tools(conversation: Conversation) -> SearchIndex | None:
+    """Loads what the run's tools need: the index of the corpus for search-1.
+
+    Raises UserError for an unknown tool, a tool in two versions, or a corpus that is missing or
+    not used, and the errors of search.load_index.
+    """
+    remote = () if conversation.gateway is None else conversation.gateway.tools
+    known = sorted({*TOOLS, SEARCH, *remote})
+    for name in remote:
+        if name not in conversation.tools or name in {*TOOLS, SEARCH} or not _word(name):
+            raise UserError(
+                f"conversation.gateway.tools names {name!r}, which must be one of "
+                "conversation.tools, have a version, and be no built-in tool",
+                hint='tools = ["fetch-1"]',
+            )
+    unknown = [name for name in conversation.tools if name not in known]
     if unknown:
-        known = ", ".join(sorted(TOOLS))
-        raise UserError(f"there is no tool {unknown[0]!r}; known are {known}")
+        raise UserError(f"there is no tool {unknown[0]!r}; known are {', '.join(known)}")
     if "python-1" in conversation.tools:
         from prime_envs.python_tool import require_monty
 
@@ -95,6 +133,12 @@ def require_tools(conversation: Conversation) -> None:
     words = [_word(name) for name in conversation.tools]
     if len(set(words)) < len(words):
         raise UserError("conversation.tools names one tool in two versions")
+    if (SEARCH in conversation.tools) != (conversation.corpus is not None):
+        raise UserError(
+            f"the tool {SEARCH} and conversation.corpus go together; one of them is missing",
+            hint='corpus = { sha256 = "0x…", url = "https://…/corpus.jsonl" }',
+        )
+    return None if conversation.corpus is None else load_index(conversation.corpus)
 
 
 def _word(name: str) -> str:
@@ -172,7 +216,7 @@ def calculator(calls: Sequence[Arguments]) -> Observation:
     try:
         return Observation(_shown(_Parser(_tokens(text)).whole()))
     except _ToolError as error:
-        return Observation(f"error: {error}")
+        return Observation(f"{TOOL_ERROR}{error}")
 
 
 def _tokens(text: str) -> list[str]:
@@ -300,7 +344,7 @@ def notes(calls: Sequence[Arguments]) -> Observation:
         try:
             said = _note(kept, arguments)
         except _ToolError as error:
-            said = f"error: {error}"
+            said = f"{TOOL_ERROR}{error}"
     return Observation(said)
 
 
@@ -333,3 +377,5 @@ def python(calls: Sequence[Arguments]) -> Observation:
 
 
 TOOLS: dict[str, Tool] = {"calculator-1": calculator, "notes-1": notes, "python-1": python}
+SEARCH = "search-1"
+"""The tool that needs more than the row's calls: the run's corpus."""

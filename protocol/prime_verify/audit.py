@@ -166,7 +166,7 @@ def audit_submission(
     except (NotFoundError, UnavailableError) as error:
         return Audit("cannot tell", str(error))
     except (UntrustedError, MalformedError, ValueError) as error:
-        return Audit("mismatch", f"what is published does not hold: {error}")
+        return Audit("mismatch", f"the published data is wrong: {error}")
     secret = file_secret(ZERO_DIGEST, digest)  # our own draw: any rows must pass
     finding = _run(data, signed, lease, secret, setting)
     return compare_verdict(verdict, table, finding, lease)

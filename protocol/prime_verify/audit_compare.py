@@ -28,6 +28,14 @@ or samples exceed their limits first, and which earlier policies are available d
 explains it. Rows, statistics and chance must still agree, so this never turns an honest file into a
 rejected one."""
 
+_EXACT = (Reason.WRONG_PROOF_PASS, Reason.TAMPERED_LOGPROBS)
+"""What a proof pass that is repeated bit for bit can show. The lease says whether it has a class:
+the evidence's statistics are the accuser's words."""
+
+_OTHER_CLASS = (
+    "the proof pass can be repeated only on a machine of its class, which this one is not"
+)
+
 Result = Literal["match", "accepted", "mismatch", "cannot tell"]
 
 
@@ -68,6 +76,9 @@ def compare_slash(evidence: Evidence, finding: Finding, notes: tuple[str, ...]) 
 
     if finding.outcome is Outcome.ABSTAINED:
         return audit("cannot tell", finding.detail)
+    exactly = evidence.lease.numeric_class() is not None and expected in _EXACT
+    if finding.reason is not expected and exactly and "exact_rows" not in finding.statistics:
+        return audit("cannot tell", f"{_OTHER_CLASS}: {evidence.detail}")
     if finding.reason is not expected and not {finding.reason, expected} <= _SAME_LIE:
         return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
     if finding.rows_drawn != evidence.rows_drawn:
@@ -112,6 +123,10 @@ def compare_verdict(
 
     if finding.outcome is Outcome.ABSTAINED:
         return audit("cannot tell", finding.detail)
+    if expected is Reason.UNPROVEN_MISMATCH and finding.outcome is Outcome.ACCEPTED:
+        drawn = "other rows were drawn here"
+        alike = "exact_rows" in finding.statistics
+        return audit("cannot tell", drawn if alike else _OTHER_CLASS)
     if finding.reason is not expected:
         return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
     if table is None:

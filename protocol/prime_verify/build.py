@@ -15,20 +15,23 @@ problem and the earlier turns, so a validator recomputes them and compares every
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from prime_core import seeds
+from prime_core.errors import UnavailableError
+from prime_core.gateway import Answers, GatewayAnswer, GatewayCall, tokens_digest
 from prime_core.ids import Digest
 from prime_core.proof_form import PROOF_WINDOW, FinishReason
-from prime_core.rollout import CONVERSATION_SCHEMA, SCHEMA_VERSION, model_tokens
+from prime_core.rollout import SCHEMA_VERSION, model_ranges, model_tokens
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import Lease, SignedLease
 from prime_engine.base import Engine, Generation, GenerationRequest, StateSink
 from prime_envs.base import Environment, Problem, Reply
-from prime_verify.proofs import activations, sketch
+from prime_envs.tools import Call
+from prime_verify.proofs import activations, exact, sketch
 from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
 
@@ -73,15 +76,18 @@ def generate_rows(
     engine: Engine,
     sink: StateSink | None = None,
     environment: Environment | None = None,
+    answers: Answers | None = None,
 ) -> list[Generation]:
     """Generates every planned row with its noise, at the run's temperature and length limit.
 
     `environment` answers the turns of a run with `conversation`, and is required only there.
+    `answers` is where the answers to calls of the gateway's tools come from; without it, rows with
+    such a call end there as `tool_limit`.
     """
     if run.conversation is not None:
         if environment is None:
             raise ValueError("a run with conversation needs its environment to generate rows")
-        return converse(plan, run, engine, environment, sink)
+        return converse(plan, run, engine, environment, sink, answers)
     requests = [
         GenerationRequest(row.prompt_tokens, run.max_output_tokens, row.noise_seed) for row in plan
     ]
@@ -95,15 +101,32 @@ def reply_to(
     tokenizer: Any,
     output_tokens: Sequence[int],
     spans: Sequence[int],
+    answers: Answers | None = None,
 ) -> Reply:
     """Returns the environment's reply to a model span that ended with an end token; empty after the
     run's last turn.
 
-    `output_tokens` ends with that end token; `spans` are the span lengths, model first and last.
+    `output_tokens` ends with that end token; `spans` are the span lengths, model first and last;
+    `answers`: see generate_rows. Raises what `answers` raises.
     """
     if run.conversation is None or len(spans) // 2 + 1 >= run.conversation.turns:
         return Reply()
-    return environment.reply(row.problem, row.target_length, output_tokens, spans, tokenizer)
+
+    def ask(call: Call) -> GatewayAnswer | None:
+        if answers is None:
+            return None
+        return answers.answer(
+            GatewayCall(
+                group=row.group,
+                sample=row.sample,
+                turn=len(spans) // 2,
+                prefix=tokens_digest(row.prompt_tokens, output_tokens),
+                tool=call.tool,
+                arguments=dict(call.arguments),
+            )
+        )
+
+    return environment.reply(row.problem, row.target_length, output_tokens, spans, tokenizer, ask)
 
 
 def fits(run: RunDefinition, output_tokens: Sequence[int], reply: Sequence[int]) -> bool:
@@ -120,6 +143,7 @@ class _Row:
     logprobs: list[np.ndarray[Any, np.dtype[np.float32]]]
     states: list[np.ndarray[Any, np.dtype[np.uint16]]]
     finish_reason: FinishReason = "length"
+    gateway: list[GatewayAnswer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -146,12 +170,13 @@ def converse(
     engine: Engine,
     environment: Environment,
     sink: StateSink | None = None,
+    answers: Answers | None = None,
 ) -> list[Generation]:
     """Generates every planned row turn by turn; all rows advance together.
 
     Returns one Generation per row: `logprobs` [T] with 0 for the environment's tokens, `states` [M]
-    of the model's tokens only (see StateSink for `sink`). Raises the same errors as
-    Engine.generate.
+    of the model's tokens only (see StateSink for `sink`, generate_rows for `answers`). Raises the
+    same errors as Engine.generate, and what `answers` raises.
     """
     assert run.conversation is not None
     rows = [_Row([], [], [], []) for _ in plan]
@@ -178,10 +203,15 @@ def converse(
             row.finish_reason = made.finish_reason
             if made.finish_reason != "end":
                 continue
-            reply = reply_to(
-                plan[n], run, environment, engine.tokenizer, row.tokens, row.spans
-            ).tokens
-            if not fits(run, row.tokens, reply):
+            said = reply_to(
+                plan[n], run, environment, engine.tokenizer, row.tokens, row.spans, answers
+            )
+            reply = said.tokens
+            if said.answer is not None:
+                row.gateway.append(said.answer)
+            if said.unanswered:
+                row.finish_reason = "tool_limit"
+            elif not fits(run, row.tokens, reply):
                 row.finish_reason = "length" if reply else "end"
             elif reply:
                 row.tokens += reply
@@ -198,6 +228,7 @@ def converse(
             states=np.concatenate(row.states),
             finish_reason=row.finish_reason,
             spans=tuple(row.spans) if len(row.spans) > 1 else (),
+            gateway=tuple(row.gateway),
         )
         for row in rows
     ]
@@ -209,6 +240,7 @@ def generate_proved(
     run: RunDefinition,
     engine: Engine,
     environment: Environment | None = None,
+    answers: Answers | None = None,
 ) -> tuple[list[Generation], list[tuple[bytes, bytes]]]:
     """Combines `generate_rows` and `prove_rows`: each window is proved as soon as it is full, so
     that no states are kept."""
@@ -220,9 +252,34 @@ def generate_proved(
         return seeds.sketch_key(seed, plan[row].group, plan[row].sample, window, tokens)
 
     reducer = WindowReducer(key_of)
-    generations = generate_rows(plan, run, engine, reducer, environment)
+    generations = generate_rows(plan, run, engine, reducer, environment, answers)
     proofs = [reducer.proof(row) for row in range(len(plan))]
     return generations, [(proof.proofs, proof.sketch) for proof in proofs]
+
+
+def prove_exactly(
+    lease_digest: Digest,
+    plan: Sequence[PlannedRow],
+    run: RunDefinition,
+    engine: Engine,
+    generations: Sequence[Generation],
+) -> tuple[list[Generation], list[bytes]]:
+    """Runs the proof pass of every row. Returns the rows with its log-probabilities, and the
+    digests of its windows (proofs.exact)."""
+    seed = seeds.lease_seed(lease_digest)
+    proved, digests = [], []
+    for row, made in zip(plan, generations, strict=True):
+        ranges = model_ranges(made.spans, len(made.output_tokens))
+        places = np.concatenate([np.arange(start, end) for start, end in ranges])
+        own = model_tokens(made.output_tokens, made.spans)
+        keys = sketch_keys(seed, row.group, row.sample, own)
+        parts = engine.proof_pass(row.prompt_tokens, made.output_tokens, run.temperature)
+        found = exact.commit(parts, places, keys)
+        logprobs = np.zeros(len(made.output_tokens), dtype=np.float32)
+        logprobs[places] = found.logprobs
+        proved.append(replace(made, logprobs=logprobs))
+        digests.append(found.digests)
+    return proved, digests
 
 
 def sketch_keys(seed: Digest, group: int, sample: int, tokens: Sequence[int]) -> list[bytes]:
@@ -273,8 +330,9 @@ def assemble_rows(
     generations: Sequence[Generation],
     rewards: Sequence[float],
     proofs: Sequence[tuple[bytes, bytes]],
+    digests: Sequence[bytes] = (),
 ) -> list[FileRow]:
-    """Combines the results of all steps into file rows."""
+    """Combines the results of all steps into file rows; `digests` for an exact class only."""
     return [
         FileRow(
             problem_id=row.problem.problem_id,
@@ -290,24 +348,30 @@ def assemble_rows(
             proofs=activation_proofs,
             sketch=row_sketch,
             spans=generation.spans,
+            gateway=generation.gateway,
+            digests=digest,
         )
-        for row, generation, reward, (activation_proofs, row_sketch) in zip(
-            plan, generations, rewards, proofs, strict=True
+        for row, generation, reward, (activation_proofs, row_sketch), digest in zip(
+            plan, generations, rewards, proofs, digests or [b""] * len(plan), strict=True
         )
     ]
 
 
 def metadata_of(
-    lease_digest: Digest, engine: Engine, run: RunDefinition | None = None
+    lease_digest: Digest,
+    engine: Engine,
+    run: RunDefinition | None = None,
+    numeric_class: Digest | None = None,
 ) -> FileMetadata:
-    """The metadata of a file made with `engine`; without `run`, of a file without conversation."""
-    conversation = run is not None and run.conversation is not None
+    """The metadata of a file made with `engine`; without `run`, of a file without conversation;
+    `numeric_class` as in the lease."""
     return FileMetadata(
         lease=lease_digest,
         engine=engine.name,
         dtype=engine.dtype,
         device=engine.device,
-        schema_version=CONVERSATION_SCHEMA if conversation else SCHEMA_VERSION,
+        schema_version=SCHEMA_VERSION if run is None else run.file_schema,
+        numeric_class=numeric_class or "",
     )
 
 
@@ -317,16 +381,24 @@ def build_rollout_file(
     run: RunDefinition,
     engine: Engine,
     environment: Environment,
+    answers: Answers | None = None,
 ) -> bytes:
     """Builds the honest rollout file of one lease, as Parquet bytes.
 
     `engine` has the policy `signed.policy_version` loaded; `lease_digest` is the EIP-712 digest of
-    `signed.lease` under the pool's Work domain.
+    `signed.lease` under the pool's Work domain; `answers`: see generate_rows. Raises
+    UnavailableError if the lease names an exact class that is not this engine's.
     """
+    numeric_class = signed.numeric_class()
+    if numeric_class is not None and engine.numeric_class().digest() != numeric_class:
+        raise UnavailableError("this machine with this policy is not of the lease's exact class")
     plan = plan_rows(
         signed.lease, lease_digest, run, environment, engine.tokenizer, signed.problems()
     )
-    generations, proofs = generate_proved(lease_digest, plan, run, engine, environment)
+    generations, proofs = generate_proved(lease_digest, plan, run, engine, environment, answers)
+    digests: list[bytes] = []
+    if numeric_class is not None:
+        generations, digests = prove_exactly(lease_digest, plan, run, engine, generations)
     rewards = grade_rows(plan, generations, environment, engine.tokenizer)
-    rows = assemble_rows(signed, plan, generations, rewards, proofs)
-    return write_rollout_file(rows, metadata_of(lease_digest, engine, run))
+    rows = assemble_rows(signed, plan, generations, rewards, proofs, digests)
+    return write_rollout_file(rows, metadata_of(lease_digest, engine, run, numeric_class))

@@ -115,9 +115,9 @@ def replay_rows(
     found, references = [], []
     for start in range(0, len(file.rows), FILE_ROWS):
         numbers = range(start, start + FILE_ROWS)
-        twin = verifier.twin(file.metadata.dtype)
+        same_dtype = verifier.in_dtype(file.metadata.dtype)
         replays = replay.Replayed(
-            verifier, run, honest.lease_digest, numbers, plan, file.rows, twin
+            verifier, run, honest.lease_digest, numbers, plan, file.rows, same_dtype
         )
         found += replays.measure()
         references.append(replays.reference())

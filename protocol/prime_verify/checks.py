@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from prime_core.errors import MalformedError
+from prime_core.errors import MalformedError, UntrustedError
+from prime_core.gateway import Recorded
+from prime_core.ids import Digest
 from prime_core.proof_form import PROOF_WINDOW
 from prime_core.rollout import model_ranges
 from prime_core.run import MICRO, RunDefinition
@@ -82,11 +84,11 @@ def _check_ending(
         raise RulingError(Reason.WRONG_ROWS, f"row {number} is longer than the run allows")
     for start, end in model_ranges(row.spans, len(tokens)):
         if not end_tokens.isdisjoint(tokens[start : end - 1]):
-            raise RulingError(Reason.WRONG_ROWS, f"row {number} goes on after an end token")
+            raise RulingError(Reason.WRONG_ROWS, f"row {number} continues after an end token")
         if end < len(tokens) and tokens[end - 1] not in end_tokens:
             raise RulingError(Reason.WRONG_ROWS, f"row {number} has a turn that does not end")
     ended = tokens[-1] in end_tokens
-    if ended < (row.finish_reason == "end") or (
+    if ended < (row.finish_reason != "length") or (
         run.conversation is None and ended != (row.finish_reason == "end")
     ):
         raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
@@ -100,16 +102,17 @@ def check_replies(
     run: RunDefinition,
     engine: Engine,
     environment: Environment,
+    lease_digest: Digest,
 ) -> None:
     """Checks what the environment says after each turn of every row. Without a conversation there
-    is nothing to check.
+    is nothing to check. Answers of the gateway are those that the row carries.
 
     Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
     """
     if run.conversation is None:
         return
     for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
-        _check_replies(number, row, due, run, engine, environment)
+        _check_replies(number, row, due, run, engine, environment, lease_digest)
 
 
 def _check_replies(
@@ -119,38 +122,64 @@ def _check_replies(
     run: RunDefinition,
     engine: Engine,
     environment: Environment,
+    lease_digest: Digest,
 ) -> None:
     """Checks the environment's reply after each turn, token by token. A reply that is not exact, or
-    that differs on the second try, accuses no one.
+    that differs on the second try, accuses no one; nor does a row that ended by a limit that the
+    environment's tools have, which only another machine may have reached. An answer of the gateway
+    counts if its signature covers this call of this row; a call without an answer, or one that
+    ended by its limit, ends its row as `tool_limit`.
 
     Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
     """
     tokens = row.output_tokens
     spans = row.spans or (len(tokens),)
+    assert run.conversation is not None
+    answers = None
+    if run.conversation.gateway is not None:
+        signed = {answer.turn: answer for answer in row.gateway}
+        answers = Recorded(lease_digest, run.conversation.gateway.key, signed)
     for turn in range(0, len(spans), 2):
         said = tokens[: sum(spans[: turn + 1])]
         if said[-1] not in engine.end_tokens:
             continue  # the last turn, cut at the length limit
 
         def reply(said: Sequence[int] = said, turn: int = turn) -> Reply:
-            return reply_to(due, run, environment, engine.tokenizer, said, spans[: turn + 1])
+            return reply_to(
+                due, run, environment, engine.tokenizer, said, spans[: turn + 1], answers
+            )
 
-        expected = reply()
+        try:
+            expected = reply()
+        except UntrustedError as error:
+            raise RulingError(
+                Reason.WRONG_OBSERVATION,
+                f"row {number} has an answer after turn {turn // 2} that its run's gateway did not "
+                "sign for this call",
+            ) from error
         last = turn + 1 == len(spans)
         found = () if last else tuple(tokens[len(said) :][: spans[turn + 1]])
-        allowed = {
-            (words, "end") if fits(run, said, words) else ((), "length" if words else "end")
-            for words in (expected.tokens, expected.given_up or expected.tokens)
-        }
+        words = expected.tokens
+        allowed = {(words, "end") if fits(run, said, words) else ((), "length" if words else "end")}
+        if expected.unanswered:
+            allowed = set()
+        if expected.unanswered or expected.near_limit:
+            allowed.add(((), "tool_limit"))
         if found not in {words for words, _ in allowed}:
             what = "leaves out" if not found else "makes up" if not expected.tokens else "changes"
             detail = f"row {number} {what} what the environment says after turn {turn // 2}"
-            if not expected.exact:
+            claims_limit = row.finish_reason == "tool_limit" and environment.tools_may_give_up
+            if not expected.exact or (last and claims_limit):
                 raise RulingError(Reason.WRONG_ROWS, f"{detail}, or its tools gave other answers")
+            environment.close()  # the second try has processes of its own
             if reply() == expected:
                 raise RulingError(Reason.WRONG_OBSERVATION, detail)
         elif last and ((), row.finish_reason) not in allowed:
             raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
+    if answers is not None and not set(answers.answers) <= answers.asked:
+        raise RulingError(
+            Reason.WRONG_ROWS, f"row {number} has an answer of the gateway to no call"
+        )
 
 
 def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
@@ -202,15 +231,15 @@ def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
     """Checks the claimed log-probabilities alone: none below what noise can draw (its ratio in
     training would be infinite), and not too many small ones.
 
-    Raises RulingError: TWO_HUMPED.
+    Raises RulingError: IMPROBABLE_TOKENS.
     """
     least = least_logprob(engine.vocabulary)
     for number, row in enumerate(rows):
         if float(row.logprobs.min()) < least:
             raise RulingError(
-                Reason.TWO_HUMPED,
+                Reason.IMPROBABLE_TOKENS,
                 f"row {number} claims a log-probability of {float(row.logprobs.min()):.4g}; no "
-                f"noise draws a token below {least:.1f}, whatever the model",
+                f"noise draws a token below {least:.1f}, for any model",
             )
     counts = [
         sampling.improbable_tokens(row.logprobs[row.places], engine.vocabulary) for row in rows
@@ -220,7 +249,7 @@ def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
     chance = max(LEAST_CHANCE, sampling.poisson_tail(observed, expected))
     if chance < SIGNIFICANCE:
         raise RulingError(
-            Reason.TWO_HUMPED,
+            Reason.IMPROBABLE_TOKENS,
             f"{observed} tokens of nearly no probability; honest sampling draws at most "
             f"{expected:.2g} on average (chance {chance:.2g})",
             chance,

@@ -59,7 +59,7 @@ def check_draw(
             if now > due + REVEAL_PATIENCE:
                 raise NotFoundError(
                     f"the secret of the draw (epoch {epoch}) was due and is not published: "
-                    "whether the rows were drawn by it cannot be told"
+                    "so whether the rows were drawn by it is unknown"
                 ) from None
             return (
                 f"the secret of the draw (epoch {epoch}) is not shown before {due} (Unix time)",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from prime_core import memory
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
@@ -70,6 +71,10 @@ def load_engine(
             f"the {engine} engine needs torch and transformers ({error}): "
             "pip install 'prime-open[torch]'"
         ) from error
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UnavailableError(f"{device!r} is no device here; known are cpu and cuda")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UnavailableError(f"there is no {device} here: choose --device cpu")
     if threads is not None:
         torch.set_num_threads(threads)
     return loader(folder, noise=gumbel, dtype=dtype, device=device, **options)
@@ -77,7 +82,7 @@ def load_engine(
 
 EXPANSION, WIDENED = 3, 5
 """Memory of a loaded policy relative to its bfloat16 files: EXPANSION for float32 and a bfloat16
-twin; WIDENED adds the twin's float32 copies on processors without bfloat16 instructions."""
+same-dtype replay; WIDENED adds float32 copies of it on processors without bfloat16 instructions."""
 
 
 def loaded_bytes(folder: Path) -> int:
@@ -122,7 +127,10 @@ class FolderEngines:
         return self._get(version, found)
 
     def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
-        """See EngineProvider."""
+        """See EngineProvider. Yields none if `keep` is 1: the caller still holds the engine of
+        `version`, and two would be in memory."""
+        if self._keep < 2:
+            return
         for number in range(version - 1, max(-1, version - 1 - self._look_back), -1):
             try:
                 yield number, self._get(number, self.digest(number))
@@ -154,6 +162,7 @@ class FolderEngines:
                 del self._bytes[oldest]
                 engine.close()
                 del engine
+                memory.release()
             self._loaded[key] = self._load(folder)
             self._bytes[key] = size
         self._loaded.move_to_end(key)

@@ -22,6 +22,7 @@ from typing import Any
 from prime_core.errors import MalformedError
 from prime_core.ids import Digest
 from prime_engine.base import Engine, Replay, ReplayRequest
+from prime_engine.exact import NumericClass, ProofPart
 from prime_verify.engines import EngineProvider
 
 
@@ -47,6 +48,7 @@ class Packing:
         self._waiting: list[_Call] = []
         self._gate = threading.Lock()
         self._loading = threading.Lock()
+        self.proving = threading.Lock()
         self.prefills: list[int] = []
         """Number of rows of each call that reached an engine, in order."""
 
@@ -128,9 +130,9 @@ class Packing:
                 return
             yield one
 
-    def twin(self, engine: Engine, dtype: str) -> Engine:
+    def in_dtype(self, engine: Engine, dtype: str) -> Engine:
         with self._loading:
-            return engine.twin(dtype)
+            return engine.in_dtype(dtype)
 
 
 class _Engines:
@@ -158,8 +160,19 @@ class _Packed:
     def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
         return self._packing.replay(self._engine, requests, temperature)
 
-    def twin(self, dtype: str) -> Engine:
-        found = self._packing.twin(self._engine, dtype)
+    def proof_pass(
+        self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], temperature: float
+    ) -> Iterator[ProofPart]:
+        """One row is computed at a time, and held until it is complete."""
+        with self._packing.proving:
+            return iter(list(self._engine.proof_pass(prompt_tokens, output_tokens, temperature)))
+
+    def numeric_class(self) -> NumericClass:
+        with self._packing.proving:
+            return self._engine.numeric_class()
+
+    def in_dtype(self, dtype: str) -> Engine:
+        found = self._packing.in_dtype(self._engine, dtype)
         return self if found is self._engine else _Packed(found, self._packing)
 
     def __getattr__(self, name: str) -> Any:

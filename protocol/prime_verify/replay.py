@@ -1,6 +1,6 @@
 """Replay of drawn rows: per-row statistics, and the accusation that follows from them.
 
-    Replayed    drawn rows through the verifier's engine, and through its twin in the file's dtype
+    Replayed    drawn rows through the verifier's engine, and once more in the file's dtype
     .measure    replay compared with the file's claims   → RowStatistics
     .reference  both replays compared                    → drift that this dtype explains
     combine     rows → statistics of the file            (means by token or window, maxima)
@@ -8,8 +8,8 @@
 
 Limits for a file in another dtype than the verifier's are multiples of the drift that this dtype
 causes on the same rows, so they do not depend on the model. The file is also compared with the
-twin (the same policy replayed in the file's dtype). Where kernels agree, honest rounding matches
-the twin's, so the effect of different weights stands out against much less drift.
+same-dtype replay (the same policy in the file's dtype). Where kernels agree, honest rounding
+matches that replay's, so the effect of different weights stands out against much less drift.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class _Side:
 
 
 class Replayed:
-    """The rows `numbers` of a file, replayed by `engine` and by `twin`: the same policy in the
-    file's own dtype (`engine` itself if the dtypes are equal, or if it cannot compute in that
+    """The rows `numbers` of a file, replayed by `engine` and by `same_dtype`: the same policy in
+    the file's own dtype (`engine` itself if the dtypes are equal, or if it cannot compute in that
     dtype).
 
     `rows` have passed the structural checks: prompts as planned, decodable proofs. Raises
@@ -117,7 +117,7 @@ class Replayed:
         numbers: Sequence[int],
         plan: Sequence[PlannedRow],
         rows: Sequence[FileRow],
-        twin: Engine,
+        same_dtype: Engine,
     ) -> None:
         self._numbers = numbers
         self._temperature = run.temperature
@@ -133,13 +133,13 @@ class Replayed:
         self._places = [row.places for row in self._rows]
         replays = engine.replay(requests, self._temperature)
         self._own = self._side(replays)
-        self._twin = self._own
-        if twin is not engine:
+        self._same_dtype = self._own
+        if same_dtype is not engine:
             asked = [
                 replace(request, rivals=tuple(own.rivals.tolist()))
                 for request, own in zip(requests, replays, strict=True)
             ]
-            self._twin = self._side(twin.replay(asked, self._temperature))
+            self._same_dtype = self._side(same_dtype.replay(asked, self._temperature))
 
     def _side(self, whole: Sequence[Replay]) -> _Side:
         replays = [
@@ -164,14 +164,14 @@ class Replayed:
         own = row.logprobs[self._places[i]]
         return _Claim(own, proofs, sketch.decode(row.sketch, len(windows)))
 
-    def _twins_claim(self, i: int) -> _Claim:
-        """The claim that the twin would make about the i-th row."""
-        windows = self._twin.windows[i]
+    def _same_dtype_claim(self, i: int) -> _Claim:
+        """The claim that the same-dtype replay would make about the i-th row."""
+        windows = self._same_dtype.windows[i]
         proofs = [
             activations.decode(proof, len(window))
             for proof, window in zip(activations.build(windows), windows, strict=True)
         ]
-        return _Claim(self._twin.replays[i].logprobs, proofs, self._twin.sketches[i])
+        return _Claim(self._same_dtype.replays[i].logprobs, proofs, self._same_dtype.sketches[i])
 
     def measure(self) -> list[RowStatistics]:
         """Compares the file's claims with the replay; returns one RowStatistics per row."""
@@ -192,9 +192,9 @@ class Replayed:
                     tokens=len(self._places[i]),
                     windows=len(self._keys[i]),
                     equal=drawn.equal,
-                    values={**values, **self._against_twin(claim, values, i)},
+                    values={**values, **self._against_same_dtype(claim, values, i)},
                     inner_margin=float(replay.margins[:-1].max(initial=0.0)),
-                    ends_early=row.finish_reason == "end"
+                    ends_early=row.finish_reason != "length"
                     and not sampling.ends_plausibly(replay.end_probability, last_margin, 0.0),
                     tail_observed=int((replay.logprobs < np.log(TAIL_PROBABILITY)).sum()),
                     tail_expected=float(replay.tail_mass.sum()),
@@ -202,25 +202,27 @@ class Replayed:
             )
         return found
 
-    def _against_twin(self, claim: _Claim, values: Mapping[str, float], i: int) -> dict[str, float]:
-        """The TWIN statistics: the same claim compared with the twin's replay."""
-        if self._twin is not self._own:
-            margins = self._twin.replays[i].margins
+    def _against_same_dtype(
+        self, claim: _Claim, values: Mapping[str, float], i: int
+    ) -> dict[str, float]:
+        """The TWIN statistics: the same claim compared with the same-dtype replay."""
+        if self._same_dtype is not self._own:
+            margins = self._same_dtype.replays[i].margins
             drawn = sampling.match_sampling(margins, MARGIN_CAP)
             values = {
                 "margin_mean": drawn.margin_mean,
-                **self._compare(claim, self._twin, i),
+                **self._compare(claim, self._same_dtype, i),
             }
         return {name: values[of] for name, of in TWIN.items()}
 
     def by_window(self, i: int) -> dict[str, NDArray[np.float64]]:
-        """The i-th replayed row's claims compared with replay and twin, window by window: arrays
+        """The i-th replayed row's claims compared with both replays, window by window: arrays
         [windows]; token statistics are averaged over the window. For benchmarks."""
         claim = self._claimed(i)
         starts = np.arange(0, len(claim.logprobs), PROOF_WINDOW)
         lengths = np.diff(np.append(starts, len(claim.logprobs)))
         found: dict[str, NDArray[np.float64]] = {}
-        for prefix, side in (("", self._own), ("twin_", self._twin)):
+        for prefix, side in (("", self._own), ("twin_", self._same_dtype)):
             replay = side.replays[i]
             match = activations.verify(claim.proofs, side.windows[i])
             gap = np.abs(claim.logprobs.astype(np.float64) - replay.logprobs)
@@ -237,7 +239,7 @@ class Replayed:
         return found
 
     def reference(self) -> Reference:
-        """Drift between twin and replay, which the file's dtype alone explains; NO_REFERENCE if
+        """Drift between the two replays, which the file's dtype alone explains; NO_REFERENCE if
         they are the same engine.
 
         Margins: a claimed token's margin is at most the difference between the two engines'
@@ -245,11 +247,11 @@ class Replayed:
         token whose rival is closer than δ, by δ/2 on average, and rivals have a density below one
         per unit (Gumbel noise), so the mean of δ²/2 stands in for `margin_mean`.
         """
-        if self._twin is self._own:
+        if self._same_dtype is self._own:
             return NO_REFERENCE
         rows = []
-        for i, other in enumerate(self._twin.replays):
-            values = self._compare(self._twins_claim(i), self._own, i)
+        for i, other in enumerate(self._same_dtype.replays):
+            values = self._compare(self._same_dtype_claim(i), self._own, i)
             drift = np.abs(other.contrasts.astype(np.float64) - self._own.replays[i].contrasts)
             values["margin_mean"] = float((np.minimum(drift, MARGIN_CAP) ** 2).mean() / 2)
             values["margin_max"] = float(drift.max())
@@ -352,10 +354,12 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
         if inner <= limits.of["row"]["margin_max"] and any(row.ends_early for row in bad):
             return Accusation(Reason.EARLY_END, where, chance)
         if tail < SIGNIFICANCE:
-            return Accusation(Reason.TWO_HUMPED, where, min(chance, tail))
+            return Accusation(Reason.IMPROBABLE_TOKENS, where, min(chance, tail))
         return Accusation(Reason.WRONG_SAMPLING, where, chance)
     if tail < SIGNIFICANCE:
-        return Accusation(Reason.TWO_HUMPED, f"tail probability {tail:.3g}", min(chance, tail))
+        return Accusation(
+            Reason.IMPROBABLE_TOKENS, f"tail probability {tail:.3g}", min(chance, tail)
+        )
     if excess & _LOGPROBS:
         drifted = any(together[name] > most for name, most in limits.honest.items())
         reason = Reason.WRONG_ACTIVATIONS if drifted else Reason.TAMPERED_LOGPROBS

@@ -20,9 +20,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from prime_core.errors import MalformedError
+from prime_core.gateway import MAX_ANSWERS_BYTES, GatewayAnswer, decode_answers, encode_answers
 from prime_core.printing import printable
 from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS, FinishReason
 from prime_core.rollout import (
+    CONVERSATION_SCHEMA,
+    EXACT_BYTES,
+    EXACT_COLUMNS,
+    GATEWAY_SCHEMA,
     MAX_FILE_BYTES,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_TOKENS,
@@ -87,6 +92,19 @@ class FileMetadata:
     dtype: str
     device: str
     schema_version: str = SCHEMA_VERSION
+    numeric_class: str = ""
+    """Exact class of the lease, echoed; empty if it has none (prime_core.rollout.EXACT_COLUMNS)."""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of the file, in order, with their Arrow types."""
+        return SCHEMAS[self.schema_version] | (EXACT_COLUMNS if self.numeric_class else {})
+
+    @property
+    def pairs(self) -> dict[str, str]:
+        """The file's key-value metadata."""
+        keys = METADATA_KEYS + (("numeric_class",) if self.numeric_class else ())
+        return {key: getattr(self, key) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -108,6 +126,9 @@ class FileRow:
     sketch: bytes
     spans: tuple[int, ...] = ()
     """See prime_core.rollout.SCHEMAS."""
+    gateway: tuple[GatewayAnswer, ...] = ()
+    digests: bytes = b""
+    """One digest for each proof window of the proof pass; empty without an exact class."""
 
     @property
     def model_tokens(self) -> tuple[int, ...]:
@@ -129,16 +150,16 @@ class RolloutFile:
     rows: tuple[FileRow, ...]
 
 
-def arrow_schema(version: str = SCHEMA_VERSION) -> pa.Schema:
-    """The exact Arrow schema of a schema version, without key-value metadata."""
-    return pa.schema([pa.field(name, _TYPES[kind]) for name, kind in SCHEMAS[version].items()])
+def arrow_schema(columns: Mapping[str, str] = SCHEMAS[SCHEMA_VERSION]) -> pa.Schema:
+    """The exact Arrow schema of these columns, without key-value metadata."""
+    return pa.schema([pa.field(name, _TYPES[kind]) for name, kind in columns.items()])
 
 
 def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes:
     """Encodes `rows` in their order as Parquet bytes (zstd, plain encoding, one row group)."""
-    schema = arrow_schema(metadata.schema_version)
+    schema = arrow_schema(metadata.columns)
     columns = [
-        pa.array([getattr(row, field.name) for row in rows], type=field.type) for field in schema
+        pa.array([_value(row, field.name) for row in rows], type=field.type) for field in schema
     ]
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
@@ -150,12 +171,16 @@ def write_rollout_file(rows: Sequence[FileRow], metadata: FileMetadata) -> bytes
         data_page_version="1.0",
         store_schema=False,
     ) as writer:
-        writer.add_key_value_metadata({key: getattr(metadata, key) for key in METADATA_KEYS})
+        writer.add_key_value_metadata(metadata.pairs)
         writer.write_table(
             pa.Table.from_arrays(columns, schema=schema),
             row_group_size=max(1, len(rows)),
         )
     return cast(bytes, sink.getvalue().to_pybytes())
+
+
+def _value(row: FileRow, name: str) -> object:
+    return encode_answers(row.gateway) if name == "gateway" else getattr(row, name)
 
 
 def read_rollout_file(data: bytes) -> RolloutFile:
@@ -166,18 +191,18 @@ def read_rollout_file(data: bytes) -> RolloutFile:
     try:
         footer = read_footer(data)
         metadata = _metadata(footer)
-        _require_shape(footer, data, SCHEMAS[metadata.schema_version])
+        _require_shape(footer, data, metadata.columns)
         source = pq.ParquetFile(
             pa.BufferReader(data),
             thrift_string_size_limit=MAX_FOOTER,
             thrift_container_size_limit=MAX_FOOTER,
         )
-        schema = arrow_schema(metadata.schema_version)
+        schema = arrow_schema(metadata.columns)
         if not source.schema_arrow.equals(schema, check_metadata=False):
             raise FileError(Reason.WRONG_SCHEMA, "the columns are not those of the schema")
         table = source.read(use_threads=False)
         table.validate(full=True)
-        return RolloutFile(metadata, _rows(table, SCHEMAS[metadata.schema_version]))
+        return RolloutFile(metadata, _rows(table, metadata))
     except (FileError, MemoryError):  # not the file's fault; pyarrow's is also an ArrowException
         raise
     except MalformedError as error:
@@ -199,7 +224,7 @@ def _metadata(footer: Footer) -> FileMetadata:
         found = pairs.get("schema_version", "none")[:32]
         known = " or ".join(map(repr, SCHEMAS))
         raise FileError(Reason.WRONG_SCHEMA, f"schema version {found!r}, not {known}")
-    if set(pairs) != set(METADATA_KEYS):
+    if set(pairs) - {"numeric_class"} != set(METADATA_KEYS) or pairs.get("numeric_class") == "":
         raise FileError(Reason.WRONG_SCHEMA, f"the metadata keys are not {METADATA_KEYS}")
     return FileMetadata(**pairs)
 
@@ -241,11 +266,14 @@ def _most_bytes(footer: Footer, columns: Mapping[str, str]) -> list[int]:
         "finish_reason": MAX_FINISH_REASON * rows,
         "proofs": MAX_PROOF_BYTES * windows,
         "sketch": MAX_SKETCH_BYTES * windows,
+        "gateway": MAX_ANSWERS_BYTES * rows,
+        "digests": EXACT_BYTES * windows,
     }
     return [texts.get(name, 0) + 16 * values[name] + _SLACK for name in columns]
 
 
-def _rows(table: pa.Table, columns: Mapping[str, str]) -> tuple[FileRow, ...]:
+def _rows(table: pa.Table, metadata: FileMetadata) -> tuple[FileRow, ...]:
+    columns = metadata.columns
     for name in table.column_names:
         column = table.column(name)
         if column.null_count or any(
@@ -256,6 +284,7 @@ def _rows(table: pa.Table, columns: Mapping[str, str]) -> tuple[FileRow, ...]:
     plain = {
         name: table.column(name).to_pylist() for name, kind in columns.items() if kind not in _LISTS
     }
+    answers = _answers(plain.pop("gateway", None), table.num_rows)
     lists = {name: _lists(table.column(name)) for name, kind in columns.items() if kind in _LISTS}
     rows = tuple(
         FileRow(
@@ -263,13 +292,34 @@ def _rows(table: pa.Table, columns: Mapping[str, str]) -> tuple[FileRow, ...]:
             output_tokens=tuple(lists["output_tokens"][i].tolist()),
             logprobs=lists["logprobs"][i],
             spans=tuple(lists["spans"][i].tolist()) if "spans" in lists else (),
+            gateway=answers[i],
             **{name: values[i] for name, values in plain.items()},
         )
         for i in range(table.num_rows)
     )
+    endings = {"end", "length"} | (
+        {"tool_limit"}
+        if metadata.schema_version in (CONVERSATION_SCHEMA, GATEWAY_SCHEMA)
+        else set()
+    )
     for number, row in enumerate(rows):
         _require_row(number, row)
+        if row.finish_reason not in endings:
+            raise FileError(Reason.MALFORMED, f"row {number} has an unknown finish reason")
     return rows
+
+
+def _answers(texts: Sequence[str] | None, rows: int) -> list[tuple[GatewayAnswer, ...]]:
+    """The gateway's answers of each row; none in files without that column."""
+    if texts is None:
+        return [()] * rows
+    found = []
+    for number, text in enumerate(texts):
+        try:
+            found.append(decode_answers(text))
+        except MalformedError as error:
+            raise FileError(Reason.MALFORMED, f"row {number}: {error}") from error
+    return found
 
 
 def _lists(column: pa.ChunkedArray) -> list[NDArray[Any]]:
@@ -295,9 +345,19 @@ def _require_lengths(table: pa.Table) -> None:
     names = lengths("problem_id", pc.utf8_length)
     endings = lengths("finish_reason", pc.binary_length)
     windows = -(-tokens // PROOF_WINDOW)
+    if (
+        "digests" in table.column_names
+        and (lengths("digests", pc.binary_length) > windows * EXACT_BYTES).any()
+    ):
+        raise FileError(Reason.OVERSIZED, "a row has more digests than windows")
     many = (proofs > windows * MAX_PROOF_BYTES) | (sketches > windows * MAX_SKETCH_BYTES)
     if "spans" in table.column_names and (lengths("spans", pc.list_value_length) > MAX_SPANS).any():
         raise FileError(Reason.OVERSIZED, "a row has too many spans")
+    if (
+        "gateway" in table.column_names
+        and (lengths("gateway", pc.binary_length) > MAX_ANSWERS_BYTES).any()
+    ):
+        raise FileError(Reason.OVERSIZED, "a row has too long answers of the gateway")
     for bad, reason, what in (
         (
             (prompts > MAX_PROMPT_TOKENS) | (tokens > MAX_OUTPUT_TOKENS),
@@ -324,8 +384,6 @@ def _require_row(number: int, row: FileRow) -> None:
         raise FileError(Reason.MALFORMED, f"row {number} has a probability above one")
     if row.spans:
         _require_spans(number, row)
-    if row.finish_reason not in ("end", "length"):
-        raise FileError(Reason.MALFORMED, f"row {number} has an unknown finish reason")
     if row.group < 0 or row.sample < 0 or row.target_length < 0 or row.policy_version < 0:
         raise FileError(Reason.MALFORMED, f"row {number} has a negative number")
 

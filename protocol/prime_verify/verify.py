@@ -11,6 +11,7 @@
     rewards         every row is regraded                    → rejected
     repeats         a row that another file also has         → every row is replayed
     replay          drawn rows: sampling, states, log-probs  → rejected; void if uncalibrated
+    proof pass      drawn rows, bit for bit, in exact leases → rejected, or void
 
 If a tool or a grader has a time limit (Environment.tools_may_give_up, may_give_up), replies or
 rewards are checked last and only for files that the replay accepts. Fabricated answers designed to
@@ -31,14 +32,14 @@ from dataclasses import dataclass, field, replace
 from prime_core import encoding, seeds
 from prime_core.errors import MalformedError, PolicyError, UnavailableError
 from prime_core.ids import ZERO_DIGEST, Digest, Units
-from prime_core.rollout import CONVERSATION_SCHEMA, SCHEMA_VERSION, Submission
+from prime_core.rollout import EXACT_BYTES, Submission
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from prime_engine.base import Engine
 from prime_envs.base import Environment
 from prime_verify import repeats, replay
-from prime_verify.build import PlannedRow, plan_rows
+from prime_verify.build import PlannedRow, plan_rows, sketch_keys
 from prime_verify.checks import (
     RulingError,
     check_humps,
@@ -48,10 +49,12 @@ from prime_verify.checks import (
     check_rows,
 )
 from prime_verify.engines import EngineProvider
+from prime_verify.proofs import activations, exact
 from prime_verify.proofs.thresholds import STATISTICS, Calibration, Limits, shipped
 from prime_verify.repeats import Seen
 from prime_verify.rollout_file import (
     FileError,
+    FileMetadata,
     RolloutFile,
     read_rollout_file,
 )
@@ -175,6 +178,7 @@ def verify_file(
         file = _read(data, lease_digest, run)
         if submission is not None:
             _check_submission(data, file, signed, lease_digest, submission)
+        _check_class(file, signed)
         _check_freshness(signed, run)
         engine = _engine(engines, signed)
         plan = plan_rows(
@@ -184,7 +188,7 @@ def verify_file(
         check_proofs(file.rows, engine)
         check_humps(file.rows, engine)
         if not environment.tools_may_give_up:
-            check_replies(file.rows, plan, run, engine, environment)
+            check_replies(file.rows, plan, run, engine, environment, lease_digest)
         table = None
         if rewards_first or not environment.may_give_up:
             table = check_rewards(file.rows, plan, environment, engine)
@@ -205,7 +209,7 @@ def verify_file(
         return finding
     try:
         if environment.tools_may_give_up:
-            check_replies(file.rows, plan, run, engine, environment)
+            check_replies(file.rows, plan, run, engine, environment, lease_digest)
         if table is None:
             table = check_rewards(file.rows, plan, environment, engine)
     except RulingError as ruling:
@@ -228,7 +232,7 @@ def _read(data: bytes, lease_digest: Digest, run: RunDefinition) -> RolloutFile:
         raise RulingError(error.reason, str(error)) from error
     if file.metadata.lease != lease_digest:
         raise RulingError(Reason.WRONG_LEASE, "the file was made for another lease")
-    due = SCHEMA_VERSION if run.conversation is None else CONVERSATION_SCHEMA
+    due = run.file_schema
     if file.metadata.schema_version != due:
         raise RulingError(Reason.WRONG_SCHEMA, f"files of this run have schema version {due}")
     return file
@@ -253,6 +257,20 @@ def _check_submission(
         raise RulingError(Reason.WRONG_LEASE, "the submission names another lease, step or policy")
     if submission.rows != len(file.rows):
         raise RulingError(Reason.WRONG_ROWS, f"{len(file.rows)} rows, {submission.rows} submitted")
+
+
+def _check_class(file: RolloutFile, signed: SignedLease) -> None:
+    """The file is proved in the exact class of its lease, if that has one."""
+    if file.metadata.numeric_class != (signed.numeric_class() or ""):
+        raise RulingError(
+            Reason.WRONG_CLASS,
+            f"the lease asks for class {signed.numeric_class() or 'none'}, the file states "
+            f"{file.metadata.numeric_class or 'none'}",
+        )
+    for number, row in enumerate(file.rows):
+        due = EXACT_BYTES * activations.windows_of(len(row.places))
+        if len(row.digests) != (due if file.metadata.numeric_class else 0):
+            raise RulingError(Reason.MALFORMED, f"row {number} has no digest for each window")
 
 
 def _check_freshness(signed: SignedLease, run: RunDefinition) -> None:
@@ -289,8 +307,8 @@ def _judge_replay(
     setup = calibrated.setup(made.engine, made.dtype, made.device) if calibrated else None
 
     def replayed(by: Engine) -> replay.Replayed:
-        twin = by if setup is None else by.twin(file.metadata.dtype)
-        return replay.Replayed(by, run, lease_digest, numbers, plan, file.rows, twin)
+        same_dtype = by if setup is None else by.in_dtype(file.metadata.dtype)
+        return replay.Replayed(by, run, lease_digest, numbers, plan, file.rows, same_dtype)
 
     drawn = tuple(numbers)
     try:
@@ -318,20 +336,77 @@ def _judge_replay(
             row_statistics=found,
             setup=" ".join((made.engine, made.dtype, made.device)),
         )
+    result = None
+    try:
+        proving = _of_class(engine, made)
+        if proving is not None:
+            result = _compare_exactly(file, numbers, plan, lease_digest, run, proving)
+    except MalformedError as error:
+        return Finding(Reason.MALFORMED, str(error), rows_drawn=drawn)
+    except replay.NoNumbersError as error:
+        return Finding(Reason.VALIDATOR_CRASHED, str(error))
+    except MemoryError as error:
+        return Finding(Reason.OUT_OF_RESOURCES, f"the proof pass ran out of memory: {error}")
     accusation = replay.accuse(found, limits)
+    reason, detail = Reason.NONE, f"{len(drawn)} of {len(file.rows)} rows replayed"
+    if result is not None and proving is not None:
+        statistics |= result.statistics()
+        numeric = proving.numeric_class()
+        ruling = result.ruling(calibrated is not None and calibrated.proves(numeric.key))
+        if ruling is not None:
+            reason, detail = ruling[0], f"{ruling[1]} (class {numeric.key}: {numeric.words})"
     if accusation is not None and accusation.reason in EXPLAINED_BY_WEIGHTS:
         accusation = _explained_by_earlier(
             accusation, signed, engines, lambda by: replayed(by).measure(), limits
         )
+    chance = 0.0 if reason.outcome is Outcome.REJECTED else None
     return Finding(
-        accusation.reason if accusation else Reason.NONE,
-        accusation.detail if accusation else f"{len(drawn)} of {len(file.rows)} rows replayed",
+        accusation.reason if accusation else reason,
+        accusation.detail if accusation else detail,
         statistics=statistics,
         thresholds=limits.named(),
         rows_drawn=drawn,
         row_statistics=found,
         setup=" ".join((file.metadata.engine, file.metadata.dtype, file.metadata.device)),
-        chance=accusation.chance if accusation else None,
+        chance=accusation.chance if accusation else chance,
+    )
+
+
+def _of_class(engine: Engine, made: FileMetadata) -> Engine | None:
+    """The engine that repeats the file's proof pass; None if the file has none, or if this machine
+    is not of its class with this policy: then statistics alone judge it."""
+    if not made.numeric_class:
+        return None
+    try:
+        found = engine.in_dtype(made.dtype)
+        return found if found.numeric_class().digest() == made.numeric_class else None
+    except UnavailableError:
+        return None
+
+
+def _compare_exactly(
+    file: RolloutFile,
+    numbers: Sequence[int],
+    plan: Sequence[PlannedRow],
+    lease_digest: Digest,
+    run: RunDefinition,
+    engine: Engine,
+) -> exact.ExactResult:
+    """Repeats the proof pass of the drawn rows. Raises MalformedError, replay.NoNumbersError."""
+    seed = seeds.lease_seed(lease_digest)
+    rows = [file.rows[number] for number in numbers]
+    own = []
+    for number, row in zip(numbers, rows, strict=True):
+        parts = engine.proof_pass(plan[number].prompt_tokens, row.output_tokens, run.temperature)
+        keys = sketch_keys(seed, row.group, row.sample, row.model_tokens)
+        own.append(exact.commit(parts, row.places, keys))
+    if not all(found.finite for found in own):
+        raise replay.NoNumbersError("the proof pass's own probabilities are not numbers")
+    return exact.compare(
+        numbers,
+        [row.digests for row in rows],
+        [row.logprobs[row.places] for row in rows],
+        own,
     )
 
 

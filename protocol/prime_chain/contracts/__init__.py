@@ -10,6 +10,16 @@ from __future__ import annotations
 from prime_chain.amounts import ETHER, prime
 from prime_chain.client import ChainClient
 from prime_chain.contracts.base import Contract
+from prime_chain.contracts.court import (
+    Ballot,
+    Case,
+    CaseStatus,
+    Court,
+    Juror,
+    JurorSeat,
+    Vote,
+    commitment_of,
+)
 from prime_chain.contracts.pools import (
     Appointment,
     Pool,
@@ -28,10 +38,11 @@ from prime_chain.contracts.work import Work, WorkRoot
 from prime_core.deployment import Deployment
 
 __all__ = [
-    "ETHER", "AnnouncedTerms", "Appointment", "Binding", "Claim", "Contract", "Contracts", "Pool",
-    "PoolConfig", "PoolFunds", "PoolJudgement", "Pools", "Proposal", "ProposalState", "Registry",
-    "RewardRoot", "Rewards", "Rules", "Seat", "Slasher", "Token", "Unbonding", "Vault", "Work",
-    "WorkRoot", "prime",
+    "ETHER", "AnnouncedTerms", "Appointment", "Ballot", "Binding", "Case", "CaseStatus", "Claim",
+    "Contract", "Contracts", "Court", "Juror", "JurorSeat", "Pool", "PoolConfig", "PoolFunds",
+    "PoolJudgement", "Pools", "Proposal", "ProposalState", "Registry", "RewardRoot", "Rewards",
+    "Rules", "Seat", "Slasher", "Token", "Unbonding", "Vault", "Vote", "Work", "WorkRoot",
+    "commitment_of", "prime",
 ]  # fmt: skip
 
 
@@ -48,3 +59,4 @@ class Contracts:
         self.work = Work(client, deployment)
         self.rewards = Rewards(client, deployment)
         self.slasher = Slasher(client, deployment)
+        self.court = Court(client, deployment)

@@ -122,6 +122,10 @@ class Pools(Contract):
         found = Appointment(*self.read("validatorOf", pool, account, block=block))
         return found if found.number else None
 
+    def validator_at(self, pool: int, number: int, block: BlockId = "latest") -> Address | None:
+        """The account that was appointed under `number` (from 1 on); None if none was."""
+        return or_none(self._one("validatorAt", pool, number, block=block))
+
     def policy_digest(self, pool: int, version: int, block: BlockId = "latest") -> Digest | None:
         """Digest of a published policy's manifest; None if it is not published."""
         found = cast(Digest, self._one("policyDigest", pool, version, block=block))
@@ -167,7 +171,7 @@ class Pools(Contract):
         return self.write("resign", pool, what=f"resign as a validator of pool {pool}")
 
     def pause(self, pool: int) -> Call:
-        return self.write("pause", pool, what=f"let nobody into pool {pool} for now")
+        return self.write("pause", pool, what=f"admit no node to pool {pool} for now")
 
     def start(self, pool: int) -> Call:
         return self.write("start", pool, what=f"let nodes into pool {pool} again")

@@ -153,7 +153,7 @@ class Slasher(Contract):
         return self.write("acceptGovernor", what="accept the governor's role")
 
     def renounce_governor(self) -> Call:
-        what = "give the governor's role up for good: the terms never move again"
+        what = "give up the governor's role permanently: the terms never change again"
         return self.write("renounceGovernor", what=what)
 
     def announce_terms(self, dispute_deposit: int, validator_bond: int) -> Call:

@@ -104,4 +104,4 @@ class Vault(Contract):
         return self.write("rebond", amount, what=f"bond {prime(amount)} again")
 
     def withdraw(self) -> Call:
-        return self.write("withdraw", what="withdraw the stake whose unbonding has ended")
+        return self.write("withdraw", what="withdraw the stake that has finished unbonding")

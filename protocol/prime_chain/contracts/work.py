@@ -95,3 +95,8 @@ class Work(Contract):
         return self.write(
             "reject", submission, seq, tuple(proof), opinions_argument(opinions), what=what
         )
+
+    def announce_mirror(self, pool: int, url: str) -> Call:
+        """By a validator, also a dismissed one. An empty `url` takes the last one back."""
+        what = f"name {url or 'no URL'} as a mirror of pool {pool}"
+        return self.write("announceMirror", pool, url, what=what)

@@ -75,6 +75,7 @@ class DirectoryStore:
         temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
         try:
             with _medium(f"write {key}"):
+                self._check_root()
                 target.parent.mkdir(parents=True, exist_ok=True)
                 file = temporary.open("xb")
         except (FileExistsError, NotADirectoryError) as error:
@@ -113,7 +114,10 @@ class DirectoryStore:
         return _blocks(self._open(key))
 
     def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+        if self._path(key).is_file():
+            return True
+        self._check_root()
+        return False
 
     def size(self, key: str) -> int:
         with self._open(key) as file:
@@ -128,6 +132,7 @@ class DirectoryStore:
 
     def keys(self, prefix: str = "") -> Iterator[str]:
         start = self.root / check_prefix(prefix).rpartition("/")[0]
+        self._check_root()
         found = (
             path.relative_to(self.root).as_posix()
             for path in start.rglob("*")
@@ -169,7 +174,14 @@ class DirectoryStore:
             with _medium(f"read {key}"):
                 return path.open("rb")
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            self._check_root()
             raise NotFoundError(f"there is no object {key}") from error
+
+    def _check_root(self) -> None:
+        """Raises UnavailableError if the folder is gone: its disk may be unmounted, and objects
+        must neither seem deleted nor be written to another disk."""
+        if not self.root.is_dir():
+            raise UnavailableError(f"the object store's folder {self.root} is gone: mount its disk")
 
 
 class _Sink:

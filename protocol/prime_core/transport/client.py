@@ -62,6 +62,9 @@ MAX_ANSWER_BYTES = 8 << 20
 SESSION_SECONDS = 12 * 3600
 POLITE_TRIES = 8
 LONGEST_PAUSE = 5.0
+SLOWEST = 32 << 10
+"""Bytes per second. An answer that comes slower, on average since `timeout` seconds after its
+head, is given up: a server that sends a byte now and then must not hold its reader."""
 
 
 class _Reply(NamedTuple):
@@ -73,10 +76,12 @@ class _Reply(NamedTuple):
 class OrchestratorClient:
     """Signed and unsigned requests to one orchestrator.
 
-    `signer` may be None for readers; `spoken` are the supported protocol versions. Raises UserError
-    if `base_url` is not an http(s) URL. Every method raises UnavailableError if the orchestrator
-    does not answer, ProtocolError if there is no common version, and the error named in the problem
-    document if the request is refused.
+    `signer` may be None for readers; `spoken` are the supported protocol versions. `named`: another
+    party named `base_url`, so that it must not lead to a private address either. `timeout`: seconds
+    for each step of an exchange; a whole answer takes at most that and what SLOWEST allows. Raises
+    UserError if `base_url` is not an http(s) URL. Every method raises UnavailableError if the
+    orchestrator does not answer, ProtocolError if there is no common version, and the error named
+    in the problem document if the request is refused.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class OrchestratorClient:
         *,
         timeout: float = 30.0,
         allow_private: bool = False,
+        named: bool = False,
         now: Callable[[], float] = time.time,
         new_nonce: Callable[[], str] = lambda: secrets.token_urlsafe(18),
         sleep: Callable[[float], None] = time.sleep,
@@ -98,7 +104,10 @@ class OrchestratorClient:
         self._now = now
         self._new_nonce = new_nonce
         self._sleep = sleep
-        self.allows_private = allow_private or is_loopback(self.base_url)
+        self.allows_private = allow_private or (not named and is_loopback(self.base_url))
+        self.named = named
+        self._trusted = "" if named else authority(self.base_url)
+        self._timeout = timeout
         self._http = httpx.Client(timeout=timeout, follow_redirects=False)
         self._session: tuple[SessionKey, int] | None = None
         self._pool: PoolInfo | None = None
@@ -237,6 +246,16 @@ class OrchestratorClient:
         if response.status_code not in (200, 201, 204):
             raise from_problem(response.status_code, response.content)
 
+    def post_to(self, url: str, body: Strict, answer: type[Model]) -> Model:
+        """POSTs a model to another server of the pool, whose URL the run names, and parses the
+        response."""
+        headers = {version.HEADER: str(self._protocol), "Content-Type": "application/json"}
+        raw = body.model_dump_json().encode()
+        response = self._send("POST", self._absolute(url), raw, headers)
+        if response.status_code != httpx.codes.OK:
+            raise from_problem(response.status_code, response.content)
+        return _parse(answer, response.content)
+
     # -- below ---------------------------------------------------------------------------------
 
     def _absolute(self, url: str) -> str:
@@ -318,7 +337,7 @@ class OrchestratorClient:
             for _ in range(POLITE_TRIES):
                 asked = {"Accept-Encoding": "identity", **headers}
                 with self._open(method, url, asked, body) as response:
-                    reply = _Reply(response.status_code, response.headers, _content(response))
+                    reply = _Reply(response.status_code, response.headers, self._content(response))
                 if reply.status_code != httpx.codes.TOO_MANY_REQUESTS:
                     break
                 self._sleep(_pause(response))
@@ -333,7 +352,7 @@ class OrchestratorClient:
         """Sends one request. Hosts other than the orchestrator's own are contacted only at public
         addresses, unless private ones are allowed. Raises UntrustedError for a private one."""
         target, extensions = httpx.URL(url), {}
-        if not self.allows_private and authority(url) != authority(self.base_url):
+        if not self.allows_private and authority(url) != self._trusted:
             try:
                 target = target.copy_with(host=public_address(target.host))
             except PrivateAddressError as error:
@@ -352,13 +371,40 @@ class OrchestratorClient:
             for tries_left in reversed(range(POLITE_TRIES)):
                 with self._open("GET", url, {"Accept-Encoding": "identity"}) as response:
                     if response.status_code == 200:
-                        yield from response.iter_raw(1 << 18)
+                        yield from self._paced(response.iter_raw())
                         return
                     if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not tries_left:
-                        raise from_problem(response.status_code, _content(response))
+                        raise from_problem(response.status_code, self._content(response))
                 self._sleep(_pause(response))
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
+
+    def _content(self, response: httpx.Response) -> bytes:
+        """Reads the body, up to MAX_ANSWER_BYTES. Raises MalformedError beyond.
+
+        A compressed body is rejected: none was requested, and a few bytes may expand to gigabytes.
+        """
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            if response.status_code >= 300:
+                return b""  # the status says enough
+            raise MalformedError("the answer is compressed, which was not asked for")
+        content = bytearray()
+        for block in self._paced(response.iter_bytes()):
+            content += block
+            if len(content) > MAX_ANSWER_BYTES:
+                raise MalformedError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(content)
+
+    def _paced(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
+        """The blocks as they come. Raises httpx.ReadTimeout once they are slower than SLOWEST."""
+        begun, received = time.monotonic(), 0
+        for block in blocks:
+            received += len(block)
+            if time.monotonic() > begun + self._timeout + received / SLOWEST:
+                raise httpx.ReadTimeout(
+                    f"{received} bytes came in {time.monotonic() - begun:.0f} s"
+                )
+            yield block
 
 
 def run_bytes(client: OrchestratorClient, digest: Digest) -> bytes:
@@ -400,23 +446,6 @@ def _parse(answer: type[Model], raw: bytes) -> Model:
         return answer.model_validate_json(raw)
     except ValueError as error:
         raise MalformedError(f"the answer is not a {answer.__name__}: {error}") from error
-
-
-def _content(response: httpx.Response) -> bytes:
-    """Reads the body, up to MAX_ANSWER_BYTES. Raises MalformedError beyond.
-
-    A compressed body is rejected: none was requested, and a few bytes may expand to gigabytes.
-    """
-    if response.headers.get("content-encoding", "identity").lower() != "identity":
-        if response.status_code >= 300:
-            return b""  # the status says enough
-        raise MalformedError("the answer is compressed, which was not asked for")
-    content = bytearray()
-    for block in response.iter_bytes():
-        content += block
-        if len(content) > MAX_ANSWER_BYTES:
-            raise MalformedError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(content)
 
 
 def _pause(response: httpx.Response) -> float:

@@ -82,14 +82,14 @@ class Families(Grader):
             reason = "the answer is a program, or not what was asked for"
             return TaskScore(0, reason, parts=parts)
         try:
-            told = self._child.ask({"entry": _entry(task), "answer": answers[0]})
+            reply = self._child.ask({"entry": _entry(task), "answer": answers[0]})
         except GradingTimeoutError:
             return TaskScore(0, "the grader ran out of time", uncertain=True, parts=parts)
         except GradingCrashError as error:
             return TaskScore(0, f"{task.where}: {error}", uncertain=True, parts=parts)
-        slow = told.cpu_seconds * SLACK > CPU_SECONDS
-        reason = f"scored {told.value / MICRO:g} by {_entry(task)['metadata']['source_dataset']}"
-        return TaskScore(told.value, reason, uncertain=slow, parts=parts)
+        slow = reply.cpu_seconds * SLACK > CPU_SECONDS
+        reason = f"scored {reply.value / MICRO:g} by {_entry(task)['metadata']['source_dataset']}"
+        return TaskScore(reply.value, reason, uncertain=slow, parts=parts)
 
 
 def answers_in(text: str) -> list[str]:

@@ -34,7 +34,7 @@ CPU_SECONDS = 4.0
 SLACK = 8
 """A comparison that took more than 1/SLACK of the limit may fail on a machine that is SLACK times
 slower."""
-_MEANT = str.maketrans({
+_SAME_SIGNS = str.maketrans({
     "−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^{\circ}",
     "²": "^{2}", "³": "^{3}", "√": r"\sqrt ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "α": r"\alpha ",
@@ -109,13 +109,13 @@ class Mathematics(Grader):
         if _squeezed(answer) == _squeezed(gold):
             return _scored(True, answer, gold, parts)
         try:
-            told = self._algebra.ask({"gold": gold, "answer": answer})
+            reply = self._algebra.ask({"gold": gold, "answer": answer})
         except GradingTimeoutError:
             return TaskScore(0, "the comparison ran out of time", uncertain=True, parts=parts)
         except GradingCrashError as error:
             return TaskScore(0, f"the comparison failed: {error}", uncertain=True, parts=parts)
-        score = _scored(told.value, answer, gold, parts)
-        slow = told.cpu_seconds * SLACK > self._cpu_seconds
+        score = _scored(reply.value, answer, gold, parts)
+        slow = reply.cpu_seconds * SLACK > self._cpu_seconds
         return TaskScore(score.task_micro, score.reason, uncertain=slow, parts=parts)
 
 
@@ -127,7 +127,7 @@ def _gold_text(task: Task) -> str:
 
 
 def _plain(text: str) -> str:
-    body = text.translate(_MEANT).strip()
+    body = text.translate(_SAME_SIGNS).strip()
     for mark in ("$$", "$"):
         if len(body) > 2 * len(mark) and body.startswith(mark) and body.endswith(mark):
             body = body[len(mark) : -len(mark)].strip()
@@ -154,7 +154,7 @@ def _refused(answer: str, gold: str) -> str:
     if strange and not set(strange) <= set(gold):
         return f"the answer holds {strange[0]!r}; digits and signs are written in ASCII and LaTeX"
     for pattern, what in ((_HEDGES, "hedges"), (_LEFT_TO_DO, "leaves the work to the reader"),
-                          (_TOWER, "is a power that nobody works out")):  # fmt: skip
+                          (_TOWER, "is a power too large to compute")):  # fmt: skip
         if pattern.search(answer) and not pattern.search(gold):
             return f"{_short(answer)} {what}"
     for mark, what in (("\\pm", "gives two values"), ("\\mp", "gives two values"),

@@ -21,7 +21,7 @@ import numpy as np
 from prime_engine.base import Generation, GenerationRequest
 from prime_verify import build
 from prime_verify.canaries.forgeries import FORGERIES, forged_rows
-from prime_verify.canaries.scene import Rows, Scene, Texts
+from prime_verify.canaries.scene import Rows, Scene, Text, Texts
 
 Ending = Literal["slashed", "void", "unseen"]
 """Eventual outcome on the devnet: a slash, only lost pay, or no detection (see
@@ -39,8 +39,8 @@ class Lie:
     ends: Ending = "slashed"
 
 
-def _tokens(made: Sequence[Generation]) -> list[tuple[int, ...]]:
-    return [generation.output_tokens for generation in made]
+def _texts(made: Sequence[Generation]) -> list[Text]:
+    return [Text(generation.output_tokens, generation.spans) for generation in made]
 
 
 def _retold(choose: Callable[[Scene], Texts]) -> Make:
@@ -74,15 +74,15 @@ def _old_policy(scene: Scene) -> bytes:
 
 
 def _temperature(scene: Scene, value: float) -> Texts:
-    return _tokens(scene.generate(temperature=value))
+    return _texts(scene.generate(temperature=value))
 
 
 def _greedy(scene: Scene) -> Texts:
-    return _tokens(scene.generate(keyed=False))
+    return _texts(scene.generate(keyed=False))
 
 
 def _other_seed(scene: Scene) -> Texts:
-    return _tokens(scene.generate(flip=1))
+    return _texts(scene.generate(flip=1))
 
 
 def _best_of(scene: Scene, tries: int) -> Texts:
@@ -93,8 +93,8 @@ def _best_of(scene: Scene, tries: int) -> Texts:
     best = []
     for row in range(len(scene.plan)):
         key = [(paid[t][row], float(made[t][row].logprobs.mean())) for t in range(tries)]
-        best.append(made[key.index(max(key))][row].output_tokens)
-    return best
+        best.append(made[key.index(max(key))][row])
+    return _texts(best)
 
 
 def _cut(scene: Scene, keep: Callable[[Any], Any]) -> Texts:
@@ -119,7 +119,7 @@ def _cut(scene: Scene, keep: Callable[[Any], Any]) -> Texts:
     hook = head.register_forward_hook(remember)
     engine._noise = cut
     try:
-        return _tokens(scene.generate())
+        return _texts(scene.generate())
     finally:
         engine._noise = noise
         hook.remove()
@@ -144,59 +144,76 @@ def _top(count: int) -> Callable[[Any], Any]:
 
 
 def _small(scene: Scene) -> Texts:
-    return _tokens(scene.generate(scene.variant("shallow")))
+    return _texts(scene.generate(scene.variant("shallow")))
 
 
 def _half_small(scene: Scene) -> Texts:
     """Honest for the first half of each row, then a smaller model with the correct noise."""
-    honest = _tokens(scene.generate())
-    heads = [text[: max(1, len(text) // 2)] for text in honest]
+    honest = _texts(scene.generate())
+    heads = [text.with_last_turn(lambda turn: turn[: max(1, len(turn) // 2)]) for text in honest]
     asked = [
         GenerationRequest(
-            row.prompt_tokens + head, scene.run.max_output_tokens - len(head), row.noise_seed
+            row.prompt_tokens + head.tokens,
+            scene.run.max_output_tokens - len(head.tokens),
+            row.noise_seed,
         )
         for row, head in zip(scene.plan, heads, strict=True)
     ]
     rest = scene.variant("shallow").generate(asked, scene.run.temperature)
     return [
-        head if head[-1] in scene.engine.end_tokens else head + more.output_tokens
+        head
+        if head.tokens[-1] in scene.engine.end_tokens
+        else head.with_last_turn(lambda turn, more=more: turn + more.output_tokens)  # type: ignore[misc]
         for head, more in zip(heads, rest, strict=True)
     ]
 
 
 def _foreign(scene: Scene, share: float) -> Texts:
-    """Replaces this share of the tokens, at least one per row, by random others."""
+    """Replaces this share of the last turn's tokens, at least one per row, by random others."""
     rng, ends = scene.rng, scene.engine.end_tokens
-    changed = []
-    for text in _tokens(scene.generate()):
-        words = list(text)
+
+    def change(turn: tuple[int, ...]) -> list[int]:
+        words = list(turn)
         count = max(1, round(share * len(words)))
         for place in rng.choice(max(1, len(words) - 1), min(count, len(words)), replace=False):
             token = int(rng.integers(3, scene.engine.vocabulary))
             words[place] = words[place] if {token, words[place]} & ends else token
-        changed.append(words)
-    return changed
+        return words
+
+    return [text.with_last_turn(change) for text in _texts(scene.generate())]
 
 
 def _early_end(scene: Scene) -> Texts:
-    """Ends each row in the middle, as if the policy had chosen to."""
+    """Ends each row in the middle of its last turn, as if the policy had chosen to."""
     end = min(scene.engine.end_tokens)
-    return [(*text[: len(text) // 2], end) for text in _tokens(scene.generate())]
+    return [
+        text.with_last_turn(lambda turn: (*turn[: len(turn) // 2], end))
+        for text in _texts(scene.generate())
+    ]
 
 
 def _padded(scene: Scene) -> Texts:
-    """Honest for three quarters, then one repeated character up to the limit."""
+    """Honest for three quarters of the last turn, then one repeated character up to the limit."""
     limit = scene.run.max_output_tokens
     (dot,) = scene.engine.tokenizer.encode(".", add_special_tokens=False)
-    honest = _tokens(scene.generate())
-    kept = [text[: min(len(text) - 1, 3 * limit // 4)] for text in honest]
-    return [text + (dot,) * (limit - len(text)) for text in kept]
+
+    def padded(text: Text) -> Text:
+        start = sum(text.spans[:-1])
+        keep = min(len(text.tokens) - 1 - start, 3 * (limit - start) // 4)
+        return text.with_last_turn(
+            lambda turn: turn[:keep] + (dot,) * (limit - start - len(turn[:keep]))
+        )
+
+    return [padded(text) for text in _texts(scene.generate())]
 
 
 def _after_end(scene: Scene) -> Texts:
     """Continues each row after an end token."""
     end = min(scene.engine.end_tokens)
-    return [(*text[:2], end, *text[:2], end) for text in _tokens(scene.generate())]
+    return [
+        text.with_last_turn(lambda turn: (*turn[:2], end, *turn[:2], end))
+        for text in _texts(scene.generate())
+    ]
 
 
 def _paraphrased(scene: Scene) -> bytes:
@@ -214,7 +231,12 @@ def _reward(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
 
 
 def _logprobs(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
-    return [replace(row, logprobs=row.logprobs - np.float32(0.1)) for row in rows]
+    return [
+        replace(
+            row, logprobs=np.where(row.logprobs == 0, np.float32(0), row.logprobs - np.float32(0.1))
+        )
+        for row in rows
+    ]
 
 
 def _copied(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
@@ -250,7 +272,7 @@ def _forged(kind: str) -> Make:
 def _by_a_copy(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
     """Proofs and sketches of a 4-bit copy's states with honest tokens: the forger knows the
     projection, its keys and the calibration, everything except the policy's true states."""
-    found = scene.score(_tokens(made), scene.variant("int4"))
+    found = scene.score(_texts(made), scene.variant("int4"))
     return scene.repack(rows, [one.states for one in found])
 
 
@@ -273,15 +295,11 @@ def _copied_earlier(scene: Scene) -> bytes:
     earlier = scene.earlier
     if not earlier:
         return scene.file(made)
-    known = {tuple(row.prompt_tokens): row.output_tokens for row in earlier}
+    known = {tuple(row.prompt_tokens): Text(row.output_tokens, row.spans) for row in earlier}
     prompts = [tuple(row.prompt_tokens) for row in scene.plan]
     if known.keys().isdisjoint(prompts):
-        known = {
-            prompt: earlier[n % len(earlier)].output_tokens for n, prompt in enumerate(prompts)
-        }
-    texts = [
-        known.get(prompt, one.output_tokens) for prompt, one in zip(prompts, made, strict=True)
-    ]
+        known = {prompt: list(known.values())[n % len(known)] for n, prompt in enumerate(prompts)}
+    texts = [known.get(prompt, one) for prompt, one in zip(prompts, _texts(made), strict=True)]
     return scene.file(scene.score(texts))
 
 

@@ -14,9 +14,11 @@ import numpy as np
 
 from prime_core import seeds
 from prime_core.ids import Digest
-from prime_core.run import RunDefinition
+from prime_core.proof_form import FinishReason
+from prime_core.rollout import model_ranges
+from prime_core.run import MICRO, RunDefinition
 from prime_core.task import SignedLease
-from prime_engine.base import Engine, Generation, GenerationRequest, ReplayRequest
+from prime_engine.base import Engine, Generation, ReplayRequest
 from prime_envs.base import Environment
 from prime_verify import build
 from prime_verify.build import PlannedRow
@@ -24,7 +26,23 @@ from prime_verify.proofs import activations, sketch
 from prime_verify.rollout_file import FileRow, write_rollout_file
 
 Plan = Sequence[PlannedRow]
-Texts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A row's output tokens, and its spans in a conversation (prime_core.rollout.SCHEMAS)."""
+
+    tokens: tuple[int, ...]
+    spans: tuple[int, ...] = ()
+
+    def with_last_turn(self, change: Callable[[tuple[int, ...]], Sequence[int]]) -> Text:
+        """The same text with the model's last turn changed."""
+        start = sum(self.spans[:-1])
+        last = tuple(change(self.tokens[start:]))
+        return Text(self.tokens[:start] + last, (*self.spans[:-1], len(last)) if self.spans else ())
+
+
+Texts = Sequence[Text]
 Rows = list[FileRow]
 
 
@@ -64,47 +82,59 @@ class Scene:
         """A random generator seeded by the lease."""
         return np.random.default_rng(int(self.digest[2:18], 16))
 
-    def requests(
-        self, *, keyed: bool = True, flip: int = 0, plan: Plan | None = None
-    ) -> list[GenerationRequest]:
-        """Generation requests for the plan's rows; `keyed` False drops the noise, `flip` alters its
-        seed."""
-        return [
-            GenerationRequest(
-                row.prompt_tokens,
-                self.run.max_output_tokens,
-                row.noise_seed ^ flip if keyed else None,
-            )
+    def generate(
+        self,
+        engine: Engine | None = None,
+        temperature: float | None = None,
+        *,
+        keyed: bool = True,
+        flip: int = 0,
+        plan: Plan | None = None,
+    ) -> list[Generation]:
+        """Generates the plan, by default like an honest node, with all turns of a conversation.
+        `keyed` False drops the noise, `flip` alters its seed."""
+        engine = engine or self.engine
+        run = self.run
+        if temperature is not None:
+            run = run.model_copy(update={"temperature_micro": round(temperature * MICRO)})
+        rows = [
+            replace(row, noise_seed=row.noise_seed ^ flip if keyed else None)  # type: ignore[arg-type]
             for row in plan or self.plan
         ]
-
-    def generate(
-        self, engine: Engine | None = None, temperature: float | None = None, **how: Any
-    ) -> list[Generation]:
-        """Generates the plan, by default like an honest node."""
-        return (engine or self.engine).generate(
-            self.requests(**how), temperature or self.run.temperature
-        )
+        return build.generate_rows(rows, run, engine, environment=self.environment)
 
     def score(self, texts: Texts, engine: Engine | None = None) -> list[Generation]:
         """States and log-probabilities for given tokens, as if the true policy had sampled them."""
         engine = engine or self.engine
         replays = engine.replay(
             [
-                ReplayRequest(row.prompt_tokens, tuple(text), row.noise_seed)
+                ReplayRequest(row.prompt_tokens, text.tokens, row.noise_seed)
                 for row, text in zip(self.plan, texts, strict=True)
             ],
             self.run.temperature,
         )
-        return [
-            Generation(
-                tuple(text),
-                found.logprobs,
-                found.states,
-                "end" if text[-1] in engine.end_tokens else "length",
+        scored = []
+        for row, text, found in zip(self.plan, texts, replays, strict=True):
+            places = np.concatenate(
+                [np.arange(a, b) for a, b in model_ranges(text.spans, len(text.tokens))]
             )
-            for text, found in zip(texts, replays, strict=True)
-        ]
+            logprobs = np.zeros_like(found.logprobs)
+            logprobs[places] = found.logprobs[places]
+            ending = self._ending(row, text)
+            scored.append(
+                Generation(text.tokens, logprobs, found.states[places], ending, text.spans)
+            )
+        return scored
+
+    def _ending(self, row: PlannedRow, text: Text) -> FinishReason:
+        """How an honest row with these tokens ends."""
+        if text.tokens[-1] not in self.engine.end_tokens:
+            return "length"
+        spans = text.spans or (len(text.tokens),)
+        reply = build.reply_to(
+            row, self.run, self.environment, self.engine.tokenizer, text.tokens, spans
+        ).tokens
+        return "length" if reply and not build.fits(self.run, text.tokens, reply) else "end"
 
     def file(
         self, generations: Sequence[Generation], change: Callable[[Rows], Rows] | None = None
@@ -133,5 +163,5 @@ class Scene:
 def replace_states(digest: Digest, row: FileRow, states: Any) -> tuple[bytes, bytes]:
     """(proofs, sketch) of `row`, packed, as if `states` were its own."""
     windows = activations.split_windows(states)
-    keys = build.sketch_keys(seeds.lease_seed(digest), row.group, row.sample, row.output_tokens)
+    keys = build.sketch_keys(seeds.lease_seed(digest), row.group, row.sample, row.model_tokens)
     return activations.pack(activations.build(windows)), sketch.pack(sketch.build(windows, keys))

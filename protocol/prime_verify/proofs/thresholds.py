@@ -31,7 +31,7 @@ from prime_core import encoding
 from prime_core.calibration import CalibrationSignature, CalibrationStatement
 from prime_core.errors import MalformedError, UntrustedError
 from prime_core.ids import Address, Digest
-from prime_core.signing import Domain, Signer, Strict
+from prime_core.signing import DigestField, Domain, Signer, Strict
 from prime_verify.proofs.tails import MICRO, Tail
 
 SHIPPED = Path(__file__).with_name("calibration.json")
@@ -201,6 +201,17 @@ def _limit(tail: Tail) -> int:
     return tail.limit
 
 
+class ProvenClass(Strict):
+    """An exact class in which rows were compared bit for bit without an unexplained mismatch.
+    `longest`: the longest row in tokens."""
+
+    key: DigestField
+    """NumericClass.key (prime_engine.exact)."""
+    rows: int = Field(ge=10_000)
+    providers: int = Field(ge=3)
+    longest: int = Field(ge=1)
+
+
 class Calibration(Strict):
     """A measurement: on what, and by which replaying set-up. Its limits apply to replays by that
     set-up only. Named by its SHA-256. One that a run names is signed by the pool's manager."""
@@ -217,6 +228,8 @@ class Calibration(Strict):
     extrapolation: str = EXTRAPOLATION
     """Method of the extrapolation, as text."""
     setups: tuple[SetupLimits, ...]
+    proven: tuple[ProvenClass, ...] = Field(default=(), exclude_if=lambda found: not found)
+    """Exact classes in which a mismatch is evidence. In others it voids the file at most."""
     signed: CalibrationSignature | None = None
 
     def canonical(self) -> bytes:
@@ -263,6 +276,10 @@ class Calibration(Strict):
         """Whether its limits apply to replays by that set-up."""
         mine = (self.replay_engine, self.replay_dtype, self.replay_device)
         return mine == (engine, dtype, device)
+
+    def proves(self, key: Digest) -> bool:
+        """Whether the exact class is proven."""
+        return any(found.key == key for found in self.proven)
 
     def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
         """The measurement of that set-up; None if there is none."""

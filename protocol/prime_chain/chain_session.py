@@ -27,9 +27,9 @@ from prime_chain.amounts import ether, prime
 from prime_chain.client import POLL_SECONDS, Call, ChainClient
 from prime_chain.contracts import Contracts, Pool
 from prime_chain.errors import ChainRevertedError
-from prime_chain.journal import Intent
 from prime_chain.keystore import keystore_address, load_keystore, read_password
 from prime_chain.sender import Sender
+from prime_chain.transaction_queue import Intent
 from prime_core import ids
 from prime_core.command_line import PollSeconds, Quorum
 from prime_core.deployment import Deployment
@@ -73,7 +73,8 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         Annotated[
             Path | None,
             typer.Option(
-                "--journal", help="Journal of transactions (default: beside the deployment)."
+                "--journal",
+                help="File that records its transactions (default: next to the deployment).",
             ),
         ],
         None,
@@ -102,7 +103,7 @@ class Done:
 
 
 @dataclass
-class Desk:
+class ChainSession:
     """An account at the chain. Unless `mode` is "send", its calls are collected and not sent."""
 
     contracts: Contracts
@@ -175,13 +176,13 @@ def pool_of(contracts: Contracts, number: int) -> Pool:
         ) from error
 
 
-def at_desk(function: Callable[..., Done]) -> Callable[..., None]:
-    """Makes a command of `function(desk, own parameters …)`: adds the common flags, opens the desk
-    and prints the answer in the way that was asked for."""
+def sends_transactions(function: Callable[..., Done]) -> Callable[..., None]:
+    """Makes a command of `function(session, own parameters …)`: adds the common flags, opens the
+    session and prints the answer in the requested form."""
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
-        if name != "desk"
+        if name != "session"
     ]
     common = [
         inspect.Parameter(
@@ -193,12 +194,12 @@ def at_desk(function: Callable[..., Done]) -> Callable[..., None]:
     def command(**values: Any) -> None:
         flags = {name: values.pop(name) for name in _FLAGS}
         json_output = flags.pop("json_output")
-        with open_desk(**flags) as desk:
-            done = function(desk, **values)
-            if desk.sends:
-                answer = done.facts | {"transactions": desk.hashes}
+        with open_session(**flags) as session:
+            done = function(session, **values)
+            if session.sends:
+                answer = done.facts | {"transactions": session.hashes}
                 typer.echo(json.dumps(answer) if json_output else done.said)
-            elif (refused := echo_unsent(desk, json_output)) is not None:
+            elif (refused := echo_unsent(session, json_output)) is not None:
                 raise typer.Exit(refused.exit_code)
 
     command.__name__ = function.__name__
@@ -209,7 +210,7 @@ def at_desk(function: Callable[..., Done]) -> Callable[..., None]:
 
 
 @contextmanager
-def open_desk(
+def open_session(
     rpc: list[str],
     rpc_quorum: int | None,
     chain_poll_seconds: float | None,
@@ -221,8 +222,8 @@ def open_desk(
     journal: Path | None,
     dry_run: bool,
     calldata: bool,
-) -> Iterator[Desk]:
-    """The desk that these flags describe. Raises UserError for what a person can mend."""
+) -> Iterator[ChainSession]:
+    """The session that these flags describe. Raises UserError for what a person can mend."""
     place = Deployment.load(deployment)
     mode: Mode = "calldata" if calldata else "dry-run" if dry_run else "send"
     opened = partial(
@@ -237,7 +238,7 @@ def open_desk(
         client = opened()
         try:
             client.check()
-            yield Desk(Contracts(client, place), place, account, mode)
+            yield ChainSession(Contracts(client, place), place, account, mode)
         finally:
             client.close()
         return
@@ -252,7 +253,7 @@ def open_desk(
             for left in out.open_intents():
                 typer.echo(f"finishing what was interrupted: {left.call.description}", err=True)
                 out.wait(left.id, 120.0)
-            yield Desk(Contracts(client, place), place, signer.address, mode, signer, out)
+            yield ChainSession(Contracts(client, place), place, signer.address, mode, signer, out)
         finally:
             out.close()
     finally:
@@ -289,15 +290,19 @@ def _account(wallet: Path | None, sender: str) -> Address:
     return found
 
 
-def echo_unsent(desk: Desk, json_output: bool) -> ChainRevertedError | None:
+def echo_unsent(session: ChainSession, json_output: bool) -> ChainRevertedError | None:
     """Prints the collected calls: with their cost after a dry run, bare for a multisig. Returns
     the first refusal that a dry run met."""
-    found = costs.rehearse(desk.client, desk.calls, desk.account) if desk.mode == "dry-run" else []
-    rows = [row_of(call) for call in desk.calls]
+    found = (
+        costs.rehearse(session.client, session.calls, session.account)
+        if session.mode == "dry-run"
+        else []
+    )
+    rows = [row_of(call) for call in session.calls]
     if found:
         rows = [row | cost_of(cost) for row, cost in zip(rows, found, strict=True)]
     if json_output:
-        answer = {"chain_id": desk.deployment.chain_id, "sender": desk.account, "calls": rows}
+        answer = {"chain_id": session.deployment.chain_id, "sender": session.account, "calls": rows}
         typer.echo(json.dumps({"dry_run": True} | answer))
         return costs.refusal(found)
     if not rows:
@@ -306,7 +311,7 @@ def echo_unsent(desk: Desk, json_output: bool) -> ChainRevertedError | None:
         typer.echo(f"# {row['description']}\nto    {row['to']}\ndata  {row['data']}")
         if found:
             typer.echo(f"cost  {costs.said(found[number])}")
-    if found and (wei := costs.total(found, desk.client.fees())) is not None:
+    if found and (wei := costs.total(found, session.client.fees())) is not None:
         typer.echo(f"# in all about {ether(wei)} at today's fees")
     return costs.refusal(found)
 

@@ -1,8 +1,12 @@
-"""The sender's journal: every intent, and every transaction ever signed for it.
+"""The transaction queue: every intent, and every transaction ever signed for it.
 
-Written before anything is sent, so that a process killed at any instant finds here what it may have
-sent. A journal belongs to one account on one chain. It is a SQLite file; who keeps it elsewhere, as
-an orchestrator in its store, gives other `_reading`, `_writing` and `exclusive` (the SQL is plain).
+    waiting ── the call is built ──> queued ── signed ──> sent ── receipt ──> confirmed | failed
+
+A row is both the wish and the state of its transaction. It is written before anything is sent, so
+that a process killed at any instant finds here what it may have sent. A queue belongs to one
+account on one chain. It is a SQLite file; an orchestrator keeps it in its store, with other
+`_reading`, `_writing` and `exclusive` (the SQL is plain). Only an orchestrator has waiting intents:
+it records them together with their cause, and builds the call later (its store/intents.py).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,14 +32,16 @@ IntentStatus = Literal["queued", "sent", "confirmed", "failed"]
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sender_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS sender_intents (
+CREATE TABLE IF NOT EXISTS intents (
     seq          INTEGER PRIMARY KEY AUTOINCREMENT,
     id           TEXT NOT NULL UNIQUE,
+    kind         TEXT NOT NULL,       -- of an orchestrator's intent: root, join, …
+    payload      TEXT NOT NULL,       -- JSON from which its call is built
     call_to      TEXT,               -- NULL creates a contract
-    data         BLOB NOT NULL,
+    data         BLOB,               -- NULL while it waits: the call is not built yet
     value        TEXT NOT NULL,
     description  TEXT NOT NULL,
-    status       TEXT NOT NULL,      -- queued, sent, confirmed, failed
+    status       TEXT NOT NULL,      -- waiting, queued, sent, confirmed, failed
     nonce        INTEGER,
     gas          INTEGER,
     note         TEXT NOT NULL DEFAULT '',  -- why it waits, in plain words
@@ -46,9 +53,9 @@ CREATE TABLE IF NOT EXISTS sender_intents (
     created_at   REAL NOT NULL,
     updated_at   REAL NOT NULL
 );
-CREATE INDEX IF NOT EXISTS sender_intents_open ON sender_intents (status, seq);
-CREATE INDEX IF NOT EXISTS sender_intents_nonce ON sender_intents (nonce);
-CREATE INDEX IF NOT EXISTS sender_intents_block ON sender_intents (block);
+CREATE INDEX IF NOT EXISTS intents_status ON intents (status, seq);
+CREATE INDEX IF NOT EXISTS intents_nonce ON intents (nonce);
+CREATE INDEX IF NOT EXISTS intents_block ON intents (block);
 CREATE TABLE IF NOT EXISTS sender_attempts (
     hash          TEXT PRIMARY KEY,
     intent_id     TEXT NOT NULL,
@@ -117,8 +124,8 @@ class Sql(Protocol):
     def execute(self, sql: str, values: Sequence[Any] = (), /) -> Any: ...
 
 
-class Journal:
-    """The open journal file. Safe to use from several threads."""
+class TransactionQueue:
+    """The open queue. Safe to use from several threads."""
 
     def __init__(self, path: Path, account: Address, chain_id: int) -> None:
         self._path = path
@@ -130,7 +137,7 @@ class Journal:
             self._db = sqlite3.connect(path, timeout=10, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"the transaction journal {path} cannot be opened: {error}",
+                f"the transaction queue {path} cannot be opened: {error}",
                 hint="name a folder that you may write to",
             ) from error
         self._db.row_factory = sqlite3.Row
@@ -145,22 +152,42 @@ class Journal:
         try:
             with self._lock:
                 sound = self._db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
-                made = self._db.execute(
-                    "SELECT count(*) FROM sqlite_master WHERE name LIKE 'sender_%'"
-                ).fetchone()[0]
                 self._db.execute("PRAGMA synchronous = FULL")
+                made = self._objects()
+                if sound and "sender_intents" in made and "intents" not in made:
+                    self._upgrade()
+                    made = self._objects()
         except sqlite3.Error as error:
             found = _trouble(self._path, error)
             if isinstance(found, UnavailableError):
                 raise found from error
-            sound, made = False, 0
-        if not sound or made < _OBJECTS:
+            sound, made = False, set()
+        if not sound or not made >= _OBJECTS:
             raise FatalError(
-                f"the transaction journal {self._path} is empty or damaged, so that transactions "
+                f"the transaction queue {self._path} is empty or damaged, so that transactions "
                 "already sent could be sent again. Put back a copy of the file. Without one: wait "
                 "until no transaction of the account is under way, check with a block explorer "
                 "what it sent last, then remove the file"
             )
+
+    def _objects(self) -> set[str]:
+        return {row[0] for row in self._db.execute("SELECT name FROM sqlite_master")}
+
+    def _upgrade(self) -> None:
+        """Takes over the file of an older program, whose table had another name and no kinds."""
+        self._db.execute("BEGIN IMMEDIATE")
+        if "sender_intents" in self._objects():  # another process may have been faster
+            for statement in _SCHEMA.split(";\n"):
+                self._db.execute(statement)
+            self._db.execute(
+                "INSERT INTO intents (seq, id, kind, payload, call_to, data, value, description,"
+                " status, nonce, gas, note, error, tx_hash, block, contract, block_hash,"
+                " created_at, updated_at) SELECT seq, id, '', '', call_to, data, value,"
+                " description, status, nonce, gas, note, error, tx_hash, block, contract,"
+                " block_hash, created_at, updated_at FROM sender_intents ORDER BY seq"
+            )
+            self._db.execute("DROP TABLE sender_intents")
+        self._db.execute("COMMIT")
 
     @contextmanager
     def _guarded(self) -> Iterator[sqlite3.Connection]:
@@ -174,7 +201,7 @@ class Journal:
 
     @contextmanager
     def exclusive(self) -> Iterator[bool]:
-        """True if no other process is ticking this journal; holds it while the block runs."""
+        """True if no other process is ticking this queue; holds it while the block runs."""
         with self._path.with_name(self._path.name + ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,11 +228,11 @@ class Journal:
                 raise
 
     def bind(self, key: str, value: str) -> None:
-        """Remembers a fact the journal belongs to. Raises UserError if it belongs to another."""
+        """Remembers a fact the queue belongs to. Raises UserError if it belongs to another."""
         kept = self.remember(key, value)
         if kept != value:
             raise UserError(
-                f"the transaction journal {self._path} belongs to {key} {kept}, not {value}",
+                f"the transaction queue {self._path} belongs to {key} {kept}, not {value}",
                 hint="use another data folder for this account and chain",
             )
 
@@ -221,22 +248,34 @@ class Journal:
         """Writes an intent down once. Raises ConflictError if the id stands for another call."""
         with self._writing() as db:
             db.execute(
-                "INSERT INTO sender_intents (id, call_to, data, value, description, status,"
-                " note, created_at, updated_at) VALUES (?, ?, ?, ?, ?, 'queued', '', ?, ?)"
+                "INSERT INTO intents (id, kind, payload, call_to, data, value, description, status,"
+                " note, created_at, updated_at)"
+                " VALUES (?, '', '', ?, ?, ?, ?, 'queued', '', ?, ?)"
                 " ON CONFLICT DO NOTHING",
                 (intent_id, call.to, call.data, str(call.value), call.description, now, now),
             )
             row = db.execute(
-                "SELECT call_to, data, value FROM sender_intents WHERE id = ?", (intent_id,)
+                "SELECT call_to, data, value FROM intents WHERE id = ?", (intent_id,)
             ).fetchone()
-        if (row["call_to"], bytes(row["data"]), int(row["value"])) != (
+        if (row["call_to"], bytes(row["data"] or b""), int(row["value"])) != (
             call.to, call.data, call.value,
         ):  # fmt: skip
             raise ConflictError(f"the intent {intent_id!r} was written down for another call")
 
+    def build(self, intent_id: str, call: Call, now: float) -> None:
+        """Gives a waiting intent its call. Does nothing if it is gone or has one."""
+        with self._writing() as db:
+            db.execute(
+                "UPDATE intents SET call_to = ?, data = ?, value = ?, description = ?,"
+                " status = 'queued', updated_at = ? WHERE id = ? AND status = 'waiting'",
+                (call.to, call.data, str(call.value), call.description, now, intent_id),
+            )
+
     def get(self, intent_id: str) -> Intent | None:
+        """Returns the intent; None if there is none, or its call is not built yet."""
+        query = "SELECT * FROM intents WHERE id = ? AND data IS NOT NULL"
         with self._reading() as db:
-            row = db.execute("SELECT * FROM sender_intents WHERE id = ?", (intent_id,)).fetchone()
+            row = db.execute(query, (intent_id,)).fetchone()
             return self._intent(db, row) if row is not None else None
 
     def with_status(self, *statuses: IntentStatus) -> list[Intent]:
@@ -244,21 +283,22 @@ class Journal:
         marks = ",".join("?" * len(statuses))
         with self._reading() as db:
             rows = db.execute(
-                f"SELECT * FROM sender_intents WHERE status IN ({marks}) ORDER BY seq",  # noqa: S608
+                f"SELECT * FROM intents WHERE status IN ({marks}) ORDER BY seq",  # noqa: S608
                 statuses,
             ).fetchall()
             return [self._intent(db, row) for row in rows]
 
     def open_count(self) -> int:
         with self._reading() as db:
-            query = "SELECT count(*) AS n FROM sender_intents WHERE status IN ('queued', 'sent')"
+            query = "SELECT count(*) AS n FROM intents WHERE status IN ('queued', 'sent')"
             return int(db.execute(query).fetchone()["n"])
 
     def mined_after(self, block: int) -> list[Intent]:
         """Intents whose transaction lies above `block`, in order."""
         with self._reading() as db:
             rows = db.execute(
-                "SELECT * FROM sender_intents WHERE block > ? ORDER BY nonce", (block,)
+                "SELECT * FROM intents WHERE block > ? AND nonce IS NOT NULL ORDER BY nonce",
+                (block,),
             ).fetchall()
             return [self._intent(db, row) for row in rows]
 
@@ -266,14 +306,18 @@ class Journal:
         """The mined intent with the highest nonce."""
         with self._reading() as db:
             row = db.execute(
-                "SELECT * FROM sender_intents WHERE status IN ('confirmed', 'failed')"
-                " AND tx_hash IS NOT NULL ORDER BY nonce DESC LIMIT 1"
+                "SELECT * FROM intents WHERE status IN ('confirmed', 'failed')"
+                " AND tx_hash IS NOT NULL AND nonce IS NOT NULL ORDER BY nonce DESC LIMIT 1"
             ).fetchone()
             return self._intent(db, row) if row is not None else None
 
     def record_signed(self, intent_id: str, gas: int, attempt: Attempt, now: float) -> None:
-        """Before the broadcast: the transaction and its nonce, in one step."""
+        """Before the broadcast: the transaction and its nonce, in one step. Raises
+        UnavailableError if the intent ended meanwhile, by another process."""
         with self._writing() as db:
+            row = db.execute("SELECT status FROM intents WHERE id = ?", (intent_id,)).fetchone()
+            if row is None or row["status"] not in ("queued", "sent"):
+                raise UnavailableError(f"the intent {intent_id!r} is not to be sent any more")
             db.execute(
                 "INSERT INTO sender_attempts (hash, intent_id, nonce, max_fee, priority_fee, raw,"
                 " signed_at, closed) VALUES (?, ?, ?, ?, ?, ?, ?, 0) ON CONFLICT DO NOTHING",
@@ -283,7 +327,7 @@ class Journal:
                 ),
             )  # fmt: skip
             db.execute(
-                "UPDATE sender_intents SET status = 'sent', nonce = ?, gas = ?, note = '',"
+                "UPDATE intents SET status = 'sent', nonce = ?, gas = ?, note = '',"
                 " updated_at = ? WHERE id = ?",
                 (attempt.nonce, gas, now, intent_id),
             )
@@ -322,7 +366,7 @@ class Journal:
         with self._writing() as db:
             db.execute("UPDATE sender_attempts SET closed = 1 WHERE intent_id = ?", (intent_id,))
             db.execute(
-                "UPDATE sender_intents SET status = 'queued', nonce = NULL, note = '',"
+                "UPDATE intents SET status = 'queued', nonce = NULL, note = '',"
                 " error = NULL, tx_hash = NULL, block = NULL, block_hash = NULL, updated_at = ?"
                 " WHERE id = ?",
                 (now, intent_id),
@@ -353,7 +397,7 @@ class Journal:
         sets = ", ".join(f"{name} = ?" for name in columns)
         with self._writing() as db:
             db.execute(
-                f"UPDATE sender_intents SET {sets} WHERE id = ?",  # noqa: S608 - names are ours
+                f"UPDATE intents SET {sets} WHERE id = ?",  # noqa: S608 - names are ours
                 (*columns.values(), intent_id),
             )
 
@@ -399,11 +443,11 @@ class Journal:
             self._db.close()
 
 
-_OBJECTS = _SCHEMA.count("CREATE ")
+_OBJECTS = set(re.findall(r"CREATE \w+ IF NOT EXISTS (\w+)", _SCHEMA))
 
 
 def _create(path: Path) -> None:
-    """An empty journal under `path`, whole or not at all."""
+    """An empty queue under `path`, whole or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     draft.unlink(missing_ok=True)
     db = sqlite3.connect(draft)
@@ -411,7 +455,7 @@ def _create(path: Path) -> None:
     db.executescript(_SCHEMA)
     db.close()
     try:
-        os.link(draft, path)  # unlike a rename, never over another process's journal
+        os.link(draft, path)  # unlike a rename, never over another process's queue
     except FileExistsError:
         pass
     finally:
@@ -426,11 +470,11 @@ def _trouble(path: Path, error: sqlite3.Error) -> UnavailableError | FatalError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code
     if code == sqlite3.SQLITE_FULL:
         return UnavailableError(
-            f"the disk of the transaction journal {path} is full: free some space ({error})"
+            f"the disk of the transaction queue {path} is full: free some space ({error})"
         )
     if code in _PASSING:
-        return UnavailableError(f"the transaction journal {path} cannot be used now: {error}")
-    return FatalError(f"the transaction journal {path} is damaged or misused: {error}")
+        return UnavailableError(f"the transaction queue {path} cannot be used now: {error}")
+    return FatalError(f"the transaction queue {path} is damaged or misused: {error}")
 
 
 def _error_json(error: ChainRevertedError | None) -> str | None:

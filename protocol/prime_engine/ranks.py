@@ -1,0 +1,142 @@
+"""Starts the other ranks of a vLLM engine that spans several cards, as child processes.
+
+    this process, rank 0 ── requests (pipe) ──► ranks 1 … N-1: the same engine, the same requests
+              ╰──────────── vLLM's collectives, each rank holds its part of each layer ──╯
+
+Each rank schedules and samples by itself (vLLM's "external_launcher"), so rank 0 captures states in
+its own process, as with one card. If a rank ends, every other rank ends too: a collective with a
+missing rank may wait forever.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from prime_core.errors import PrimeError, UnavailableError
+
+log = logging.getLogger("prime.engine.ranks")
+LOAD_SECONDS = 1800.0
+END_SECONDS = 10.0
+
+
+def set_rank(rank: int, size: int, port: int) -> None:
+    """Sets the environment from which vLLM and torch.distributed read a process's rank."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+class Ranks:
+    """Ranks 1 … `size` - 1 of an engine; sets this process's environment to rank 0.
+
+    `load` (picklable) loads a rank's engine from its keyword arguments `options`; the engine has
+    `generate(requests, temperature, sink)`.
+    """
+
+    def __init__(
+        self, size: int, load: Callable[..., Any], folder: Path, options: dict[str, Any]
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._children: list[BaseProcess] = []
+        self._ending = threading.Event()
+        for rank in range(1, size):
+            here, there = context.Pipe()
+            child = context.Process(
+                target=_serve, args=(there, load, folder, options, rank, size, port), daemon=True
+            )
+            child.start()
+            there.close()
+            self._pipes.append(here)
+            self._children.append(child)
+        set_rank(0, size, port)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _watch(self) -> None:
+        wait([child.sentinel for child in self._children])
+        if not self._ending.is_set():
+            log.error("a card's process ended while the engine ran: this worker ends, too")
+            os._exit(UnavailableError.exit_code)
+
+    def require_loaded(self) -> None:
+        """Waits for every rank to load its part. Raises UnavailableError with a rank's reason."""
+        for rank, pipe in enumerate(self._pipes, start=1):
+            if not pipe.poll(LOAD_SECONDS):
+                raise UnavailableError(f"rank {rank} did not load within {LOAD_SECONDS:.0f} s")
+            if problem := pipe.recv():
+                raise UnavailableError(f"rank {rank}: {problem}")
+
+    def generate(self, requests: Sequence[Any], temperature: float) -> None:
+        """Has every rank generate the same rows; returns at once."""
+        for pipe in self._pipes:
+            pipe.send((tuple(requests), temperature))
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._ending.set()
+        for pipe in self._pipes:
+            pipe.close()
+        for child in self._children:
+            child.join(END_SECONDS)
+            if child.is_alive():
+                child.kill()
+                child.join()
+
+
+class _Discard:
+    """A StateSink: only rank 0 needs states."""
+
+    def step(self, rows: Sequence[int], places: Sequence[int], tokens: Any, states: Any) -> None:
+        pass
+
+    def end(self, rows: Sequence[int]) -> None:
+        pass
+
+
+def _serve(
+    pipe: Connection,
+    load: Callable[..., Any],
+    folder: Path,
+    options: dict[str, Any],
+    rank: int,
+    size: int,
+    port: int,
+) -> None:
+    """A child process: loads its part, then generates until rank 0 closes the pipe."""
+    set_rank(rank, size, port)
+    parent = mp.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(UnavailableError.exit_code)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        engine = load(folder, rank=rank, **options)
+    except PrimeError as error:
+        log.error("rank %d: %s", rank, error)  # rank 0 may be waiting in a collective
+        pipe.send(str(error))
+        pipe.poll(END_SECONDS)  # until rank 0 has read it and closes
+        return
+    pipe.send("")
+    while True:
+        try:
+            requests, temperature = pipe.recv()
+        except EOFError:
+            break
+        engine.generate(requests, temperature, _Discard())
+    engine.close()
