@@ -1,8 +1,8 @@
 """The node agent: one process that joins a pool and keeps its task supplied with work.
 
     main thread    heartbeat ──► directive: join · work · wait · stop; manages the task
-    bridge         the task's requests: lease, submit, abandon          (bridge.py, desk.py)
-    courier        finished files ──► orchestrator, until receipted     (courier.py, outbox.py)
+    bridge         the task's requests: lease, submit, abandon          (bridge.py, lease_broker.py)
+    uploader        finished files ──► orchestrator, until receipted     (uploader.py, spool.py)
     policies       new policies, fetched while work goes on             (policies.py)
 
 The heartbeat's answer is the only control loop. The task waits for a lease and its policy, and a
@@ -34,30 +34,33 @@ from prime_core.node import Hardware
 from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
 from prime_core.stopping import until_stopped
+from prime_core.transport.addresses import is_loopback
 from prime_core.waiting import StoppedError, until_answered
-from prime_envs.sources import BESIDE_POLICIES, bring
+from prime_envs.sources import BESIDE_POLICIES, bring_files
 from prime_node.api import NodeApi
 from prime_node.bridge import LONGEST_SOCKET_PATH, Bridge
 from prime_node.config import Settings
-from prime_node.courier import Courier
-from prime_node.desk import Desk
 from prime_node.fingerprint import read_hardware
-from prime_node.heartbeat import Pulse
-from prime_node.inbox import Inbox
+from prime_node.heartbeat import HeartbeatLoop
 from prime_node.join import Join, check_pool
+from prime_node.lease_broker import LeaseBroker
 from prime_node.link import Link, connect
-from prime_node.outbox import Outbox
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions, check_limits
 from prime_node.runtime import make_runtime
 from prime_node.runtime.base import Mounts, Runtime, WorkerOptions
+from prime_node.spool import Spool, TaskUploads
 from prime_node.state import DataFolder, remembered
 from prime_node.task import TaskKeeper
+from prime_node.unpaid import BackingReader, UnpaidWork
+from prime_node.uploader import Uploader
 from prime_node.wallet import named_provider
 
 log = logging.getLogger("prime.node")
 T = TypeVar("T")
 STOP_GRACE_SECONDS = 20.0
+API_SECONDS, GATEWAY_SECONDS = 30.0, 15.0
+"""Without a byte from the orchestrator, or from the gateway, which answers within 10 s."""
 DRAIN_SECONDS = 10.0
 SHADOW = (
     "--shadow: this node works without a seat. Its files are judged as any others, and nothing "
@@ -121,7 +124,7 @@ class Agent:
         run = self._patiently(lambda: newest_run(api))
         if run is None:
             return 0
-        hardware = read_hardware(data.root)
+        hardware = read_hardware(data.root, settings.gpus)
         check_limits(settings, run, hardware)
         runtime = make_runtime(settings, data, self._signer.address)
         log.warning("%s", runtime.check(run.task))
@@ -133,12 +136,13 @@ class Agent:
         data.remember(settings.to_remember())
         data.empty_task_outbox()
 
-        outbox = Outbox(data.outbox, now=self._now)
+        spool = Spool(data.spool, now=self._now)
         revisions = self._revisions(run, hardware, runtime, link is not None)
-        desk, keeper = self._desk(api, run, revisions, outbox, stack)
+        unpaid = self._unpaid(api, spool, stack)
+        broker, keeper = self._broker(api, run, revisions, spool, unpaid, stack)
         bridge_folder = self._bridge_folder(stack)
-        bridge = Bridge(bridge_folder, desk, task_uid=runtime.task_uid)
-        courier = Courier(outbox, lambda: self._new_api(), rng=self._rng, on_settled=desk.nudge)
+        bridge = Bridge(bridge_folder, broker, task_uid=runtime.task_uid)
+        uploader = Uploader(spool, lambda: self._new_api(), rng=self._rng, on_settled=broker.nudge)
         join = Join(
             settings, api, link, run, hardware, self._signer, self._owner_signer,
             self._provider(), data, now=self._now, stop=self._stop,
@@ -147,8 +151,10 @@ class Agent:
         def options(of: RunDefinition) -> WorkerOptions:
             threads = settings.threads or max(1, of.task.cpus_milli // 1000)
             return WorkerOptions(
-                threads, settings.generation_batch, settings.throttle, device=join.device
-            )
+                threads, settings.generation_batch, settings.throttle, device=join.device,
+                gpus=settings.gpus, tensor_parallel=settings.tensor_parallel,
+                memory_share=settings.memory_share, max_length=settings.max_length,
+            )  # fmt: skip
 
         mounts = Mounts(data.policies, data.task_outbox, bridge_folder)
         if not self._bring_dataset(run):
@@ -156,33 +162,39 @@ class Agent:
         task = TaskKeeper(runtime, run.task, mounts, options(run), now=time.monotonic)
 
         # Stopped in reverse order: the task first, while its bridge still answers.
-        stack.callback(lambda: self._end_courier(courier))
+        stack.callback(lambda: self._end_uploader(uploader))
         stack.callback(lambda: keeper.stop(2.0))
         stack.callback(lambda: revisions.stop(2.0))
+        threads = [uploader.thread, keeper.thread, bridge.thread, revisions.thread]
+        if unpaid is not None:
+            stack.callback(unpaid.stop, 2.0)
+            unpaid.thread.start()
+            threads.append(unpaid.thread)
         stack.callback(bridge.close)
-        stack.callback(lambda: self._end_task(desk, task))
-        courier.start()
+        stack.callback(lambda: self._end_task(broker, task))
+        uploader.start()
         keeper.start()
         bridge.start()
         revisions.start()
-        pulse = Pulse(
-            api, run, desk, keeper, outbox, join, task, revisions,
+        heartbeat_loop = HeartbeatLoop(
+            api, run, broker, keeper, spool, join, task, revisions,
             options=options, data=data, runtime=settings.runtime, shadow=settings.shadow,
             now=self._now, stop=self._stop,
-            threads=(courier.thread, keeper.thread, bridge.thread, revisions.thread),
+            threads=threads,
         )  # fmt: skip
-        return pulse.run()
+        return heartbeat_loop.run()
 
-    def _api(self, stack: ExitStack) -> NodeApi:
-        api = self._new_api()
+    def _api(self, stack: ExitStack, timeout: float = API_SECONDS) -> NodeApi:
+        api = self._new_api(timeout)
         stack.callback(api.close)
         return api
 
-    def _new_api(self) -> NodeApi:
+    def _new_api(self, timeout: float = API_SECONDS) -> NodeApi:
         settings = self._settings
         return NodeApi(
             settings.need_orchestrator(),
             self._signer,
+            timeout=timeout,
             shadow=settings.shadow,
             allow_private=settings.allow_private,
         )
@@ -197,6 +209,15 @@ class Agent:
         link = connect(self._settings, api.client.pool())
         stack.callback(link.close)
         return link
+
+    def _unpaid(self, api: NodeApi, spool: Spool, stack: ExitStack) -> UnpaidWork | None:
+        """Returns the limit on unpaid work, with a chain connection of its own; None without an
+        RPC, and in shadow, where nothing is paid."""
+        link = None if self._settings.shadow else self._link(api, stack)
+        if link is None:
+            return None
+        read = BackingReader(link, self._new_api, self._signer.address)
+        return UnpaidWork(spool, self._settings.max_unpaid_wei, read)
 
     def _pool_is_checked(self, link: Link, api: NodeApi) -> bool:
         """Checks the orchestrator's statements about the pool against the chain; returns False if
@@ -224,7 +245,8 @@ class Agent:
 
         def prepare(later: RunDefinition) -> None:
             runtime.check(later.task)  # pulls its image
-            bring(later.environment.arguments, self._data.policies / BESIDE_POLICIES)
+            folder = self._data.policies / BESIDE_POLICIES
+            bring_files(later, folder, public_only=self._public_only)
 
         return Revisions(
             run,
@@ -250,17 +272,18 @@ class Agent:
         if digest not in named:
             raise UnavailableError("the chain does not name it yet")
 
-    def _desk(
+    def _broker(
         self,
         api: NodeApi,
         run: RunDefinition,
         revisions: Revisions,
-        outbox: Outbox,
+        spool: Spool,
+        unpaid: UnpaidWork | None,
         stack: ExitStack,
-    ) -> tuple[Desk, PolicyKeeper]:
+    ) -> tuple[LeaseBroker, PolicyKeeper]:
         info = api.client.pool()
         trust = Trust(info.trainer, api.client.domain("pools"), info.pool)
-        late: list[Desk] = []
+        late: list[LeaseBroker] = []
         keeper = PolicyKeeper(
             PolicyFolder(
                 self._data.policies,
@@ -276,19 +299,21 @@ class Agent:
             on_arrival=lambda: late[0].nudge(),
             pinned=lambda: late[0].open_versions(),
         )
-        desk = Desk(
+        broker = LeaseBroker(
             api=self._api(stack),
+            gateway_api=self._api(stack, timeout=GATEWAY_SECONDS),
             signer=self._signer,
             run=run,
             revisions=revisions,
             domain=api.client.domain("work"),
             policies=keeper,
-            outbox=outbox,
-            inbox=Inbox(self._data.task_inbox),
+            spool=spool,
+            task_uploads=TaskUploads(self._data.task_inbox),
             now=self._now,
+            unpaid=unpaid,
         )
-        late.append(desk)
-        return desk, keeper
+        late.append(broker)
+        return broker, keeper
 
     def _bridge_folder(self, stack: ExitStack) -> Path:
         """Returns the socket's folder: in the data folder, or a short temporary one if that path
@@ -300,10 +325,17 @@ class Agent:
         return short
 
     def _bring_dataset(self, run: RunDefinition) -> bool:
-        """Downloads the run's dataset, if any, for the worker, which has no network. Retries while
-        a server is unavailable; returns False if stopped first."""
-        arguments, folder = run.environment.arguments, self._data.policies / BESIDE_POLICIES
-        return self._patiently(lambda: (bring(arguments, folder),)) is not None
+        """Downloads the run's dataset and corpus, if any, for the worker, which has no network.
+        Retries while a server is unavailable; returns False if stopped first."""
+        folder = self._data.policies / BESIDE_POLICIES
+        brought = self._patiently(lambda: bring_files(run, folder, public_only=self._public_only))
+        return brought is not None
+
+    @property
+    def _public_only(self) -> bool:
+        """Whether URLs that the orchestrator names must lead to public addresses."""
+        settings = self._settings
+        return not (settings.allow_private or is_loopback(settings.need_orchestrator()))
 
     def _patiently(self, ask: Callable[[], T]) -> T | None:
         """Retries until there is an answer; returns None if stopped first. On the first start in
@@ -319,25 +351,23 @@ class Agent:
 
     # -- the end
 
-    def _end_task(self, desk: Desk, task: TaskKeeper) -> None:
-        desk.close()
+    def _end_task(self, broker: LeaseBroker, task: TaskKeeper) -> None:
+        broker.close()
         try:
             task.stop(STOP_GRACE_SECONDS)
         except UnavailableError as error:
             log.warning("%s; the next start ends the task", error)
-        desk.give_back_open("the agent was asked to stop")
+        broker.give_back_open("the agent was asked to stop")
 
-    def _end_courier(self, courier: Courier) -> None:
+    def _end_uploader(self, uploader: Uploader) -> None:
         try:
-            courier.drain(DRAIN_SECONDS if courier.thread.is_alive() else 0.0, time.monotonic)
-            left = courier.stop(5.0)
+            uploader.drain(DRAIN_SECONDS if uploader.thread.is_alive() else 0.0, time.monotonic)
+            left = uploader.stop(5.0)
         except UnavailableError as error:
-            log.warning("what waits in the outbox is not known: %s", error)
+            log.warning("what waits in the spool is not known: %s", error)
             return
         if left:
-            log.warning(
-                "%d finished file(s) stay in the outbox; the next start delivers them", left
-            )
+            log.warning("%d finished file(s) stay in the spool; the next start delivers them", left)
 
 
 def newest_run(api: NodeApi) -> RunDefinition:
@@ -351,6 +381,6 @@ def newest_run(api: NodeApi) -> RunDefinition:
 def _heard_before(settings: Settings) -> bool:
     """Whether an earlier start in this data folder got answers from this orchestrator and from a
     chain. A node with that history may also start without its current RPC."""
-    kept, told = remembered(settings.data), settings.to_remember()
-    chain_too = bool(kept.get("rpc")) or not told["rpc"]
-    return chain_too and kept.get("orchestrator") == told["orchestrator"]
+    kept, given = remembered(settings.data), settings.to_remember()
+    chain_too = bool(kept.get("rpc")) or not given["rpc"]
+    return chain_too and kept.get("orchestrator") == given["orchestrator"]

@@ -5,13 +5,15 @@ Use each instance in one thread only (its client holds one HTTP session).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from prime_core.errors import MalformedError, UntrustedError
+from prime_core.gateway import Gateway, GatewayAnswer, GatewayRequest
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
     AdmissionAnswer,
@@ -20,6 +22,7 @@ from prime_core.messages import (
     Heartbeat,
     HeartbeatAnswer,
     LeaseAnswer,
+    LeaseInfo,
     LeaseRequest,
     NodeInfo,
     PolicyList,
@@ -36,7 +39,10 @@ from prime_core.task import shadow_pool
 from prime_core.transport.client import Empty, OrchestratorClient, run_bytes
 
 T = TypeVar("T")
+MAX_CLOCK_SKEW = 300
+"""Seconds by which a receipt's time may lie ahead of this machine's clock."""
 _RELAY_LIST = TypeAdapter(tuple[RelayInfo, ...])
+_LEASE_LIST = TypeAdapter(tuple[LeaseInfo, ...])
 
 
 class NodeApi:
@@ -50,8 +56,10 @@ class NodeApi:
         timeout: float = 30.0,
         shadow: bool = False,
         allow_private: bool = False,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._shadow = shadow
+        self._now = now
         self.client = OrchestratorClient(
             base_url, signer, "node", timeout=timeout, allow_private=allow_private
         )
@@ -91,6 +99,10 @@ class NodeApi:
         """Returns the relays that serve policies."""
         return self._list("/v1/relays", _RELAY_LIST)
 
+    def leases(self, node: Address) -> tuple[LeaseInfo, ...]:
+        """Returns the newest leases of one node."""
+        return self._list(f"/v1/nodes/{node}/leases", _LEASE_LIST)
+
     def _list(self, path: str, items: TypeAdapter[tuple[T, ...]]) -> tuple[T, ...]:
         try:
             return items.validate_json(self.client.request("GET", path, b"", signed=False))
@@ -122,6 +134,10 @@ class NodeApi:
     def abandon(self, lease_digest: Digest) -> None:
         self.client.post(f"/v1/leases/{lease_digest}/abandon", b"{}", Empty)
 
+    def call(self, gateway: Gateway, request: GatewayRequest) -> GatewayAnswer:
+        """Sends a call to the run's gateway. The answer's signature is not checked here."""
+        return self.client.post_to(f"{gateway.url.rstrip('/')}/v1/call", request, GatewayAnswer)
+
     def upload_target(self, lease_digest: Digest, body: UploadRequest) -> UploadAnswer:
         return self.client.post(f"/v1/leases/{lease_digest}/upload", body, UploadAnswer)
 
@@ -129,7 +145,11 @@ class NodeApi:
         self.client.upload(target, file)
 
     def submit(self, body: SignedSubmission) -> ReceiptAnswer:
-        """Submits the signed submission; the receipt is checked against the manager's key."""
+        """Submits the signed submission; the receipt is checked against the manager's key.
+
+        Its time must not lie ahead: without a root, the node may post its own leaf only an epoch
+        after it.
+        """
         answer = self.client.post("/v1/submissions", body, ReceiptAnswer, signed=False)
         domain, pool = self.client.domain("work"), self.client.pool()
         if (
@@ -137,4 +157,9 @@ class NodeApi:
             or answer.receipt.recover(domain, answer.signature) != pool.manager
         ):
             raise UntrustedError("the receipt is not the pool manager's for this submission")
+        ahead = answer.receipt.received_at - self._now()
+        if ahead > MAX_CLOCK_SKEW:
+            raise UntrustedError(
+                f"the receipt's time is {ahead:.0f} s ahead; check this machine's clock"
+            )
         return answer

@@ -8,7 +8,7 @@ The judging itself is in prime_verify/audit.py. Policies come through the relays
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ from prime_chain import history
 from prime_chain.events import ValidatorSet
 from prime_chain.history import Slash
 from prime_chain.leaves import find_leaf
+from prime_chain.mirror import Follower, HttpSource, Mirror
 from prime_chain.rewards import history_of
 from prime_core import ids
 from prime_core.calibration import CalibrationStatement
 from prime_core.checkpoint import PolicyStatement, SignedManifest
 from prime_core.errors import NotFoundError, PrimeError, UnavailableError
+from prime_core.folders import make_folder
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.messages import RelayInfo, SubmissionInfo
 from prime_core.rollout import SignedSubmission
@@ -68,8 +70,8 @@ class OrchestratorLibrary:
 class FetchedEngines(FolderEngines):
     """Engines whose policies are fetched and verified on demand."""
 
-    def __init__(self, folder: PolicyFolder, api: NodeApi, threads: int) -> None:
-        super().__init__(folder.root, partial(load_engine, threads=threads), keep=2)
+    def __init__(self, folder: PolicyFolder, api: NodeApi, load: Callable[[Path], Engine]) -> None:
+        super().__init__(folder.root, load, keep=2)
         self._folder = folder
         self._api = api
 
@@ -85,7 +87,7 @@ class FetchedEngines(FolderEngines):
             raise UnavailableError(str(error)) from error
         sources = serving(version, self._api.relays())
         if not sources:
-            raise UnavailableError(f"nobody serves policy {version}: no relay is announced")
+            raise UnavailableError(f"no source serves policy {version}: no relay is announced")
         try:
             self._folder.ensure(version, signed, sources, others=self._before(version))
         except PrimeError as error:
@@ -119,12 +121,16 @@ def _opened(settings: Settings) -> Iterator[tuple[NodeApi, Link]]:
         api.close()
 
 
-def replay(settings: Settings, subject: str) -> Audit:
-    """Audits what `subject` names. Raises UserError if it names nothing of this pool."""
+def replay(
+    settings: Settings, subject: str, *, device: str = "cpu", dtype: str = "float32"
+) -> Audit:
+    """Audits what `subject` names, replaying on `device` in `dtype`. Raises UserError if it names
+    nothing of this pool."""
     digest = ids.digest(subject)
     with _opened(settings) as (api, link):
         library = OrchestratorLibrary(api)
-        setting = _setting(settings, api, link, library)
+        load = partial(load_engine, threads=settings.threads or 1, device=device, dtype=dtype)
+        setting = _setting(settings, api, link, library, load)
         slash = find_slash(link, digest)
         if slash is not None:
             return audit_slash(slash, setting, library)
@@ -184,6 +190,22 @@ def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
         return write(gather(submission, slash, api.run, library), folder)
 
 
+@contextmanager
+def mirroring(settings: Settings, folder: Path, url: str, max_gb: float) -> Iterator[Follower]:
+    """Opens a mirror of the pool in `folder`, which answers at `url` if that is not empty."""
+    with _opened(settings) as (api, link):
+        mirror = Mirror(
+            make_folder(folder),
+            link.deployment,
+            link.pool,
+            HttpSource(api.client),
+            max_bytes=int(max_gb * 10**9),
+        )
+        if url:
+            mirror.describe(api.client.pool(), url)
+        yield Follower(mirror, link.client, link.deployment)
+
+
 def find_slash(link: Link, digest: Digest) -> Slash | None:
     """Returns the slash whose transaction, evidence or submission has this digest, or None."""
     for slash in history.read_slashes(link.client, link.deployment):
@@ -193,7 +215,13 @@ def find_slash(link: Link, digest: Digest) -> Slash | None:
     return None
 
 
-def _setting(settings: Settings, api: NodeApi, link: Link, library: OrchestratorLibrary) -> Setting:
+def _setting(
+    settings: Settings,
+    api: NodeApi,
+    link: Link,
+    library: OrchestratorLibrary,
+    load: Callable[[Path], Engine],
+) -> Setting:
     from prime_broadcast.access import Passes, ephemeral_signer
     from prime_broadcast.manifest import Trust
     from prime_broadcast.sources import SourceBook
@@ -223,7 +251,7 @@ def _setting(settings: Settings, api: NodeApi, link: Link, library: Orchestrator
         validators=validators,
         runs=runs,
         environments=environment_for,
-        engines=FetchedEngines(folder, api, settings.threads or 1),
+        engines=FetchedEngines(folder, api, load),
         now=time.time(),
         calibration=run_calibration(
             runs.first, library, pool.manager, link.deployment.domain_of(CalibrationStatement)

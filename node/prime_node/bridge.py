@@ -1,7 +1,7 @@
-"""The worker's only connection to the outside: HTTP over a Unix socket, answered by the Desk.
+"""The worker's only connection to the outside: HTTP over a Unix socket, answered by LeaseBroker.
 
 No input is trusted. Limits: body 16 KiB (a file: the maximum rollout file size, one at a time, see
-inbox.py; refused bodies below 1 GB are read and discarded), one request per connection, 8
+spool.py; refused bodies below 1 GB are read and discarded), one request per connection, 8
 connections, 10 s without data. Only the task's user and the agent's may connect (SO_PEERCRED). No
 request can name a path, a key or another node's lease.
 """
@@ -25,12 +25,13 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from prime_core.errors import MalformedError, NotFoundError, PrimeError, UserError
+from prime_core.gateway import GatewayCall
 from prime_core.signing import Strict
 from prime_core.transport.problems import CONTENT_TYPE, to_problem
 from prime_core.version import HEADER, SPOKEN, agree
 from prime_node.bridge_messages import FILES, MAX_BODY_BYTES, Abandon, Done, HandIn, LeaseWish
-from prime_node.desk import Desk
-from prime_node.inbox import PIECE_BYTES
+from prime_node.lease_broker import LeaseBroker
+from prime_node.spool import PIECE_BYTES
 from prime_node.watched import WatchedThread
 
 log = logging.getLogger("prime.node.bridge")
@@ -41,10 +42,10 @@ LONGEST_SOCKET_PATH = 100
 
 
 class Bridge:
-    """Serves one Desk on `folder`/`name` until closed."""
+    """Serves one LeaseBroker on `folder`/`name` until closed."""
 
     def __init__(
-        self, folder: Path, desk: Desk, *, task_uid: int, name: str = "agent.sock"
+        self, folder: Path, broker: LeaseBroker, *, task_uid: int, name: str = "agent.sock"
     ) -> None:
         path = folder / name
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
@@ -55,7 +56,7 @@ class Bridge:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
         self.path = path
-        self._server = _Server(str(path), desk, {task_uid, os.getuid()})
+        self._server = _Server(str(path), broker, {task_uid, os.getuid()})
         path.chmod(0o600)
         if task_uid != os.getuid():
             os.chown(folder, task_uid, -1)
@@ -78,8 +79,8 @@ class _Server(ThreadingMixIn, UnixStreamServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, path: str, desk: Desk, allowed_uids: set[int]) -> None:
-        self.desk = desk
+    def __init__(self, path: str, broker: LeaseBroker, allowed_uids: set[int]) -> None:
+        self.broker = broker
         self._allowed_uids = allowed_uids
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(path, _Handler)
@@ -122,20 +123,21 @@ class _Handler(BaseHTTPRequestHandler):
     """Bytes of the announced body that were not read yet."""
 
     def do_GET(self) -> None:
-        self._answer({"/run": lambda body: self.server.desk.run_definition()})
+        self._answer({"/run": lambda body: self.server.broker.run_definition()})
 
     def do_POST(self) -> None:
-        desk = self.server.desk
+        broker = self.server.broker
 
         def abandon(body: bytes) -> bytes:
-            desk.abandon(_parse(Abandon, body))
+            broker.abandon(_parse(Abandon, body))
             return _json(Done())
 
         self._answer(
             {
-                "/lease": lambda body: _json(desk.lease(_parse(LeaseWish, body))),
-                "/submit": lambda body: _json(desk.submit(_parse(HandIn, body))),
+                "/lease": lambda body: _json(broker.lease(_parse(LeaseWish, body))),
+                "/submit": lambda body: _json(broker.submit(_parse(HandIn, body))),
                 "/abandon": abandon,
+                "/call": lambda body: _json(broker.call(_parse(GatewayCall, body))),
             }
         )
 
@@ -143,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = self.path.removeprefix(FILES)
 
         def receive(_: bytes) -> bytes:
-            self.server.desk.receive(name, self._unread, self._read)
+            self.server.broker.receive(name, self._unread, self._read)
             return _json(Done())
 
         self._answer({FILES + name: receive})

@@ -7,6 +7,7 @@
 | PUT /file/NAME | a finished file's bytes → {} ; replaces the one sent before |
 | POST /submit | HandIn → HandInAnswer |
 | POST /abandon | Abandon → {} |
+| POST /call | GatewayCall → CallAnswer (only in runs with `[conversation.gateway]`) |
 
 Errors are RFC 9457 problems, as everywhere; requests and answers carry `Prime-Protocol`.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from prime_core.gateway import GatewayAnswer
 from prime_core.messages import ReceiptAnswer
 from prime_core.signing import Answer, DigestField, Domain, Strict
 from prime_core.task import SignedLease
@@ -59,6 +61,13 @@ class HandInAnswer(Answer):
 class Abandon(Strict):
     lease_digest: DigestField
     reason: str = Field(default="", max_length=512)
+
+
+class CallAnswer(Answer):
+    """The gateway's signed answer to a call. None: there is none, which ends the row."""
+
+    answer: GatewayAnswer | None
+    reason: str = ""
 
 
 class Done(Answer):

@@ -8,6 +8,7 @@ sentence and an exit code (prime_core/errors.py).
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +20,19 @@ from prime_core.logs import log_to_stderr
 from prime_core.times import utc
 from prime_core.waiting import FIRST_ANSWER_HELP
 from prime_node.cli_audit import audit_app
-from prime_node.cli_common import DryRun, Json, NodeFlag, configured, print_fields, print_json
+from prime_node.cli_common import (
+    DryRun,
+    Json,
+    NodeFlag,
+    ReplayDevice,
+    ReplayDtype,
+    configured,
+    print_fields,
+    print_json,
+)
 from prime_node.cli_nodes import dispute, node_app, payout
 from prime_node.cli_owner import rewards_app, stake_app, wallet_app
+from prime_node.cli_plan import plan
 from prime_node.cli_work import work_app
 
 if TYPE_CHECKING:
@@ -50,8 +61,27 @@ def join(
     generation_batch: Annotated[
         int | None, typer.Option(help="Rows generated at once; 0 lets the engine choose.")
     ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help='Cards of this node: all, or their numbers such as "0,1".')
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Cards that hold the model together; 0 chooses.")
+    ] = None,
+    memory_share: Annotated[
+        float | None, typer.Option(help="Share of each card's memory for the engine; 0 chooses.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Longest row in tokens; 0: what the cards hold.")
+    ] = None,
+    shm_mb: Annotated[
+        int | None, typer.Option(help="Shared memory (MiB) of the task's container; 0 chooses.")
+    ] = None,
     min_price: Annotated[
         int | None, typer.Option(help="Least wei a token; runs that pay less are declined.")
+    ] = None,
+    max_unpaid: Annotated[
+        str | None,
+        typer.Option(help="Tokens; while more of the node's work is unpaid, no lease is taken."),
     ] = None,
     images: Annotated[
         list[str] | None, typer.Option("--image", help="Image that may run; repeat for more.")
@@ -91,10 +121,12 @@ def join(
 ) -> None:
     """Join the pool and work until stopped (Ctrl-C or SIGTERM ends it cleanly)."""
     from prime_node.agent import Agent
+    from prime_node.fingerprint import use_gpus
     from prime_node.wallet import open_provider, open_wallet
 
     _logging(verbose)
     settings.need_orchestrator()
+    use_gpus(settings.gpus)
     if not settings.shadow:
         settings.need_rpc()  # without the chain nobody knows whether stake and seat are there
     signer = open_wallet(settings)
@@ -137,12 +169,16 @@ def verify(
     every_row: Annotated[
         bool, typer.Option("--every-row", help="Replay all rows, not only the run's share.")
     ] = False,
+    device: ReplayDevice = "cpu",
+    dtype: ReplayDtype = "float32",
     as_json: Json = False,
 ) -> None:
     """What a validator would find in a rollout file, by the validator's own code; sends nothing."""
     from prime_node.preflight import verify as preflight
 
-    found = preflight(settings, file, lease_file=lease, every_row=every_row)
+    found = preflight(
+        settings, file, lease_file=lease, every_row=every_row, device=device, dtype=dtype
+    )
     if as_json:
         print_json(found.as_json())
     else:
@@ -167,12 +203,15 @@ def status(
     as_json: Json = False,
 ) -> None:
     """What the agent in this data folder does, and what the pool counts of its node."""
+    from prime_chain.amounts import prime
     from prime_node.overview import fetch_sentence, overview
 
     found: dict[str, Any] = overview(settings, chain=chain)
     if as_json:
         print_json(found)
         return
+    if found.get("unpaid") is not None:
+        found["unpaid"] = prime(int(found["unpaid"]))
     shown = [
         (
             name.replace("_", " ").replace("heard at", "last heard at"),
@@ -196,6 +235,7 @@ def leave(
 ) -> None:
     """Stop the agent here, take the node out of the pool, end its sessions.
 
+    The agent first gives its open lease back and delivers what is finished.
     With an owner's wallet it takes all nodes of the owner out, or the one of --node.
     """
     from prime_core import ids
@@ -205,7 +245,9 @@ def leave(
     link = open_link(settings)
     try:
         named = ids.address(node) if node else None
-        sent = leave_pool(settings, link, named, dry_run=dry_run)
+        sent = leave_pool(
+            settings, link, named, dry_run=dry_run, tell=partial(typer.echo, err=True)
+        )
         back = link.client.agreed_block("latest").time + link.deployment.periods.unbonding
     finally:
         link.close()
@@ -245,6 +287,7 @@ def stake_out(settings: Settings) -> str:
     return f"left; to take the stake out, at the owner's machine: {command} --wallet {where}"
 
 
+app.command("plan")(plan)
 app.command("payout")(payout)
 app.command("dispute")(dispute)
 

@@ -13,7 +13,14 @@ import typer
 from prime_core.command_line import group
 from prime_core.printing import printable
 from prime_core.times import utc
-from prime_node.cli_common import Json, configured, print_json, tree_lines
+from prime_node.cli_common import (
+    Json,
+    ReplayDevice,
+    ReplayDtype,
+    configured,
+    print_json,
+    tree_lines,
+)
 
 if TYPE_CHECKING:
     from prime_node.config import Settings
@@ -51,13 +58,13 @@ def audit_list(settings: Settings, as_json: Json = False) -> None:
         print_json([slash.as_json() for slash in found])
         return
     if not found:
-        typer.echo(f"nobody was slashed in pool {link.pool}")
+        typer.echo(f"no node was slashed in pool {link.pool}")
     for s in found:
         typer.echo(f"{s.leaf}")
         said = f"{s.status}  {s.reason.name}  {prime(s.amount)}  proposed {utc(s.proposed_at)}"
         typer.echo(f"   {said}")
-        if s.note:
-            typer.echo(f"   {s.note}")
+        for line in filter(None, (s.note, s.court_line())):
+            typer.echo(f"   {line}")
         typer.echo(f"   node         {s.node}")
         typer.echo(f"   transaction  {s.ended_tx or s.proposed_tx}")
 
@@ -92,7 +99,13 @@ def audit_export(
 
 @audit_app.command("replay")
 @configured
-def audit_replay(settings: Settings, subject: Subjects, as_json: Json = False) -> None:
+def audit_replay(
+    settings: Settings,
+    subject: Subjects,
+    device: ReplayDevice = "cpu",
+    dtype: ReplayDtype = "float32",
+    as_json: Json = False,
+) -> None:
     """Run the validator's own code again: match, accepted, mismatch, or cannot tell.
 
     With several subjects, --json prints one object a line; the exit code is that of the worst.
@@ -101,7 +114,7 @@ def audit_replay(settings: Settings, subject: Subjects, as_json: Json = False) -
 
     worst = 0
     for one in subject:
-        found = replay(settings, one)
+        found = replay(settings, one, device=device, dtype=dtype)
         worst = max(worst, EXIT_STATUS[found.result])
         if as_json:
             print_json(found.as_json(), compact=len(subject) > 1)
@@ -115,3 +128,71 @@ def audit_replay(settings: Settings, subject: Subjects, as_json: Json = False) -
         for note in found.notes:
             typer.echo(printable(f"  note: {note}"))
     raise typer.Exit(worst)
+
+
+@audit_app.command("mirrors")
+@configured
+def audit_mirrors(settings: Settings, as_json: Json = False) -> None:
+    """Where the pool's validators serve copies, as they said on chain."""
+    from prime_chain.mirror import announced
+    from prime_node.cli_owner import open_link
+
+    link = open_link(settings)
+    try:
+        found = announced(link.client, link.deployment, link.pool)
+    finally:
+        link.close()
+    if as_json:
+        print_json([{"validator": who, "url": url} for who, url in found.items()])
+        return
+    if not found:
+        typer.echo(f"no validator of pool {link.pool} names a mirror")
+    for who, url in found.items():
+        typer.echo(f"{url}  {who}")
+
+
+@audit_app.command("mirror")
+@configured
+def audit_mirror(
+    settings: Settings,
+    folder: Annotated[Path, typer.Argument(help="Folder of the copy; made if missing.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until SIGTERM.")] = False,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Serve the copy there; implies --follow.")
+    ] = "",
+    url: Annotated[
+        str, typer.Option(help="URL at which others reach it (default: http://HOST:PORT).")
+    ] = "",
+    max_gb: Annotated[float, typer.Option(help="Largest size of the folder.", min=0)] = 20,
+    as_json: Json = False,
+) -> None:
+    """Copy what the pool's rewards and slashes depend on: settlements, evidence, lists of leaves.
+
+    Anyone may. If the orchestrator stops, rewards can be claimed and slashes checked from the copy:
+    give the mirror's URL in place of the orchestrator's. Exits with 69 if something that the chain
+    names is not served.
+    """
+    from prime_chain.mirror import EVERY_SECONDS, MirrorServer, keep
+    from prime_core.stopping import until_stopped
+    from prime_node.audit import mirroring
+
+    reached = url or (f"http://{listen}" if listen else "")
+    with mirroring(settings, folder, reached, max_gb) as follower:
+        copied = follower.tick()
+        if as_json:
+            print_json(copied.as_json())
+        else:
+            typer.echo(
+                f"{copied.new} new ({copied.bytes} bytes), {copied.waiting} files without a "
+                f"verdict, {len(copied.missing)} missing"
+            )
+            for key, why in copied.missing.items():
+                typer.echo(printable(f"  missing {key}: {why}"))
+        if not follow and not listen:
+            raise typer.Exit(69 if copied.missing else 0)
+        server = MirrorServer(folder, listen) if listen else None
+        try:
+            keep(follower, until_stopped(), EVERY_SECONDS)
+        finally:
+            if server is not None:
+                server.close()

@@ -15,6 +15,13 @@ from prime_core.printing import printable
 from prime_core.times import utc
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+ReplayDevice = Annotated[
+    str,
+    typer.Option(help="Where to replay: cpu, cuda or cuda:N, as the run's calibration names it."),
+]
+ReplayDtype = Annotated[
+    str, typer.Option(help="float32 or bfloat16, as the run's calibration names it.")
+]
 DryRun = Annotated[
     bool,
     typer.Option(

@@ -65,20 +65,39 @@ def consent(
 
 @node_app.command("add")
 @configured
-def add(settings: Settings, file: Consent, dry_run: DryRun = False, as_json: Json = False) -> None:
+def add(
+    settings: Settings,
+    file: Consent,
+    stake: Annotated[
+        str | None,
+        typer.Option(help="PRIME to have at stake. With it, the pool may seat the node at once."),
+    ] = None,
+    multisig: Annotated[
+        bool, typer.Option("--multisig", help="Send nothing; print one transaction for a Safe.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
     """Take a node in (registers the wallet as a provider first, if it is none)."""
     from prime_chain import flows
+    from prime_chain.amounts import parse_amount
     from prime_node.nodes import check_owner, read_consent
+    from prime_node.owner import SEAT_CLASS
 
     signed = read_consent(file)
+    wei = parse_amount(stake) if stake is not None else 0
 
     def calls(context: OwnerContext) -> list[Call]:
         c, account = context.link.contracts, context.account
         check_owner(signed, account)
-        first = [] if c.registry.is_provider(account) else [c.registry.register_provider(account)]
-        return [*first, *flows.add_node(c, signed.consent, signed.signature)]
+        found = flows.register_and_stake(c, account, account, wei)
+        found += flows.add_node(c, signed.consent, signed.signature)
+        if stake is not None:
+            found += flows.allow(c, account, context.link.pool, SEAT_CLASS)
+        return found
 
-    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+    where = of_no_pool(settings) if stake is None else settings
+    send_calls(where, calls, dry_run=dry_run, as_json=as_json, multisig=multisig)
 
 
 @node_app.command("move")
@@ -97,11 +116,11 @@ def move(
     from prime_core import ids
     from prime_node.nodes import check_owner, move_calls, read_consent
 
-    signed, meant = read_consent(file), ids.address(old)
+    signed, target = read_consent(file), ids.address(old)
 
     def calls(context: OwnerContext) -> list[Call]:
         check_owner(signed, context.account)
-        return move_calls(context.link, meant, signed)
+        return move_calls(context.link, target, signed)
 
     send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
@@ -112,10 +131,10 @@ def remove(
     settings: Settings, node: Node = None, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
     """Let a node go. Its seats stay until it leaves; who answers for its work stays the same."""
-    meant = node_account(settings, node)
+    target = node_account(settings, node)
     send_calls(
         of_no_pool(settings),
-        lambda context: [context.link.contracts.registry.remove_node(meant)],
+        lambda context: [context.link.contracts.registry.remove_node(target)],
         dry_run=dry_run,
         as_json=as_json,
     )
@@ -134,12 +153,12 @@ def revoke(
 ) -> None:
     """End a node's sessions for good, on chain: a stolen session key is worth nothing. By the node
     or its owner."""
-    meant = node_account(settings, node)
+    target = node_account(settings, node)
 
     def calls(context: OwnerContext) -> list[Call]:
         link = context.link
         at = link.client.agreed_block("latest").time if before is None else before
-        return [link.contracts.registry.set_revoked_before(meant, at)]
+        return [link.contracts.registry.set_revoked_before(target, at)]
 
     send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 
@@ -171,17 +190,17 @@ def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
 
     from prime_node.nodes import seats
 
-    meant = node_account(settings, node)
+    target = node_account(settings, node)
     link = open_link(of_no_pool(settings))
     try:
         registry = link.contracts.registry
-        owner = registry.provider_of(meant)
-        revoked, places = registry.revoked_before(meant), seats(link, meant)
+        owner = registry.provider_of(target)
+        revoked, places = registry.revoked_before(target), seats(link, target)
         found: dict[str, Any] = {
-            "node": meant,
+            "node": target,
             "provider": owner,
             "payout": registry.payout_of(owner) if owner is not None else None,
-            "moved_to": registry.moved_to(meant),
+            "moved_to": registry.moved_to(target),
             "revoked_before": revoked,
             "seats": [asdict(seat) for seat in places],
         }
@@ -231,10 +250,10 @@ def payout(
     """Change where the owner's rewards are paid. Only the owner's own account can."""
     from prime_core import ids
 
-    meant = ids.address(to)
+    target = ids.address(to)
     send_calls(
         of_no_pool(settings),
-        lambda context: [context.link.contracts.registry.set_payout(meant)],
+        lambda context: [context.link.contracts.registry.set_payout(target)],
         dry_run=dry_run,
         as_json=as_json,
     )
@@ -247,22 +266,37 @@ def dispute(
     not_served: Annotated[
         bool, typer.Option("--not-served", help="Object that its evidence cannot be fetched.")
     ] = False,
+    arbiter: Annotated[
+        bool, typer.Option("--arbiter", help="Let the arbiter judge, and not the court.")
+    ] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Dispute a slash proposal about a node of this owner: the arbiter has to judge it.
+    """Dispute a slash proposal about a node of this owner: three jurors of the court judge it, or
+    the arbiter while fewer than seven jurors count.
 
-    Costs a deposit, which is lost if the arbiter finds the same. First: prime-node audit replay.
-    With --not-served it costs nothing; then the arbiter alone can let the slash proceed.
+    Costs a deposit, which is lost if they find the same. First: prime-node audit replay. The court
+    needs what an --orchestrator or a mirror named on chain serves; if none serves it, --arbiter
+    disputes without the court. With --not-served it costs
+    nothing; then the arbiter alone can let the slash proceed.
     """
     from prime_core import ids
-    from prime_node.nodes import dispute_calls
+    from prime_core.printing import printable
+    from prime_node.disputes import dispute_calls
 
     leaf = ids.digest(submission)
 
-    send_calls(
-        of_no_pool(settings),
-        lambda context: dispute_calls(context.link, context.account, leaf, not_served=not_served),
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    def calls(context: OwnerContext) -> list[Call]:
+        found, judge = dispute_calls(
+            context.link,
+            context.account,
+            leaf,
+            urls=[settings.orchestrator] if settings.orchestrator else [],
+            allow_private=settings.allow_private,
+            not_served=not_served,
+            arbiter=arbiter,
+        )
+        typer.echo(printable(judge), err=True)
+        return found
+
+    send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)

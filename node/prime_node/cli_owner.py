@@ -98,21 +98,25 @@ def send_calls(
     *,
     dry_run: bool,
     as_json: bool,
+    multisig: bool = False,
 ) -> None:
     """Sends an owner's transactions one by one, or prints them unsent with what they would cost or
-    why they would be refused (then it exits with the refusal's code)."""
+    why they would be refused (then it exits with the refusal's code). `multisig` prints them as one
+    transaction of a Safe instead."""
     from prime_chain import costs
-    from prime_node.owner import Owner, describe
+    from prime_node.owner import Owner, as_one, describe
     from prime_node.state import DataFolder
     from prime_node.wallet import open_wallet
 
-    signer, refused = None if dry_run else open_wallet(settings), None
+    signer, refused = None if dry_run or multisig else open_wallet(settings), None
     link = open_link(settings)
     try:
         account = owner_account(settings) if signer is None else signer.address
         calls = decide(OwnerContext(link, account))
         rows = describe(calls)
-        if signer is None:
+        if multisig:
+            rows = [as_one(link.client, calls)] if calls else []
+        elif signer is None:
             found = costs.rehearse(link.client, calls, account)
             refused = costs.refusal(found)
             rows = [row | {"cost": costs.said(one)} for row, one in zip(rows, found, strict=True)]
@@ -132,9 +136,9 @@ def send_calls(
     else:
         for row in rows:
             typer.echo(row["what"])
-            shown = ("transaction",) if "transaction" in row else ("to", "data", "cost")
-            for name in shown:
-                typer.echo(f"  {name:12} {row[name]}")
+            for name, value in row.items():
+                if name != "what" and not ("transaction" in row and name in ("to", "data")):
+                    typer.echo(f"  {name:12} {value}")
     if refused is not None:
         raise typer.Exit(refused.exit_code)
 
@@ -250,7 +254,7 @@ def stake_rebond(
 @stake_app.command("withdraw")
 @configured
 def stake_withdraw(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -> None:
-    """Take out the stake whose unbonding has ended."""
+    """Take out the stake that has finished unbonding."""
 
     def calls(context: OwnerContext) -> list[Call]:
         require_stake_is_its_own(context, settings)
@@ -308,16 +312,16 @@ def rewards_claim(
     from prime_node.nodes import nodes_of
     from prime_node.rewards import claim_calls
 
-    meant = None if everything else node_account(settings, node)
+    target = None if everything else node_account(settings, node)
 
     def calls(context: OwnerContext) -> list[Call]:
-        if meant is None:
+        if target is None:
             return claim_calls(
                 settings, context.link, nodes_of(context.link, owner_account(settings))
             )
-        accounts = [meant]
-        if node is None and context.link.contracts.registry.is_provider(meant):
-            accounts += [one for one in nodes_of(context.link, meant) if one != meant]
+        accounts = [target]
+        if node is None and context.link.contracts.registry.is_provider(target):
+            accounts += [one for one in nodes_of(context.link, target) if one != target]
         return claim_calls(settings, context.link, accounts)
 
     send_calls(settings, calls, dry_run=dry_run, as_json=as_json)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from prime_chain.amounts import parse_amount
 from prime_chain.link import ChainSettings
 from prime_core.errors import UserError
 from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
@@ -56,7 +58,7 @@ class Settings(ChainSettings):
     provider_password_file: UserPath | None = None
     """File with the owner's password; without it, the node's password opens both."""
     data: UserPath = DEFAULT_DATA
-    """State: policies, outbox, journal, logs, lock."""
+    """State: policies, spool, journal, logs, lock."""
     runtime: RuntimeName = "docker"
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the worker; 0 = as many as the task's CPU limit."""
@@ -65,6 +67,9 @@ class Settings(ChainSettings):
     min_price: int = Field(default=0, ge=0)
     """Lowest price per paid token (wei) for which this node works; revisions below it are
     declined."""
+    max_unpaid: Decimal | None = Field(default=None, gt=0, max_digits=48, decimal_places=18)
+    """Most unpaid work (tokens) with which this node takes a new lease; by default only the pool's
+    bond and free funds limit it."""
     images: Urls = ()
     """Images that tasks may run here: references by digest, or repositories (what stands before
     "@"). Empty: any that the pool names."""
@@ -85,6 +90,18 @@ class Settings(ChainSettings):
     allow_private: bool = False
     """Connect to private and loopback addresses that the orchestrator names (on your own network).
     An orchestrator on this machine may always name them."""
+    gpus: str = Field(default="all", pattern=r"^(all|\d{1,2}(,\d{1,2}){0,15})$")
+    """Cards that this node uses: all, or their numbers as nvidia-smi shows them ("0,1"). Two agents
+    on one machine need different ones."""
+    tensor_parallel: int = Field(default=0, ge=0, le=64)
+    """Cards that hold the model together; 0 = as many of the node's as the model can be split
+    over."""
+    memory_share: float = Field(default=0.0, ge=0.0, le=0.98)
+    """Share of each card's memory that the engine takes; 0 = its own choice."""
+    max_length: int = Field(default=0, ge=0)
+    """Longest row in tokens that the engine makes room for; 0 = what the cards hold."""
+    shm_mb: int = Field(default=0, ge=0)
+    """Shared memory (MiB) of the task's container; 0 = 64, or 1024 with more than one card."""
     throttle: float = Field(default=1.0, ge=1.0, le=1000.0)
     """DEVELOPMENT ONLY: behave like a machine N times slower."""
     worker_command: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)] = ()
@@ -108,15 +125,26 @@ class Settings(ChainSettings):
             "threads",
             "generation_batch",
             "min_price",
+            "max_unpaid",
             "images",
             "image_gb",
             "task_memory_mb",
             "task_pids",
             "task_cpus",
             "policy_gb",
+            "gpus",
+            "tensor_parallel",
+            "memory_share",
+            "max_length",
+            "shm_mb",
         }
         kept = always | (given & self.model_fields_set)
         return self.model_dump(mode="json", include=kept, exclude_none=True)
+
+    @property
+    def max_unpaid_wei(self) -> int | None:
+        limit = self.max_unpaid
+        return None if limit is None else parse_amount(f"{limit:f}")
 
     def need_orchestrator(self) -> str:
         """Returns the orchestrator's URL. Raises UserError if it is missing."""

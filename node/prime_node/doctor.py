@@ -42,7 +42,7 @@ class Check:
 
 def examine(settings: Settings) -> list[Check]:
     """Runs every check possible with these settings, in order."""
-    checks = [_python(), _disk(settings), _memory(), _gpu(), _keystore(settings)]
+    checks = [_python(), _disk(settings), _memory(), _gpu(settings), _keystore(settings)]
     pool, run = None, None
     if settings.orchestrator:
         with OrchestratorClient(settings.need_orchestrator(), timeout=5.0) as client:
@@ -89,8 +89,11 @@ def _memory() -> Check:
     return Check("memory", "ok", found)
 
 
-def _gpu() -> Check:
-    gpus = read_gpus()
+def _gpu(settings: Settings) -> Check:
+    try:
+        gpus = read_gpus(settings.gpus)
+    except UserError as error:
+        return _failed("gpu", error, "nvidia-smi -L")
     if not gpus:
         return Check("gpu", "ok", "none seen (fine for pools that ask for none)")
     return Check("gpu", "ok", ", ".join(f"{gpu.model} {gpu.memory_mb} MiB" for gpu in gpus))
@@ -151,7 +154,10 @@ def _missing_packages() -> list[str]:
 
 
 def _requirements(settings: Settings, run: RunDefinition) -> Check:
-    missing = run.requirements.shortfalls(read_hardware(settings.data))
+    try:
+        missing = run.requirements.shortfalls(read_hardware(settings.data, settings.gpus))
+    except UserError as error:
+        return _failed("requirements", error, "")
     if missing:
         return Check(
             "requirements", "failed", "the pool asks for " + "; ".join(missing),

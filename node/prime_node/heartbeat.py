@@ -1,8 +1,10 @@
 """The heartbeat: the agent's only control loop. Its answer decides what happens next.
 
-join ──► owner's part, challenge (join.py) work ──► the task runs, the desk gives leases wait ──►
-the desk gives no leases stop ──► the agent ends and says why no answer ──► work goes on; retried
-with growing pauses
+join        the owner's part and the challenge (join.py)
+work        the task runs; the lease broker gives leases
+wait        the lease broker gives no leases
+stop        the agent ends and logs why
+no answer   work goes on; the heartbeat is retried with growing pauses
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from prime_core.run import RunDefinition
 from prime_core.verdict import Reason
 from prime_node.api import NodeApi
 from prime_node.config import RuntimeName
-from prime_node.desk import Desk
 from prime_node.join import Join
-from prime_node.outbox import Outbox
+from prime_node.lease_broker import LeaseBroker
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions
 from prime_node.runtime.base import WorkerOptions
+from prime_node.spool import Spool
 from prime_node.state import AgentStatus, DataFolder
 from prime_node.task import TaskKeeper
 from prime_node.watched import WatchedThread
@@ -41,7 +43,7 @@ FINAL_ERRORS = (UserError, PolicyError)
 """Errors that retrying cannot fix."""
 
 
-class Pulse:
+class HeartbeatLoop:
     """Sends heartbeats, follows the answers, manages the task. Runs in the main thread.
 
     `threads` are required for the work; FatalError is raised once one has died.
@@ -51,9 +53,9 @@ class Pulse:
         self,
         api: NodeApi,
         run: RunDefinition,
-        desk: Desk,
+        broker: LeaseBroker,
         keeper: PolicyKeeper,
-        outbox: Outbox,
+        spool: Spool,
         join: Join,
         task: TaskKeeper,
         revisions: Revisions,
@@ -76,9 +78,9 @@ class Pulse:
         self._started_at = int(now())
         self._api = api
         self._run = run
-        self._desk = desk
+        self._broker = broker
         self._keeper = keeper
-        self._outbox = outbox
+        self._spool = spool
         self._join = join
         self._task = task
         self._revisions = revisions
@@ -100,10 +102,10 @@ class Pulse:
                 status = self._beat()
                 if status is not None:
                     return status
-            if self._desk.declined and not self._desk.open_leases():
+            if self._broker.declined and not self._broker.open_leases():
                 raise PolicyError(
-                    f"this node declines the pool's run: {self._desk.declined}. All of its work is "
-                    "delivered; change the limit, or give the seat up with: prime-node leave"
+                    f"this node declines the pool's run: {self._broker.declined}. All of its work "
+                    "is delivered; change the limit, or give the seat up with: prime-node leave"
                 )
             if self._member:
                 self._tend()
@@ -116,10 +118,10 @@ class Pulse:
         if time.monotonic() < self._next_tend:
             return
         try:
-            if (run := self._desk.wanted_run()) is not None:
+            if (run := self._broker.wanted_run()) is not None:
                 log.info("the task of run %s takes the present one's place", run.digest())
                 self._task.replace(run.task, self._options(run), REPLACE_SECONDS)
-                self._desk.use_run(run)
+                self._broker.use_run(run)
             self._task.tend()
             self._tend_pause = FIRST_PAUSE
         except UnavailableError as error:
@@ -135,17 +137,17 @@ class Pulse:
         self._next_beat = time.monotonic() + self._run.heartbeat_seconds
         try:
             body = self._body()
-            answer = self._meant(self._api.heartbeat(body))
+            answer = self._adapted(self._api.heartbeat(body))
         except FINAL_ERRORS:
             raise
         except PrimeError as error:
-            self._not_heard(error)
+            self._note_silence(error)
             return None
         if self._silent_since is not None:
             log.warning("the orchestrator answers again")
             self._silent_since = None
-        self._keeper.heard(answer.latest_version, answer.relays)
-        self._keeper.told(body.lied)
+        self._keeper.note_answer(answer.latest_version, answer.relays)
+        self._keeper.mark_reported(body.lied)
         self._take_endings(answer)
         if answer.run_digest is not None:
             self._revisions.received(answer.run_digest)
@@ -160,7 +162,7 @@ class Pulse:
         """Logs each file that was not accepted once, with the reason; `status` shows the newest."""
         try:
             for ending in answer.endings:
-                if self._outbox.note(ending):
+                if self._spool.note(ending):
                     log.warning("the file %s", _sentence(ending))
         except UnavailableError as error:
             log.warning("what the verdicts were is not kept: %s", error)
@@ -169,14 +171,14 @@ class Pulse:
 
     def _body(self) -> Heartbeat:
         try:
-            leases = self._desk.open_leases()[:64]
+            leases = self._broker.open_leases()[:64]
         except UnavailableError as error:  # informational: send the heartbeat without them
-            log.warning("what waits in the outbox is not known: %s", error)
+            log.warning("what waits in the spool is not known: %s", error)
             leases = ()
         return Heartbeat(
             policy_version=self._keeper.newest(),
             leases=leases,
-            tokens_per_second=self._desk.tokens_per_second,
+            tokens_per_second=self._broker.tokens_per_second,
             runtime=self._runtime,
             version=version("prime-open"),
             heard_at=self._heard_at,
@@ -184,14 +186,17 @@ class Pulse:
             instance=self._instance,
         )
 
-    def _not_heard(self, error: PrimeError) -> None:
+    def _note_silence(self, error: PrimeError) -> None:
         if self._silent_since is None:
             self._silent_since = time.monotonic()
-            log.warning("no heartbeat got through: %s; work goes on, trying again", error)
+            log.warning(
+                "the orchestrator does not answer: %s; work continues, the next heartbeat is tried",
+                error,
+            )
         silence = time.monotonic() - self._silent_since
         self._next_beat += min(LONGEST_SILENCE, silence)
 
-    def _meant(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
+    def _adapted(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
         """Adapts the answer to how this agent was started: a paid agent whose node is in shadow
         must join. Raises PolicyError if a shadow agent's node has a seat."""
         if self._shadow and answer.status in ("active", "silent", "admitted"):
@@ -210,7 +215,7 @@ class Pulse:
             )
             self._directive = answer.directive
         self._member |= answer.directive == "work"
-        self._desk.set_working(answer.directive == "work")
+        self._broker.set_working(answer.directive == "work")
         if answer.directive == "stop":
             if answer.another_machine:
                 raise PolicyError(answer.reason)
@@ -219,12 +224,12 @@ class Pulse:
             log.warning("the orchestrator says stop: %s", answer.reason)
             return 0
         if answer.directive == "join":
-            self._walk_in()
+            self._try_to_join()
         elif answer.measure:
             self._join.measure()
         return None
 
-    def _walk_in(self) -> None:
+    def _try_to_join(self) -> None:
         try:
             self._join.step()
             self._join_pause = 1.0
@@ -237,7 +242,9 @@ class Pulse:
             self._join_pause = min(60.0, self._join_pause * 2)
 
     def _write_status(self, answer: HeartbeatAnswer) -> None:
-        signer = self._api.client.signer
+        signer, unpaid = self._api.client.signer, self._broker.unpaid
+        owed = unpaid.owed() if unpaid is not None else None
+        why_idle = unpaid.why_not() if unpaid is not None else ""
         assert signer is not None, "a node's client signs"
         self._data.write_status(
             AgentStatus(
@@ -247,14 +254,15 @@ class Pulse:
                 started_at=self._started_at,
                 heard_at=int(self._now()),
                 directive=answer.directive,
-                reason=answer.reason or self._desk.trouble,
+                reason=answer.reason or self._broker.trouble or why_idle,
                 node_status=answer.status,
                 policy_version=self._keeper.newest(),
                 latest_version=answer.latest_version,
-                files=self._outbox.counts(),
-                not_accepted=tuple(_sentence(e) for e in self._outbox.endings(ENDINGS_SHOWN)),
-                tokens_per_second=self._desk.tokens_per_second,
+                files=self._spool.counts(),
+                not_accepted=tuple(_sentence(e) for e in self._spool.endings(ENDINGS_SHOWN)),
+                tokens_per_second=self._broker.tokens_per_second,
                 task=self._task.description if self._member else "not started",
+                unpaid=str(owed) if owed is not None else None,
             )
         )
 

@@ -1,7 +1,7 @@
 """Joining a pool.
 
     owner's part ready?  no, and the key is here on a test network ──► do it (faucet, stake, node)
-           │             no ──► print what the owner has to sign, and wait
+           │             no ──► write a consent, print the owner's one command, and wait
            ▼ yes
     hardware challenge ──► invite ──► the orchestrator sends the invite to the chain
 
@@ -19,20 +19,26 @@ from prime_chain.client import Call
 from prime_chain.contracts import Pool, prime
 from prime_core.errors import PolicyError, PrimeError
 from prime_core.ids import Address
-from prime_core.node import Hardware
+from prime_core.node import Hardware, NodeConsent
 from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
 from prime_node.admission import admit, challenge_device
 from prime_node.api import NodeApi
 from prime_node.config import Settings
 from prime_node.link import Link
-from prime_node.owner import Owner, describe, missing_calls, read_standing, stake_needed
+from prime_node.nodes import sign_consent
+from prime_node.owner import (
+    CONSENT_SECONDS,
+    SEAT_CLASS,
+    Owner,
+    missing_calls,
+    read_standing,
+    stake_needed,
+)
 from prime_node.state import DataFolder
 
 log = logging.getLogger("prime.node.join")
 OWNER_POLL_SECONDS = 5.0
-SEAT_CLASS = 1
-"""The contracts' class of every seat."""
 
 
 class Join:
@@ -124,7 +130,7 @@ class Join:
                 self._perform(self._link)
                 continue
             if not printed:
-                self._ask_owner(calls)
+                self._ask_owner(self._link)
                 printed = True
             self._stop.wait(OWNER_POLL_SECONDS)
         return False
@@ -161,26 +167,26 @@ class Join:
         finally:
             owner.close()
 
-    def _ask_owner(self, calls: list[Call]) -> None:
-        log.warning(
-            "the owner %s has to send %d transaction(s) before this node may join; waiting for "
-            "them (calldata below; the consent in it is good for 7 days)",
-            self._provider,
-            len(calls),
-        )
-        for number, act in enumerate(describe(calls), 1):
-            log.warning("%d. %s", number, act["what"])
-            log.warning("   to   %s", act["to"])
-            log.warning("   data %s", act["data"])
-        log.warning(
-            "with this program: here, prime-node node consent --provider %s --out FILE; at the "
-            "owner's machine, each with --wallet OWNER_KEYSTORE: prime-node stake add AMOUNT, "
-            "prime-node node add FILE, prime-node node allow --pool %s --class 1; this pool asks "
-            "%s of stake a seat",
-            self._provider,
-            "N" if self._link is None else self._link.pool,
-            prime(self._run.stake_per_class),
-        )
+    def _ask_owner(self, link: Link) -> None:
+        """Writes the node's consent to a file, and names the one command for the owner."""
+        deadline = int(self._now()) + CONSENT_SECONDS
+        domain = link.deployment.domain_of(NodeConsent)
+        signed = sign_consent(self._signer, self._provider, domain, deadline)
+        file = self._data.root / "consent.json"
+        file.write_text(signed.model_dump_json(indent=2) + "\n")
+        stake = prime(self._needed()).removesuffix(" PRIME")
+        for line in (
+            "this node waits for its owner, which has to add it:",
+            f"  {self._provider}",
+            "its consent, good for 7 days, is in the file",
+            f"  {file}",
+            "with a copy of it, the owner types one command:",
+            f"  prime-node node add consent.json --stake {stake} \\",
+            f"    --orchestrator {self._settings.need_orchestrator()} \\",
+            "    --rpc URL --wallet OWNER_KEYSTORE",
+            "a Safe instead adds --multisig --provider SAFE",
+        ):
+            log.warning("%s", line)  # the node waits until someone acts
 
 
 def check_pool(link: Link, api: NodeApi) -> Pool:
@@ -191,8 +197,8 @@ def check_pool(link: Link, api: NodeApi) -> Pool:
     """
     info = api.client.pool()
     on_chain = link.contracts.pools.pool_of(link.pool)
-    told = (info.manager, info.trainer, info.run_digest)
-    if told != (on_chain.manager, on_chain.trainer, on_chain.run_digest):
+    stated = (info.manager, info.trainer, info.run_digest)
+    if stated != (on_chain.manager, on_chain.trainer, on_chain.run_digest):
         raise PolicyError(
             f"the orchestrator describes pool {link.pool} otherwise than the chain does: "
             "wrong --pool, wrong --deployment, or an impostor"

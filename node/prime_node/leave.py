@@ -1,10 +1,12 @@
-"""Leaving a pool. The agent is stopped first, because a running one would join again."""
+"""Leaving a pool. The agent is stopped first, because a running one would join again: it gives its
+open lease back and delivers what is finished."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import Address
@@ -16,18 +18,26 @@ from prime_node.config import Settings
 from prime_node.link import Link
 from prime_node.nodes import nodes_of
 from prime_node.owner import Owner, describe
+from prime_node.spool import waiting_in
 from prime_node.state import DataFolder
 from prime_node.wallet import open_provider, open_wallet, wallet_address
 
 STOP_SECONDS = 60.0
+"""How long a stopping agent may show no progress."""
+POLL_SECONDS = 0.2
 
 
 def leave_pool(
-    settings: Settings, link: Link, node: Address | None = None, *, dry_run: bool
+    settings: Settings,
+    link: Link,
+    node: Address | None = None,
+    *,
+    dry_run: bool,
+    tell: Callable[[str], None],
 ) -> list[dict[str, str]]:
     """Takes nodes out of the pool: `node`, or the wallet's own, or all that the wallet's account
     owns. Returns the transactions sent (with `dry_run`, to be sent); none if the wallet's node has
-    left already.
+    left already. `tell` gets a sentence for each step of the agent's stop.
 
     Raises UserError if the account has no such node in the pool, UnavailableError if the running
     agent does not stop.
@@ -49,7 +59,7 @@ def leave_pool(
     if dry_run:
         return rows
     signer, data = open_wallet(settings), DataFolder(settings.data)
-    stop_agent(data)
+    stop_agent(data, tell)
     if account in named:
         _revoke(settings.need_orchestrator(), signer)
     if not calls:
@@ -64,17 +74,37 @@ def leave_pool(
     return rows
 
 
-def stop_agent(data: DataFolder) -> None:
-    """Stops the agent that uses `data`, if any, and waits for it."""
+def stop_agent(
+    data: DataFolder,
+    tell: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Stops the agent that uses `data`, if any, and waits until it has ended, however long it makes
+    progress. Raises UnavailableError if it makes none for STOP_SECONDS."""
     holder = data.holder()
     if holder is None:
         return
+    left = waiting_in(data.spool)
+    tell(
+        f"the agent (process {holder}) is asked to stop: it gives its open lease back and delivers "
+        f"its finished files ({left} waiting)"
+    )
     os.kill(holder, signal.SIGTERM)
-    end = time.monotonic() + STOP_SECONDS
+    end = clock() + STOP_SECONDS
     while data.holder() is not None:
-        if time.monotonic() > end:
-            raise UnavailableError(f"the agent (process {holder}) does not end; end it yourself")
-        time.sleep(0.2)
+        if (now_left := waiting_in(data.spool)) != left:
+            left, end = now_left, clock() + STOP_SECONDS
+            tell(f"the agent still stops: {left} finished file(s) wait to be delivered")
+        if clock() > end:
+            raise UnavailableError(
+                f"the agent (process {holder}) has made no progress for {STOP_SECONDS:.0f} s; end "
+                f"it with: kill {holder}, then type prime-node leave again"
+            )
+        pause(POLL_SECONDS)
+    left = waiting_in(data.spool)
+    tell("the agent has ended" + f"; {left} finished file(s) were not delivered" * bool(left))
 
 
 def _revoke(orchestrator: str, signer: LocalSigner) -> None:

@@ -105,34 +105,3 @@ def move_calls(link: Link, old: Address, signed: SignedConsent) -> list[Call]:
     pools = [seat.pool for seat in seats(link, old)]
     registry = link.contracts.registry
     return [registry.move_node(old, signed.consent, signed.signature, pools)]
-
-
-def dispute_calls(
-    link: Link, account: Address, leaf: Digest, *, not_served: bool = False
-) -> list[Call]:
-    """Returns the calls that dispute the slash for submission `leaf`: an allowance for the deposit
-    if it is missing, and the dispute. `not_served`: objects instead that the evidence is not
-    served, which needs no deposit.
-
-    Raises UserError if there is no such proposal, it concerns another provider, or it is not open.
-    """
-    c = link.contracts
-    found = c.slasher.proposal(leaf)
-    hint = "list them with: prime-node audit list"
-    if found is None:
-        raise UserError(f"no slash was proposed for {leaf}", hint=hint)
-    if found.provider != account:
-        raise UserError(
-            f"the slash for {leaf} is about a node of {found.provider}, not of {account}",
-            hint="only that account may dispute it: give its --wallet, or --calldata --provider",
-        )
-    now = link.client.agreed_block("latest").time
-    if found.state.name != "PROPOSED" or now >= found.deadline:
-        state = found.state.name.lower() if found.state.name != "PROPOSED" else "past its window"
-        raise UserError(f"the slash for {leaf} cannot be disputed: it is {state}", hint=hint)
-    if not_served:
-        return [c.slasher.object(leaf)]
-    deposit = c.slasher.dispute_deposit()
-    allowed = c.token.allowance(account, c.slasher.address)
-    approve = [c.token.approve(c.slasher.address, deposit)] if allowed < deposit else []
-    return [*approve, c.slasher.dispute(leaf)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from prime_core import ids
 from prime_core.errors import NotFoundError, UnavailableError
-from prime_node import journal
+from prime_node import policy_log
 from prime_node.api import NodeApi
 from prime_node.config import Settings
 from prime_node.state import DataFolder
@@ -34,7 +34,7 @@ def overview(settings: Settings, *, chain: bool = False) -> dict[str, Any]:
                 f"the agent in this folder works in pool {last.pool}; what the chain says below is "
                 f"of pool {settings.pool}"
             )
-    fetched = journal.last(data.root)
+    fetched = policy_log.last(data.root)
     if fetched is not None:
         found["last_fetch"] = _fetch(fetched)
     if settings.wallet is not None:
@@ -48,7 +48,7 @@ def overview(settings: Settings, *, chain: bool = False) -> dict[str, Any]:
 
 
 def _fetch(line: dict[str, Any]) -> dict[str, Any]:
-    """Returns the journal's last line, without the digests and with the rate."""
+    """Returns the policy log's last line, without the digests and with the rate."""
     kept = {name: value for name, value in line.items() if not name.endswith("digest")}
     seconds = line.get("seconds") or 0
     return kept | {"bytes_per_second": round(line["bytes"] / seconds) if seconds else None}
@@ -65,9 +65,9 @@ def fetch_sentence(fetch: dict[str, Any]) -> str:
         "from " + (", ".join(f"{url} ({count:,})" for url, count in sources.items()) or "nobody"),
         f"chunks fetched again: {fetch.get('refetched', 0)}",
     ]
-    told = Counter((fault["url"], fault["kind"]) for fault in fetch.get("faults", ()))
+    faults = Counter((fault["url"], fault["kind"]) for fault in fetch.get("faults", ()))
     names = {"lie": "lied", "failed": "failed", "delta": "could not be applied"}
-    parts += [f"{url} {names.get(kind, kind)} ({count}×)" for (url, kind), count in told.items()]
+    parts += [f"{url} {names.get(kind, kind)} ({count}×)" for (url, kind), count in faults.items()]
     return "; ".join(parts)
 
 
@@ -116,4 +116,6 @@ def _at_the_pool(settings: Settings, node: str) -> dict[str, Any]:
     if mine.status == "shadow":
         found["seat"] = "none (shadow): nothing at stake, nothing paid"
     verdicts = f"{mine.accepted} accepted, {mine.rejected} rejected, {mine.void} void"
+    if mine.expired_unjudged:
+        verdicts += f" ({mine.expired_unjudged} expired unjudged: the pool's fault)"
     return found | {"verdicts": verdicts, "paid_tokens": mine.units}

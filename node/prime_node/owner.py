@@ -1,6 +1,6 @@
 """The owner's actions on chain: become a provider, stake, add a node, remove it.
 
-    standing (read) → missing calls (computed here, unsent) → sent, or printed for the owner
+    standing (read) → missing calls (computed here, unsent) → sent, or printed by --calldata
 
 The node's own key sends nothing. If one wallet plays both parts (test networks), it sends these.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_chain import flows
-from prime_chain.client import Call
+from prime_chain.client import Call, ChainClient
 from prime_chain.contracts import ETHER, prime
 from prime_chain.errors import ChainRevertedError
 from prime_chain.sender import Sender
@@ -25,6 +25,12 @@ from prime_core.signing import LocalSigner, Signer
 from prime_node.link import Link
 
 CONSENT_SECONDS = 7 * 86_400
+SEAT_CLASS = 1
+"""The contracts' class of every seat."""
+_MULTI_SEND_CALL_ONLY = Address("0x9641d764fc13c8B624c04430C7356C1C7C8102e2")
+"""MultiSendCallOnly of Safe 1.4.1, at the same address on Base and Base Sepolia."""
+_MULTI_SEND = bytes.fromhex("8d80ff0a")
+"""Selector of multiSend(bytes)."""
 _FAUCET_WEI = 10_000 * ETHER
 
 
@@ -154,3 +160,31 @@ class Owner:
 def describe(calls: Sequence[Call]) -> list[dict[str, str]]:
     """Returns the calls in the form that an owner elsewhere (a wallet, a multisig) needs."""
     return [{"what": c.description, "to": str(c.to), "data": c.calldata()} for c in calls]
+
+
+def as_one(client: ChainClient, calls: Sequence[Call]) -> dict[str, str]:
+    """Returns the calls as one transaction of a Safe: a delegatecall to MultiSendCallOnly. Raises
+    UserError on a chain without that contract: a delegatecall to nothing succeeds and does nothing.
+
+    Source: safe-smart-account v1.4.1, contracts/libraries/MultiSendCallOnly.sol: for each call, its
+    operation (0), target, value and length, packed, and its data.
+    """
+    if not client.code(_MULTI_SEND_CALL_ONLY):
+        raise UserError(
+            f"{client.network.name} has no MultiSendCallOnly of Safe 1.4.1 at "
+            f"{_MULTI_SEND_CALL_ONLY}, so a Safe cannot send this as one transaction",
+            hint="print the transactions one by one with --calldata instead of --multisig",
+        )
+    packed = b""
+    for call in calls:
+        assert call.to is not None, "an owner deploys nothing"
+        packed += b"\0" + bytes.fromhex(call.to[2:])
+        packed += call.value.to_bytes(32) + len(call.data).to_bytes(32) + call.data
+    padded = packed + bytes(-len(packed) % 32)
+    data = _MULTI_SEND + (32).to_bytes(32) + len(packed).to_bytes(32) + padded
+    return {
+        "what": "; ".join(call.description for call in calls),
+        "to": _MULTI_SEND_CALL_ONLY,
+        "operation": "1 (delegatecall)",
+        "data": "0x" + data.hex(),
+    }

@@ -21,7 +21,7 @@ from prime_core.errors import UserError
 from prime_core.run import RunDefinition
 from prime_engine.base import Engine
 from prime_node.worker.__main__ import main as worker_main
-from prime_node.worker.workshop import Job, Options, Workshop
+from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
 from prime_verify.canaries.lies import LIES, Make
 from prime_verify.canaries.planting import HONEST, kind, read_secret
 from prime_verify.canaries.scene import Scene
@@ -29,8 +29,8 @@ from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import FileError, FileRow, read_rollout_file
 
 
-class LyingWorkshop(Workshop):
-    """The honest workshop, except that `choose` may return an attack for a file (see lies.py)."""
+class LyingBuilder(RolloutBuilder):
+    """The honest builder, except that `choose` may return an attack for a file (see lies.py)."""
 
     def __init__(
         self, choose: Callable[[Job], Make | None], run: RunDefinition, options: Options
@@ -103,7 +103,7 @@ def main() -> int:
         raise UserError("no secret is named", hint="python -m prime_node.planting SECRET_FILE …")
     path, *arguments = sys.argv[1:]
     choose = partial(planted, read_secret(Path(path)))
-    return worker_main(arguments, partial(LyingWorkshop, choose))
+    return worker_main(arguments, partial(LyingBuilder, choose))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from prime_broadcast.sources import Fault
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import PrimeError, UnavailableError
 from prime_core.ids import Digest
-from prime_node import journal
+from prime_node import policy_log
 from prime_node.api import NodeApi
 from prime_node.watched import WatchedThread
 
 log = logging.getLogger("prime.node.policies")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-LIARS_TOLD, LONGEST_URL = 16, 512
+MOST_REPORTED, LONGEST_URL = 16, 512
 """Limits of a heartbeat's fields."""
 CATCH_UP = 5
 """A node at most this many versions behind fetches each of them, in order."""
@@ -44,7 +44,7 @@ class PolicyKeeper:
         pinned: Callable[[], Collection[int]],
     ) -> None:
         self._folder = folder
-        self._folder.on_lie = self._lied
+        self._folder.on_fault = self._lied
         self._make_api = make_api
         self._keep = keep
         self._on_arrival = on_arrival
@@ -70,7 +70,7 @@ class PolicyKeeper:
             self._changed.notify_all()
         self.thread.join(grace)
 
-    # -- called by the desk and the agent ---------------------------------------------------------
+    # -- called by the lease broker and the agent ----------------------------------------------
 
     def newest(self) -> int | None:
         """Returns the newest verified version on disk."""
@@ -89,7 +89,7 @@ class PolicyKeeper:
                 self._wanted.add(version)
                 self._changed.notify_all()
 
-    def heard(self, latest: int | None, relays: tuple[str, ...]) -> None:
+    def note_answer(self, latest: int | None, relays: tuple[str, ...]) -> None:
         """Handles the versions and relays of a heartbeat's answer."""
         with self._changed:
             self._relays = relays
@@ -99,9 +99,9 @@ class PolicyKeeper:
     def liars(self) -> tuple[str, ...]:
         """Returns sources of wrong chunks not reported to the orchestrator yet, at most 16."""
         with self._changed:
-            return tuple(sorted(self._liars)[:LIARS_TOLD])
+            return tuple(sorted(self._liars)[:MOST_REPORTED])
 
-    def told(self, liars: Collection[str]) -> None:
+    def mark_reported(self, liars: Collection[str]) -> None:
         """Marks sources as reported to the orchestrator."""
         with self._changed:
             self._liars -= set(liars)
@@ -189,7 +189,7 @@ class PolicyKeeper:
 
     def _record(self, arrived: Arrived, seconds: float) -> None:
         manifest = self._folder.manifest(arrived.stats.version).manifest
-        journal.record(self._folder.root.parent, manifest, arrived.stats, seconds)
+        policy_log.record(self._folder.root.parent, manifest, arrived.stats, seconds)
 
     def _drop(self, version: int) -> None:
         with self._changed:

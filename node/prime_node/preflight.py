@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from prime_envs.registry import environment_for
 from prime_node.api import NodeApi
 from prime_node.audit import OrchestratorLibrary, run_calibration
 from prime_node.config import Settings
-from prime_node.outbox import Outbox
+from prime_node.spool import Spool
 from prime_node.state import DataFolder
-from prime_verify.engines import FolderEngines
+from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import FileError, read_rollout_file
 from prime_verify.verify import Finding, verify_file
 
@@ -60,10 +61,17 @@ class Preflight:
 
 
 def verify(
-    settings: Settings, file: Path, *, lease_file: Path | None = None, every_row: bool = False
+    settings: Settings,
+    file: Path,
+    *,
+    lease_file: Path | None = None,
+    every_row: bool = False,
+    device: str = "cpu",
+    dtype: str = "float32",
 ) -> Preflight:
-    """Judges `file` as a validator would. Raises UserError if file or lease cannot be read,
-    UntrustedError if the lease found is not the one that the file names."""
+    """Judges `file` as a validator that replays on `device` in `dtype` would. Raises UserError if
+    file or lease cannot be read, UntrustedError if the lease found is not the one that the file
+    names."""
     try:
         size = file.stat().st_size
         data = file.read_bytes() if size <= MAX_FILE_BYTES else bytes(MAX_FILE_BYTES + 1)
@@ -93,7 +101,11 @@ def verify(
             named,
             run,
             environment_for(run),
-            FolderEngines(data_folder.policies, keep=1),
+            FolderEngines(
+                data_folder.policies,
+                partial(load_engine, dtype=dtype, device=device, threads=settings.threads or None),
+                keep=1,
+            ),
             draw_secret=ids.digest(secrets.token_bytes(32)),
             submission_digest=encoding.sha256(data),
             calibration=run_calibration(
@@ -116,9 +128,9 @@ def _lease(
             raise UserError(
                 f"{lease_file} holds no signed lease: {error}", hint="give its JSON"
             ) from error
-    folder = DataFolder(settings.data).outbox
+    folder = DataFolder(settings.data).spool
     if (folder / "journal.sqlite").exists():
-        entry = Outbox(folder, now=lambda: 0.0, sweep=False).find(named)
+        entry = Spool(folder, now=lambda: 0.0, sweep=False).find(named)
         if entry is not None and entry.lease is not None:
             return entry.lease
     return library.lease(named)

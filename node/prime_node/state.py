@@ -5,8 +5,8 @@ settings.json settings given to `join`, so that `status`, `rewards`, … need no
 instance      random id of this folder, sent with heartbeats
 status.json   the agent's last heartbeat, for `prime-node status`
 policies/     verified policies, one folder per version    (prime_broadcast/folder.py)
-outbox/       finished files with their journal            (prime_node/outbox.py)
-task/inbox/   the last file that the worker submitted (inbox.py); task/bridge/ its socket;
+spool/        finished files with their journal            (prime_node/spool.py)
+task/inbox/   the last file that the worker submitted (spool.py); task/bridge/ its socket;
               task/outbox/ where it writes if it runs without a container
 logs/         the worker's output
 chain/        the sender's journal, if the owner acts from this machine
@@ -49,6 +49,8 @@ class AgentStatus(Strict):
     """The newest files that ended rejected or void, each with its reason in one sentence."""
     tokens_per_second: int
     task: str
+    unpaid: str | None = None
+    """Unpaid work in wei, as decimal text; None while the chain cannot be read."""
 
 
 class DataFolder:
@@ -57,7 +59,7 @@ class DataFolder:
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
         self.policies = self.root / "policies"
-        self.outbox = self.root / "outbox"
+        self.spool = self.root / "spool"
         self.task_outbox = self.root / "task" / "outbox"
         self.task_inbox = self.root / "task" / "inbox"
         self.bridge = self.root / "task" / "bridge"
@@ -68,7 +70,7 @@ class DataFolder:
     def make(self) -> None:
         """Creates the folders. Raises UserError if the disk refuses."""
         try:
-            for folder in (self.root, self.outbox, self.bridge, self.logs, self.chain):
+            for folder in (self.root, self.spool, self.bridge, self.logs, self.chain):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for folder in (self.policies, self.task_outbox):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o755)

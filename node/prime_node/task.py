@@ -16,7 +16,7 @@ STEADY_SECONDS = 120.0
 MAX_DEATHS = 8
 FINAL_STATUS = {error.exit_code: error for error in (UserError, ProtocolError, PolicyError)}
 """Exit statuses with which a worker says that a restart would not help."""
-_TOLD_LINES = 15
+_SHOWN_LINES = 15
 
 
 class TaskKeeper:
@@ -66,7 +66,7 @@ class TaskKeeper:
 
     def _bury(self, status: int) -> None:
         assert self._handle is not None
-        words = "\n".join(self._handle.logs().splitlines()[-_TOLD_LINES:])
+        words = "\n".join(self._handle.logs().splitlines()[-_SHOWN_LINES:])
         name = self._handle.name
         self._handle.stop(0.0)  # it has ended; this removes a container
         self._handle = None

@@ -18,7 +18,7 @@ from prime_core.errors import PrimeError, UserError
 from prime_core.ids import Address, Digest
 from prime_core.transport.client import OrchestratorClient
 from prime_node.link import Link
-from prime_node.outbox import Entry, Outbox
+from prime_node.spool import Entry, Spool
 from prime_node.state import DataFolder
 
 State = Literal["rooted", "waiting", "forgotten", "too late", "unknown"]
@@ -48,9 +48,9 @@ class Receipted:
 def read_receipts(data: DataFolder) -> list[Entry]:
     """Returns the journal entries with receipts in this folder, whose agent may be running. Shadow
     files are omitted: no contract would accept them."""
-    if not (data.outbox / "journal.sqlite").is_file():
+    if not (data.spool / "journal.sqlite").is_file():
         return []
-    entries = Outbox(data.outbox, now=time.time, sweep=False).receipted()
+    entries = Spool(data.spool, now=time.time, sweep=False).receipted()
     return [entry for entry in entries if entry.lease is None or not entry.lease.lease.shadow]
 
 

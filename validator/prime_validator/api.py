@@ -131,11 +131,7 @@ class ValidatorApi:
     def relays(self) -> list[str]:
         """Returns the URLs of the relays that serve policies."""
         with self._lock:
-            raw = self.client.request("GET", "/v1/relays", b"", signed=False)
-        try:
-            return [relay.url for relay in _RELAYS.validate_json(raw)]
-        except ValueError as error:
-            raise MalformedError("the orchestrator's list of relays does not parse") from error
+            return relays_of(self.client)
 
     def _release(
         self,
@@ -154,3 +150,13 @@ class ValidatorApi:
     def _post(self, path: str, body: Strict, answer: type[Answered]) -> Answered:
         with self._lock:
             return self.client.post(f"/v1/validators/{path}", body, answer)
+
+
+def relays_of(client: OrchestratorClient) -> list[str]:
+    """Returns the URLs of the relays that an orchestrator names. Raises MalformedError if its
+    answer does not parse."""
+    raw = client.request("GET", "/v1/relays", b"", signed=False)
+    try:
+        return [relay.url for relay in _RELAYS.validate_json(raw)]
+    except ValueError as error:
+        raise MalformedError("the orchestrator's list of relays does not parse") from error

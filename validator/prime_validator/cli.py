@@ -3,6 +3,7 @@
     run        judge files until SIGTERM
     doctor     whether this machine and account can judge, before it is relied on
     bond …     stake behind the verdicts: in the vault, slashable, free after the unbonding period
+    juror …    judge disputed slashes of other pools in the court, for pay
 
 What needs torch or the chain is imported when it is called, so that `--help` answers at once.
 """
@@ -18,19 +19,32 @@ import typer
 
 from prime_chain import flows, history, wallet_cli
 from prime_chain.amounts import parse_amount, prime
+from prime_chain.chain_session import (
+    ChainSession,
+    Done,
+    File,
+    Json,
+    PoolNumber,
+    Rpc,
+    pool_of,
+    sends_transactions,
+)
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Binding, Contracts
-from prime_chain.desk import Desk, Done, File, Json, PoolNumber, Rpc, at_desk, pool_of
 from prime_core import ids
-from prime_core.command_line import PollSeconds, Quorum, program
+from prime_core.command_line import PollSeconds, Quorum, group, program
 from prime_core.command_line import run as run_program
 from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.settings import load_settings, settings_file
 from prime_core.times import utc
 
-app = program("validator", "Judges rollout files for a pool, on a machine of its own.")
+app = program(
+    "validator", "Judges rollout files for a pool; needs no access to the orchestrator's machine."
+)
 app.add_typer(wallet_cli.app, name="wallet")
+juror_app = group("Judge disputed slashes of other pools in the court.")
+app.add_typer(juror_app, name="juror")
 Url = Annotated[str | None, typer.Option("--orchestrator", help="URL of the orchestrator.")]
 Rpcs = Annotated[list[str] | None, typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the validator.")]
@@ -42,6 +56,12 @@ Contract = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="Where to replay: cpu, cuda, …")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
+Class = Annotated[
+    str | None,
+    typer.Option(
+        "--class", help="Verification class: digest of a calibration (default: the shipped one)."
+    ),
+]
 Tokens = Annotated[str, typer.Argument(help="Amount of PRIME, like 100 or 12.5.")]
 
 
@@ -74,6 +94,22 @@ def run(
     first_answer_seconds: Annotated[
         float | None, typer.Option(help="How long the first start waits for an answer.")
     ] = None,
+    allow_private: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-private",
+            help="Connect to private addresses that the orchestrator names (your own network).",
+        ),
+    ] = None,
+    mirror: Annotated[
+        Path | None,
+        typer.Option(help="Folder: keep a copy of what rewards and slashes depend on."),
+    ] = None,
+    mirror_listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve the copy there.")
+    ] = None,
+    mirror_url: Annotated[str | None, typer.Option(help="URL of the copy for others.")] = None,
+    mirror_gb: Annotated[float | None, typer.Option(help="Largest size of the copy (20).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Judge the files that are assigned to this validator (may use a GPU) until SIGTERM."""
@@ -120,46 +156,61 @@ def doctor(
 
 
 @app.command()
-@at_desk
-def bond(desk: Desk, amount: Tokens) -> Done:
+@sends_transactions
+def bond(session: ChainSession, amount: Tokens) -> Done:
     """Put stake behind the verdicts that this account will give."""
     wei = parse_amount(amount)
-    desk.require_tokens(wei)
-    desk.perform(flows.stake(desk.contracts, desk.account, wei))
-    return _stands(desk)
+    session.require_tokens(wei)
+    session.perform(flows.stake(session.contracts, session.account, wei))
+    return _stake_facts(session)
 
 
 @app.command()
-@at_desk
-def unbond(desk: Desk, amount: Tokens) -> Done:
+@sends_transactions
+def unbond(session: ChainSession, amount: Tokens) -> Done:
     """Start to take the bond out; it stays slashable until it is withdrawn."""
-    desk.perform([desk.contracts.vault.unbond(parse_amount(amount))])
-    return _stands(desk)
+    session.perform([session.contracts.vault.unbond(parse_amount(amount))])
+    return _stake_facts(session)
 
 
 @app.command()
-@at_desk
-def rebond(desk: Desk, amount: Tokens) -> Done:
+@sends_transactions
+def rebond(session: ChainSession, amount: Tokens) -> Done:
     """Bond again what is on its way out."""
-    desk.perform([desk.contracts.vault.rebond(parse_amount(amount))])
-    return _stands(desk)
+    session.perform([session.contracts.vault.rebond(parse_amount(amount))])
+    return _stake_facts(session)
 
 
 @app.command()
-@at_desk
-def withdraw(desk: Desk) -> Done:
-    """Take out the stake whose unbonding has ended."""
-    desk.perform([desk.contracts.vault.withdraw()])
-    return _stands(desk)
+@sends_transactions
+def withdraw(session: ChainSession) -> Done:
+    """Take out the stake that has finished unbonding."""
+    session.perform([session.contracts.vault.withdraw()])
+    return _stake_facts(session)
 
 
 @app.command()
-@at_desk
-def resign(desk: Desk, pool: PoolNumber) -> Done:
+@sends_transactions
+def resign(session: ChainSession, pool: PoolNumber) -> Done:
     """Give up the role in a pool; proposals that are open stay open."""
-    desk.perform([desk.contracts.pools.resign(pool)])
-    facts = {"pool": pool, "validator": desk.account, "on": False}
-    return Done(facts, f"{desk.account} judges no longer in pool {pool}")
+    session.perform([session.contracts.pools.resign(pool)])
+    facts = {"pool": pool, "validator": session.account, "on": False}
+    return Done(facts, f"{session.account} judges no longer in pool {pool}")
+
+
+@app.command("announce-mirror")
+@sends_transactions
+def announce_mirror(
+    session: ChainSession,
+    pool: PoolNumber,
+    url: Annotated[str, typer.Argument(help="URL of the mirror; empty takes it back.")],
+) -> Done:
+    """Say on chain where this validator serves its copy of the pool's evidence and tables."""
+    session.perform([session.contracts.work.announce_mirror(pool, url)])
+    said = f"pool {pool} names {url}" if url else f"pool {pool} names no mirror"
+    return Done(
+        {"pool": pool, "validator": session.account, "url": url}, f"{said} for {session.account}"
+    )
 
 
 @app.command()
@@ -174,10 +225,10 @@ def status(
 ) -> None:
     """Whether the account may judge, what its bond is, which proposals wait for a word."""
     place = Deployment.load(deployment)
-    meant = ids.address(account)
+    target = ids.address(account)
     client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
     try:
-        found = _status(Contracts(client, place), meant, pool)
+        found = _status(Contracts(client, place), target, pool)
     finally:
         client.close()
     if data is not None:
@@ -191,8 +242,8 @@ def status(
         return
     active, needed = int(found["active"]), int(found["bond_needed"])
     able = "may propose" if found["may_propose"] else "may not propose"
-    typer.echo(f"validator {meant} of pool {pool}: {able}")
-    ask = f"no; the manager types: orchestrator pool set-validator {meant} --pool {pool}"
+    typer.echo(f"validator {target} of pool {pool}: {able}")
+    ask = f"no; the manager types: orchestrator pool set-validator {target} --pool {pool}"
     typer.echo(f"  appointed  {'yes' if found['appointed'] else ask}")
     typer.echo(f"  bond       {prime(active)}, {prime(needed)} needed")
     typer.echo(f"  held       {prime(int(found['pending']))} by open slashes")
@@ -207,9 +258,9 @@ def status(
 
 
 @app.command()
-@at_desk
+@sends_transactions
 def claim(
-    desk: Desk,
+    session: ChainSession,
     pool: PoolNumber,
     orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
 ) -> Done:
@@ -218,17 +269,17 @@ def claim(
     from prime_core.transport.client import OrchestratorClient
 
     with OrchestratorClient(orchestrator) as server:
-        found = payable_claim(server, desk.contracts, pool, desk.account)
-    paid = found.cumulative - desk.contracts.rewards.claimed(pool, desk.account)
-    desk.perform([desk.contracts.rewards.claim(found)])
+        found = payable_claim(server, session.contracts, pool, session.account)
+    paid = found.cumulative - session.contracts.rewards.claimed(pool, session.account)
+    session.perform([session.contracts.rewards.claim(found)])
     facts = {"pool": pool, "epoch": found.epoch, "paid": str(paid)}
-    return Done(facts, f"{prime(paid)} paid to {desk.account}")
+    return Done(facts, f"{prime(paid)} paid to {session.account}")
 
 
 @app.command("sign-table")
-@at_desk
+@sends_transactions
 def sign_table(
-    desk: Desk,
+    session: ChainSession,
     pool: PoolNumber,
     settlement: Annotated[Path, typer.Argument(help="File of the settlement.")],
 ) -> Done:
@@ -239,12 +290,12 @@ def sign_table(
     from prime_core.settlement import read_settlement
 
     found = read_settlement(settlement)
-    if (found.chain_id, found.pool) != (desk.deployment.chain_id, pool):
+    if (found.chain_id, found.pool) != (session.deployment.chain_id, pool):
         raise UserError(f"the settlement is of pool {found.pool} on chain {found.chain_id}")
     if sum(found.amounts().values()) != int(found.cumulative_total):
         raise UserError("the settlement's amounts do not sum to its total")
     table = found.table()
-    signature = desk.require_signer().sign(table, desk.deployment.domain_of(table))
+    signature = session.require_signer().sign(table, session.deployment.domain_of(table))
     return Done({"epoch": table.epoch, "root": table.root, "signature": signature}, signature)
 
 
@@ -262,16 +313,16 @@ def rewards(
     from prime_core.messages import RewardInfo
     from prime_core.transport.client import OrchestratorClient
 
-    meant = ids.address(account)
+    target = ids.address(account)
     with OrchestratorClient(orchestrator) as server:
-        info = server.get(f"/v1/rewards/{meant}", RewardInfo)
+        info = server.get(f"/v1/rewards/{target}", RewardInfo)
         pool = server.pool()
     found: dict[str, Any] = info.model_dump(mode="json") | {"paid": None}
     if rpc:
         place = deployment_for(pool, rpc, deployment, quorum=rpc_quorum)
         client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
         try:
-            found["paid"] = str(Contracts(client, place).rewards.claimed(pool.pool, meant))
+            found["paid"] = str(Contracts(client, place).rewards.claimed(pool.pool, target))
         finally:
             client.close()
     if json_output:
@@ -280,9 +331,150 @@ def rewards(
     if info.epoch is None:
         typer.echo("no reward root is on chain yet")
         return
-    typer.echo(f"{meant}: {prime(int(info.cumulative))} earned up to epoch {info.epoch}")
+    typer.echo(f"{target}: {prime(int(info.cumulative))} earned up to epoch {info.epoch}")
     if found["paid"] is not None:
         typer.echo(f"  {prime(int(found['paid']))} of it paid")
+
+
+# -- juror -----------------------------------------------------------------------------------------
+
+
+@juror_app.command("register")
+@sends_transactions
+def juror_register(session: ChainSession, verification_class: Class = None) -> Done:
+    """Bond for the court: from now on this account can be drawn for disputes of other pools.
+
+    A drawn juror that does not vote loses a tenth of the bond: keep `validator juror run` running.
+    """
+    c, name = session.contracts, _class(verification_class)
+    needed = c.court.juror_bond()
+    session.require_tokens(needed)
+    short = c.token.allowance(session.account, c.court.address) < needed
+    approve = [c.token.approve(c.court.address, needed)] if short else []
+    session.perform([*approve, c.court.register(name)])
+    facts = {"juror": session.account, "class": name, "bond": str(needed)}
+    return Done(facts, f"{session.account} is a juror of class {name}, with {prime(needed)} bonded")
+
+
+@juror_app.command("leave")
+@sends_transactions
+def juror_leave(session: ChainSession, verification_class: Class = None) -> Done:
+    """Be drawn no more. Votes in cases that are open are still due; then `withdraw` the bond."""
+    name = _class(verification_class)
+    session.perform([session.contracts.court.leave(name)])
+    facts = {"juror": session.account, "class": name, "registered": False}
+    return Done(facts, f"{session.account} is not drawn any more for class {name}")
+
+
+@juror_app.command("withdraw")
+@sends_transactions
+def juror_withdraw(session: ChainSession, verification_class: Class = None) -> Done:
+    """Take the bond back, once this account has left and its cases are settled."""
+    name = _class(verification_class)
+    bond = session.contracts.court.juror_of(name, session.account).bond
+    session.perform([session.contracts.court.withdraw(name)])
+    facts = {"juror": session.account, "class": name, "withdrawn": str(bond)}
+    return Done(facts, f"{prime(bond)} returned to {session.account}")
+
+
+@juror_app.command("collect")
+@sends_transactions
+def juror_collect(session: ChainSession) -> Done:
+    """Have the pay for votes paid out; `juror run` does it by itself."""
+    pay = session.contracts.court.pay_of(session.account)
+    session.perform([session.contracts.court.collect()])
+    facts = {"juror": session.account, "paid": str(pay)}
+    return Done(facts, f"{prime(pay)} paid to {session.account}")
+
+
+@juror_app.command("status")
+def juror_status(
+    rpc: Rpc,
+    deployment: File,
+    account: Annotated[str, typer.Argument(help="Address of the juror.")],
+    verification_class: Class = None,
+    json_output: Json = False,
+    rpc_quorum: Quorum = None,
+) -> None:
+    """Bond, seat, pay and open cases of a juror."""
+    from prime_validator.juror import status_of
+
+    place = Deployment.load(deployment)
+    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
+    try:
+        found = status_of(
+            Contracts(client, place), ids.address(account), _class(verification_class)
+        )
+    finally:
+        client.close()
+    if json_output:
+        typer.echo(json.dumps(found))
+        return
+    seated = "registered" if found["registered"] else "not registered"
+    typer.echo(f"juror {found['juror']} of class {found['class']}: {seated}")
+    typer.echo(
+        f"  bond       {prime(int(found['bond']))}, {prime(int(found['bond_needed']))} needed"
+    )
+    typer.echo(f"  pay        {prime(int(found['pay']))}")
+    typer.echo(f"  register   {found['jurors']} jurors (the court judges from seven on)")
+    for case in found["cases"]:
+        done = (
+            case["vote"] if case["vote"] != "none" else "committed" if case["committed"] else "due"
+        )
+        typer.echo(
+            f"  case       {case['leaf']}  vote {done}; reveal by {utc(case['reveal_until'])}"
+        )
+
+
+@juror_app.command("run")
+def juror_run(
+    orchestrator: Annotated[
+        list[str] | None,
+        typer.Option(help="Orchestrator, or mirror, of a pool to judge for; repeat for more."),
+    ] = None,
+    rpc: Rpcs = None,
+    rpc_quorum: Quorum = None,
+    chain_poll_seconds: PollSeconds = None,
+    wallet: Wallet = None,
+    data: Data = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
+    deployment: Contract = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="Relay or origin to fetch policies from; repeat for more."),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    allow_private: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-private", help="Connect to private addresses that others name (own network)."
+        ),
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Replay the disputed slashes that this juror is drawn for (may use a GPU), vote, and collect
+    the pay, until SIGTERM."""
+    flags: dict[str, object] = dict(locals())
+    from prime_validator.juror import run as judge
+    from prime_validator.settings import JurorSettings
+
+    del flags["config"]
+    lists = {name: tuple(given or ()) for name, given in (
+        ("rpc", rpc), ("source", source), ("orchestrator", orchestrator),
+    )}  # fmt: skip
+    judge(load_settings(JurorSettings, flags | lists, settings_file(config)))
+
+
+def _class(given: str | None) -> ids.Digest:
+    if given is not None:
+        return ids.digest(given)
+    from prime_verify.proofs.thresholds import shipped
+
+    return shipped().digest()
 
 
 def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, Any]:
@@ -312,14 +504,16 @@ def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, 
     }
 
 
-def _stands(desk: Desk) -> Done:
-    view = flows.stake_view(desk.contracts, desk.account, desk.client.agreed_block("latest").time)
+def _stake_facts(session: ChainSession) -> Done:
+    view = flows.stake_view(
+        session.contracts, session.account, session.client.agreed_block("latest").time
+    )
     facts = {
-        "validator": desk.account,
+        "validator": session.account,
         "active": str(view.active),
         "unbonding": str(sum(one.amount for one in view.unbonding)),
     }
-    return Done(facts, f"{desk.account} has {prime(view.active)} bonded")
+    return Done(facts, f"{session.account} has {prime(view.active)} bonded")
 
 
 def main() -> None:

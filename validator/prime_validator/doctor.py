@@ -16,9 +16,8 @@ from prime_chain.keystore import keystore_address
 from prime_core.errors import PolicyError, PrimeError, UserError
 from prime_core.ids import Address
 from prime_core.transport.client import OrchestratorClient
-from prime_envs.registry import environment_for
 from prime_validator.api import ValidatorApi
-from prime_validator.pool import Pool, check_replay, find_pool, run_calibration
+from prime_validator.pool import Pool, check_replay, find_pool, load_environment, run_calibration
 from prime_validator.settings import Settings
 from prime_verify.proofs.thresholds import shipped
 
@@ -55,7 +54,7 @@ def examine(settings: Settings) -> list[Finding]:
         if check("pool", lambda: _pool(api, settings, pools)):
             pool = pools[0]
             check("replay", lambda: _replay(pool, api, settings))
-            check("environment", lambda: f"{environment_for(pool.run).name} loads")
+            check("environment", lambda: f"{load_environment(pool.run, api).name} loads")
             check("appointment", lambda: _appointed(pool, settings))
             check("bond", lambda: _bond(pool, settings))
     finally:

@@ -1,7 +1,8 @@
-"""A validator's own folder: draw secrets, and opinions until they are submitted.
+"""A validator's own folder: draw secrets, opinions until they are submitted, a juror's votes.
 
 One SQLite file. Data is durable before anything that depends on it leaves the machine: a secret
-before its commitment, an opinion before its seal. Several processes with the same key may share it.
+before its commitment, an opinion before its seal, a vote before its commitment.
+Several processes with the same key may share it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ CREATE TABLE IF NOT EXISTS draws (
 CREATE TABLE IF NOT EXISTS opinions (
     submission TEXT PRIMARY KEY, body TEXT NOT NULL, verdict_table BLOB, evidence BLOB,
     given INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS votes (
+    submission TEXT PRIMARY KEY, vote INTEGER NOT NULL, digest TEXT NOT NULL, salt TEXT NOT NULL,
+    detail TEXT NOT NULL);
 """
 
 
@@ -42,6 +46,18 @@ class Secret:
     secret: Digest
     committed: bool
     revealed: bool
+
+
+@dataclass(frozen=True)
+class KeptVote:
+    """A juror's vote on a submission (prime_chain's Vote), secret until it is revealed. `digest` is
+    of its replay's result, `detail` says the result in words."""
+
+    submission: Digest
+    vote: int
+    digest: Digest
+    salt: Digest
+    detail: str
 
 
 class Folder:
@@ -127,6 +143,31 @@ class Folder:
             "WHERE submission = ?",
             submission,
         )
+
+    # -- a juror's votes -----------------------------------------------------------------------
+
+    def keep_vote(self, vote: KeptVote) -> KeptVote:
+        """Stores a vote unless there is one on the submission; returns the stored one."""
+        self._run(
+            "INSERT OR IGNORE INTO votes VALUES (?, ?, ?, ?, ?)",
+            *(vote.submission, vote.vote, vote.digest, vote.salt, vote.detail),
+        )
+        found = self.vote(vote.submission)
+        assert found is not None
+        return found
+
+    def vote(self, submission: Digest) -> KeptVote | None:
+        """Returns the vote on a submission, or None."""
+        rows = self._run("SELECT * FROM votes WHERE submission = ?", submission)
+        for name, vote, digest, salt, detail in rows:
+            return KeptVote(
+                Digest(str(name)),
+                int(str(vote)),
+                Digest(str(digest)),
+                Digest(str(salt)),
+                str(detail),
+            )
+        return None
 
     def counts(self) -> dict[str, int]:
         """Returns the number of opinions, `given` and `sealed`."""

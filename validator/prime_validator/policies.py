@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from prime_broadcast.access import Passes
 from prime_broadcast.folder import PolicyFolder
@@ -14,27 +15,40 @@ from prime_broadcast.sources import SourceBook
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import NotFoundError, UnavailableError, UntrustedError
 from prime_core.ids import Digest
-from prime_validator.api import ValidatorApi
 
 log = logging.getLogger(__name__)
 
 
+class Names(Protocol):
+    """Says which policies there are, and who serves them."""
+
+    def policy(self, version: int) -> SignedManifest:
+        """Raises NotFoundError if there is none."""
+        ...
+
+    def relays(self) -> list[str]: ...
+
+
 class Policies:
     """Policies under `root`/<version>/, from the pool's relays and `sources`. `keep`: how many of
-    the newest stay on disk; `passes` sign the requests to relays."""
+    the newest stay on disk; `passes` sign the requests to relays; `public_only` refuses private
+    addresses; `most_bytes`: largest policy that is taken, None without limit."""
 
     def __init__(
         self,
         root: Path,
-        api: ValidatorApi,
+        api: Names,
         trust: Trust,
         *,
         sources: Sequence[str] = (),
         keep: int = 8,
         patience: float = 20.0,
         passes: Passes | None = None,
+        public_only: bool = False,
+        most_bytes: int | None = None,
     ) -> None:
-        self.folder = PolicyFolder(root, trust, book=SourceBook(passes=passes))
+        book = SourceBook(passes=passes, public_only=public_only)
+        self.folder = PolicyFolder(root, trust, book=book, most_bytes=most_bytes)
         self._api = api
         self._trust = trust
         self._sources = tuple(sources)

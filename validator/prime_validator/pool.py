@@ -25,6 +25,7 @@ from prime_core.task import Lease
 from prime_engine.base import cpu_name
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for
+from prime_envs.sources import bring_files, datasets_folder
 from prime_validator.api import ValidatorApi
 from prime_validator.settings import Settings
 from prime_verify.proofs.thresholds import Calibration, parse_signed
@@ -91,6 +92,13 @@ def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> Pool:
     return pool
 
 
+def load_environment(run: RunDefinition, api: ValidatorApi) -> Environment:
+    """The environment of a run. Its files come from public addresses only, unless the orchestrator
+    may name private ones."""
+    bring_files(run, datasets_folder(), public_only=not api.client.allows_private)
+    return environment_for(run)
+
+
 class Runs:
     """The pool's run and its revisions on chain. The definitions come from the orchestrator and
     must match their digests. `revisions` returns first step and digest of each."""
@@ -121,7 +129,7 @@ class Runs:
         """Returns the environment of a run, cached because files of it may keep arriving."""
         name = run.digest()
         if name not in self._environments:
-            self._environments[name] = environment_for(run)
+            self._environments[name] = load_environment(run, self._api)
         return self._environments[name]
 
     def _fetch(self, digest: Digest) -> bytes:

@@ -22,11 +22,14 @@ from prime_broadcast.access import Passes
 from prime_broadcast.manifest import Trust
 from prime_chain.contracts import Contracts
 from prime_chain.keystore import load_keystore, read_password
+from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
 from prime_core.checkpoint import PolicyStatement
 from prime_core.errors import PolicyError, UnavailableError
+from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr
 from prime_core.stopping import until_stopped
+from prime_core.transport.addresses import is_loopback
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError, until_answered
 from prime_validator.api import ValidatorApi
@@ -63,7 +66,9 @@ def run(settings: Settings) -> None:
         worker = f"{os.getpid()}:{secrets.token_hex(8)}"
 
         def session() -> ValidatorApi:
-            client = OrchestratorClient(url, signer, "validator")
+            client = OrchestratorClient(
+                url, signer, "validator", allow_private=settings.allow_private
+            )
             stack.callback(client.close)
             return ValidatorApi(client, worker)
 
@@ -83,6 +88,7 @@ def run(settings: Settings) -> None:
             trust,
             sources=settings.source,
             passes=Passes(signer, pool.deployment.domain("registry")),
+            public_only=not (settings.allow_private or is_loopback(url)),
         )
         loader = partial(
             load_engine, dtype=settings.dtype, device=settings.device, threads=settings.threads
@@ -113,6 +119,20 @@ def run(settings: Settings) -> None:
         threads = Background(stop)
         stack.callback(threads.join)
         threads.start("draws", draws.prepare, DRAW_SECONDS)
+        if settings.mirror is not None:
+            mirror = Mirror(
+                make_folder(settings.mirror),
+                pool.deployment,
+                pool.number,
+                HttpSource(session().client),
+                max_bytes=int(settings.mirror_gb * 10**9),
+            )
+            follower = Follower(mirror, chain, pool.deployment)
+            if settings.mirror_listen:
+                at = settings.mirror_url or f"http://{settings.mirror_listen}"
+                mirror.describe(api.client.pool(), at)
+                stack.callback(MirrorServer(settings.mirror, settings.mirror_listen).close)
+            threads.start("mirror", follower.tick, EVERY_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
         judge_until(stop, validator, settings.pack, settings.idle_seconds)
         threads.join()

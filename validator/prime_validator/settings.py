@@ -1,4 +1,5 @@
-"""Settings of `validator run`: flag > environment (PRIME_VALIDATOR_*) > TOML > default."""
+"""Settings of `validator run` and `validator juror run`: flag > environment (PRIME_VALIDATOR_*) >
+TOML > default."""
 
 from __future__ import annotations
 
@@ -9,22 +10,22 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from prime_chain.link import ChainSettings
+from prime_chain.mirror import MAX_GB
 from prime_core.settings import Urls, UserPath, needed
 from prime_core.waiting import FIRST_ANSWER_SECONDS
 
 
-class Settings(ChainSettings):
-    """Relative paths are taken from the working directory."""
+class ReplaySettings(ChainSettings):
+    """What a validator and a juror share. Relative paths are taken from the working directory."""
 
     model_config = SettingsConfigDict(env_prefix="PRIME_VALIDATOR_")
 
-    orchestrator: str = ""
     wallet: UserPath | None = None
-    """The validator's keystore."""
+    """The keystore."""
     password_file: UserPath | None = None
     password_fd: int | None = None
     data: UserPath = Path("var/validator").absolute()
-    """Our own folder: draw secrets, opinions, policies."""
+    """Our own folder: draw secrets, opinions, ballots, policies."""
     deployment: UserPath | None = None
     """Deployment JSON; by default the one shipped for the chain, or on a test network the one named
     by the orchestrator."""
@@ -33,6 +34,16 @@ class Settings(ChainSettings):
     device: str = "cpu"
     dtype: str = "float32"
     threads: int | None = Field(default=None, ge=1)
+    allow_private: bool = False
+    """Connect to private and loopback addresses that others name (on one's own network). An
+    orchestrator on this machine may always name them."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Settings(ReplaySettings):
+    """Settings of `validator run`."""
+
+    orchestrator: str = ""
     policies: int = Field(default=3, ge=1)
     """Policies to keep loaded."""
     policy_memory_mb: int = Field(default=0, ge=0)
@@ -41,8 +52,23 @@ class Settings(ChainSettings):
     """Files of one policy whose rows share a prefill."""
     idle_seconds: float = Field(default=0.3, gt=0)
     first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    mirror: UserPath | None = None
+    """Folder for a copy of what rewards and slashes depend on (prime_chain/mirror.py)."""
+    mirror_listen: str = ""
+    """HOST:PORT at which the copy is served."""
+    mirror_url: str = ""
+    """URL at which others reach it; by default http://HOST:PORT."""
+    mirror_gb: float = Field(default=MAX_GB, gt=0)
+    """Largest size of the copy, in 10^9 bytes."""
 
     def need(self, name: Literal["orchestrator", "rpc", "wallet"]) -> Any:
         """Returns a setting that has no default. Raises UserError if it is missing."""
         return needed(self, name)
+
+
+class JurorSettings(ReplaySettings):
+    """Settings of `validator juror run`."""
+
+    orchestrator: Urls = ()
+    """Orchestrators, or mirrors of them, whose pools' disputes this juror can judge. Mirrors that
+    validators named on chain are asked as well."""

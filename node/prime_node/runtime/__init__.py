@@ -28,4 +28,4 @@ def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
     limits = OwnerLimits(
         settings.task_memory_mb, settings.task_pids, settings.image_gb << 30, settings.task_cpus
     )
-    return DockerRuntime(owner, limits=limits)
+    return DockerRuntime(owner, limits=limits, shm_mb=settings.shm_mb)

@@ -29,12 +29,17 @@ class WorkerOptions:
     """Options that the agent passes on the worker's command line. `throttle` is for development.
 
     `device` is the one that the hardware challenge measured; on a GPU the model uses bfloat16.
+    `gpus` are the cards that the task gets. The engine chooses what is 0.
     """
 
     threads: int = 1
     generation_batch: int = 0
     throttle: float = 1.0
     device: Device = "cpu"
+    gpus: str = "all"
+    tensor_parallel: int = 0
+    memory_share: float = 0.0
+    max_length: int = 0
     extra: tuple[str, ...] = field(default=())
 
     def arguments(self, mounts: Mounts) -> tuple[str, ...]:
@@ -49,6 +54,12 @@ class WorkerOptions:
             words += ["--generation-batch", str(self.generation_batch)]
         if self.device == "cuda":
             words += ["--device", "cuda", "--dtype", "bfloat16"]
+        if self.tensor_parallel:
+            words += ["--tensor-parallel", str(self.tensor_parallel)]
+        if self.memory_share:
+            words += ["--memory-share", repr(self.memory_share)]
+        if self.max_length:
+            words += ["--max-length", str(self.max_length)]
         if self.throttle != 1.0:
             words += ["--throttle", repr(self.throttle)]
         return (*words, *self.extra)

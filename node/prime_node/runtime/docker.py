@@ -2,7 +2,7 @@
 
 No network, no capability, no new privileges, read-only root, a user that is not root, bounded
 memory, CPU and processes. It sees two folders of the host, both read-only: policies, and the one
-with the bridge's socket, which is its only way out; finished files go through it, too (inbox.py).
+with the bridge's socket, which is its only way out; finished files go through it, too (spool.py).
 What it writes lies in two file systems in memory, of bounded size, that end with it: /tmp, and its
 outbox. Both count as its memory. The engine bounds its log. An image with volumes is refused; its
 health check and preloaded libraries are not taken over; its size, and what the task asks for, are
@@ -32,6 +32,8 @@ from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import Task
+from prime_engine.sizing import SHM_MB_ALONE, SHM_MB_TOGETHER
+from prime_node.fingerprint import read_gpus
 from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
 
 log = logging.getLogger("prime.node.docker")
@@ -142,16 +144,21 @@ class ContainerHandle:
 class DockerRuntime:
     """Tasks as containers of the local engine. `owner` marks them, so that a restarted agent finds
     and ends what it left behind; `base_url` None means the environment's engine; `limits` bound
-    what a task may ask for."""
+    what a task may ask for; `shm_mb` is a container's shared memory, 0 for `shared_memory`."""
 
     name: Literal["docker"] = "docker"
 
     def __init__(
-        self, owner: str, base_url: str | None = None, limits: OwnerLimits | None = None
+        self,
+        owner: str,
+        base_url: str | None = None,
+        limits: OwnerLimits | None = None,
+        shm_mb: int = 0,
     ) -> None:
         self._owner = owner
         self._base_url = base_url
         self._limits = limits or OwnerLimits()
+        self._shm_mb = shm_mb
         self._connected: Any = None
 
     @property
@@ -214,7 +221,7 @@ class DockerRuntime:
         if not PINNED.match(task.image):
             raise PolicyError(
                 f"the task's image {task.image!r} is not pinned by digest or image id; the pool's "
-                "operator must mend the run definition"
+                "operator must correct the run definition"
             )
         self._limits.check(task)
         engine = self._engine()
@@ -327,9 +334,8 @@ class DockerRuntime:
                 },
                 ulimits=[Ulimit(name="core", soft=0, hard=0)],
                 log_config=LogConfig(type="json-file", config={"max-size": "8m", "max-file": "2"}),
-                device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
-                if task.gpus
-                else None,
+                device_requests=[cards(options.gpus)] if task.gpus else None,
+                shm_size=f"{self._shm_mb or shared_memory(task, options.gpus)}m",
             )
             container.start()
         except APIError as error:
@@ -340,6 +346,19 @@ class DockerRuntime:
         except (DockerException, requests.RequestException) as error:
             raise UnavailableError(f"the Docker engine does not answer: {error}") from error
         return ContainerHandle(container)
+
+
+def cards(gpus: str) -> DeviceRequest:
+    """Returns Docker's request for the node's cards: all, or those of the numbers given."""
+    if gpus == "all":
+        return DeviceRequest(count=-1, capabilities=[["gpu"]])
+    return DeviceRequest(device_ids=gpus.split(","), capabilities=[["gpu"]])
+
+
+def shared_memory(task: Task, gpus: str) -> int:
+    """Returns the shared memory (MiB) for a task: more if its cards exchange data through it."""
+    together = task.gpus and len(read_gpus(gpus)) > 1
+    return SHM_MB_TOGETHER if together else SHM_MB_ALONE
 
 
 def scratch_options(gpus: bool, uid: int, gid: int) -> str:

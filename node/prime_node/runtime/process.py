@@ -41,7 +41,8 @@ OUTBOX_BYTES = 2 * MAX_FILE_BYTES
 """Room for one finished file and the next."""
 OUTBOX_FILES = 1000
 LOOK_SECONDS = 0.2
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+              "LD_LIBRARY_PATH")  # fmt: skip
 
 
 class ProcessHandle:

@@ -16,7 +16,7 @@ from prime_envs.sources import BESIDE_POLICIES
 from prime_envs.sources import VARIABLE as DATASETS
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.loop import StopFlag, work
-from prime_node.worker.workshop import Options, Workshop
+from prime_node.worker.rollout_builder import Options, RolloutBuilder
 from prime_verify.engines import ENGINES
 
 
@@ -28,6 +28,9 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--outbox", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--generation-batch", type=int, default=0)
+    parser.add_argument("--tensor-parallel", type=int, default=0)
+    parser.add_argument("--memory-share", type=float, default=0.0)
+    parser.add_argument("--max-length", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--engine", choices=ENGINES, default="plain")
@@ -39,7 +42,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def main(
     arguments: Sequence[str] | None = None,
-    make_workshop: Callable[[RunDefinition, Options], Workshop] = Workshop,
+    make_builder: Callable[[RunDefinition, Options], RolloutBuilder] = RolloutBuilder,
 ) -> int:
     """Runs a worker until SIGTERM; returns the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -49,7 +52,7 @@ def main(
     stop.install()
     bridge = BridgeClient(options.socket)
     try:
-        work(bridge, make_workshop(bridge.run(), options), stop)
+        work(bridge, make_builder(bridge.run(), options), stop)
     except PrimeError as error:
         logging.getLogger("prime.worker").error("%s", error)
         return error.exit_code

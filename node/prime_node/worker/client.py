@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_core.errors import MalformedError, PolicyError, UnavailableError
+from prime_core.gateway import GatewayAnswer, GatewayCall
 from prime_core.run import RunDefinition
 from prime_core.signing import Strict
 from prime_core.transport.problems import from_problem
@@ -18,6 +19,7 @@ from prime_node.bridge_messages import (
     FILES,
     MAX_ANSWER_BYTES,
     Abandon,
+    CallAnswer,
     Done,
     HandIn,
     HandInAnswer,
@@ -66,6 +68,10 @@ class BridgeClient:
 
     def abandon(self, body: Abandon) -> None:
         self._post("/abandon", body, Done)
+
+    def answer(self, call: GatewayCall) -> GatewayAnswer | None:
+        """The answer of the pool's gateway to a call; None if there is none (see Answers)."""
+        return self._post("/call", call, CallAnswer).answer
 
     def _post(self, path: str, body: Strict, answer: type[Answer]) -> Answer:
         raw = self._request("POST", path, body.model_dump_json().encode())

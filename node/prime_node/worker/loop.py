@@ -20,7 +20,7 @@ from types import FrameType
 from prime_core.errors import ConflictError, MalformedError, UnavailableError
 from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseWish
 from prime_node.worker.client import BridgeClient
-from prime_node.worker.workshop import Built, Job, Workshop
+from prime_node.worker.rollout_builder import Built, Job, RolloutBuilder
 
 log = logging.getLogger("prime.worker")
 WAIT_SECONDS = 20
@@ -64,7 +64,7 @@ class StopFlag:
 
 def work(
     bridge: BridgeClient,
-    workshop: Workshop,
+    builder: RolloutBuilder,
     stop: StopFlag,
     *,
     now: Callable[[], float] = time.monotonic,
@@ -82,7 +82,7 @@ def work(
                 silent_since = None
                 if job is None:
                     continue
-                built = workshop.build(job)
+                built = builder.build(job)
         except StopAskedError:
             if job is not None:
                 _give_back(bridge, job, "the worker was asked to stop")

@@ -1,13 +1,16 @@
 """Finished rollout files on their way to the orchestrator: journalled first, then delivered.
 
+    the task ──PUT over the bridge──► TaskUploads ──submit──► Spool ──uploader.py──► receipt
+
     spooled → receipted            the receipt is stored, the file removed
             ↘ refused              the orchestrator's final answer (late, void, not ours)
 
-A file from the worker is copied here, so that the container cannot change it after it was hashed,
-and journalled with the signed submission before anything is sent. Repeating a delivery is harmless:
-upload and submission are idempotent by digest. Only one agent opens a journal at a time (the data
-folder's lock). Reading it requires no writes, so a full disk blocks neither the heartbeat nor the
-receipts of files submitted before.
+TaskUploads is a folder that only the agent can write, so a task shares no writable folder with this
+machine: it holds at most one file and one being received, each of MAX_FILE_BYTES at most. Spool
+journals the file with the signed submission before anything is sent. Repeating a delivery is
+harmless: upload and submission are idempotent by digest. Only one agent opens a journal at a time
+(the data folder's lock). Reading it requires no writes, so a full disk blocks neither the heartbeat
+nor the receipts of files submitted before.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import re
 import sqlite3
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +38,10 @@ EntryState = Literal["spooled", "receipted", "refused"]
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 KEPT_RECEIPTS = 10_000
 
+PIECE_BYTES = 1 << 20
+_RECEIVING = ".receiving"
+"""Cannot clash with a FILE_NAME, which never begins with a dot."""
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
   lease_digest TEXT PRIMARY KEY,
@@ -43,7 +51,8 @@ CREATE TABLE IF NOT EXISTS entries (
   receipt TEXT,                -- JSON of ReceiptAnswer
   reason TEXT NOT NULL DEFAULT '',
   created_at REAL NOT NULL,
-  lease TEXT                   -- JSON of SignedLease
+  lease TEXT,                  -- JSON of SignedLease
+  worth TEXT NOT NULL DEFAULT '0' -- pay of its generated tokens in wei
 );
 CREATE TABLE IF NOT EXISTS endings (
   submission_digest TEXT PRIMARY KEY,
@@ -77,7 +86,7 @@ class SpooledFile:
     size: int
 
 
-class Outbox:
+class Spool:
     """The journal and its folder. Thread-safe within one process.
 
     Pass `sweep` False in commands that read it while an agent runs.
@@ -93,8 +102,11 @@ class Outbox:
         with self._journal() as db:
             _read_without_writing(db)
             db.executescript(_SCHEMA)
-            if "lease" not in {row[1] for row in db.execute("PRAGMA table_info(entries)")}:
-                db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")  # by an older program
+            known = {row[1] for row in db.execute("PRAGMA table_info(entries)")}
+            if "lease" not in known:  # by an older program
+                db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")
+            if "worth" not in known:
+                db.execute("ALTER TABLE entries ADD COLUMN worth TEXT NOT NULL DEFAULT '0'")
         if sweep:
             self._sweep()
 
@@ -139,7 +151,7 @@ class Outbox:
         try:
             source = os.open(source_folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
-            raise MalformedError(f"the outbox holds no readable file {name!r}") from error
+            raise MalformedError(f"the spool holds no readable file {name!r}") from error
         try:
             if not stat.S_ISREG(os.fstat(source).st_mode):
                 raise MalformedError(f"{name!r} is not a plain file")
@@ -173,9 +185,15 @@ class Outbox:
         return self._folder / f"{sha256[2:]}.parquet"
 
     def add(
-        self, submission_digest: Digest, body: SignedSubmission, lease: SignedLease | None = None
+        self,
+        submission_digest: Digest,
+        body: SignedSubmission,
+        lease: SignedLease | None = None,
+        *,
+        worth: int = 0,
     ) -> Entry:
-        """Writes the entry; it then survives any crash.
+        """Writes the entry; it then survives any crash. `worth`: what an accepted file earns, in
+        wei.
 
         Repeating it with the same file returns the existing entry. Raises ConflictError if the
         lease already has another file, UnavailableError if the disk refuses; the copy is then
@@ -191,13 +209,14 @@ class Outbox:
             try:
                 with self._journal() as db:
                     db.execute(
-                        "INSERT INTO entries (lease_digest, submission_digest, body, lease, state, "
-                        "created_at) VALUES (?, ?, ?, ?, 'spooled', ?)",
+                        "INSERT INTO entries (lease_digest, submission_digest, body, lease, worth, "
+                        "state, created_at) VALUES (?, ?, ?, ?, ?, 'spooled', ?)",
                         (
                             lease_digest,
                             submission_digest,
                             body.model_dump_json(),
                             lease.model_dump_json() if lease is not None else None,
+                            str(worth),
                             self._now(),
                         ),
                     )
@@ -249,6 +268,17 @@ class Outbox:
         """Returns entries whose receipt is stored, oldest first."""
         return self._select("WHERE state = 'receipted' ORDER BY created_at, lease_digest", ())
 
+    def worth_since(self, since: int) -> int:
+        """Returns the worth in wei of the files whose receipt is dated `since` (Unix seconds) or
+        later, without those that ended rejected or void."""
+        query = (
+            "SELECT worth FROM entries WHERE state = 'receipted' AND worth != '0' "
+            "AND json_extract(receipt, '$.receipt.received_at') >= ? "
+            "AND submission_digest NOT IN (SELECT submission_digest FROM endings)"
+        )
+        with self._journal() as db:
+            return sum(int(worth) for (worth,) in db.execute(query, (since,)))
+
     def note(self, ending: FileEnding) -> bool:
         """Stores how one of our files ended; returns False if that is known already or the file is
         not ours."""
@@ -295,6 +325,14 @@ class Outbox:
         return entries
 
 
+def waiting_in(folder: Path) -> int:
+    """Returns the number of finished files in `folder` that are not delivered; its agent may be
+    running."""
+    if not (folder / "journal.sqlite").is_file():
+        return 0
+    return len(Spool(folder, now=time.time, sweep=False).waiting())
+
+
 def _read_without_writing(db: sqlite3.Connection) -> None:
     """Switches the journal to rollback mode, which is readable without writes. Write-ahead logging,
     used by older programs, must write its index to be read. The mode is left unchanged while
@@ -302,3 +340,52 @@ def _read_without_writing(db: sqlite3.Connection) -> None:
     if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
         with suppress(sqlite3.OperationalError):
             db.execute("PRAGMA journal_mode=DELETE")
+
+
+class TaskUploads:
+    """The folder. Thread-safe within one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._receiving = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.empty()
+
+    def empty(self) -> None:
+        """Removes all files; everything accepted is in the journal."""
+        for left in self.folder.iterdir():
+            left.unlink()
+
+    def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
+        """Stores exactly `size` bytes of `read` as `name`, replacing any earlier file.
+
+        Raises MalformedError (name, size, too few bytes), ConflictError (another file is being
+        received), UnavailableError if the disk refuses; nothing of it is then kept.
+        """
+        if not FILE_NAME.match(name):
+            raise MalformedError(f"not a plain file name: {name[:80]!r}")
+        if not 0 < size <= MAX_FILE_BYTES:
+            raise MalformedError(f"a rollout file has 1 to {MAX_FILE_BYTES} bytes, not {size}")
+        if not self._receiving.acquire(blocking=False):
+            raise ConflictError("another file is being received; one is sent at a time")
+        partial = self.folder / _RECEIVING
+        try:
+            self.empty()
+            _copy(partial, size, read)
+            partial.replace(self.folder / name)
+        except OSError as error:
+            raise UnavailableError(f"cannot keep the file {name!r}: {error.strerror}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+            self._receiving.release()
+
+
+def _copy(target: Path, size: int, read: Callable[[int], bytes]) -> None:
+    with target.open("wb") as file:
+        left = size
+        while left:
+            piece = read(min(left, PIECE_BYTES))
+            if not piece:
+                raise MalformedError(f"the file ended {left} bytes too early")
+            file.write(piece)
+            left -= len(piece)

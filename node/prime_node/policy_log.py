@@ -18,7 +18,7 @@ _TAIL = 1 << 20
 
 
 def record(root: Path, manifest: Manifest, stats: FetchStats, seconds: float) -> None:
-    """Appends a policy's line to the journal in `root`. Raises OSError."""
+    """Appends a policy's line to the log in `root`. Raises OSError."""
     line = {
         "version": manifest.version,
         "digest": manifest.digest(),
@@ -41,7 +41,7 @@ def record(root: Path, manifest: Manifest, stats: FetchStats, seconds: float) ->
 
 
 def last(root: Path) -> dict[str, Any] | None:
-    """Returns the newest whole line of the journal in `root`; None if there is none."""
+    """Returns the newest whole line of the log in `root`; None if there is none."""
     try:
         with (root / NAME).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

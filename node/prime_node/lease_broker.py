@@ -1,5 +1,5 @@
 """The agent's side of a lease: requests it from the orchestrator, gives it to the worker, takes the
-file back. HTTP is in bridge.py and delivery in courier.py.
+file back. HTTP is in bridge.py and delivery in uploader.py.
 
 One lease is open at a time. The protocol requires it: an unfulfilled lease is returned to its node
 before any other, so dropping one gains nothing. While a file is being delivered, the worker may
@@ -19,18 +19,26 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
+from prime_core.gateway import GatewayCall, GatewayRequest
 from prime_core.ids import Digest
 from prime_core.rollout import SignedSubmission, Submission
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain, Signer
 from prime_core.task import SignedLease
 from prime_node.api import NodeApi
-from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
-from prime_node.inbox import Inbox
-from prime_node.outbox import Outbox
+from prime_node.bridge_messages import (
+    Abandon,
+    CallAnswer,
+    HandIn,
+    HandInAnswer,
+    LeaseOffer,
+    LeaseWish,
+)
 from prime_node.revisions import Revisions
+from prime_node.spool import Spool, TaskUploads
+from prime_node.unpaid import UnpaidWork
 
-log = logging.getLogger("prime.node.desk")
+log = logging.getLogger("prime.node.lease_broker")
 SUBMIT_WAIT_SECONDS = 20.0
 PAUSED = "the orchestrator gives no work now"
 SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
@@ -39,6 +47,8 @@ CLOCK_SECONDS = 30.0
 """Tolerance for the manager's clock being ahead of ours when a lease's length is checked."""
 MOST_FAILURES = 2
 """Files of one lease that may be rejected before it is no longer offered; one may be truncated."""
+SILENCE_SHARE = 10
+"""One part in so many of a lease's time may pass in calls that the gateway does not answer."""
 MOST_SPEED = 2**31 - 1
 """Highest speed that a heartbeat may state."""
 UNFIT = (
@@ -49,7 +59,7 @@ UNFIT = (
 
 
 class Policies(Protocol):
-    """The policies on disk, as the desk uses them."""
+    """The policies on disk, as the lease broker uses them."""
 
     def newest(self) -> int | None:
         """Returns the newest verified version, or None."""
@@ -64,23 +74,26 @@ class Policies(Protocol):
         ...
 
 
-class Desk:
+class LeaseBroker:
     """Thread-safe; requests to the orchestrator are made one at a time."""
 
     def __init__(
         self,
         *,
         api: NodeApi,
+        gateway_api: NodeApi,
         signer: Signer,
         run: RunDefinition,
         revisions: Revisions,
         domain: Domain,
         policies: Policies,
-        outbox: Outbox,
-        inbox: Inbox,
+        spool: Spool,
+        task_uploads: TaskUploads,
         now: Callable[[], float],
+        unpaid: UnpaidWork | None = None,
     ) -> None:
         self._api = api
+        self._gateway_api = gateway_api
         self._signer = signer
         self._run = run
         self._revisions = revisions
@@ -90,11 +103,17 @@ class Desk:
         """Why no more leases come: this node declines the run of the pool's leases."""
         self._domain = domain
         self._policies = policies
-        self._outbox = outbox
-        self._inbox = inbox
+        self._spool = spool
+        self._task_uploads = task_uploads
         self._now = now
+        self.unpaid = unpaid
+        """The limit on unpaid work; None without a chain."""
+        self._left_open = True
+        """Whether the orchestrator may hold an open lease of this node that is not open here: of an
+        earlier agent, or given back."""
         self._wishes = 0
         self._api_lock = threading.Lock()
+        self._gateway_lock = threading.Lock()
         self._gate = threading.Condition()
         self._working = False
         self._closed = False
@@ -103,6 +122,8 @@ class Desk:
         """Whether the worker began to send a file for the open lease."""
         self._failures: tuple[str, int] = ("", 0)
         """A lease, and how many of its files were rejected."""
+        self._silence: tuple[str, float] = ("", 0.0)
+        """A lease, and the seconds that passed in its unanswered calls."""
         self._said = ""
         """The last lease whose waiting file was logged."""
         self.trouble = ""
@@ -141,7 +162,7 @@ class Desk:
 
     def open_leases(self) -> tuple[Digest, ...]:
         """Returns the digests of the leases being worked on or delivered."""
-        held = {entry.lease_digest for entry in self._outbox.waiting()}
+        held = {entry.lease_digest for entry in self._spool.waiting()}
         if self._open is not None:
             held.add(self._open.lease.digest(self._domain))
         return tuple(sorted(held))
@@ -199,6 +220,8 @@ class Desk:
     def _ask(self, newest: int) -> LeaseOffer:
         try:
             with self._api_lock:
+                if self._open is None and (why := self._unpaid()):
+                    return LeaseOffer(lease=None, retry_after_ms=5000, reason=why[:512])
                 answer = self._api.lease(newest, self._revisions.taken())
         except PrimeError as error:
             log.warning("no lease: %s", error)
@@ -214,13 +237,23 @@ class Desk:
             )
         if why_not := self._objection(answer.lease):
             return LeaseOffer(lease=None, retry_after_ms=1000, reason=why_not)
-        self._open, self._sent = answer.lease, False
+        self._open, self._sent, self._left_open = answer.lease, False, False
         return LeaseOffer(lease=answer.lease, domain=self._domain)
+
+    def _unpaid(self) -> str:
+        """Returns why no new lease is taken because of unpaid work; empty if one may be, or if an
+        open lease of this node waits at the orchestrator."""
+        why = self.unpaid.why_not() if self.unpaid is not None else ""
+        if not why or not self._left_open:
+            return why
+        held = self._api.leases(self._signer.address)
+        waits = any(one.status == "open" and one.deadline > self._now() for one in held)
+        return "" if waits else why
 
     def _objection(self, signed: SignedLease) -> str:
         """Returns why this lease cannot be started now; empty if it can."""
         lease = signed.lease
-        handed_in = self._outbox.find(lease.digest(self._domain))
+        handed_in = self._spool.find(lease.digest(self._domain))
         if handed_in is not None:
             if handed_in.state == "refused":
                 return f"the open lease's file was refused ({handed_in.reason}); it runs out"
@@ -261,13 +294,13 @@ class Desk:
 
     def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
         """Receives the bytes of a finished file, before `submit` submits it. Raises what
-        `Inbox.receive` does, and ConflictError if no lease is open."""
+        `TaskUploads.receive` does, and ConflictError if no lease is open."""
         signed = self._open
         if signed is None:
             raise ConflictError("no lease is open: no file is taken")
         self._sent = True
         with self._noting(signed):
-            self._inbox.receive(name, size, read)
+            self._task_uploads.receive(name, size, read)
 
     def submit(self, hand_in: HandIn) -> HandInAnswer:
         """Journals a received file, signs its submission, and waits a while for the receipt. Raises
@@ -276,7 +309,7 @@ class Desk:
         if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
             raise ConflictError("this lease is not the one that is open")
         with self._noting(signed):
-            file = self._outbox.take_in(self._inbox.folder, hand_in.file)
+            file = self._spool.take_in(self._task_uploads.folder, hand_in.file)
         submission = Submission(
             pool=signed.lease.pool,
             lease_digest=hand_in.lease_digest,
@@ -295,9 +328,11 @@ class Desk:
             signature=self._signer.sign(submission, self._domain),
         )
         with self._noting(signed):
-            self._outbox.add(digest, body, signed)
+            worth = min(self._run.worth(hand_in.tokens, 0), self._run.most_worth)
+            worth = 0 if signed.lease.shadow else worth
+            self._spool.add(digest, body, signed, worth=worth)
         self._open = None
-        (self._inbox.folder / hand_in.file).unlink(missing_ok=True)
+        (self._task_uploads.folder / hand_in.file).unlink(missing_ok=True)
         if hand_in.milliseconds:
             self.tokens_per_second = speed(hand_in)
         return self._await_receipt(hand_in.lease_digest, digest)
@@ -325,16 +360,46 @@ class Desk:
 
     def _await_receipt(self, lease_digest: Digest, digest: Digest) -> HandInAnswer:
         end = self._now() + SUBMIT_WAIT_SECONDS
-        with self._outbox.changed:
+        with self._spool.changed:
             while True:
-                entry = self._outbox.find(lease_digest)
+                entry = self._spool.find(lease_digest)
                 assert entry is not None, "it was journalled above"
                 left = end - self._now()
                 if entry.state != "spooled" or left <= 0 or self._closed:
                     return HandInAnswer(
                         submission_digest=digest, receipt=entry.receipt, refused=entry.reason
                     )
-                self._outbox.changed.wait(min(left, 1.0))
+                self._spool.changed.wait(min(left, 1.0))
+
+    def call(self, call: GatewayCall) -> CallAnswer:
+        """Sends a call of the open lease to the pool's gateway, signed by this node, and checks the
+        gateway's signature. Without a valid answer, says why. A gateway that was silent too long in
+        this lease is asked no more, so that the lease's file is made in time. Raises ConflictError
+        if no lease is open or its run has no gateway."""
+        signed, conversation = self._open, self._run.conversation
+        if signed is None or conversation is None or conversation.gateway is None:
+            raise ConflictError("no lease with a gateway is open: no call is made")
+        lease_digest, gateway = signed.lease.digest(self._domain), conversation.gateway
+        empty = call.statement(lease_digest, "")
+        request = GatewayRequest(
+            lease=signed, call=call, signature=self._signer.sign(empty, self._domain)
+        )
+        with self._gateway_lock:
+            silent_in, silence = self._silence
+            if silent_in != lease_digest:
+                silence = 0.0
+            if silence > self._run.lease_seconds / SILENCE_SHARE:
+                reason = "the gateway was silent too long in this lease"
+                return CallAnswer(answer=None, reason=reason)
+            began = self._now()
+            try:
+                answer = self._gateway_api.call(gateway, request)
+                answer.require(call, lease_digest, gateway.key)
+            except PrimeError as error:
+                self._silence = lease_digest, silence + self._now() - began
+                log.warning("the gateway at %s gave no answer: %s", gateway.url, error)
+                return CallAnswer(answer=None, reason=str(error)[:512])
+        return CallAnswer(answer=answer)
 
     def abandon(self, body: Abandon) -> None:
         """Gives the open lease back; the orchestrator will offer it to this node again."""
@@ -349,7 +414,7 @@ class Desk:
             self._give_back(self._open.lease.digest(self._domain), reason)
 
     def _give_back(self, lease_digest: Digest, reason: str) -> None:
-        self._open = None
+        self._open, self._left_open = None, True
         log.warning("lease %s given back: %s", lease_digest[:10], reason)
         try:
             with self._api_lock:

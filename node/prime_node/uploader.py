@@ -1,6 +1,6 @@
-"""The courier: delivers journalled files, oldest first, until each has its receipt.
+"""The uploader: delivers journalled files, oldest first, until each has its receipt.
 
-    outbox entry → upload URL → PUT → POST submission → receipt stored → file removed
+    spool entry → upload URL → PUT → POST submission → receipt stored → file removed
 
 If orchestrator or store are unreachable, or an answer is not our protocol's (a proxy's 404, an
 unknown field), delivery is retried forever with growing pauses. Only a problem document of the
@@ -23,33 +23,33 @@ from prime_core.errors import (
 )
 from prime_core.messages import ReceiptAnswer, UploadAnswer, UploadRequest
 from prime_node.api import NodeApi
-from prime_node.outbox import Entry, Outbox
+from prime_node.spool import Entry, Spool
 from prime_node.watched import WatchedThread
 
-log = logging.getLogger("prime.node.courier")
+log = logging.getLogger("prime.node.uploader")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 FINAL_REFUSALS = frozenset({"malformed", "refused", "not-found", "conflict"})
 """Kinds of problem documents after which the same file would be refused again."""
 
 
-class Courier:
-    """One background thread for one Outbox. `make_api` is called in that thread, `on_settled` after
+class Uploader:
+    """One background thread for one Spool. `make_api` is called in that thread, `on_settled` after
     each delivery."""
 
     def __init__(
         self,
-        outbox: Outbox,
+        spool: Spool,
         make_api: Callable[[], NodeApi],
         *,
         rng: random.Random,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_settled = on_settled
-        self._outbox = outbox
+        self._spool = spool
         self._make_api = make_api
         self._rng = rng
         self._stop = threading.Event()
-        self.thread = WatchedThread("courier", self._run)
+        self.thread = WatchedThread("uploader", self._run)
 
     def start(self) -> None:
         self.thread.start()
@@ -58,17 +58,17 @@ class Courier:
         """Stops after the current delivery (waiting at most `grace` s); returns how many files
         still wait. The next start delivers them."""
         self._stop.set()
-        with self._outbox.changed:
-            self._outbox.changed.notify_all()
+        with self._spool.changed:
+            self._spool.changed.notify_all()
         self.thread.join(grace)
-        return len(self._outbox.waiting())
+        return len(self._spool.waiting())
 
     def drain(self, timeout: float, now: Callable[[], float]) -> None:
         """Waits until all files are delivered, at most `timeout` seconds."""
         end = now() + timeout
-        with self._outbox.changed:
-            while self._outbox.waiting() and (left := end - now()) > 0:
-                self._outbox.changed.wait(left)
+        with self._spool.changed:
+            while self._spool.waiting() and (left := end - now()) > 0:
+                self._spool.changed.wait(left)
 
     def _run(self) -> None:
         api = self._make_api()
@@ -76,13 +76,13 @@ class Courier:
         try:
             while not self._stop.is_set():
                 try:
-                    with self._outbox.changed:
-                        waiting = self._outbox.waiting()
+                    with self._spool.changed:
+                        waiting = self._spool.waiting()
                         if not waiting and not self._stop.is_set():
-                            self._outbox.changed.wait(30.0)
+                            self._spool.changed.wait(30.0)
                     if not waiting:
                         continue
-                    deliver(waiting[0], self._outbox, api)
+                    deliver(waiting[0], self._spool, api)
                     pause = FIRST_PAUSE
                     self._on_settled()
                 except PrimeError as error:
@@ -93,7 +93,7 @@ class Courier:
             api.close()
 
 
-def deliver(entry: Entry, outbox: Outbox, api: NodeApi) -> ReceiptAnswer | None:
+def deliver(entry: Entry, spool: Spool, api: NodeApi) -> ReceiptAnswer | None:
     """Makes one delivery, which may be repeated. Returns the receipt, or None if the orchestrator
     refused for good.
 
@@ -107,23 +107,23 @@ def deliver(entry: Entry, outbox: Outbox, api: NodeApi) -> ReceiptAnswer | None:
         )
         if not target.exists:
             if not entry.path.exists():
-                _give_up(entry, outbox, f"{entry.path} has vanished from the outbox")
+                _give_up(entry, spool, f"{entry.path} has vanished from the spool")
                 return None
             _put(api, target, entry)
         receipt = api.submit(entry.body)
     except PrimeError as error:
         if error.problem not in FINAL_REFUSALS:
             raise
-        _give_up(entry, outbox, str(error))
+        _give_up(entry, spool, str(error))
         return None
-    outbox.settle(claim.lease_digest, receipt)
+    spool.settle(claim.lease_digest, receipt)
     log.info("file %s (%d bytes) handed in", claim.sha256[:10], claim.size)
     return receipt
 
 
-def _give_up(entry: Entry, outbox: Outbox, reason: str) -> None:
+def _give_up(entry: Entry, spool: Spool, reason: str) -> None:
     log.error("the file for lease %s was refused: %s", entry.lease_digest[:10], reason)
-    outbox.settle(entry.lease_digest, None, reason)
+    spool.settle(entry.lease_digest, None, reason)
 
 
 def _put(api: NodeApi, target: UploadAnswer, entry: Entry) -> None:

@@ -1,8 +1,8 @@
 """Makes one file for one lease: engine for its policy, prompts and noise from its seed, proofs,
 Parquet.
 
-`Workshop` is the honest worker. The development setting `worker_command` can start another program
-with its own subclass that overrides `make`.
+`RolloutBuilder` is the honest worker. The development setting `worker_command` can start another
+program with its own subclass that overrides `make`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from prime_core.ids import Digest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_envs.registry import environment_for
+from prime_node.worker.client import BridgeClient
 from prime_verify.build import build_rollout_file
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import read_rollout_file
@@ -34,6 +35,9 @@ class Options:
     outbox: Path
     threads: int = 1
     generation_batch: int = 0
+    tensor_parallel: int = 0
+    memory_share: float = 0.0
+    max_length: int = 0
     throttle: float = 1.0
     dtype: str = "float32"
     device: str = "cpu"
@@ -57,7 +61,18 @@ class Built:
     seconds: float
 
 
-class Workshop:
+def engine_sizes(options: Options) -> dict[str, Any]:
+    """Returns the engine's arguments for the sizes that the owner set; what is 0 it chooses."""
+    sizes: dict[str, Any] = {"batch_rows": options.generation_batch}
+    if options.engine == "vllm":
+        sizes |= {
+            "tensor_parallel": options.tensor_parallel, "memory_share": options.memory_share,
+            "max_length": options.max_length,
+        }  # fmt: skip
+    return {name: size for name, size in sizes.items() if size}
+
+
+class RolloutBuilder:
     """Keeps one policy loaded and makes rollout files with it.
 
     Raises PolicyError if the environment installed here is not the one the run pins.
@@ -74,25 +89,26 @@ class Workshop:
         self.run = run
         self.options = options
         self.environment = environment_for(run)
-        batch: dict[str, Any] = {}
-        if options.generation_batch:
-            batch["batch_rows"] = options.generation_batch
         load = partial(
             load_engine,
             engine=options.engine,
             dtype=options.dtype,
             device=options.device,
             threads=options.threads,
-            **batch,
+            **engine_sizes(options),
         )
         self.engines = FolderEngines(options.policies, load, keep=1)
         self._clock = clock
         self._sleep = sleep
 
     def make(self, job: Job) -> bytes:
-        """Returns the rollout file of a lease. Raises UnavailableError if its policy is missing."""
+        """Returns the rollout file of a lease; calls of the gateway's tools go over the bridge.
+        Raises UnavailableError if its policy is missing or the agent is gone."""
         engine = self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
-        return build_rollout_file(job.signed, job.lease_digest, self.run, engine, self.environment)
+        return build_rollout_file(
+            job.signed, job.lease_digest, self.run, engine, self.environment,
+            answers=BridgeClient(self.options.socket),
+        )  # fmt: skip
 
     def count(self, content: bytes) -> int:
         """Tokens that the model generated in a file that was made."""

@@ -1,0 +1,159 @@
+"""Stops a node from working for more than it can be paid: no new lease while too much is owed.
+
+    owed     files with the manager's receipt, received after the last epoch that a reward root on
+             chain settles for this node, less those that ended rejected or void; at the run's price
+             for generated tokens
+    limits   the owner's `max_unpaid`, and the pool's bond + free funds on chain
+
+The chain is read in a thread. While it cannot be read, the limits are unknown and work goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prime_chain.amounts import prime
+from prime_chain.claims import fetch_info
+from prime_chain.contracts import Claim
+from prime_core.encoding import merkle_verify, reward_leaf
+from prime_core.errors import PrimeError
+from prime_core.ids import Address
+from prime_node.api import NodeApi
+from prime_node.link import Link
+from prime_node.spool import Spool
+from prime_node.watched import WatchedThread
+
+log = logging.getLogger("prime.node")
+CHECK_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Backing:
+    """What the chain shows. `settled_until`: files received before (Unix seconds) are settled by a
+    reward root with an amount for this node. `money`: the pool's bond + free funds, in wei."""
+
+    settled_until: int
+    money: int
+
+
+def objection(owed: int, limit: int | None, money: int) -> str:
+    """Returns why no new lease is taken; empty if one may be. All in wei; `limit`: the owner's."""
+    if limit is not None and owed > limit:
+        over = f"more than --max-unpaid {prime(limit)}"
+        then = "work resumes once a reward root settles it; see: prime-node rewards show"
+    elif owed > money:
+        over = f"more than the pool's bond and free funds, {prime(money)}"
+        then = (
+            "work resumes once the manager settles it or adds funds; to give the seat up: "
+            "prime-node leave"
+        )
+    else:
+        return ""
+    return f"no new lease is taken: {prime(owed)} of this node's work is unpaid, {over}; {then}"
+
+
+class UnpaidWork:
+    """Thread-safe. `read` reads the chain; it raises PrimeError if it cannot. `limit` in wei."""
+
+    def __init__(self, spool: Spool, limit: int | None, read: Callable[[], Backing]) -> None:
+        self._spool = spool
+        self._limit = limit
+        self._read = read
+        self._backing: Backing | None = None
+        self._paused = False
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.thread = WatchedThread("unpaid", self._work)
+
+    def stop(self, timeout: float) -> None:
+        """Stops the thread after the current read, waiting at most `timeout` seconds."""
+        self._stop.set()
+        if self.thread.is_alive():
+            self.thread.join(timeout)
+
+    def owed(self) -> int | None:
+        """Returns the unpaid work in wei; None while the chain cannot be read. Raises
+        UnavailableError if the journal cannot be read."""
+        backing = self._backing
+        return None if backing is None else self._spool.worth_since(backing.settled_until)
+
+    def why_not(self) -> str:
+        """Returns why no new lease is taken; empty if one may be. Logs each change. Raises
+        UnavailableError if the journal cannot be read."""
+        backing = self._backing
+        why = ""
+        if backing is not None:
+            owed = self._spool.worth_since(backing.settled_until)
+            why = objection(owed, self._limit, backing.money)
+        with self._lock:
+            changed, self._paused = self._paused != bool(why), bool(why)
+        if changed:
+            log.warning("%s", why or "leases are taken again: unpaid work is within the limits")
+        return why
+
+    def check(self) -> None:
+        """Reads the chain once."""
+        try:
+            self._backing = self._read()
+        except PrimeError as error:
+            if self._backing is not None:
+                log.warning("unpaid work is not compared with the chain: %s; work goes on", error)
+            self._backing = None
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self.check()
+            self._stop.wait(CHECK_SECONDS)
+
+
+class BackingReader:
+    """Reads the pool's money and this node's newest settled epoch, as a quorum of the RPC endpoints
+    gives them. For one thread.
+
+    The orchestrator's proof counts only if it leads to a reward root on chain that is not disabled.
+    The newest such proof is kept, so an orchestrator that withholds it changes nothing.
+    """
+
+    def __init__(self, link: Link, make_api: Callable[[], NodeApi], node: Address) -> None:
+        self._link = link
+        self._make_api = make_api
+        self._node = node
+        self._kept: Claim | None = None
+
+    def __call__(self) -> Backing:
+        """Raises UnavailableError if the chain cannot be read."""
+        rewards, pool = self._link.contracts.rewards, self._link.pool
+        self._kept = next((one for one in self._claims() if self._settled(one)), None)
+        length = self._link.deployment.periods.epoch_length
+        until = 0 if self._kept is None else (self._kept.epoch + 1) * length
+        return Backing(until, rewards.funds(pool).free + rewards.bond_of(pool))
+
+    def _claims(self) -> Iterator[Claim]:
+        known = [one for one in (self._stated(), self._kept) if one is not None]
+        yield from sorted(known, key=lambda claim: claim.epoch, reverse=True)
+
+    def _stated(self) -> Claim | None:
+        """Returns the claim that the orchestrator states; None if there is none."""
+        api = self._make_api()
+        try:
+            info = fetch_info(api.client, self._node)
+        except PrimeError as error:
+            log.info("the orchestrator states no rewards: %s", error)
+            return None
+        finally:
+            api.close()
+        amount = info.cumulative
+        if info.epoch is None or not 0 <= info.epoch < 2**64:
+            return None
+        if not (amount.isascii() and amount.isdigit() and len(amount) <= 77) or int(amount) == 0:
+            return None
+        return Claim(self._link.pool, info.epoch, self._node, int(amount), info.proof)
+
+    def _settled(self, claim: Claim) -> bool:
+        root = self._link.contracts.rewards.reward_root(claim.pool, claim.epoch)
+        if root is None or root.disabled:
+            return False
+        return merkle_verify(root.root, reward_leaf(claim.node, claim.cumulative), claim.proof)
