@@ -33,6 +33,9 @@ class Settings(ChainSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
+    rpc_ws: Urls = ()
+    """WebSocket endpoints (ws://, wss://) that announce new blocks. The chain is then read when one
+    comes, and every `chain_poll_seconds` if none does."""
     host: str = "127.0.0.1"
     port: int = Field(default=8470, ge=0, le=65_535)
     """0 takes a free port; the address is printed and written to `<data>/serve.json`."""
@@ -172,6 +175,6 @@ def refuse_password(database: str, variable: str) -> None:
     parts = urlsplit(database)
     if parts.password or "password" in parse_qs(parts.query):
         raise UserError(
-            "a password on the command line can be read by everybody on this machine",
+            "a password on the command line can be read by every user of this machine",
             hint=f"set {variable}, or keep the password in ~/.pgpass",
         )

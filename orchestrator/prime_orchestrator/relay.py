@@ -336,12 +336,12 @@ def _trust(
 
 def _patiently(ask: Callable[[], _Answer], stop: threading.Event, give_up: float | None) -> _Answer:
     """Waits for `ask` to answer and returns the answer; logs once that it is waiting."""
-    told: list[str] = []
+    failures: list[str] = []
 
     def tell(error: UnavailableError, wait: float) -> None:
-        if not told:
+        if not failures:
             _log("waiting", detail=str(error))
-        told.append(str(error))
+        failures.append(str(error))
 
     return until_answered(ask, stop, tell, give_up=give_up, longest=1.0)
 

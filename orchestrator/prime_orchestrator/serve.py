@@ -31,10 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from prime_chain.contracts import Contracts
 from prime_chain.errors import BadAnswerError
+from prime_chain.heads import NewHeads
 from prime_chain.keystore import load_keystore, read_password
 from prime_chain.sender import Sender
 from prime_chain.watcher import Watcher
@@ -49,15 +51,15 @@ from prime_core.run_file import read_run
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Proxies, behind
-from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.config import Settings
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import uploads
 from prime_orchestrator.manager.loops import ManagerLoops
 from prime_orchestrator.store import Store, meta, open_store
 from prime_orchestrator.store.chain import STATE_EVENTS
-from prime_orchestrator.store.journal import StoreJournal
 from prime_orchestrator.store.leaders import BEAT_SECONDS, LoopLease
+from prime_orchestrator.store.transaction_queue import StoreQueue
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +120,9 @@ def run(settings: Settings) -> None:
             relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
             planted=settings.planted_nodes(),
         )
-        journal = StoreJournal(store, signer.address, deployment.chain_id)
-        sender = Sender(client, signer, journal)
+        lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)
+        queue = StoreQueue(store, signer.address, deployment.chain_id, lease.held)
+        sender = Sender(client, signer, queue)
         stack.callback(sender.close)
         manager = ManagerLoops(
             store=store,
@@ -133,8 +136,7 @@ def run(settings: Settings) -> None:
             board=backend.draws,
             planted=backend.planted,
         )
-        lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)
-        asyncio.run(_serve(settings, backend, manager, lease, listener, serve_file, url))
+        uvloop.run(_serve(settings, backend, manager, lease, listener, serve_file, url))
 
 
 def set_up_logging(level: str) -> None:
@@ -183,7 +185,8 @@ async def _serve(
                 ("uploads", lambda: uploads.sweep(backend), uploads.SWEEP_SECONDS),
             )
             for name, tick, every in ticks:
-                loops.start(name, while_held(lease, tick), every)
+                heads = NewHeads(settings.rpc_ws) if name == "chain" and settings.rpc_ws else None
+                loops.start(name, while_held(lease, tick), every, heads)
         await serving
     finally:
         await asyncio.to_thread(loops.stop)
@@ -235,7 +238,7 @@ def make_server(app: ASGIApp, proxies: Proxies) -> Server:
             timeout_keep_alive=30,
             limit_concurrency=most,
             backlog=4096,
-            h11_max_incomplete_event_size=16 << 10,
+            ws="none",
             server_header=False,
         )
     )
@@ -253,18 +256,26 @@ class Loops:
     def __init__(self, on_crash: Callable[[], object]) -> None:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._heads: list[NewHeads] = []
         self._crashes: list[_Crash] = []
         self._on_crash = on_crash
 
-    def start(self, name: str, tick: Callable[[], object], every: float) -> None:
-        """Calls `tick` about every `every` seconds until `stop`."""
+    def start(
+        self, name: str, tick: Callable[[], object], every: float, heads: NewHeads | None = None
+    ) -> None:
+        """Calls `tick` about every `every` seconds until `stop`, and when `heads` announces a
+        block."""
+        if heads is not None:
+            self._heads.append(heads)
         thread = threading.Thread(
-            target=self._run, args=(name, tick, every), name=f"loop-{name}", daemon=True
+            target=self._run, args=(name, tick, every, heads), name=f"loop-{name}", daemon=True
         )
         self._threads.append(thread)
         thread.start()
 
-    def _run(self, name: str, tick: Callable[[], object], every: float) -> None:
+    def _run(
+        self, name: str, tick: Callable[[], object], every: float, heads: NewHeads | None
+    ) -> None:
         pause = every
         while not self._stop.is_set():
             try:
@@ -278,11 +289,16 @@ class Loops:
                 self._crashes.append(_Crash(name, error))
                 self._on_crash()
                 return
-            self._stop.wait(pause)
+            if heads is not None and pause == every:
+                heads.wait(pause)
+            else:
+                self._stop.wait(pause)
 
     def stop(self, seconds: float = 20.0) -> None:
         """Stops all loops after their current tick; waits at most `seconds` for each."""
         self._stop.set()
+        for heads in self._heads:
+            heads.close()
         for thread in self._threads:
             thread.join(seconds)
             if thread.is_alive():
@@ -328,7 +344,7 @@ def check_pool(
         except BadAnswerError as error:  # no code at the address, or a different contract
             raise UserError(
                 f"the contracts that the deployment names are not on this chain: {error}",
-                hint="check --rpc and --deployment; a local chain that was made anew has none",
+                hint="check --rpc and --deployment; a local chain that was started again has none",
             ) from error
         except ConflictError as error:
             raise UserError(

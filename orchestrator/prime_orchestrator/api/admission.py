@@ -25,9 +25,8 @@ from prime_core.node import Hardware, Invite
 from prime_orchestrator.api import shadow as shadow_work
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
-from prime_orchestrator.api.presence import joining
+from prime_orchestrator.api.liveness import joining
 from prime_orchestrator.manager import revisions, speed
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.manager.members import (
     active_stake,
     derive_node,
@@ -39,6 +38,7 @@ from prime_orchestrator.manager.members import (
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK
 from prime_orchestrator.store import challenges, meta, nodes
 from prime_orchestrator.store.challenges import ChallengeRow
+from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.nodes import NodeRow
 from prime_verify.proofs import hardware
 
@@ -253,7 +253,6 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -
         if current is not None and current.status == "admitted":
             queue_intent(
                 connection,
-                lane=backend.manager.address,
                 kind="join",
                 key=f"{account}:{invite.deadline}",
                 payload={"invite": invite.model_dump(mode="json"), "signature": signature},

@@ -17,7 +17,7 @@ from prime_core.ids import Address, Digest, Signature
 from prime_core.signing import Signer, Statement
 from prime_core.storage.base import ObjectStore
 from prime_core.transport.addresses import DEFAULT_PORTS, authority
-from prime_orchestrator.api.shadow import Given, Newcomers
+from prime_orchestrator.api.shadow import Newcomers
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.history import Drifting
@@ -48,7 +48,6 @@ class Backend:
     draws: DrawBoard = field(default_factory=lambda: DrawBoard(secrets.token_bytes))
     planted: Planted = field(default_factory=Planted)
     newcomers: Newcomers = field(default_factory=Newcomers)
-    shadow_leases: Given = field(default_factory=Given)
     lies: LiesReported = field(default_factory=LiesReported)
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from prime_broadcast.peers import place_of
 from prime_core.errors import UnavailableError
@@ -48,7 +47,7 @@ class Proxies:
         for a network that contains every address."""
         self._networks = [ipaddress.ip_network(one) for one in networks]
         if any(network.prefixlen == 0 for network in self._networks):
-            raise ValueError("to trust every address would let everybody pose as anybody")
+            raise ValueError("trusting every address would let any client forge its address")
 
     def __contains__(self, host: str) -> bool:
         address = _address(host)
@@ -93,12 +92,12 @@ class ForwardedFor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         peer = scope.get("client")
         if scope["type"] == "http" and peer:
-            told = [
+            forwarded = [
                 value.decode("latin-1")
                 for name, value in scope["headers"]
                 if name == b"x-forwarded-for"
             ]
-            scope = {**scope, "client": (self._proxies.client(peer[0], told), peer[1])}
+            scope = {**scope, "client": (self._proxies.client(peer[0], forwarded), peer[1])}
         await self._app(scope, receive, send)
 
 
@@ -132,8 +131,8 @@ class Places:
                 del self._held[address]
 
 
-class PatientH11(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol (h11) with three more limits. Loopback addresses and trusted
+class PatientHttp(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol (httptools) with five more limits. Loopback addresses and trusted
     proxies (`behind`) may open any number of connections. If more than MOST_WAITING wait for a
     request, the longest waiting ones are closed, so silent connections cannot use up uvicorn's
     total."""
@@ -141,12 +140,16 @@ class PatientH11(H11Protocol):
     HEADER_SECONDS: ClassVar[float] = 20.0
     """Time from opening a connection, or from the first byte of a later request, to the complete
     header."""
+    HEADER_BYTES: ClassVar[int] = 16 << 10
+    """Size of an incomplete header, trailer or frame of a chunk."""
+    MOST_AHEAD: ClassVar[int] = 8
+    """Requests that a client may send before the answer to its first one."""
     MOST_EACH: ClassVar[int] = 100
     """Connections per address (per /64 network under IPv6)."""
     MOST_WAITING: ClassVar[int] = 500
     """Total connections without a request in progress."""
     is_bounded = staticmethod(is_bounded)
-    _waiting: ClassVar[dict[PatientH11, None]] = {}
+    _waiting: ClassVar[dict[PatientHttp, None]] = {}
     """Ordered by when they began to wait."""
     _held: ClassVar[Counter[str]] = Counter()
 
@@ -154,6 +157,10 @@ class PatientH11(H11Protocol):
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
         self._address = ""
+        self._running: RequestResponseCycle | None = None
+        self._awaits_header = True
+        self._incomplete = 0
+        """Bytes received since the parser last completed a part of a request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -174,15 +181,47 @@ class PatientH11(H11Protocol):
                 del self._held[self._address]
         self._forget_timer()
         self._waiting.pop(self, None)
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn notifies the newest request only
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def data_received(self, data: bytes) -> None:
+        self._incomplete += len(data)
         super().data_received(data)
+        if self._incomplete > self.HEADER_BYTES and not self.transport.is_closing():
+            if self._awaits_header:
+                self.send_400_response("The header is too large.")
+            self.transport.close()
         self._watch_header()
 
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= self.MOST_AHEAD:
+            raise ValueError("too many requests before an answer")  # uvicorn answers 400
+        self._incomplete = 0
+        self._awaits_header = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._incomplete = 0
+        super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        self._incomplete = 0
+
+    def on_message_complete(self) -> None:
+        self._incomplete = 0
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
+        self._awaits_header = not self.pipeline
         super().on_response_complete()
-        if self.conn.their_state is h11.IDLE:
+        if self._awaits_header:
             self._wait()
 
     def _wait(self) -> None:
@@ -197,7 +236,7 @@ class PatientH11(H11Protocol):
 
     def _watch_header(self) -> None:
         """Runs the timer while a request's header is awaited; partial data does not reset it."""
-        if self.conn.their_state is not h11.IDLE:
+        if not self._awaits_header:
             self._waiting.pop(self, None)
             self._forget_timer()
         elif self._header_timer is None:
@@ -205,7 +244,7 @@ class PatientH11(H11Protocol):
 
     def _too_late(self) -> None:
         self._header_timer = None
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        if self._awaits_header and not self.transport.is_closing():
             self.transport.close()
 
     def _forget_timer(self) -> None:
@@ -214,11 +253,11 @@ class PatientH11(H11Protocol):
             self._header_timer = None
 
 
-def behind(proxies: Proxies, waiting: int = PatientH11.MOST_WAITING) -> type[PatientH11]:
-    """Returns PatientH11 for a server behind `proxies`, whose connections are not counted by
+def behind(proxies: Proxies, waiting: int = PatientHttp.MOST_WAITING) -> type[PatientHttp]:
+    """Returns PatientHttp for a server behind `proxies`, whose connections are not counted by
     address. `waiting`: most connections without a request in progress."""
 
-    class Behind(PatientH11):
+    class Behind(PatientHttp):
         MOST_WAITING = waiting
         is_bounded = staticmethod(lambda host: is_bounded(host) and host not in proxies)
 

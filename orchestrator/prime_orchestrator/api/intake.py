@@ -55,7 +55,8 @@ def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
         raise PolicyError("the submission's own validity has ended")
     _check_file(backend, signed, row.deadline)
     answer = _accept(backend, signed, digest)
-    uploads.keep(backend.objects, row.deadline, signed.submission.sha256)
+    if not row.shadow:
+        uploads.keep(backend.objects, row.deadline, signed.submission.sha256)
     return answer
 
 

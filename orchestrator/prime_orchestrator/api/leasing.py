@@ -29,13 +29,22 @@ from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.pauses import pause_of
 from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Supply, Wait
 from prime_orchestrator.manager import members, revisions, speed, standing, targets, uploads
-from prime_orchestrator.store import batches, groups, leases, lock, nodes, policies, submissions
+from prime_orchestrator.store import (
+    batches,
+    groups,
+    leases,
+    lock,
+    nodes,
+    policies,
+    shadows,
+    submissions,
+)
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 
 WAIT_MS = 500
 """How long a node waits before it asks again."""
-NO_VALIDATOR = "no validator has committed to this epoch's draw: nobody could judge the file"
+NO_VALIDATOR = "no validator has committed to this epoch's draw: no validator could judge the file"
 RECENT_GROUPS = 256
 """Number of latest groups from which the informative share is computed."""
 TRIES = 4
@@ -128,7 +137,11 @@ def shadow_lease(
         request.policy_version, shadow.load_of(connection, now), rules_of(backend)
     )
     place = place_of(address) if is_bounded(address) else ""
-    if isinstance(choice, Grant) and not backend.shadow_leases.take(place, now):
+    if (
+        isinstance(choice, Grant)
+        and place
+        and not shadows.take(connection, place, now, most=shadow.AN_HOUR_EACH, within=shadow.HOUR)
+    ):
         choice = Wait(f"{shadow.AN_HOUR_EACH} shadow leases went to this address within the hour")
     pool = shadow_pool(backend.context.pool)
     return _answer(connection, backend, node, choice, request, pool, now)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prime_core.messages import TargetShare
+from prime_core.node import NodeStatus
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, targets, uploads
-from prime_orchestrator.manager.history import excess, others_of
+from prime_orchestrator.manager.history import Totals, excess, others_of
 from prime_orchestrator.store import (
     batches,
     drift,
@@ -58,80 +60,91 @@ class PoolMetrics:
     def collect(self) -> Iterator[Metric]:
         backend = self._backend
         with backend.store.read() as connection:
-            states = Counter(str(node.status) for node in nodes.every(connection))
+            states = dict.fromkeys(get_args(NodeStatus), 0) | nodes.counts(connection)
             files, shadow = (submissions.counts(connection, shadow=only) for only in (False, True))
             repeating = submissions.repeating(connection)
             lies = backend.lies.counts()
-            yield _gauges("prime_nodes", "Nodes by status.", "status", states)
-            yield _gauges("prime_submissions", "Rollout files by status.", "status", files)
+            yield _gauges("prime_nodes", "Nodes by status. Unit: nodes.", "status", states)
+            yield _gauges(
+                "prime_submissions", "Rollout files by status. Unit: files.", "status", files
+            )
             yield _gauges(
                 "prime_shadow_submissions",
-                "Rollout files of nodes without stake, by status.",
+                "Rollout files of nodes without stake, by status. Unit: files.",
                 "status",
                 shadow,
             )
             yield _gauges(
                 "prime_repeating_submissions",
-                "Files with rows that an earlier file had, by status.",
+                "Files with rows that an earlier file had, by status. Unit: files.",
                 "status",
                 repeating,
             )
-            yield _gauges("prime_jobs", "Leases by status.", "status", jobs.counts(connection))
+            yield _gauges(
+                "prime_jobs",
+                "Judging jobs that are not done, by status. Unit: files.",
+                "status",
+                jobs.counts(connection),
+            )
             yield _gauges(
                 "prime_intents",
-                "Chain transactions wanted, by status.",
+                "Chain transactions wanted, by status. Unit: transactions.",
                 "status",
-                intents.counts(connection),
+                dict.fromkeys(get_args(intents.Status), 0) | intents.counts(connection),
             )
             yield _gauges(
                 "prime_relay_lies_reported",
-                "Wrong chunks that nodes reported, by relay.",
+                "Nodes that reported wrong chunks, by relay. Unit: nodes.",
                 "relay",
                 lies,
             )
             yield GaugeMetricFamily(
-                "prime_next_step", "Next training step.", batches.next_step(connection)
+                "prime_next_step",
+                "Number of the next training step. Unit: steps.",
+                batches.next_step(connection),
             )
             run = revisions.current(connection, backend.context)
             yield from _targets(targets.shares_of(connection, run, backend.now()))
-            yield from _drift(drift.every(connection))
+            yield from _drift(drift.every(connection), drift.totals(connection))
             yield from _validators(opinions.track_records(connection))
             yield from _second_opinions(opinions.waiting(connection), backend.now())
             yield GaugeMetricFamily(
                 "prime_rejections_lapsed",
-                "Rejected files that ended void because no second validator judged them.",
+                "Rejected files that ended void without a second opinion. Unit: files.",
                 opinions.lapsed(connection),
             )
             share = submissions.mean_compute_share(connection)
             if share is not None:
                 yield GaugeMetricFamily(
                     "prime_verification_compute_share",
-                    "Validators' compute as a share of the nodes'.",
+                    "Validators' compute as a share of the nodes'. Unit: ratio.",
                     share,
                 )
             latest = policies.latest_version(connection)
             if latest is not None:
-                yield GaugeMetricFamily("prime_policy_version", "Newest policy.", latest)
+                yield GaugeMetricFamily(
+                    "prime_policy_version", "Newest policy. Unit: policy versions.", latest
+                )
                 yield from reach.metrics(connection)
             for batch in batches.latest(connection, 1):
                 yield GaugeMetricFamily(
                     "prime_batch_mean_reward",
-                    "Mean reward of the newest batch.",
+                    "Mean reward of the newest batch. Unit: reward.",
                     batch.mean_reward_micro / 1e6,
                 )
                 yield GaugeMetricFamily(
                     "prime_batch_staleness_max",
-                    "Age of the oldest row in the newest batch, in policies.",
+                    "Age of the oldest row in the newest batch. Unit: policy versions.",
                     batch.staleness_max,
                 )
             yield CounterMetricFamily(
                 "prime_uploads_swept_total",
-                "Uploaded files deleted because no submission named them.",
+                "Uploaded files deleted because no submission named them. Unit: files.",
                 uploads.swept_so_far(connection),
             )
             yield CounterMetricFamily(
                 "prime_chain_gaps_total",
-                "Gaps found in the chain's events.",
+                "Gaps found in the chain's events. Unit: gaps.",
                 int(meta.get(connection, meta.CHAIN_GAPS) or 0),
             )
             seen = meta.get(connection, meta.CHAIN_SEEN_AT)
@@ -143,7 +156,7 @@ class PoolMetrics:
                 )
         answers = CounterMetricFamily(
             "prime_http_requests_total",
-            "HTTP answers of this process, by method and status.",
+            "HTTP answers of this process, by method and status. Unit: answers.",
             labels=["method", "status"],
         )
         for (method, code), number in sorted(self._requests.snapshot().items()):
@@ -155,7 +168,7 @@ def _targets(shares: Sequence[TargetShare]) -> Iterator[Metric]:
     """What became of the latest leases of each target length."""
     leases = GaugeMetricFamily(
         "prime_target_leases",
-        "Latest leases by target length: asked, accepted, expired without a file.",
+        "Latest leases by target length: asked, accepted, expired without a file. Unit: leases.",
         labels=["target", "state"],
     )
     for share in shares:
@@ -163,30 +176,34 @@ def _targets(shares: Sequence[TargetShare]) -> Iterator[Metric]:
             leases.add_metric([str(share.target), state], getattr(share, state))
     yield leases
     for name, about in (
-        ("starving", "1: too little of this target length is accepted or trained."),
-        ("expiring", "1: leases of this target length expire twice as often as others."),
+        ("starving", "1: too little of this target length is accepted or trained. Unit: 0 or 1."),
+        ("expiring", "1: leases of this length expire twice as often as others. Unit: 0 or 1."),
     ):
         values = {str(share.target): int(getattr(share, name)) for share in shares}
         yield _gauges(f"prime_target_{name}", about, "target", values)
 
 
-def _drift(sums: Sequence[DriftRow]) -> Iterator[Metric]:
+def _drift(sums: Sequence[DriftRow], totals: Totals) -> Iterator[Metric]:
     """Yields the drift of each node's files; nothing if no file was judged."""
     labels = ["node", "setup", "statistic"]
     mean = GaugeMetricFamily(
-        "prime_node_drift", "Mean statistic of a node's files / its limit.", labels=labels
+        "prime_node_drift",
+        "Mean statistic of a node's files, as a share of its limit. Unit: ratio.",
+        labels=labels,
     )
-    files = GaugeMetricFamily("prime_node_drift_files", "Files in that mean.", labels=labels)
+    files = GaugeMetricFamily(
+        "prime_node_drift_files", "Files in prime_node_drift. Unit: files.", labels=labels
+    )
     beyond = GaugeMetricFamily(
         "prime_node_drift_excess",
-        "Standard errors by which that mean exceeds the other nodes'.",
+        "How far prime_node_drift exceeds the other nodes'. Unit: standard errors.",
         labels=labels,
     )
     for row in sums:
         named = [row.node, row.setup, row.statistic]
         mean.add_metric(named, row.mean)
         files.add_metric(named, row.files)
-        errors = excess(row, others_of(row, sums))
+        errors = excess(row, others_of(row, totals))
         if errors is not None:
             beyond.add_metric(named, errors)
     if sums:
@@ -196,19 +213,21 @@ def _drift(sums: Sequence[DriftRow]) -> Iterator[Metric]:
 def _validators(records: Sequence[Record]) -> Iterator[Metric]:
     """Yields each validator's opinions, and its judgements of planted files by kind."""
     judged = GaugeMetricFamily(
-        "prime_validator_opinions", "Opinions by validator.", labels=["validator"]
+        "prime_validator_opinions", "Opinions by validator. Unit: opinions.", labels=["validator"]
     )
     overruled = GaugeMetricFamily(
-        "prime_validator_overruled", "Opinions overruled, by validator.", labels=["validator"]
+        "prime_validator_overruled",
+        "Opinions overruled, by validator. Unit: opinions.",
+        labels=["validator"],
     )
     planted = GaugeMetricFamily(
         "prime_validator_planted",
-        "Planted files judged, by validator and kind.",
+        "Planted files judged, by validator and kind. Unit: files.",
         labels=["validator", "kind"],
     )
     wrong = GaugeMetricFamily(
         "prime_validator_planted_wrong",
-        "Planted files judged wrongly, by validator and kind.",
+        "Planted files judged wrongly, by validator and kind. Unit: files.",
         labels=["validator", "kind"],
     )
     for row in records:
@@ -229,7 +248,7 @@ def _second_opinions(waiting: Mapping[str, tuple[int, float]], now: float) -> It
     found = {kind: waiting.get(kind, (0, now)) for kind in ("accepted", "rejected")}
     yield _gauges(
         "prime_second_opinions_waiting",
-        "Files waiting for a second validator, by the first opinion.",
+        "Files waiting for a second validator, by the first opinion. Unit: files.",
         "said",
         {kind: count for kind, (count, _) in found.items()},
     )

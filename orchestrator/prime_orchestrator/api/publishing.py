@@ -11,8 +11,8 @@ from prime_core.errors import (
 )
 from prime_core.messages import PolicyList
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.store import lock, policies
+from prime_orchestrator.store.intents import queue_intent
 
 LISTED = 16
 
@@ -53,7 +53,6 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
         policies.add(connection, signed, now=now)
         queue_intent(
             connection,
-            lane=backend.manager.address,
             kind="policy",
             key=str(manifest.version),
             payload={

@@ -29,7 +29,7 @@ NO_LEAVE = (
 
 
 def announce(backend: Backend, account: Address, relay: RelayAnnouncement) -> None:
-    """Records a relay, which must announce itself again within `presence.RELAY_SECONDS`.
+    """Records a relay, which must announce itself again within `liveness.RELAY_SECONDS`.
 
     Raises MalformedError if the URL is not plain http(s) or lists too many versions; PolicyError if
     the account may not announce, the address is private, the URL belongs to another account, or the

@@ -8,20 +8,26 @@
 
 A shadow file costs validator time and storage, and anyone may ask, so the amount is limited here:
 few at once, few per hour relative to paid leases, and judged only when nothing else waits. Shadow
-leases do not count as supply, so they hold back no paid lease.
+leases do not count as supply, so they hold back no paid lease. Once a node is silent, all that it
+left is deleted.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 
 from sqlalchemy import Connection
 
-from prime_core.errors import PolicyError
+from prime_core.errors import MalformedError, NotFoundError, PolicyError, UnavailableError
 from prime_core.ids import Address
+from prime_core.storage.base import ObjectStore, digest_key
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
-from prime_orchestrator.store import leases, policies
+from prime_orchestrator.context import MAX_OBJECT_BYTES
+from prime_orchestrator.store import Store, leases, policies, shadows
+
+log = logging.getLogger(__name__)
 
 UNDER_WAY = 2
 """Open shadow leases plus shadow files waiting for a verdict, in the whole pool."""
@@ -66,28 +72,6 @@ class Newcomers:
             known[account] = now
 
 
-@dataclass
-class Given:
-    """Tracks, in memory, when each address was given shadow leases in the last hour."""
-
-    _at: dict[str, list[float]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def take(self, address: str, now: float) -> bool:
-        """Records one lease for `address` (empty: not limited). Returns False, and records nothing,
-        if it was given AN_HOUR_EACH within the hour."""
-        if not address:
-            return True
-        with self._lock:
-            for place in [p for p, times in self._at.items() if times[-1] < now - HOUR]:
-                del self._at[place]
-            times = [at for at in self._at.get(address, ()) if at >= now - HOUR]
-            if len(times) >= AN_HOUR_EACH:
-                return False
-            self._at[address] = [*times, now]
-            return True
-
-
 @dataclass(frozen=True)
 class Load:
     """Current shadow work. `given`: leases of the last hour, shadow ones and others."""
@@ -125,3 +109,37 @@ def decide(policy_version: int, load: Load, rules: Rules) -> Grant | Wait:
         return Wait("shadow work has had its share of this hour")
     version = min(policy_version, load.latest_version)
     return Grant(step=version, policy_version=version)
+
+
+def forget(store: Store, objects: ObjectStore, now: float) -> None:
+    """Deletes silent shadow nodes, and the leases, files and verdicts of those that are gone."""
+    with store.begin() as connection:
+        shadows.forget_nodes(connection, silent_since=now - FORGOTTEN_AFTER)
+        # The hourly budget counts younger leases.
+        found = shadows.find(connection, given_before=now - 2 * HOUR)
+    try:
+        for one in found:
+            _delete_objects(objects, one)
+    except UnavailableError as error:
+        log.warning("what silent shadow nodes left is deleted later: %s", error)
+        return
+    if found:
+        with store.begin() as connection:
+            shadows.forget(connection, found)
+
+
+def _delete_objects(objects: ObjectStore, remains: shadows.Remains) -> None:
+    """Deletes the objects about a file. The file itself lies among the uploads and goes after its
+    rows (manager.uploads).
+
+    A verdict and its tables contain the submission's digest, and evidence the lease's. An object
+    with neither stays: a validator may have named an object of ours instead.
+    """
+    marks = [name.encode() for name in (remains.lease, remains.submission) if name]
+    for name in remains.objects:
+        try:
+            data = objects.get(digest_key(name), MAX_OBJECT_BYTES)
+        except (NotFoundError, MalformedError):  # deleted before, or too large to be one of these
+            continue
+        if any(mark in data for mark in marks):
+            objects.delete(digest_key(name))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from prime_chain.networks import NETWORKS
 from prime_core.errors import NotFoundError
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
     NODES_PAGE,
     SUBMISSIONS_PAGE,
+    ChainEvent,
     ContractAddresses,
     LeaseInfo,
     NodeInfo,
@@ -19,8 +23,10 @@ from prime_core.messages import (
     RewardInfo,
     Status,
     SubmissionInfo,
+    TransactionInfo,
     ValidatorInfo,
 )
+from prime_core.run import RunDefinition
 from prime_core.verdict import Reason
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
@@ -28,6 +34,7 @@ from prime_orchestrator.manager import revisions, targets
 from prime_orchestrator.manager.settlement import newest_settlement, pending_units
 from prime_orchestrator.store import (
     batches,
+    chain,
     intents,
     leases,
     meta,
@@ -37,10 +44,16 @@ from prime_orchestrator.store import (
     schema,
     submissions,
 )
+from prime_orchestrator.store.batches import BatchRow
 from prime_orchestrator.store.nodes import NodeRow
+from prime_orchestrator.store.policies import PolicyRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
 CHAIN_SILENT_SECONDS = 30
+PAUSES_SEEN, STALLED_PAUSES = 10, 3
+"""A pool is stalled after STALLED_PAUSES times the longest of the last PAUSES_SEEN pauses between
+batches, and at the earliest after a lease's duration."""
+_EXPLORERS = {network.chain_id: network.explorer for network in NETWORKS}
 LEASES_SHOWN = 1000
 MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS, MAX_NODES = 200, 20, 50, 200, 500
 
@@ -70,7 +83,13 @@ def status(backend: Backend) -> Status:
     context, now = backend.context, backend.now()
     with backend.store.read() as connection:
         seen = meta.get(connection, meta.CHAIN_SEEN_AT)
-        versions = sorted(row.version for row in policies.newest(connection, MAX_VERSIONS))
+        published = policies.newest(connection, 1)
+        versions = sorted(policies.newest_versions(connection, MAX_VERSIONS))
+        sealed = batches.latest(connection, MAX_BATCHES)
+        run = revisions.current(connection, context)
+        activity, since = _activity(
+            chain.pool_ended(connection, context.pool), sealed, published, run, now
+        )
         return Status(
             pool=context.pool,
             name=context.run.name,
@@ -80,8 +99,9 @@ def status(backend: Backend) -> Status:
             published=tuple(versions),
             nodes=tuple(_infos(connection, nodes.latest(connection, MAX_NODES))),
             files=submissions.counts(connection),
+            expired_unjudged=submissions.expired_unjudged(connection),
             shadow_files=submissions.counts(connection, shadow=True),
-            batches=tuple(_batches(connection)),
+            batches=tuple(map(_batch, sealed)),
             transactions=tuple(_transactions(connection)),
             slashes=tuple(_slashes(connection)),
             reach=tuple(reach.picture(connection)),
@@ -89,9 +109,61 @@ def status(backend: Backend) -> Status:
                 ValidatorInfo(**vars(record)) for record in opinions.track_records(connection)
             ),
             compute_share=submissions.mean_compute_share(connection),
-            targets=targets.shares_of(connection, revisions.current(connection, context), now),
+            targets=targets.shares_of(connection, run, now),
+            activity=activity,
+            activity_since=since,
+            explorer=_EXPLORERS.get(context.deployment.chain_id, ""),
             chain_reachable=seen is not None and now - float(seen) < CHAIN_SILENT_SECONDS,
         )
+
+
+def _activity(
+    ended_at: int | None,
+    sealed: Sequence[BatchRow],
+    newest: Sequence[PolicyRow],
+    run: RunDefinition,
+    now: float,
+) -> tuple[Literal["running", "stalled", "ended"], int | None]:
+    """Returns what Status.activity and activity_since say. `sealed` are batches, oldest first,
+    `newest` is the newest policy if there is one; times in Unix seconds."""
+    if ended_at is not None:
+        return "ended", ended_at
+    if not newest:
+        return "running", None
+    times = [row.sealed_at for row in sealed[-PAUSES_SEEN - 1 :]]
+    last = max([newest[0].published_at, *times[-1:]])
+    longest = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+    stalled = now - last > max(run.lease_seconds, STALLED_PAUSES * longest)
+    return "stalled" if stalled else "running", int(last)
+
+
+def transaction_info(backend: Backend, tx_hash: Digest, latest: Status) -> TransactionInfo:
+    """Returns what is known of a transaction; `latest` lists those sent last. Raises NotFoundError
+    if it is none of these and caused no event of the pool."""
+    with backend.store.read() as connection:
+        found = chain.events_of(connection, tx_hash)
+    sent: dict[str, str | int] = next(
+        (one for one in latest.transactions if one["hash"] == tx_hash), {}
+    )
+    if not found and not sent:
+        raise NotFoundError("the pool knows no transaction of that hash")
+    return TransactionInfo(
+        hash=tx_hash,
+        kind=str(sent["kind"]) if sent else None,
+        status=str(sent["status"]) if sent else None,
+        events=tuple(
+            ChainEvent(name=row.name, block=row.block, at=row.block_time, args=row.arguments())
+            for row in found
+        ),
+    )
+
+
+def validator_info(validator: Address, latest: Status) -> ValidatorInfo:
+    """Returns a validator's record out of `latest`. Raises NotFoundError if it has none."""
+    found = next((one for one in latest.validators if one.validator == validator), None)
+    if found is None:
+        raise NotFoundError(f"{validator} gave no opinion in this pool")
+    return found
 
 
 def node_list(backend: Backend, after: str, provider: Address | None) -> list[NodeInfo]:
@@ -146,23 +218,21 @@ def _infos(connection: Connection, rows: Sequence[NodeRow]) -> list[NodeInfo]:
                 accepted=count.get("accepted", 0),
                 rejected=count.get("rejected", 0),
                 void=count.get("void", 0),
+                expired_unjudged=count.get("expired_unjudged", 0),
                 units=0 if node.status == "shadow" else count.get("units", 0),
             )
         )
     return found
 
 
-def _batches(connection: Connection) -> list[dict[str, int | str]]:
-    return [
-        {
-            "step": row.step,
-            "rows": row.rows,
-            "mean_reward_micro": row.mean_reward_micro,
-            "staleness_max": row.staleness_max,
-            "sealed_at": int(row.sealed_at),
-        }
-        for row in batches.latest(connection, MAX_BATCHES)
-    ]
+def _batch(row: BatchRow) -> dict[str, int | str]:
+    return {
+        "step": row.step,
+        "rows": row.rows,
+        "mean_reward_micro": row.mean_reward_micro,
+        "staleness_max": row.staleness_max,
+        "sealed_at": int(row.sealed_at),
+    }
 
 
 def _transactions(connection: Connection) -> list[dict[str, int | str]]:
@@ -248,6 +318,7 @@ def _submission_info(row: SubmissionRow, root: Digest | None) -> SubmissionInfo:
         verdict=row.verdict,
         evidence=row.evidence,
         compute_share=row.compute_share,
+        receipt=row.receipt_answer(),
         detail="" if row.status in ("open", "submitted") else Reason(row.reason).sentence,
     )
 

@@ -92,7 +92,7 @@ def calibrate(
             "a signature needs both a keystore and a network", hint="give --wallet and --deployment"
         )
     if sign is not None and wallet is None:
-        raise UserError("nobody is there to sign it", hint="give --wallet and --deployment")
+        raise UserError("no key is given to sign it", hint="give --wallet and --deployment")
     domain = Deployment.load(deployment).domain_of(CalibrationStatement) if deployment else None
     signer = None
     if wallet is not None:

@@ -13,9 +13,9 @@ import typer
 
 from prime_chain import deployer, networks
 from prime_chain.amounts import ETHER, ether, parse_amount
+from prime_chain.chain_session import Json, Rpc
 from prime_chain.client import ChainClient
 from prime_chain.deployment_check import check_deployment
-from prime_chain.desk import Json, Rpc
 from prime_chain.keystore import keystore_address, load_keystore, read_password
 from prime_chain.networks import Network
 from prime_chain.sources import standard_input
@@ -62,7 +62,10 @@ def deploy(
         str, typer.Option(help="Chainlink's sequencer uptime feed (default: the network's).")
     ] = "",
     governor: Annotated[
-        str, typer.Option(help="May move deposit and bond after a delay; none: nobody ever.")
+        str,
+        typer.Option(
+            help="May change deposit and bond after a delay; without it they never change."
+        ),
     ] = "",
     holder: Annotated[str, typer.Option(help="Receives the initial supply.")] = "",
     supply: Annotated[int, typer.Option(help="Initial supply, in whole tokens.")] = 1_000_000_000,
@@ -70,6 +73,9 @@ def deploy(
     validator_bond: Annotated[
         str, typer.Option(help="In whole tokens, or 0 (default: 1000; 0 on local).")
     ] = "",
+    juror_bond: Annotated[
+        str, typer.Option(help="A juror's, for each verification class, in whole tokens.")
+    ] = "1000",
     epoch: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.epoch_length,
     validity: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.validity,
     slash_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.slash_window,
@@ -115,6 +121,7 @@ def deploy(
         governor=_governor(governor, given or sender),
         dispute_deposit=_tokens(dispute_deposit),
         validator_bond=_bond(validator_bond, chain),
+        juror_bond=parse_amount(juror_bond),
     )
     client = ChainClient(rpc, chain.chain_id, quorum=rpc_quorum)
     try:

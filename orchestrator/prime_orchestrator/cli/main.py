@@ -6,8 +6,10 @@ are one sentence and an exit code.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -27,11 +29,19 @@ from prime_orchestrator.cli.storage import (
 )
 
 _ELSEWHERE = {
+    "quickstart": (
+        "prime_orchestrator.cli.quickstart",
+        "From nothing to a running pool, step by step; or check what is there.",
+    ),
     "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
     "calibrate": ("prime_orchestrator.cli.calibrate", "Measure honest drift; write the limits."),
     "relay": (
         "prime_orchestrator.relay",
         "Serve policies to nodes, from an origin or another relay.",
+    ),
+    "gateway": (
+        "prime_orchestrator.cli.gateway",
+        "Answer tool calls that need a network; export them as a cassette.",
     ),
     "wallet": ("prime_chain.wallet_cli", "Make and name the keys that sign."),
     "run": ("prime_orchestrator.cli.run", "Make and read run definitions."),
@@ -59,6 +69,7 @@ app = program(
     "Runs a pool: leases, intake, validation, batches, policies, settlement.",
     _ELSEWHERE,
 )
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 store_app = group("The store behind the API.")
 app.add_typer(store_app, name="store")
 
@@ -96,6 +107,10 @@ def serve(
     s3_region: Region = None,
     deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
     rpc: Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")] = None,
+    rpc_ws: Annotated[
+        list[str] | None,
+        typer.Option(help="WebSocket endpoint that announces new blocks; repeat for more."),
+    ] = None,
     rpc_quorum: Quorum = None,
     chain_poll_seconds: PollSeconds = None,
     pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,
@@ -122,7 +137,7 @@ def serve(
         typer.Option(
             "--trusted-proxy",
             help="Address or network of a reverse proxy whose X-Forwarded-For says who asks; "
-            "repeat for more. By default nobody's is believed.",
+            "repeat for more. By default none is trusted.",
         ),
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -135,6 +150,7 @@ def serve(
     del flags["config"]
     lists = {
         "rpc": tuple(rpc or ()),
+        "rpc_ws": tuple(rpc_ws or ()),
         "also_known_as": tuple(also_known_as or ()),
         "allow_relay": tuple(allow_relay or ()),
         "planted": tuple(planted or ()),
@@ -230,6 +246,56 @@ def restore(
     with opened(flags, config) as (settings, store):
         made = backup.restore(folder.absolute(), store, settings.open_objects("", place))
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} objects restored")
+
+
+@store_app.command()
+def prune(
+    days: Annotated[int, typer.Option(help="Rows younger than this stay.", min=7)] = 30,
+    archive: Annotated[
+        Path | None, typer.Option(help="New folder that receives the rows as Parquet files.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count the rows; delete nothing.")
+    ] = False,
+    config: Config = None,
+    data: Data = None,
+    database: Database = None,
+    json_output: Json = False,
+) -> None:
+    """Delete old rows that nothing depends on (docs/retention.md), while `serve` goes on."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.store import backup, retention
+
+    with opened(flags, config) as (_, store):
+        backup.place(store)
+        found = retention.prune(store, time.time() - days * 86_400, archive, dry_run=dry_run)
+    _echo_rows(found, "would go" if dry_run else "deleted", json_output)
+
+
+@store_app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="New folder.")],
+    config: Config = None,
+    data: Data = None,
+    database: Database = None,
+    json_output: Json = False,
+) -> None:
+    """Write the tables, but for secrets, as Parquet files for analysis."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.store import backup, retention
+
+    with opened(flags, config) as (_, store):
+        backup.place(store)
+        found = retention.export(store, folder)
+    _echo_rows(found, f"in {folder}", json_output)
+
+
+def _echo_rows(found: dict[str, int], what: str, json_output: bool) -> None:
+    if json_output:
+        typer.echo(json.dumps(found))
+        return
+    for name, count in found.items():
+        typer.echo(f"{name}: {count} rows {what}")
 
 
 def main() -> None:

@@ -16,11 +16,21 @@ import typer
 
 from prime_chain import flows, history
 from prime_chain.amounts import parse_amount, prime
+from prime_chain.chain_session import (
+    Amount,
+    ChainSession,
+    Done,
+    File,
+    Json,
+    PoolNumber,
+    Rpc,
+    pool_of,
+    sends_transactions,
+)
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts, PoolConfig
-from prime_chain.desk import Amount, Desk, Done, File, Json, PoolNumber, Rpc, at_desk, pool_of
 from prime_chain.events import PoolCreated
-from prime_chain.journal import Intent
+from prime_chain.transaction_queue import Intent
 from prime_core import ids
 from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
@@ -29,6 +39,7 @@ from prime_core.ids import Address
 from prime_core.run_file import read_run
 from prime_core.times import utc
 from prime_orchestrator.cli import pool_members as pool_members_cli
+from prime_orchestrator.economics import warnings
 
 LOCAL_CHAIN = 31337
 """On this chain one validator may be enough (Pools.LOCAL_CHAIN)."""
@@ -37,9 +48,9 @@ app = group("Create, fund, show and end a pool; say who sits in it and who judge
 
 
 @app.command()
-@at_desk
+@sends_transactions
 def create(
-    desk: Desk,
+    session: ChainSession,
     run: Annotated[Path, typer.Option(help="Run definition (canonical JSON).")],
     trainer: Annotated[str, typer.Option(help="Account that signs policies.")],
     validator: Annotated[
@@ -61,15 +72,16 @@ def create(
     """Create a pool for a run definition and appoint its validators; prints its number.
 
     Typed again with the same arguments it finishes or repeats its answer; for a second pool of the
-    same run, name another --journal.
+    same run, name another --journal. Warns of each cheat that the run's prices, stake and sampling
+    make pay, and says what to change.
     """
     definition = read_run(run, exact=True)
-    desk.deployment.check_run(definition)
+    session.deployment.check_run(definition)
     signs, judges = ids.address(trainer), [ids.address(v) for v in validator or ()]
-    lone = len(set(judges)) == 1 and desk.deployment.chain_id == LOCAL_CHAIN
+    lone = len(set(judges)) == 1 and session.deployment.chain_id == LOCAL_CHAIN
     agree = quorum or (1 if lone else 2)
     if faucet:
-        desk.send(f"faucet/{definition.digest()}", desk.contracts.token.faucet())
+        session.send(f"faucet/{definition.digest()}", session.contracts.token.faucet())
     config = PoolConfig(
         trainer=signs,
         run_digest=definition.digest(),
@@ -79,21 +91,24 @@ def create(
         quorum=agree,
         lease_seconds=definition.lease_seconds,
     )
-    call = desk.contracts.pools.create(config)
-    done = desk.send(f"create/{definition.digest()}/{signs}/{capacity}/{agree}", call)
+    call = session.contracts.pools.create(config)
+    done = session.send(f"create/{definition.digest()}/{signs}/{capacity}/{agree}", call)
     if done is None:  # the validators are appointed once the number is known
-        if desk.mode == "dry-run":
-            number = desk.contracts.pools.count() + 1  # unless another pool is made before
-            desk.perform([desk.contracts.pools.set_validator(number, one, True) for one in judges])
+        if session.mode == "dry-run":
+            number = session.contracts.pools.count() + 1  # unless another pool is made before
+            session.perform(
+                [session.contracts.pools.set_validator(number, one, True) for one in judges]
+            )
         return Done({}, "")
-    pool = _created(desk, done)
+    pool = _created(session, done)
     for account in judges:
-        desk.send(
-            f"validator/{pool}/{account}", desk.contracts.pools.set_validator(pool, account, True)
+        session.send(
+            f"validator/{pool}/{account}",
+            session.contracts.pools.set_validator(pool, account, True),
         )
     facts = {
         "pool": pool,
-        "manager": desk.account,
+        "manager": session.account,
         "trainer": signs,
         "validators": judges,
         "run_digest": definition.digest(),
@@ -103,7 +118,9 @@ def create(
     if doubt := too_few(judges, agree):
         facts["warning"] = doubt
         said += f"\nwarning: {doubt}"
-    return Done(facts, said)
+    doubts = warnings(definition)
+    said += "".join(f"\nwarning: {one['text']}" for one in doubts)
+    return Done(facts | {"warnings": doubts}, said)
 
 
 def too_few(validators: Sequence[Address], quorum: int) -> str:
@@ -119,30 +136,30 @@ def too_few(validators: Sequence[Address], quorum: int) -> str:
 
 
 @app.command()
-@at_desk
-def fund(desk: Desk, pool: PoolNumber, amount: Amount) -> Done:
+@sends_transactions
+def fund(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
     """Add to what the pool can pay out as rewards. Anyone may."""
     wei = parse_amount(amount)
-    desk.require_tokens(wei)
-    desk.pool(pool)
-    desk.perform(flows.fund_pool(desk.contracts, desk.account, pool, wei))
-    free = desk.contracts.rewards.funds(pool).free
+    session.require_tokens(wei)
+    session.pool(pool)
+    session.perform(flows.fund_pool(session.contracts, session.account, pool, wei))
+    free = session.contracts.rewards.funds(pool).free
     facts = {"pool": pool, "added": str(wei), "free": str(free)}
     return Done(facts, f"pool {pool} has {prime(free)} free for rewards")
 
 
 @app.command()
-@at_desk
-def bond(desk: Desk, pool: PoolNumber, amount: Amount) -> Done:
+@sends_transactions
+def bond(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
     """Add to the bond that pays the pool's work if its manager does not. Anyone may.
 
     It comes back by `refund` alone, when the pool has ended and its last work is paid.
     """
     wei = parse_amount(amount)
-    desk.require_tokens(wei)
-    desk.pool(pool)
-    desk.perform(flows.bond_pool(desk.contracts, desk.account, pool, wei))
-    bonded = desk.contracts.rewards.bond_of(pool)
+    session.require_tokens(wei)
+    session.pool(pool)
+    session.perform(flows.bond_pool(session.contracts, session.account, pool, wei))
+    bonded = session.contracts.rewards.bond_of(pool)
     facts = {"pool": pool, "added": str(wei), "bond": str(bonded)}
     return Done(facts, f"pool {pool} has a bond of {prime(bonded)}")
 
@@ -184,11 +201,11 @@ def show(
     if json_output:
         typer.echo(json.dumps(facts))
         return
-    state = " (ended)" if found.ended else " (paused: nobody joins)" if rules.paused else ""
+    state = " (ended)" if found.ended else " (paused: no node can join)" if rules.paused else ""
     typer.echo(f"pool {pool}{state}{', listed providers only' if rules.list_only else ''}")
     typer.echo(f"  manager   {found.manager}")
     typer.echo(f"  trainer   {found.trainer}")
-    typer.echo(f"  judged by {', '.join(validators) or 'nobody: appoint one by set-validator'}")
+    typer.echo(f"  judged by {', '.join(validators) or 'none: appoint one with set-validator'}")
     if doubt:
         typer.echo(f"            {doubt}")
     typer.echo(f"  quorum    {judgement.quorum}; a slash takes {prime(judgement.slash_amount)}")
@@ -204,31 +221,31 @@ def show(
 
 
 @app.command()
-@at_desk
-def end(desk: Desk, pool: PoolNumber) -> Done:
+@sends_transactions
+def end(session: ChainSession, pool: PoolNumber) -> Done:
     """End a pool for good: no new members, policies or work.
 
     Reward roots for its last work are posted as before; `refund` waits for them.
     """
-    if not desk.sends or not desk.pool(pool).ended:
-        desk.send(f"end/{pool}", desk.contracts.pools.end(pool))
-    when = desk.contracts.rewards.refundable_at(pool) if desk.sends else None
+    if not session.sends or not session.pool(pool).ended:
+        session.send(f"end/{pool}", session.contracts.pools.end(pool))
+    when = session.contracts.rewards.refundable_at(pool) if session.sends else None
     facts = {"pool": pool, "ended": True, "refundable_at": when}
     later = "" if when is None else f"; what is free can be refunded from {utc(when)} on"
     return Done(facts, f"pool {pool} is ended{later}")
 
 
 @app.command()
-@at_desk
-def refund(desk: Desk, pool: PoolNumber) -> Done:
+@sends_transactions
+def refund(session: ChainSession, pool: PoolNumber) -> Done:
     """Take back the bond of an ended pool and what it promised to nobody; a year later also what
     nobody claimed.
 
     Not before its last work can have been rooted, judged and promised its pay: `show` says when.
     """
-    before = _money(desk.contracts, pool)
-    desk.perform([desk.contracts.rewards.refund(pool)])
-    back = before - _money(desk.contracts, pool)
+    before = _money(session.contracts, pool)
+    session.perform([session.contracts.rewards.refund(pool)])
+    back = before - _money(session.contracts, pool)
     facts = {"pool": pool, "refunded": str(back)}
     return Done(facts, f"{prime(back)} of pool {pool} went back to its manager")
 
@@ -241,9 +258,9 @@ def _money(contracts: Contracts, pool: int) -> int:
 pool_members_cli.add_to(app)
 
 
-def _created(desk: Desk, done: Intent) -> int:
+def _created(session: ChainSession, done: Intent) -> int:
     assert done.tx_hash is not None
-    for event in history.transaction_events(desk.client, desk.deployment, done.tx_hash):
+    for event in history.transaction_events(session.client, session.deployment, done.tx_hash):
         if isinstance(event, PoolCreated):
             return event.pool
     raise FatalError(f"transaction {done.tx_hash} created no pool")

@@ -11,7 +11,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from prime_chain import flows, history
-from prime_chain.desk import Desk, Done, PoolNumber, at_desk
+from prime_chain.chain_session import ChainSession, Done, PoolNumber, sends_transactions
 from prime_chain.leaves import find_leaf
 from prime_core import ids
 from prime_core.errors import UserError
@@ -39,9 +39,9 @@ def add_to(app: typer.Typer) -> None:
         app.command(function.__name__.replace("_", "-"))(function)
 
 
-@at_desk
+@sends_transactions
 def invite(
-    desk: Desk,
+    session: ChainSession,
     node: NodeAddress,
     pool: PoolNumber,
     speed_class: Annotated[
@@ -54,8 +54,8 @@ def invite(
 
     `orchestrator serve` does this by itself for every machine that solves its challenge.
     """
-    signer = desk.require_signer()
-    if (manager := desk.pool(pool).manager) != signer.address:
+    signer = session.require_signer()
+    if (manager := session.pool(pool).manager) != signer.address:
         raise UserError(
             f"pool {pool} is managed by {manager}, not by {signer.address}",
             hint="give that account's keystore by --wallet",
@@ -66,7 +66,7 @@ def invite(
         speed_class=speed_class,
         deadline=int(time.time()) + seconds,
     )
-    signature = signer.sign(statement, desk.deployment.domain_of(statement))
+    signature = signer.sign(statement, session.deployment.domain_of(statement))
     signed = SignedInvite(invite=statement, signature=signature)
     if out is not None:
         out.write_text(signed.model_dump_json(indent=2) + "\n")
@@ -74,104 +74,104 @@ def invite(
     return Done(signed.model_dump(mode="json"), said)
 
 
-@at_desk
+@sends_transactions
 def join(
-    desk: Desk,
+    session: ChainSession,
     file: Annotated[Path, typer.Argument(help="Invite as `pool invite --out` wrote it.")],
 ) -> Done:
     """Carry a signed invite to the chain: the node takes its seat. Anyone may."""
     signed = read_invite(file)
-    calls = flows.join(desk.contracts, signed.invite, signed.signature)
-    desk.perform(calls)
+    calls = flows.join(session.contracts, signed.invite, signed.signature)
+    session.perform(calls)
     where = f"pool {signed.invite.pool}"
     said = f"node {signed.invite.node} sits in {where}"
     return Done({"pool": signed.invite.pool, "node": signed.invite.node}, said)
 
 
-@at_desk
-def eject(desk: Desk, node: NodeAddress, pool: PoolNumber) -> Done:
+@sends_transactions
+def eject(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
     """Take a node's seat away. It may come back with a later invite, unless it is banned."""
-    meant = ids.address(node)
-    desk.perform([desk.contracts.pools.eject(pool, meant)])
-    return Done({"pool": pool, "node": meant}, f"node {meant} is out of pool {pool}")
+    target = ids.address(node)
+    session.perform([session.contracts.pools.eject(pool, target)])
+    return Done({"pool": pool, "node": target}, f"node {target} is out of pool {pool}")
 
 
-@at_desk
-def ban(desk: Desk, node: NodeAddress, pool: PoolNumber) -> Done:
+@sends_transactions
+def ban(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
     """Bar a node from coming back; one that sits in the pool is ejected first."""
-    meant = ids.address(node)
-    pools = desk.contracts.pools
-    if pools.class_of(pool, meant):
-        desk.perform([pools.eject(pool, meant)])
-    desk.perform([pools.set_ban(pool, meant, True)])
-    return Done({"pool": pool, "node": meant, "banned": True}, f"node {meant} is barred")
+    target = ids.address(node)
+    pools = session.contracts.pools
+    if pools.class_of(pool, target):
+        session.perform([pools.eject(pool, target)])
+    session.perform([pools.set_ban(pool, target, True)])
+    return Done({"pool": pool, "node": target, "banned": True}, f"node {target} is barred")
 
 
-@at_desk
-def unban(desk: Desk, node: NodeAddress, pool: PoolNumber) -> Done:
+@sends_transactions
+def unban(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
     """Let a barred node be invited again."""
-    meant = ids.address(node)
-    desk.perform([desk.contracts.pools.set_ban(pool, meant, False)])
-    return Done({"pool": pool, "node": meant, "banned": False}, f"node {meant} may come back")
+    target = ids.address(node)
+    session.perform([session.contracts.pools.set_ban(pool, target, False)])
+    return Done({"pool": pool, "node": target, "banned": False}, f"node {target} may come back")
 
 
-@at_desk
-def pause(desk: Desk, pool: PoolNumber) -> Done:
+@sends_transactions
+def pause(session: ChainSession, pool: PoolNumber) -> Done:
     """Let nobody in for now; who sits in the pool goes on working."""
-    desk.perform([desk.contracts.pools.pause(pool)])
-    return Done({"pool": pool, "paused": True}, f"nobody joins pool {pool} until it is started")
+    session.perform([session.contracts.pools.pause(pool)])
+    return Done({"pool": pool, "paused": True}, f"no node can join pool {pool} until it is started")
 
 
-@at_desk
-def start(desk: Desk, pool: PoolNumber) -> Done:
+@sends_transactions
+def start(session: ChainSession, pool: PoolNumber) -> Done:
     """Let nodes into a paused pool again."""
-    desk.perform([desk.contracts.pools.start(pool)])
+    session.perform([session.contracts.pools.start(pool)])
     return Done({"pool": pool, "paused": False}, f"nodes may join pool {pool}")
 
 
-@at_desk
+@sends_transactions
 def list_only(
-    desk: Desk,
+    session: ChainSession,
     pool: PoolNumber,
     off: Annotated[bool, typer.Option("--off", help="Let any provider in again.")] = False,
 ) -> Done:
     """Let only listed providers in (the pool's own choice: the network asks for stake alone)."""
-    desk.perform([desk.contracts.pools.set_allow_list(pool, not off)])
+    session.perform([session.contracts.pools.set_allow_list(pool, not off)])
     whom = "any provider" if off else "listed providers only"
     return Done({"pool": pool, "list_only": not off}, f"pool {pool} lets in {whom}")
 
 
-@at_desk
+@sends_transactions
 def allow(
-    desk: Desk,
+    session: ChainSession,
     provider: Annotated[list[str], typer.Argument(help="Address of a provider; several may be.")],
     pool: PoolNumber,
     off: Annotated[bool, typer.Option("--off", help="Take it off the list.")] = False,
 ) -> Done:
     """Put providers on the pool's list, or take them off it by --off."""
-    meant = [ids.address(one) for one in provider]
-    desk.perform([desk.contracts.pools.set_listed(pool, one, not off) for one in meant])
-    said = f"{len(meant)} provider(s) {'off' if off else 'on'} the list of pool {pool}"
-    return Done({"pool": pool, "providers": meant, "listed": not off}, said)
+    providers = [ids.address(one) for one in provider]
+    session.perform([session.contracts.pools.set_listed(pool, one, not off) for one in providers])
+    said = f"{len(providers)} provider(s) {'off' if off else 'on'} the list of pool {pool}"
+    return Done({"pool": pool, "providers": providers, "listed": not off}, said)
 
 
-@at_desk
+@sends_transactions
 def set_validator(
-    desk: Desk,
+    session: ChainSession,
     account: Annotated[str, typer.Argument(help="Address of the validator.")],
     pool: PoolNumber,
     off: Annotated[bool, typer.Option("--off", help="Dismiss it.")] = False,
 ) -> Done:
     """Appoint a validator, or dismiss it by --off."""
-    meant = ids.address(account)
-    desk.perform([desk.contracts.pools.set_validator(pool, meant, not off)])
-    said = f"{meant} {'judges no longer' if off else 'judges'} in pool {pool}"
-    return Done({"pool": pool, "validator": meant, "on": not off}, said)
+    target = ids.address(account)
+    session.perform([session.contracts.pools.set_validator(pool, target, not off)])
+    said = f"{target} {'judges no longer' if off else 'judges'} in pool {pool}"
+    return Done({"pool": pool, "validator": target, "on": not off}, said)
 
 
-@at_desk
+@sends_transactions
 def reject(
-    desk: Desk,
+    session: ChainSession,
     submission: Annotated[str, typer.Argument(help="Digest of the submission.")],
     pool: PoolNumber,
     opinions: Annotated[Path, typer.Argument(help="File with the opinions (JSON list).")],
@@ -184,14 +184,16 @@ def reject(
     number = {
         one.validator: role.number
         for one in said
-        if (role := desk.contracts.pools.validator_of(pool, one.validator)) is not None
+        if (role := session.contracts.pools.validator_of(pool, one.validator)) is not None
     }
     said.sort(key=lambda one: number.get(one.validator, 0))
-    events = history.read_events(desk.client, desk.deployment, contracts=("work",))
+    events = history.read_events(session.client, session.deployment, contracts=("work",))
     with OrchestratorClient(orchestrator) as server:
-        found = find_leaf(desk.client, desk.deployment, events, pool, leaf, None, server.get_object)
-    work = desk.contracts.work
-    desk.perform([work.reject(found.signed.submission, found.root.seq, found.proof, said)])
+        found = find_leaf(
+            session.client, session.deployment, events, pool, leaf, None, server.get_object
+        )
+    work = session.contracts.work
+    session.perform([work.reject(found.signed.submission, found.root.seq, found.proof, said)])
     text = f"submission {leaf} of pool {pool} earns nothing"
     return Done({"pool": pool, "submission": leaf}, text)
 

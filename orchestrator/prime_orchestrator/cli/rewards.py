@@ -11,16 +11,18 @@ from typing import Annotated
 
 import typer
 
+from prime_chain.chain_session import ChainSession, Done, File, Json, Rpc, sends_transactions
 from prime_chain.claims import checked_claim
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Claim, prime
-from prime_chain.desk import Desk, Done, File, Json, Rpc, at_desk
 from prime_chain.explain import explain
 from prime_chain.history import read_events
+from prime_chain.mirror import HttpSource
 from prime_chain.rewards import Rebuilder, history_of
 from prime_core import ids
 from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
+from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, UserError
 from prime_core.ids import Signature
 from prime_core.settlement import read_settlement
@@ -121,18 +123,66 @@ def explain_node(
 
     Exits with 1 if the files do not add up to what the root gives.
     """
-    meant = ids.address(node)
+    target = ids.address(node)
     with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
-        found = explain(rebuilder, meant, epoch)
+        found = explain(rebuilder, target, epoch)
     typer.echo(json.dumps(found.as_json()) if json_output else "\n".join(found.lines()))
     if found.problems:
         raise typer.Exit(1)
 
 
+@app.command("settle")
+def settle_epoch(
+    rpc: Rpc,
+    deployment: File,
+    pool: Pool,
+    orchestrator: Server,
+    epoch: Annotated[int, typer.Option(help="The last epoch to settle.", min=0)],
+    out: Annotated[Path, typer.Option(help="File to write the settlement to.")],
+    as_of_block: Annotated[
+        int | None,
+        typer.Option(
+            help="Last block that counts (default: that of the pool's newest event).", min=0
+        ),
+    ] = None,
+    json_output: Json = False,
+    rpc_quorum: Quorum = None,
+) -> None:
+    """Compute the settlement that a silent manager did not publish, for `validator sign-table`.
+
+    --orchestrator may be a mirror (`prime-node audit mirror`). Every signer must get the same
+    digest, so use the same --epoch and --as-of-block. A settlement of more than 10,000 files is a
+    head in OUT and pages in OUT.DIGEST; signing and claiming need the head alone.
+    """
+    with (
+        _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder,
+        OrchestratorClient(orchestrator) as records,
+    ):
+        found = rebuilder.settle(epoch, HttpSource(records).submission, as_of_block)
+    head, pages = found.published()
+    out.write_bytes(head)
+    for page in pages:
+        out.with_name(f"{out.name}.{sha256(page)}").write_bytes(page)
+    facts = {
+        "digest": found.digest(),
+        "epoch": found.epoch,
+        "as_of_block": found.as_of_block,
+        "cumulative_total": found.cumulative_total,
+        "files": len(found.files),
+    }
+    if json_output:
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo(
+        f"epoch {found.epoch} as of block {found.as_of_block}: {len(found.files)} files, "
+        f"{prime(int(found.cumulative_total))} in all, digest {found.digest()}, in {out}"
+    )
+
+
 @app.command("post-table")
-@at_desk
+@sends_transactions
 def post_table(
-    desk: Desk,
+    session: ChainSession,
     settlement: Annotated[Path, typer.Argument(help="File of the settlement.")],
     signature: Annotated[list[str], typer.Argument(help="As `validator sign-table` gives it.")],
 ) -> Done:
@@ -141,27 +191,27 @@ def post_table(
     Paid from the pool's free funds, then from the manager's bond.
     """
     table = read_settlement(settlement).table()
-    domain = desk.deployment.domain_of(table)
+    domain = session.deployment.domain_of(table)
     signed: dict[int, Signature] = {}
     for one in map(ids.signature, signature):
         author = table.recover(domain, one)
-        role = desk.contracts.pools.validator_of(table.pool, author)
+        role = session.contracts.pools.validator_of(table.pool, author)
         if role is None:
             raise UserError(
                 f"{author}, who signed, was never a validator of pool {table.pool}",
                 hint="a signature over another settlement recovers to another account",
             )
         signed[role.number] = one
-    post = desk.contracts.rewards.post_table(table, [signed[n] for n in sorted(signed)])
-    desk.perform([post])
+    post = session.contracts.rewards.post_table(table, [signed[n] for n in sorted(signed)])
+    session.perform([post])
     facts = {"pool": table.pool, "epoch": table.epoch, "root": table.root}
     return Done(facts, f"the table of epoch {table.epoch} of pool {table.pool} is posted")
 
 
 @app.command("claim")
-@at_desk
+@sends_transactions
 def claim(
-    desk: Desk,
+    session: ChainSession,
     settlement: Annotated[Path, typer.Argument(help="File of the settlement, from any source.")],
     account: Annotated[str, typer.Argument(help="Node or validator.")],
 ) -> Done:
@@ -169,11 +219,11 @@ def claim(
     found = read_settlement(settlement)
     payee = ids.address(account)
     cumulative, proof = found.proof(payee)
-    paid = desk.contracts.rewards.claimed(found.pool, payee)
+    paid = session.contracts.rewards.claimed(found.pool, payee)
     one = checked_claim(
-        desk.contracts, Claim(found.pool, found.epoch, payee, cumulative, tuple(proof))
+        session.contracts, Claim(found.pool, found.epoch, payee, cumulative, tuple(proof))
     )
-    desk.perform([desk.contracts.rewards.claim(one)])
+    session.perform([session.contracts.rewards.claim(one)])
     facts = {"pool": found.pool, "epoch": found.epoch, "paid": str(cumulative - paid)}
     return Done(facts, f"{prime(cumulative - paid)} paid for {payee}")
 

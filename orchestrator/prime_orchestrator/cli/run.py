@@ -24,6 +24,7 @@ from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_core.transport.client import OrchestratorClient
 from prime_envs.definition import read_toml, require_config, run_from
+from prime_orchestrator.economics import warnings
 
 app = group("Make and read run definitions.")
 
@@ -49,7 +50,7 @@ def show(
     file: Annotated[Path, typer.Argument(help="Run definition.")],
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """The digest of a run definition, and what it says."""
+    """The digest of a run definition, what it says, and which cheats would pay."""
     _show(read_run(file, exact=True), file, json_output)
 
 
@@ -105,8 +106,10 @@ def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
 
 
 def _show(run: RunDefinition, file: Path, json_output: bool) -> None:
+    doubts = warnings(run)
     if json_output:
-        typer.echo(json.dumps({"digest": run.digest(), "run": run.model_dump(mode="json")}))
+        facts = {"digest": run.digest(), "run": run.model_dump(mode="json"), "warnings": doubts}
+        typer.echo(json.dumps(facts))
         return
     typer.echo(f"run {run.name!r} in {file}: digest {run.digest()}")
     typer.echo(
@@ -114,3 +117,5 @@ def _show(run: RunDefinition, file: Path, json_output: bool) -> None:
         f"{run.groups_per_batch} groups of {run.samples_per_group} a batch · "
         f"at most {run.max_staleness} policies old"
     )
+    for doubt in doubts:
+        typer.echo(f"warning: {doubt['text']}")

@@ -13,9 +13,17 @@ import typer
 
 from prime_chain import history
 from prime_chain.amounts import prime
+from prime_chain.chain_session import (
+    ChainSession,
+    Done,
+    File,
+    Json,
+    PoolNumber,
+    Rpc,
+    sends_transactions,
+)
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
-from prime_chain.desk import Desk, Done, File, Json, PoolNumber, Rpc, at_desk
 from prime_core import ids
 from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
@@ -45,43 +53,43 @@ def list_slashes(
         return
     for one in found:
         typer.echo(f"{one.leaf}  {one.status}  {one.reason.name}  {prime(one.amount)}  {one.node}")
-        if one.note:
-            typer.echo(f"    {one.note}")
+        for line in filter(None, (one.note, one.court_line())):
+            typer.echo(f"    {line}")
     if not found:
         typer.echo("nothing was ever proposed")
 
 
 @app.command()
-@at_desk
-def execute(desk: Desk, proposal: Proposal) -> Done:
+@sends_transactions
+def execute(session: ChainSession, proposal: Proposal) -> Done:
     """Carry out an undisputed proposal whose window has closed. Anyone may."""
     leaf = ids.digest(proposal)
-    desk.perform([desk.contracts.slasher.execute(leaf)])
+    session.perform([session.contracts.slasher.execute(leaf)])
     return Done({"proposal": leaf, "state": "executed"}, f"the slash for {leaf} is executed")
 
 
 @app.command()
-@at_desk
-def lapse(desk: Desk, proposal: Proposal) -> Done:
+@sends_transactions
+def lapse(session: ChainSession, proposal: Proposal) -> Done:
     """End a dispute that was not judged in time: the deposit goes back. Anyone may."""
     leaf = ids.digest(proposal)
-    desk.perform([desk.contracts.slasher.lapse(leaf)])
+    session.perform([session.contracts.slasher.lapse(leaf)])
     return Done({"proposal": leaf, "state": "cancelled"}, f"the slash for {leaf} has lapsed")
 
 
 @app.command()
-@at_desk
-def cancel(desk: Desk, proposal: Proposal) -> Done:
+@sends_transactions
+def cancel(session: ChainSession, proposal: Proposal) -> Done:
     """Cancel a proposal before its execution. By the arbiter."""
     leaf = ids.digest(proposal)
-    desk.perform([desk.contracts.slasher.cancel(leaf)])
+    session.perform([session.contracts.slasher.cancel(leaf)])
     return Done({"proposal": leaf, "state": "cancelled"}, f"the slash for {leaf} is cancelled")
 
 
 @app.command()
-@at_desk
+@sends_transactions
 def disable(
-    desk: Desk,
+    session: ChainSession,
     pool: PoolNumber,
     epoch: Annotated[int, typer.Option(help="Epoch of the reward root.", min=0)],
 ) -> Done:
@@ -89,53 +97,54 @@ def disable(
 
     Check it first: orchestrator rewards rebuild --epoch N.
     """
-    desk.perform([desk.contracts.rewards.disable(pool, epoch)])
+    session.perform([session.contracts.rewards.disable(pool, epoch)])
     facts = {"pool": pool, "epoch": epoch, "disabled": True}
     return Done(facts, f"the reward root of epoch {epoch} in pool {pool} is void")
 
 
 @app.command()
-@at_desk
-def confirm(desk: Desk, proposal: Proposal) -> Done:
+@sends_transactions
+def confirm(session: ChainSession, proposal: Proposal) -> Done:
     """Find the same as the authors of a stopped slash: it is carried out, the deposit lost. By the
     arbiter.
 
     Judge first: prime-node audit replay TRANSACTION.
     """
     leaf = ids.digest(proposal)
-    desk.perform([desk.contracts.slasher.confirm(leaf)])
+    session.perform([session.contracts.slasher.confirm(leaf)])
     return Done({"proposal": leaf, "judged": "confirmed"}, f"the slash for {leaf} is confirmed")
 
 
 @app.command()
-@at_desk
-def overturn(desk: Desk, proposal: Proposal) -> Done:
+@sends_transactions
+def overturn(session: ChainSession, proposal: Proposal) -> Done:
     """Find otherwise: the deposit goes back, the authors pay from their bonds. By the arbiter.
 
     Judge first: prime-node audit replay TRANSACTION.
     """
     leaf = ids.digest(proposal)
-    desk.perform([desk.contracts.slasher.overturn(leaf)])
+    session.perform([session.contracts.slasher.overturn(leaf)])
     return Done({"proposal": leaf, "judged": "overturned"}, f"the slash for {leaf} is overturned")
 
 
 @app.command()
-@at_desk
+@sends_transactions
 def announce_arbiter(
-    desk: Desk, account: Annotated[str, typer.Argument(help="Address of the next arbiter.")]
+    session: ChainSession,
+    account: Annotated[str, typer.Argument(help="Address of the next arbiter.")],
 ) -> Done:
     """Announce another arbiter; `apply-arbiter` puts it in force one unbonding period later. By the
     arbiter or the governor."""
-    meant = ids.address(account)
-    desk.perform([desk.contracts.slasher.announce_arbiter(meant)])
-    return Done({"arbiter": meant, "announced": True}, f"{meant} is announced as arbiter")
+    target = ids.address(account)
+    session.perform([session.contracts.slasher.announce_arbiter(target)])
+    return Done({"arbiter": target, "announced": True}, f"{target} is announced as arbiter")
 
 
 @app.command()
-@at_desk
-def apply_arbiter(desk: Desk) -> Done:
+@sends_transactions
+def apply_arbiter(session: ChainSession) -> Done:
     """Put the announced arbiter in force. Anyone may, once its time has come."""
-    desk.perform([desk.contracts.slasher.apply_arbiter()])
+    session.perform([session.contracts.slasher.apply_arbiter()])
     return Done({"applied": True}, "the announced arbiter is in force")
 
 

@@ -9,6 +9,7 @@ import typer
 from prime_core.command_line import command
 from prime_core.messages import Status
 from prime_core.printing import printable
+from prime_core.times import utc
 from prime_core.transport.client import OrchestratorClient
 
 STEPS_SHOWN = 5
@@ -30,11 +31,17 @@ def status(
 def text(status: Status) -> str:
     """The picture as lines of text."""
     policy = "none" if status.latest_version is None else str(status.latest_version)
-    files = ", ".join(f"{count} {kind}" for kind, count in sorted(status.files.items())) or "none"
+    unjudged = f" ({status.expired_unjudged} expired unjudged: the pool's fault)"
+    files = [
+        f"{count} {kind}{unjudged if kind == 'void' and status.expired_unjudged else ''}"
+        for kind, count in sorted(status.files.items())
+    ]
+    since = "" if status.activity_since is None else f" since {utc(status.activity_since)}"
+    activity = "" if status.activity == "running" else f", {status.activity.upper()}{since}"
     lines = [
         f"pool {status.pool} ({status.name}), step {status.step}, policy {policy}, "
-        f"chain {'reachable' if status.chain_reachable else 'NOT REACHABLE'}",
-        f"files: {files}",
+        f"chain {'reachable' if status.chain_reachable else 'NOT REACHABLE'}{activity}",
+        f"files: {', '.join(files) or 'none'}",
         "",
         f"{'node':44}{'state':13}{'class':>5}{'policy':>8}{'accepted':>10}{'rejected':>10}",
     ]

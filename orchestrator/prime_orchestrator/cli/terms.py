@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from prime_chain.amounts import parse_amount, prime
+from prime_chain.chain_session import ChainSession, Done, File, Json, Rpc, sends_transactions
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
-from prime_chain.desk import Desk, Done, File, Json, Rpc, at_desk
 from prime_core import ids
 from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment
@@ -48,49 +48,50 @@ def show(rpc: Rpc, deployment: File, json_output: Json = False, rpc_quorum: Quor
 
 
 @app.command()
-@at_desk
+@sends_transactions
 def announce(
-    desk: Desk,
+    session: ChainSession,
     deposit: Annotated[str, typer.Option(help="Dispute deposit in whole tokens, or 0.")],
     bond: Annotated[str, typer.Option(help="Validators' bond in whole tokens, or 0.")],
 ) -> Done:
     """Say which terms shall apply after the delay. By the governor."""
-    desk.perform([desk.contracts.slasher.announce_terms(_amount(deposit), _amount(bond))])
-    return _said(desk, "announced")
+    session.perform([session.contracts.slasher.announce_terms(_amount(deposit), _amount(bond))])
+    return _said(session, "announced")
 
 
 @app.command()
-@at_desk
-def apply(desk: Desk) -> Done:
+@sends_transactions
+def apply(session: ChainSession) -> Done:
     """Let announced terms apply whose delay is over. Anyone may."""
-    desk.perform([desk.contracts.slasher.apply_terms()])
-    return _said(desk, "applied")
+    session.perform([session.contracts.slasher.apply_terms()])
+    return _said(session, "applied")
 
 
 @app.command("hand-over")
-@at_desk
+@sends_transactions
 def hand_over(
-    desk: Desk, to: Annotated[str, typer.Argument(help="The new governor, e.g. a multisig.")]
+    session: ChainSession,
+    to: Annotated[str, typer.Argument(help="The new governor, e.g. a multisig.")],
 ) -> Done:
     """Offer the governor's role; it moves once the other has accepted it."""
-    desk.perform([desk.contracts.slasher.hand_over(ids.address(to))])
-    return _said(desk, "offered")
+    session.perform([session.contracts.slasher.hand_over(ids.address(to))])
+    return _said(session, "offered")
 
 
 @app.command()
-@at_desk
-def accept(desk: Desk) -> Done:
+@sends_transactions
+def accept(session: ChainSession) -> Done:
     """Take over the governor's role that was offered."""
-    desk.perform([desk.contracts.slasher.accept_governor()])
-    return _said(desk, "accepted")
+    session.perform([session.contracts.slasher.accept_governor()])
+    return _said(session, "accepted")
 
 
 @app.command()
-@at_desk
-def renounce(desk: Desk) -> Done:
+@sends_transactions
+def renounce(session: ChainSession) -> Done:
     """Give the governor's role up for good: the terms never move again."""
-    desk.perform([desk.contracts.slasher.renounce_governor()])
-    return _said(desk, "renounced")
+    session.perform([session.contracts.slasher.renounce_governor()])
+    return _said(session, "renounced")
 
 
 def facts_of(contracts: Contracts) -> dict[str, Any]:
@@ -116,6 +117,6 @@ def _amount(text: str) -> int:
     return 0 if text.strip() == "0" else parse_amount(text)
 
 
-def _said(desk: Desk, what: str) -> Done:
-    facts = facts_of(desk.contracts)
+def _said(session: ChainSession, what: str) -> Done:
+    facts = facts_of(session.contracts)
     return Done(facts | {"act": what}, f"{what}; see: orchestrator terms show")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sqlalchemy import Connection
@@ -42,6 +42,9 @@ SMOOTH = frozenset(
 """Statistics whose means over files are nearly normal. Margins are excluded because they are
 nearly always 0, and maxima because they are not means: honest nodes differ by 8 standard errors
 in them."""
+
+Totals = Mapping[tuple[str, str], tuple[int, float, float]]
+"""Files, totals and squares of all nodes by (setup, statistic), as drift.totals returns them."""
 
 
 def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
@@ -78,7 +81,7 @@ def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
 class Drifting:
     """Which nodes drift. The pool's totals are read once in TOTALS_SECONDS."""
 
-    _totals: dict[tuple[str, str], tuple[int, float, float]] = field(default_factory=dict)
+    _totals: Totals = field(default_factory=dict)
     _read_at: float = -math.inf
 
     def drifts(self, connection: Connection, node: Address, now: float) -> bool:
@@ -88,26 +91,20 @@ class Drifting:
             return False
         if now - self._read_at >= TOTALS_SECONDS:
             self._totals, self._read_at = drift.totals(connection), now
-        return any((excess(row, self._others(row)) or 0.0) > MOST_EXCESS for row in own)
-
-    def _others(self, row: DriftRow) -> list[DriftRow]:
-        files, total, squares = self._totals.get((row.setup, row.statistic), (0, 0.0, 0.0))
-        if files <= row.files:
-            return []
-        return [
-            replace(
-                row,
-                files=files - row.files,
-                total=total - row.total,
-                squares=squares - row.squares,
-            )
-        ]
+        return any((excess(row, others_of(row, self._totals)) or 0.0) > MOST_EXCESS for row in own)
 
 
-def others_of(sums: DriftRow, every: Sequence[DriftRow]) -> list[DriftRow]:
-    """Returns the rows of `every` to compare a node's row with."""
+def others_of(sums: DriftRow, totals: Totals) -> list[DriftRow]:
+    """Returns what a node's row is compared with: the sums of all other nodes, in one row; none if
+    there are no others."""
+    files, total, squares = totals.get((sums.setup, sums.statistic), (0, 0.0, 0.0))
+    if files <= sums.files:
+        return []
     return [
-        row
-        for row in every
-        if row.node != sums.node and (row.setup, row.statistic) == (sums.setup, sums.statistic)
+        replace(
+            sums,
+            files=files - sums.files,
+            total=total - sums.total,
+            squares=squares - sums.squares,
+        )
     ]

@@ -20,13 +20,13 @@ from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.verdict import Reason, reason_of
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.members import MEMBERSHIP_EVENTS, derive_node
-from prime_orchestrator.manager.requeue import forget_unsent
 from prime_orchestrator.manager.settlement import (
     CHAIN_BLOCK,
     CHAIN_LOCK,
     CHAIN_TIME,
     refresh_credits,
 )
+from prime_orchestrator.manager.transactions import forget_unsent
 from prime_orchestrator.store import chain, meta, schema, submissions
 from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store.chain import EventRow

@@ -59,7 +59,6 @@ from prime_core.verdict import (
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import reviews, revisions, slashing, standing
 from prime_orchestrator.manager.draws import DrawBoard
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.manager.members import apply_node_event
 from prime_orchestrator.manager.settlement import refresh_credits
 from prime_orchestrator.store import (
@@ -76,6 +75,7 @@ from prime_orchestrator.store import (
 )
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.groups import GroupRow
+from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.rows import insert_new
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.proofs.thresholds import shipped
@@ -463,7 +463,6 @@ def _punish(
     if order is not None:
         slashing.queue_slash(
             connection,
-            lane=context.manager,
             submission=row.digest,
             node=node,
             validator=judgement.validator,
@@ -474,7 +473,6 @@ def _punish(
     else:  # without slashing, the node is still ejected
         queue_intent(
             connection,
-            lane=context.manager,
             kind="eject",
             key=f"{node}:{row.digest}",
             payload={"node": node},

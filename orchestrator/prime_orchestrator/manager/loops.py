@@ -1,12 +1,13 @@
 """The manager's background work, as ticks that `serve` calls. There are no threads or sleeps here.
 
-    chain_tick   every 0.5–1 s   chain → store (indexer), store → chain (outbox)
+    chain_tick   every 0.5–1 s   chain → store (indexer), store → chain (transactions)
     judge_tick   every 0.2 s     opinions of validators → verdicts
     batch_tick   after verdicts and policies, and every 0.3–1 s   seals full batches
     money_tick   every 1–5 s     work roots, reward roots, expirations by the chain's clock
 
 Each can be stopped between any two statements and run again. If the chain is unreachable,
-`chain_tick` raises UnavailableError after the outbox has run; the others never query the chain.
+`chain_tick` raises UnavailableError after the transactions have been sent; the others never query
+the chain.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import DrawBoard, reveal_second
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.judging import Judge
-from prime_orchestrator.manager.outbox import run_outbox_tick
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.revisions import current, settle_revisions
 from prime_orchestrator.manager.roots import post_roots, void_unrooted
 from prime_orchestrator.manager.settlement import settle_epochs, void_unjudged
 from prime_orchestrator.manager.slashing import drop_expired, queue_executions
+from prime_orchestrator.manager.transactions import run_transactions_tick
 from prime_orchestrator.store.engine import Store
 
 
@@ -54,8 +55,8 @@ class ManagerLoops:
 
     def chain_tick(self) -> list[Event]:
         """Sends queued intents, then reads the chain; returns new events."""
-        queue_executions(self.store, self.context.manager, self.now)
-        run_outbox_tick(self.store, self.context, self.contracts, self.sender, self.now)
+        queue_executions(self.store, self.now)
+        run_transactions_tick(self.store, self.context, self.contracts, self.sender, self.now)
         events = run_indexer_tick(
             self.store, self.context, self.watcher, self.now, self.window_time
         )

@@ -101,7 +101,10 @@ def _take_back(connection: Connection, digest: Digest, node: Address) -> None:
         connection.execute(sa.delete(table).where(table.c.submission_digest == digest))
     connection.execute(sa.delete(schema.drift).where(schema.drift.c.node == node))
     names = (f"propose:{digest}", f"eject:{node}:{digest}")
-    connection.execute(sa.delete(schema.intents).where(schema.intents.c.id.in_(names)))
+    intents = schema.intents.c
+    connection.execute(
+        sa.delete(schema.intents).where(intents.id.in_(names), intents.status == "waiting")
+    )
     connection.execute(
         sa.update(schema.submissions).where(_submissions.digest == digest).values(shadow=True)
     )

@@ -24,8 +24,8 @@ from prime_core.revisions import RunHistory, check_revision
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.depth import Buried, Depths
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.store import Store, batches, chain, intents, leases, lock, runs
+from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.runs import RunRow
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ def announce(backend: Backend, request: RevisionRequest) -> RunRevision:
         if not on_chain:
             queue_intent(
                 connection,
-                lane=backend.manager.address,
                 kind="revise",
                 key=_key(row),
                 payload={"run_digest": digest, "from_step": request.from_step},

@@ -25,10 +25,10 @@ from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import LeaseStatus
 from prime_core.verdict import Reason
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock
 from prime_orchestrator.manager.voids import void
 from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.schema import roots, submissions
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,6 @@ def _write(
             raise FatalError(f"submission {digest} was taken into another root meanwhile")
     queue_intent(
         connection,
-        lane=context.manager,
         kind="root",
         key=root,
         payload={"root": root, "count": len(digests), "leaves_object": leaves_object},

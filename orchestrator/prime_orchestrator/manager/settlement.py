@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
-from prime_core.ids import Address, Digest, Signature
+from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.settlement import (
@@ -28,6 +30,7 @@ from prime_core.settlement import (
     SlashState,
     answered_for,
     judged_fact,
+    load_settlement,
     settle,
     standing,
 )
@@ -35,10 +38,10 @@ from prime_core.storage.base import ObjectStore, put_object
 from prime_core.verdict import Reason, Verdict
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import revisions
-from prime_orchestrator.manager.intents import queue_intent, requeue_failed
 from prime_orchestrator.manager.voids import void
 from prime_orchestrator.store import meta as store_meta
 from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.intents import queue_intent, requeue_failed
 from prime_orchestrator.store.schema import (
     chain_events,
     credits,
@@ -57,6 +60,11 @@ CHAIN_BLOCK = "chain_block"
 CHAIN_TIME = "chain_time"
 """Key in `meta`: that block's time in Unix seconds."""
 _OPEN = ("queued", "proposed")
+_BATCH = 10_000
+_MAX_NAMES = 500
+"""Most names in one SQL condition."""
+_READERS = 8
+"""Objects read at once."""
 _LOOKED = "settlement_looked_to"
 """Key in `meta`: the epochs that were checked and had nothing to post, as JSON of `_Looked`."""
 
@@ -122,7 +130,9 @@ def settle_epochs(
         turn = _next_turn(connection, context, now())
     if turn is None:
         return None
-    previous = None if turn.previous is None else _load(objects, turn.previous)
+    previous = None
+    if turn.previous is not None:
+        previous = load_settlement(turn.previous, partial(read_object, objects))
     held = [f for f in previous.files if f.state == "held"] if previous else []
     settlement = None
     if turn.new_leaves or held:
@@ -189,14 +199,16 @@ def _settle(
         lock(connection, CHAIN_LOCK)  # reads facts and block number at one instant
         clock = chain_clock(connection)
         assert clock is not None
-        leaves = _leaves(connection, objects, condition, context)
+        rooted = _leaves(connection, condition, context)
         slash_facts = _slash_facts(connection)
+    leaves = _judged(objects, rooted)
     settlement = settle(
         chain_id=context.deployment.chain_id,
         pool=context.pool,
         epoch=turn.epoch,
         as_of_block=clock.block,
         previous=previous,
+        previous_name=turn.previous or ZERO_DIGEST,
         leaves=leaves,
         slashes=slash_facts,
     )
@@ -207,7 +219,10 @@ def _settle(
 def _queue(
     store: Store, objects: ObjectStore, context: PoolContext, settlement: Settlement, now: float
 ) -> None:
-    digest, root = put_object(objects, settlement.canonical()), settlement.root()
+    head, pages = settlement.published()
+    for page in pages:
+        put_object(objects, page)
+    digest, root = put_object(objects, head), settlement.root()
     total = settlement.cumulative_total
     with store.begin() as connection:
         connection.execute(
@@ -221,7 +236,6 @@ def _queue(
         )
         queue_intent(
             connection,
-            lane=context.manager,
             kind="reward_root",
             key=f"{settlement.epoch}:{digest}",
             payload={
@@ -234,74 +248,97 @@ def _queue(
             now=now,
         )
         unpaid = [file.submission_digest for file in settlement.files if file.state == "void"]
-        connection.execute(delete(credits).where(credits.c.submission_digest.in_(unpaid)))
+        for start in range(0, len(unpaid), _MAX_NAMES):
+            some = unpaid[start : start + _MAX_NAMES]
+            connection.execute(delete(credits).where(credits.c.submission_digest.in_(some)))
     log.info("reward root of epoch %d over %s wei is queued", settlement.epoch, total)
 
 
 def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
-    """Returns the settlement of the newest reward root that the chain has confirmed."""
+    """Returns the settlement of the newest reward root that the chain has confirmed, without the
+    files of its pages."""
     found = connection.execute(
         select(reward_roots.c.object)
         .where(reward_roots.c.claimable_at.is_not(None))
         .order_by(reward_roots.c.epoch.desc())
         .limit(1)
     ).scalar()
-    return None if found is None else _load(objects, Digest(found))
+    if found is None:
+        return None
+    return Settlement.model_validate_json(read_object(objects, Digest(found)))
 
 
-def _load(objects: ObjectStore, digest: Digest) -> Settlement:
-    return Settlement.model_validate_json(read_object(objects, digest))
+@dataclass(frozen=True)
+class _Rooted:
+    """A leaf of a confirmed root, and what the store says of its verdict (None: no verdict)."""
+
+    fact: LeafFact
+    verdict: Digest | None
+    units: int
+    prompt_units: int
 
 
 def _leaves(
-    connection: Connection,
-    objects: ObjectStore,
-    condition: ColumnElement[bool],
-    context: PoolContext,
-) -> list[LeafFact]:
-    """Returns the facts of the leaves that match `condition` in confirmed roots. Verdicts are read
-    from their objects."""
+    connection: Connection, condition: ColumnElement[bool], context: PoolContext
+) -> list[_Rooted]:
+    """Returns the leaves that match `condition` in confirmed roots. Reads no object: the indexer
+    waits meanwhile."""
     refused = {
         json.loads(args)["leaf"]
         for args in connection.execute(
             select(chain_events.c.args).where(chain_events.c.name == "LeafRejected")
         ).scalars()
     }
-    rows = connection.execute(
-        select(submissions, roots.c.chain_seq, roots.c.posted_at)
+    found = submissions.c
+    rows = connection.execution_options(yield_per=_BATCH).execute(
+        select(
+            *(found.digest, found.node, found.step, found.receipt, found.body, found.verdict),
+            *(found.units, found.prompt_units, roots.c.chain_seq, roots.c.posted_at),
+        )
         .join(roots, roots.c.id == submissions.c.root_id)
         .where(and_(roots.c.chain_seq.is_not(None), condition))
     )
-    facts, history = [], revisions.history(connection, context)
+    leaves, history = [], revisions.history(connection, context)
     for row in rows:
         receipt = ReceiptAnswer.model_validate_json(row.receipt)
         signed = SignedSubmission.model_validate_json(row.body)
-        judged = None
-        if row.verdict is not None:
-            name = Digest(row.verdict)
-            verdict = Verdict.model_validate_json(read_object(objects, name))
-            judged = judged_fact(name, verdict, row.units, row.prompt_units)
-        facts.append(
-            LeafFact(
-                submission_digest=Digest(row.digest),
-                node=Address(row.node),
-                root_seq=row.chain_seq,
-                expires=row.posted_at + context.run.validity_seconds,
-                received_at=receipt.receipt.received_at,
-                receipt=Signature(receipt.signature),
-                judged=judged,
-                refused=row.digest in refused,
-                answered=answered_for(
-                    rooted_at=row.posted_at,
-                    valid_until=signed.submission.valid_until,
-                    accountable=context.deployment.periods.accountable,
-                ),
-                price=history.at(row.step).price_per_unit,
-                judge_price=history.at(row.step).price_per_judged_file,
-                prompt_price=history.at(row.step).price_per_prompt_token,
-            )
+        run = history.at(row.step)
+        fact = LeafFact(
+            submission_digest=Digest(row.digest),
+            node=Address(row.node),
+            root_seq=row.chain_seq,
+            expires=row.posted_at + context.run.validity_seconds,
+            received_at=receipt.receipt.received_at,
+            receipt=Signature(receipt.signature),
+            judged=None,
+            refused=row.digest in refused,
+            answered=answered_for(
+                rooted_at=row.posted_at,
+                valid_until=signed.submission.valid_until,
+                accountable=context.deployment.periods.accountable,
+            ),
+            price=run.price_per_unit,
+            judge_price=run.price_per_judged_file,
+            prompt_price=run.price_per_prompt_token,
         )
-    return facts
+        verdict = None if row.verdict is None else Digest(row.verdict)
+        leaves.append(_Rooted(fact, verdict, row.units, row.prompt_units))
+    return leaves
+
+
+def _judged(objects: ObjectStore, leaves: Sequence[_Rooted]) -> list[LeafFact]:
+    """Returns the facts of the leaves with what their verdict objects say."""
+
+    def read(leaf: _Rooted) -> LeafFact:
+        if leaf.verdict is None:
+            return leaf.fact
+        verdict = Verdict.model_validate_json(read_object(objects, leaf.verdict))
+        judged = judged_fact(leaf.verdict, verdict, leaf.units, leaf.prompt_units)
+        return replace(leaf.fact, judged=judged)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        batches = (leaves[start : start + _BATCH] for start in range(0, len(leaves), _BATCH))
+        return [fact for some in batches for fact in pool.map(read, some)]
 
 
 def _slash_facts(connection: Connection, node: Address | None = None) -> list[SlashFact]:

@@ -17,11 +17,11 @@ from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.manager.roots import never_rooted
 from prime_orchestrator.manager.settlement import ChainClock, chain_clock, refresh_credits
 from prime_orchestrator.store import nodes, schema
 from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.rows import insert_new
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ def expired(posted_at: int, validity_seconds: int, chain_time: int) -> bool:
 def queue_slash(
     connection: Connection,
     *,
-    lane: Address,
     submission: Digest,
     node: Address,
     validator: Address,
@@ -61,7 +60,7 @@ def queue_slash(
     order: SlashOrder,
     now: float,
 ) -> None:
-    """Writes the slash and queues the manager's `propose` intent on `lane`, once per submission.
+    """Writes the slash and queues the manager's `propose` intent, once per submission.
     `validator` is the account that stated the evidence.
 
     The intent waits until the submission's root is confirmed and the pool's quorum agrees.
@@ -82,7 +81,6 @@ def queue_slash(
     )
     queue_intent(
         connection,
-        lane=lane,
         kind="propose",
         key=submission,
         payload={"submission_digest": submission},
@@ -90,8 +88,8 @@ def queue_slash(
     )
 
 
-def queue_executions(store: Store, lane: Address, now: Callable[[], float]) -> list[Digest]:
-    """Queues `execute` on `lane` for every proposal whose window is over; returns the submissions.
+def queue_executions(store: Store, now: Callable[[], float]) -> list[Digest]:
+    """Queues `execute` for every proposal whose window is over; returns the submissions.
     Anyone may execute a proposal."""
     with store.read() as connection:
         clock = chain_clock(connection)
@@ -107,7 +105,6 @@ def queue_executions(store: Store, lane: Address, now: Callable[[], float]) -> l
         for leaf in due:
             queue_intent(
                 connection,
-                lane=lane,
                 kind="execute",
                 key=leaf,
                 payload={"submission_digest": leaf},
@@ -147,7 +144,6 @@ def drop_expired(
                 continue
             queue_intent(
                 connection,
-                lane=context.manager,
                 kind="eject",
                 key=f"{node}:{submission}",
                 payload={"node": node},

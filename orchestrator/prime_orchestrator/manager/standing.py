@@ -27,7 +27,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_core.lifecycle import LeaseState, step_lease
-from prime_core.verdict import Outcome, Reason
+from prime_core.verdict import POOLS_FAULT, Outcome, Reason
 from prime_orchestrator.store import leases, nodes
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
@@ -37,9 +37,7 @@ LONGEST = 4
 """Longest rest of a node, in lease durations."""
 PROVEN = 0.5
 """Kept leases, after decay, from which a provider is not a newcomer."""
-NOT_ITS_FAULT = frozenset(
-    {Reason.UNAVAILABLE, Reason.LATE, Reason.POLICY_TOO_OLD, Reason.UNROOTED, Reason.NONE}
-)
+NOT_ITS_FAULT = POOLS_FAULT | {Reason.LATE, Reason.NONE}
 
 
 def expire(

@@ -5,11 +5,12 @@
     sweep          keeps submitted files that a crash left behind; deletes the rest
                    GRACE_SECONDS after its lease's deadline
 
-Only files that a submission names are copied to `sha256/`, where nothing is ever deleted. If a node
-uploads the exact bytes of one of our objects, only its copy is deleted. No submission is accepted
-after its lease's deadline, and the grace period is longer than a timely one can take. Copying and
-deleting are idempotent, so several orchestrators on one store may sweep concurrently, also while
-others accept files.
+Only files that a submission names are copied to `sha256/`, where no file is ever deleted. Files of
+shadow leases are not copied: they stay here while a submission names them (store.shadows). If a
+node uploads the exact bytes of one of our objects, only its copy is deleted. No submission is
+accepted after its lease's deadline, and the grace period is longer than a timely one can take.
+Copying and deleting are idempotent, so several orchestrators on one store may sweep concurrently,
+also while others accept files.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _keep(objects: ObjectStore, staged: str, sha256: Digest) -> None:
 
 
 def sweep(backend: Backend) -> int:
-    """Deletes expired uploads that were never submitted, and returns how many. Keeps submitted
+    """Deletes expired uploads that no submission names, and returns how many. Keeps submitted
     files that are not kept yet. Raises UnavailableError if the store does not answer; the next
     sweep continues."""
     swept = 0
@@ -106,12 +107,12 @@ def sweep(backend: Backend) -> int:
     if not staged:
         return 0
     with backend.store.read() as connection:
-        named = {key for key in staged if _is_named(connection, key)}
+        paid = {key: submissions.upload_is_paid(connection, *_parts(key)) for key in staged}
     for key in staged:
         deadline, sha256 = _parts(key)
-        if key in named:
+        if paid[key]:
             keep(backend.objects, deadline, sha256)
-        elif deadline + GRACE_SECONDS < backend.now():
+        elif paid[key] is None and deadline + GRACE_SECONDS < backend.now():
             backend.objects.delete(key)
             swept += 1
     if swept:
@@ -123,10 +124,6 @@ def sweep(backend: Backend) -> int:
 def _parts(key: str) -> tuple[int, Digest]:
     deadline, _, name = key.removeprefix(PREFIX).partition("-")
     return int(deadline), Digest("0x" + name)
-
-
-def _is_named(connection: Connection, key: str) -> bool:
-    return submissions.names_upload(connection, *_parts(key))
 
 
 def swept_so_far(connection: Connection) -> int:

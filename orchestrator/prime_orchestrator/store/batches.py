@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from prime_core.batch import SignedBatch
 from prime_core.ids import Digest
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import policies, schema
 from prime_orchestrator.store.rows import record, records
 
 _batches = schema.batches.c
@@ -43,10 +43,21 @@ def get(connection: Connection, step: int) -> BatchRow | None:
     return record(BatchRow, connection.execute(query).mappings().first())
 
 
+def first_from(connection: Connection, step: int) -> BatchRow | None:
+    """Returns the sealed batch of the lowest number from `step` on, or None."""
+    query = sa.select(schema.batches).where(_batches.step >= step).order_by(_batches.step).limit(1)
+    return record(BatchRow, connection.execute(query).mappings().first())
+
+
 def next_step(connection: Connection) -> int:
-    """Returns the first unsealed step. Batches are sealed in order."""
+    """Returns the number of the batch that is sealed next. Batches are sealed in order.
+
+    The number is never below the newest policy's version. The two differ only after a trainer
+    published policies of batches that it had to train again (docs/adr/0014).
+    """
     highest = connection.execute(sa.select(sa.func.max(_batches.step))).scalar()
-    return 0 if highest is None else int(highest) + 1
+    version = policies.latest_version(connection)
+    return max(0 if highest is None else int(highest) + 1, version or 0)
 
 
 def latest(connection: Connection, limit: int) -> list[BatchRow]:

@@ -135,6 +135,13 @@ def events(
     return records(EventRow, connection.execute(query).mappings().all())
 
 
+def events_of(connection: Connection, tx_hash: Digest) -> list[EventRow]:
+    """Returns the transaction's stored events in their order."""
+    query = sa.select(schema.chain_events).where(_events.tx_hash == tx_hash)
+    query = query.order_by(_events.block, _events.log_index)
+    return records(EventRow, connection.execute(query).mappings().all())
+
+
 def has_transaction(connection: Connection, tx_hash: str) -> bool:
     """Whether an event of the transaction is stored."""
     query = sa.select(_events.log_index).where(_events.tx_hash == tx_hash).limit(1)
@@ -272,9 +279,10 @@ def revocations(connection: Connection, accounts: Collection[Address]) -> dict[A
     return {Address(account): int(value) for account, value in connection.execute(query)}
 
 
-def pool_ended(connection: Connection, pool: int) -> bool:
-    """Whether `pool` has ended according to the chain."""
-    return any(event.arguments()["pool"] == pool for event in events(connection, "PoolEnded"))
+def pool_ended(connection: Connection, pool: int) -> int | None:
+    """Returns when `pool` ended on chain (Unix seconds), or None if it did not."""
+    found = (one for one in events(connection, "PoolEnded") if one.arguments()["pool"] == pool)
+    return next((one.block_time for one in found), None)
 
 
 # ── reorganizations and reading position ──

@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, records
+from prime_orchestrator.store.rows import add_all, records
 
 _drift = schema.drift.c
 
@@ -38,18 +38,12 @@ class DriftRow:
 
 def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, float]) -> None:
     """Adds one accepted file. The caller holds the lock on the node's row."""
-    for statistic, share in shares.items():
-        key = {"node": node, "setup": setup, "statistic": statistic}
-        insert_new(connection, schema.drift, {**key, "files": 0, "total": 0.0, "squares": 0.0})
-        connection.execute(
-            sa.update(schema.drift)
-            .where(*(schema.drift.c[name] == value for name, value in key.items()))
-            .values(
-                files=_drift.files + 1,
-                total=_drift.total + share,
-                squares=_drift.squares + share * share,
-            )
-        )
+    rows = [
+        {"node": node, "setup": setup, "statistic": statistic, "files": 1, "total": share,
+         "squares": share * share}
+        for statistic, share in sorted(shares.items())
+    ]  # fmt: skip
+    add_all(connection, schema.drift, rows)
 
 
 def of(connection: Connection, node: Address) -> list[DriftRow]:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, records
+from prime_orchestrator.store.rows import insert_all_new, records
 
 _groups = schema.groups.c
 
@@ -32,8 +32,7 @@ class GroupRow:
 
 def add(connection: Connection, rows: Iterable[GroupRow]) -> None:
     """Writes the groups of an accepted file; existing ones are left unchanged."""
-    for row in rows:
-        insert_new(connection, schema.groups, vars(row))
+    insert_all_new(connection, schema.groups, [vars(row) for row in rows])
 
 
 def of(connection: Connection, among: Sequence[Digest]) -> dict[Digest, list[GroupRow]]:
@@ -92,7 +91,7 @@ def informative_share(connection: Connection, recent: int) -> tuple[int, int]:
     """Returns (informative, all) among the last `recent` accepted groups."""
     last = (
         sa.select(_groups.informative)
-        .order_by(_groups.accepted_at.desc(), _groups.submission_digest, _groups.group_no)
+        .order_by(_groups.accepted_at.desc(), _groups.submission_digest.desc())
         .limit(recent)
     )
     found = [bool(value) for value in connection.execute(last).scalars()]

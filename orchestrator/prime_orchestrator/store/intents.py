@@ -1,7 +1,9 @@
-"""Intents: transactions to send to the chain, recorded before they are sent.
+"""Intents: transactions that the manager's account will send, recorded before they are sent.
 
-The same fact gives the same id, so queueing it twice is harmless. After that, only the outbox of a
-lane (the sending account) sends it and records its status.
+An intent's id is derived from the fact that it reports, so a fact queues one intent however often
+it is reported. Queue it in the transaction that decides the fact: it waits until
+`manager/transactions.py` builds its call. From then on the sender (prime_chain/sender.py)
+writes its row.
 """
 
 from __future__ import annotations
@@ -9,25 +11,48 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
+from sqlalchemy import Connection, RowMapping
 
+from prime_chain.errors import ChainRevertedError
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, record, records
+from prime_orchestrator.store.rows import insert_new
 
-_intents = schema.intents.c
+IntentKind = Literal[
+    "join", "root", "policy", "reward_root", "eject", "propose", "execute", "revise"
+]
+"""Payloads (JSON; digests, addresses and signatures as text, wei as decimal text):
+
+join           {"invite": Invite, "signature"}                        id join:<node>:<deadline>
+policy         {"statement": PolicyStatement, "signature"}            id policy:<version>
+root           {"root", "count", "leaves_object"}                     id root:<root>
+reward_root    {"epoch", "root", "cumulative_total", "object", "as_of_block"}
+                                                                 id reward_root:<epoch>:<object>
+eject          {"node"}                                               id eject:<node>:<why>
+propose        {"submission_digest"}                                  id propose:<digest>
+execute        {"submission_digest"}                                  id execute:<digest>
+revise         {"run_digest", "from_step"}                            id revise:<step>:<digest>
+"""
+Status = Literal["waiting", "queued", "sent", "confirmed", "failed"]
+"""Waiting: its call is not built yet. The others are the sender's."""
+UNFINISHED: tuple[Status, ...] = ("waiting", "queued", "sent")
 MAX_JOINS = 16
 """Most joins per round: each costs a chain query."""
+MAX_PROPOSALS = 32
+"""Most proposals per round: each waits for its root, and then for a quorum."""
+
+_table, _attempts = schema.intents, schema.sender_attempts
+_intents = schema.intents.c
 
 
 @dataclass(frozen=True)
 class IntentRow:
-    """Status: queued, sent, confirmed, failed. `payload` is JSON."""
+    """An intent. `payload` is JSON; `tx_hash` is the mined transaction, or the last one signed;
+    `error` says why it failed."""
 
     id: str
-    lane: str
     kind: str
     payload: str
     status: str
@@ -43,88 +68,178 @@ class IntentRow:
         return parsed
 
 
-def enqueue(
-    connection: Connection,
-    intent_id: str,
-    *,
-    lane: str,
-    kind: str,
-    payload: Mapping[str, Any],
-    now: float,
-) -> bool:
-    """Queues an intent; returns False if the id exists already."""
+def queue_intent(
+    connection: Connection, *, kind: IntentKind, key: str, payload: Mapping[str, Any], now: float
+) -> str:
+    """Queues the intent "<kind>:<key>" unless it exists already; returns its id.
+
+    Call it inside the transaction that decides the fact.
+    """
+    intent = f"{kind}:{key}"
     values = {
-        "id": intent_id,
-        "lane": lane,
+        "id": intent,
         "kind": kind,
         "payload": json.dumps(payload, sort_keys=True),
-        "status": "queued",
+        "value": "0",
+        "description": "",
+        "status": "waiting",
+        "note": "",
         "created_at": now,
         "updated_at": now,
     }
-    return insert_new(connection, schema.intents, values)
+    insert_new(connection, _table, values)
+    return intent
+
+
+def requeue_failed(connection: Connection, intent: str, now: float, *, not_before: float) -> bool:
+    """Lets a failed intent wait again if it failed before `not_before`: its cause may be gone.
+    Returns whether it did. Its call is built again; its earlier transactions are history."""
+    done = connection.execute(
+        sa.update(_table)
+        .where(
+            _intents.id == intent, _intents.status == "failed", _intents.updated_at <= not_before
+        )
+        .values(
+            status="waiting", data=None, note="", error=None, nonce=None, tx_hash=None, block=None,
+            block_hash=None, updated_at=now,
+        )
+    )  # fmt: skip
+    if not done.rowcount:
+        return False
+    connection.execute(sa.update(_attempts).where(_attempts.c.intent_id == intent).values(closed=1))
+    return True
 
 
 def get(connection: Connection, intent_id: str) -> IntentRow | None:
     """Returns the intent, or None."""
-    query = sa.select(schema.intents).where(_intents.id == intent_id)
-    return record(IntentRow, connection.execute(query).mappings().first())
+    query = sa.select(_table).where(_intents.id == intent_id)
+    found = connection.execute(query).mappings().first()
+    return None if found is None else _row(found)
 
 
 def pending(
-    connection: Connection, lane: str, statuses: Iterable[str] = ("queued",), limit: int = 100
+    connection: Connection, statuses: Iterable[Status] = ("waiting",), limit: int = 100
 ) -> list[IntentRow]:
-    """Returns intents of a lane in the given states, oldest first, followed by at most MAX_JOINS
-    joins, least recently updated first. Anyone may request an invite, so joins must not block other
-    intents."""
-    mine = sa.select(schema.intents).where(
-        _intents.lane == lane, _intents.status.in_(tuple(statuses))
+    """Returns intents in the given states, oldest first, followed by at most MAX_PROPOSALS
+    proposals and MAX_JOINS joins, least recently updated first: anyone may request an invite, and
+    proposals wait for roots, so neither may block other intents."""
+    mine = sa.select(_table).where(_intents.status.in_(tuple(statuses)), _intents.kind != "")
+    queries = [mine.where(_intents.kind.not_in(("join", "propose"))).order_by(_intents.seq)]
+    for kind in ("propose", "join"):
+        queries.append(mine.where(_intents.kind == kind).order_by(_intents.updated_at, _intents.id))
+    return [
+        _row(row)
+        for query, most in zip(queries, (limit, MAX_PROPOSALS, MAX_JOINS), strict=True)
+        for row in connection.execute(query.limit(min(most, limit))).mappings()
+    ]
+
+
+def postpone(connection: Connection, waiting: Iterable[str], *, now: float) -> None:
+    """Moves waiting proposals and joins behind the others of their kind."""
+    connection.execute(
+        sa.update(_table)
+        .where(
+            _intents.id.in_(tuple(waiting)),
+            _intents.status == "waiting",
+            _intents.kind.in_(("join", "propose")),
+        )
+        .values(updated_at=now)
     )
-    others = mine.where(_intents.kind != "join").order_by(_intents.created_at, _intents.id)
-    joins = mine.where(_intents.kind == "join").order_by(_intents.updated_at, _intents.id)
-    found: list[IntentRow] = []
-    for query in (others.limit(limit), joins.limit(min(MAX_JOINS, limit))):
-        found += records(IntentRow, connection.execute(query).mappings().all())
-    return found
 
 
-def update(
-    connection: Connection,
-    intent_id: str,
-    status: str,
-    *,
-    now: float,
-    tx_hash: str | None = None,
-    block: int | None = None,
-    error: str | None = None,
-) -> None:
-    """Writes an intent's new state; None leaves hash, block or error unchanged."""
-    values: dict[str, Any] = {"status": status, "updated_at": now}
-    given = {"tx_hash": tx_hash, "block": block, "error": error}
-    values |= {name: value for name, value in given.items() if value is not None}
-    connection.execute(sa.update(schema.intents).where(_intents.id == intent_id).values(**values))
+def fail(connection: Connection, intent_id: str, why: str, *, now: float) -> None:
+    """Ends an intent whose call can never be built."""
+    connection.execute(
+        sa.update(_table)
+        .where(_intents.id == intent_id, _intents.status == "waiting")
+        .values(status="failed", note=why, updated_at=now)
+    )
+
+
+def failed_of(
+    connection: Connection, kinds: Iterable[str], before: float, limit: int
+) -> list[IntentRow]:
+    """Returns intents of these kinds that failed before a time (Unix seconds), newest first: those
+    that are no longer wanted sink and never block the others."""
+    query = (
+        sa.select(_table)
+        .where(
+            _intents.status == "failed",
+            _intents.kind.in_(tuple(kinds)),
+            _intents.updated_at <= before,
+        )
+        .order_by(_intents.updated_at.desc(), _intents.id)
+        .limit(limit)
+    )
+    return [_row(row) for row in connection.execute(query).mappings()]
+
+
+def newest_join(connection: Connection, node: str) -> IntentRow | None:
+    """Returns the newest request of a node to join the pool, or None."""
+    query = (
+        sa.select(_table)
+        .where(_intents.kind == "join", _intents.id.startswith(f"join:{node}:", autoescape=True))
+        .order_by(_intents.seq.desc())
+        .limit(1)
+    )
+    found = connection.execute(query).mappings().first()
+    return None if found is None else _row(found)
 
 
 def mined_between(connection: Connection, after: int, until: int) -> list[IntentRow]:
-    """Returns confirmed intents whose transaction is in blocks after + 1 … until."""
-    query = sa.select(schema.intents).where(
-        _intents.status == "confirmed", _intents.block > after, _intents.block <= until
+    """Returns confirmed intents whose transaction is in blocks after + 1 … until. Not the sender's
+    own transactions, which have no kind: those that use up a nonce emit no event."""
+    query = sa.select(_table).where(
+        _intents.status == "confirmed",
+        _intents.kind != "",
+        _intents.block > after,
+        _intents.block <= until,
     )
-    return records(IntentRow, connection.execute(query).mappings().all())
+    return [_row(row) for row in connection.execute(query).mappings()]
 
 
 def latest_sent(connection: Connection, limit: int) -> list[IntentRow]:
     """Returns the last intents that have a transaction, oldest first."""
+    last = (
+        sa.select(_attempts.c.hash)
+        .where(_attempts.c.intent_id == _intents.id)
+        .order_by(_attempts.c.signed_at.desc())
+        .limit(1)
+        .scalar_subquery()
+    )
     query = (
-        sa.select(schema.intents)
-        .where(_intents.tx_hash.is_not(None))
+        sa.select(_table, last.label("last_hash"))
+        .where(
+            _intents.kind != "", sa.or_(_intents.tx_hash.is_not(None), _intents.nonce.is_not(None))
+        )
         .order_by(_intents.updated_at.desc(), _intents.id)
         .limit(limit)
     )
-    return records(IntentRow, connection.execute(query).mappings().all())[::-1]
+    rows = connection.execute(query).mappings().all()
+    return [_row(row, row["last_hash"]) for row in reversed(rows)]
 
 
 def counts(connection: Connection) -> dict[str, int]:
     """Returns the number of intents by status."""
     query = sa.select(_intents.status, sa.func.count()).group_by(_intents.status)
     return {status: int(n) for status, n in connection.execute(query)}
+
+
+def _row(row: RowMapping, last_hash: str | None = None) -> IntentRow:
+    why = None
+    if row["status"] == "failed":
+        why = row["note"] or None
+        if row["error"]:
+            error = json.loads(row["error"])
+            why = str(ChainRevertedError(error["name"], error["arguments"], row["description"]))
+    return IntentRow(
+        id=row["id"],
+        kind=row["kind"],
+        payload=row["payload"],
+        status=row["status"],
+        error=why,
+        tx_hash=row["tx_hash"] or last_hash,
+        block=row["block"],
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+    )

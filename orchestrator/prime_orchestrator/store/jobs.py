@@ -137,8 +137,9 @@ def start_over(connection: Connection, submission: Digest) -> None:
 
 
 def counts(connection: Connection) -> dict[str, int]:
-    """Returns the number of jobs by status."""
-    query = sa.select(_jobs.status, sa.func.count()).group_by(_jobs.status)
+    """Returns the number of jobs that are not done, by status."""
+    waiting = _jobs.status.in_(("open", "full", "quarantined"))
+    query = sa.select(_jobs.status, sa.func.count()).where(waiting).group_by(_jobs.status)
     return {status: int(n) for status, n in connection.execute(query)}
 
 

@@ -1,7 +1,7 @@
 """Leader election among orchestrators on one store: a lease decides which one runs the manager's
 loops.
 
-    the holder increments `beat` every few seconds
+    the holder increments `beat` about once a second
     the others watch it, and take the lease if it has not changed for `LEASE_SECONDS` by their clock
 
 Clocks of different machines are never compared. A holder stops relying on its lease well before
@@ -22,8 +22,8 @@ from prime_orchestrator.store.rows import insert_new
 
 log = logging.getLogger(__name__)
 
-LEASE_SECONDS = 15.0
-BEAT_SECONDS = 2.0
+LEASE_SECONDS = 4.0
+BEAT_SECONDS = 0.8
 """Interval at which to call `tick`."""
 _TRUSTED = 0.6
 """Fraction of the lease for which its holder relies on its last beat."""

@@ -36,8 +36,8 @@ def current(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()
 
 
-def upgrade(connection: Connection) -> None:
-    """Migrates within the caller's transaction.
+def upgrade(connection: Connection, to: str = "head") -> None:
+    """Migrates to a revision within the caller's transaction.
 
     Raises FatalError if the database was written by a newer program.
     """
@@ -49,4 +49,4 @@ def upgrade(connection: Connection) -> None:
             "it was made by a newer version: install that one, or restore a backup"
         )
     if found != head():
-        command.upgrade(_config(connection), "head")
+        command.upgrade(_config(connection), to)

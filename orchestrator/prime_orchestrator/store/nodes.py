@@ -98,6 +98,12 @@ def latest(connection: Connection, limit: int) -> list[NodeRow]:
     return sorted(rows, key=lambda row: (row.created_at, row.address))
 
 
+def counts(connection: Connection) -> dict[str, int]:
+    """Returns the number of nodes by status."""
+    query = sa.select(_nodes.status, sa.func.count()).group_by(_nodes.status)
+    return {status: int(n) for status, n in connection.execute(query)}
+
+
 def count_of(connection: Connection, status: NodeStatus) -> int:
     """Returns the number of nodes in this state."""
     query = sa.select(sa.func.count()).where(_nodes.status == status)
@@ -232,7 +238,7 @@ def live_rates(connection: Connection) -> list[tuple[float | None, float | None]
     return [(tokens, challenge) for tokens, challenge in connection.execute(query)]
 
 
-def heard(connection: Connection, rows: Sequence[NodeRow]) -> None:
+def store_heartbeats(connection: Connection, rows: Sequence[NodeRow]) -> None:
     """Writes what heartbeats changed: status, time and the reported machine state."""
     if not rows:
         return

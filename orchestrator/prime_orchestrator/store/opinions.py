@@ -15,6 +15,8 @@ from prime_orchestrator.store.rows import insert_new, records
 
 HONEST = "honest"
 """Kind of a planted file that does not cheat."""
+RECENT = 2000
+"""Newest opinions that validators' records count, besides those on planted files."""
 _opinions = schema.opinions.c
 _planted = schema.planted.c
 
@@ -92,7 +94,11 @@ def lapsed(connection: Connection) -> int:
     query = (
         sa.select(sa.func.count(sa.distinct(_opinions.submission_digest)))
         .join(schema.submissions, submissions.digest == _opinions.submission_digest)
-        .where(_rejecting(), submissions.reason == int(Reason.UNAVAILABLE))
+        .where(
+            _rejecting(),
+            submissions.status == "void",
+            submissions.reason == int(Reason.UNAVAILABLE),
+        )
     )
     return int(connection.execute(query).scalar_one())
 
@@ -116,8 +122,8 @@ def planted_among(connection: Connection, among: Sequence[Digest]) -> frozenset[
 @dataclass(frozen=True)
 class Record:
     """One validator's known track record. `honest` and `lying`: planted files it judged; `accused`:
-    honest ones it rejected; `missed`: lying ones it accepted; `opinions`: all its opinions;
-    `overruled`: those contradicted by the file's verdict."""
+    honest ones it rejected; `missed`: lying ones it accepted; `opinions`: its share of the newest
+    RECENT opinions; `overruled`: those contradicted by the file's verdict."""
 
     validator: Address
     opinions: int
@@ -130,44 +136,47 @@ class Record:
 
 def track_records(connection: Connection) -> list[Record]:
     """Returns one record per validator, by address."""
+    submissions = schema.submissions.c
     said = {
-        outcome: _opinions.reason.in_([int(r) for r in Reason if r.outcome is outcome])
+        outcome: [int(r) for r in Reason if r.outcome is outcome]
         for outcome in (Outcome.ACCEPTED, Outcome.REJECTED)
     }
-    submissions = schema.submissions.c
-    decided = submissions.status.in_(("accepted", "rejected"))
-    honest, lying = _planted.kind == HONEST, _planted.kind != HONEST
-    conditions: Sequence[tuple[str, sa.ColumnElement[bool]]] = (
-        ("opinions", sa.true()),
-        (
-            "overruled",
-            sa.and_(
-                decided,
-                sa.or_(
-                    sa.and_(said[Outcome.ACCEPTED], submissions.status == "rejected"),
-                    sa.and_(said[Outcome.REJECTED], submissions.status == "accepted"),
-                ),
-            ),
-        ),
-        ("honest", honest),
-        ("accused", sa.and_(honest, said[Outcome.REJECTED])),
-        ("lying", lying),
-        ("missed", sa.and_(lying, said[Outcome.ACCEPTED])),
+    newest = (
+        sa.select(_opinions.submission_digest, _opinions.validator, _opinions.reason)
+        .order_by(_opinions.at.desc())
+        .limit(RECENT)
+        .subquery()
     )
-    query = (
+    accepts, rejects = (newest.c.reason.in_(reasons) for reasons in said.values())
+    overruled = sa.or_(
+        sa.and_(accepts, submissions.status == "rejected"),
+        sa.and_(rejects, submissions.status == "accepted"),
+    )
+    recent = (
+        sa.select(newest.c.validator, sa.func.count(), _number(overruled))
+        .outerjoin(schema.submissions, submissions.digest == newest.c.submission_digest)
+        .group_by(newest.c.validator)
+    )
+    honest = _planted.kind == HONEST
+    accepts, rejects = (_opinions.reason.in_(reasons) for reasons in said.values())
+    planted = (
         sa.select(
             _opinions.validator,
-            *(
-                sa.func.coalesce(sa.func.sum(sa.case((condition, 1), else_=0)), 0).label(name)
-                for name, condition in conditions
-            ),
+            _number(honest),
+            _number(sa.and_(honest, rejects)),
+            _number(~honest),
+            _number(sa.and_(~honest, accepts)),
         )
-        .outerjoin(schema.planted, _planted.submission_digest == _opinions.submission_digest)
-        .outerjoin(schema.submissions, submissions.digest == _opinions.submission_digest)
+        .join(schema.planted, _planted.submission_digest == _opinions.submission_digest)
         .group_by(_opinions.validator)
-        .order_by(_opinions.validator)
     )
+    counted = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(recent)}
+    truth = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(planted)}
     return [
-        Record(Address(row["validator"]), **{name: int(row[name]) for name, _ in conditions})
-        for row in connection.execute(query).mappings()
+        Record(Address(name), *counted.get(name, (0, 0)), *truth.get(name, (0, 0, 0, 0)))
+        for name in sorted({*counted, *truth})
     ]
+
+
+def _number(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+    return sa.func.coalesce(sa.func.sum(sa.case((condition, 1), else_=0)), 0)

@@ -80,6 +80,12 @@ def newest(connection: Connection, limit: int) -> list[PolicyRow]:
     return records(PolicyRow, connection.execute(query).mappings().all())
 
 
+def newest_versions(connection: Connection, limit: int) -> list[int]:
+    """Returns the newest versions, newest first."""
+    query = sa.select(_policies.version).order_by(_policies.version.desc()).limit(limit)
+    return [int(version) for version in connection.execute(query).scalars()]
+
+
 def see_relay(
     connection: Connection, url: str, account: Address, versions: tuple[int, ...], *, now: float
 ) -> None:

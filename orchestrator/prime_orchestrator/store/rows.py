@@ -68,6 +68,19 @@ def upsert_all(connection: Connection, table: Table, rows: Sequence[Mapping[str,
     )
 
 
+def add_all(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Inserts rows, or adds their values to those of the row with the same primary key."""
+    if not rows:
+        return
+    keys = [column.name for column in table.primary_key.columns]
+    statement = _insert(connection, table)
+    sums = {name: table.c[name] + statement.excluded[name] for name in rows[0] if name not in keys}
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=keys, set_=sums),
+        [dict(row) for row in rows],
+    )
+
+
 def _insert(connection: Connection, table: Table) -> Any:
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     return dialect.insert(table)

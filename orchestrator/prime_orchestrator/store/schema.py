@@ -23,8 +23,6 @@ from sqlalchemy import (
     text,
 )
 
-from prime_orchestrator.store.sender_tables import sender_tables
-
 metadata = MetaData()
 
 nodes = Table(
@@ -158,6 +156,20 @@ submissions = Table(
     Index("submissions_unrooted", "root_id", "shadow", "received_at"),
     Index("submissions_node", "node", "received_at"),
     Index("submissions_judged", "node", "judged_at"),
+    Index("submissions_newest", "received_at", "digest"),
+    Index("submissions_repeated", "repeated_rows"),
+    Index("submissions_unjudged", "status", "reason", "shadow", "node"),
+)
+
+tallies = Table(  # judged submissions by node; triggers on submissions keep it (migration 0012)
+    "tallies",
+    metadata,
+    Column("node", Text, nullable=False),
+    Column("shadow", Boolean, nullable=False),
+    Column("status", Text, nullable=False),  # LeaseStatus but submitted
+    Column("files", BigInteger, nullable=False),
+    Column("units", BigInteger, nullable=False),
+    PrimaryKeyConstraint("node", "shadow", "status"),
 )
 
 jobs = Table(  # one per submission: how many opinions it needs
@@ -211,6 +223,7 @@ groups = Table(
     Column("batch_step", BigInteger),
     PrimaryKeyConstraint("submission_digest", "group_no"),
     Index("groups_free", "batch_step", "informative", "policy_version"),
+    Index("groups_newest", "accepted_at", "submission_digest"),
 )
 
 batches = Table(
@@ -306,21 +319,55 @@ slashes = Table(
     Column("execute_tx", Text),
 )
 
+# The next three are the manager's queue, which prime_chain/transaction_queue.py writes, too.
 intents = Table(
     "intents",
     metadata,
-    Column("id", Text, primary_key=True),  # derived from the fact, so repeats are harmless
-    Column("lane", Text, nullable=False),  # the account that sends
-    Column("kind", Text, nullable=False),  # join, root, reject, policy, reward_root, propose, …
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),  # derived from the fact: repeats are harmless
+    Column("kind", Text, nullable=False),  # join, root, policy, propose, …
     Column("payload", Text, nullable=False),  # JSON arguments
-    Column("status", Text, nullable=False),  # queued, sent, confirmed, failed
+    Column("call_to", Text),
+    Column("data", LargeBinary),  # NULL while the intent waits: its call is not built yet
+    Column("value", Text, nullable=False),
+    Column("description", Text, nullable=False),
+    Column("status", Text, nullable=False),  # waiting, queued, sent, confirmed, failed
+    Column("nonce", BigInteger),
+    Column("gas", BigInteger),
+    Column("note", Text, nullable=False),
     Column("error", Text),
     Column("tx_hash", Text),
     Column("block", BigInteger),
+    Column("contract", Text),
+    Column("block_hash", Text),
     Column("created_at", Float, nullable=False),
     Column("updated_at", Float, nullable=False),
+    Index("intents_status", "status", "seq"),
+    Index("intents_nonce", "nonce"),
     Index("intents_block", "block"),
-    Index("intents_lane_status", "lane", "status", "created_at"),
+    Index("intents_newest", "updated_at"),
+)
+
+sender_attempts = Table(
+    "sender_attempts",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("intent_id", Text, nullable=False),
+    Column("nonce", BigInteger, nullable=False),
+    Column("max_fee", Text, nullable=False),
+    Column("priority_fee", Text, nullable=False),
+    Column("raw", LargeBinary, nullable=False),
+    Column("signed_at", Float, nullable=False),
+    Column("sent_at", Float),
+    Column("closed", Integer, nullable=False),
+    Index("sender_attempts_intent", "intent_id", "signed_at"),
+)
+
+sender_meta = Table(
+    "sender_meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", Text, nullable=False),
 )
 
 chain_events = Table(
@@ -384,8 +431,6 @@ loop_leases = Table(  # which orchestrator on this store runs the manager's loop
     Column("beat", BigInteger, nullable=False),  # incremented while its holder is alive
 )
 
-sender_meta, sender_intents, sender_attempts = sender_tables(metadata)
-
 drift = Table(
     "drift",
     metadata,
@@ -407,6 +452,7 @@ opinions = Table(  # each validator's opinion on a file
     Column("body", Text, nullable=False),  # JSON of SignedOpinion
     Column("at", Float, nullable=False),
     PrimaryKeyConstraint("submission_digest", "validator"),
+    Index("opinions_newest", "at"),
 )
 
 row_marks = Table(  # marks of accepted files' rows: see prime_verify/repeats.py

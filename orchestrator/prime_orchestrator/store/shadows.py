@@ -1,31 +1,69 @@
-"""Deletes what nodes without a seat leave behind, so that strangers do not grow the tables."""
+"""Deletes what nodes without a seat leave behind, so that strangers do not grow the store."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from prime_orchestrator.store import schema
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.verdict import SignedOpinion
+from prime_orchestrator.store import meta, schema
 
 MOST = 256
 """Most leases that one call deletes."""
 
+_GIVEN = "shadow_leases/"
+"""Key in `meta`, before an address: the times of its shadow leases, a JSON list of Unix seconds."""
 _nodes, _leases, _submissions = schema.nodes.c, schema.leases.c, schema.submissions.c
 
 
-def forget(connection: Connection, *, silent_since: float, given_before: float) -> int:
-    """Deletes shadow nodes without a heartbeat since `silent_since`, and shadow leases given before
-    `given_before` whose nodes are gone, with their submissions, jobs, assignments and opinions.
+@dataclass(frozen=True)
+class Remains:
+    """A shadow lease that may be deleted. `submission` is that of its file, if it has one;
+    `objects` are what validators and the manager stored about that file."""
 
-    Kept are leases whose file still waits for a verdict or is under review, and the highest lease
-    index of each step: `leases.next_index` must not give an index twice, since it seeds the rows.
-    Marks of rows expire on their own. Times in Unix seconds. Returns the number of leases deleted.
-    """
+    lease: Digest
+    submission: Digest | None
+    objects: frozenset[Digest]
+
+
+def take(connection: Connection, place: str, now: float, *, most: int, within: float) -> bool:
+    """Records a shadow lease for the address `place`, for all processes of the pool. Returns False,
+    and records nothing, if it was given `most` within the last `within` seconds. The caller holds
+    the lock on leases. Addresses without a younger lease are forgotten."""
+    given: dict[str, list[float]] = {
+        key: json.loads(value) for key, value in meta.under(connection, _GIVEN)
+    }
+    for key in [key for key, times in given.items() if times[-1] < now - within]:
+        meta.drop(connection, key)
+    times = [at for at in given.get(_GIVEN + place, ()) if at >= now - within]
+    if len(times) >= most:
+        return False
+    meta.put(connection, _GIVEN + place, json.dumps([*times, now]))
+    return True
+
+
+def forget_nodes(connection: Connection, *, silent_since: float) -> None:
+    """Deletes shadow nodes without a heartbeat since `silent_since` (Unix seconds)."""
     connection.execute(
         sa.delete(schema.nodes).where(
             _nodes.status == "shadow", _nodes.last_heartbeat < silent_since
         )
     )
+
+
+def find(connection: Connection, *, given_before: float) -> list[Remains]:
+    """Returns at most MOST shadow leases given before `given_before` (Unix seconds) whose nodes are
+    gone.
+
+    Not returned are leases whose file still waits for a verdict or is under review, and the highest
+    lease index of each step: `leases.next_index` must not give an index twice, since it seeds the
+    rows.
+    """
     later = schema.leases.alias("later")
     busy = (
         sa.select(_submissions.digest)
@@ -40,7 +78,14 @@ def forget(connection: Connection, *, silent_since: float, given_before: float) 
         )
     )
     query = (
-        sa.select(_leases.digest)
+        sa.select(
+            _leases.digest,
+            _submissions.digest,
+            _submissions.verdict,
+            _submissions.verdict_table,
+            _submissions.evidence,
+        )
+        .outerjoin(schema.submissions, _submissions.lease_digest == _leases.digest)
         .where(
             _leases.shadow.is_(True),
             _leases.created_at < given_before,
@@ -52,18 +97,28 @@ def forget(connection: Connection, *, silent_since: float, given_before: float) 
         )
         .limit(MOST)
     )
-    gone = connection.execute(query).scalars().all()
-    if not gone:
-        return 0
-    files = (
-        connection.execute(
-            sa.select(_submissions.digest).where(_submissions.lease_digest.in_(gone))
-        )
-        .scalars()
-        .all()
+    found = connection.execute(query).all()
+    opinions = schema.opinions.c
+    bodies = sa.select(opinions.submission_digest, opinions.body).where(
+        opinions.submission_digest.in_([row[1] for row in found if row[1] is not None])
     )
+    stored: dict[str, set[str]] = {row[1]: {name for name in row[2:] if name} for row in found}
+    for submission, body in connection.execute(bodies):
+        opinion = SignedOpinion.model_validate_json(body).opinion
+        stored[submission] |= {opinion.table, opinion.evidence}
+    return [
+        Remains(lease, submission, frozenset(map(Digest, stored[submission] - {ZERO_DIGEST})))
+        for lease, submission, *_ in found
+    ]
+
+
+def forget(connection: Connection, gone: Sequence[Remains]) -> None:
+    """Deletes these leases with their submissions, jobs, assignments and opinions. Marks of rows
+    expire on their own."""
+    files = [one.submission for one in gone if one.submission is not None]
     for table in (schema.opinions, schema.assignments, schema.jobs):
         connection.execute(sa.delete(table).where(table.c.submission_digest.in_(files)))
     connection.execute(sa.delete(schema.submissions).where(_submissions.digest.in_(files)))
-    connection.execute(sa.delete(schema.leases).where(_leases.digest.in_(gone)))
-    return len(gone)
+    connection.execute(
+        sa.delete(schema.leases).where(_leases.digest.in_([one.lease for one in gone]))
+    )

@@ -12,10 +12,15 @@ from prime_core.ids import Address, Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.task import LeaseStatus
+from prime_core.verdict import POOLS_FAULT
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import record, records
 
 _submissions = schema.submissions.c
+_tallies = schema.tallies.c
+COMPUTE_FILES = 500
+"""Newest files of which status and metrics show the replay's share of compute."""
+_POOLS_FAULT = _submissions.reason.in_(sorted(POOLS_FAULT))
 
 
 @dataclass(frozen=True)
@@ -169,21 +174,21 @@ def latest_rates(connection: Connection, node: Address, limit: int) -> list[floa
     return [units / max(seconds, 1e-3) for units, seconds in connection.execute(query)]
 
 
-def names_upload(connection: Connection, deadline: int, sha256: Digest) -> bool:
-    """Whether a file with this SHA-256 was submitted for a lease with this deadline (Unix
-    seconds)."""
+def upload_is_paid(connection: Connection, deadline: int, sha256: Digest) -> bool | None:
+    """Whether a paid file with this SHA-256 was submitted for a lease with this deadline (Unix
+    seconds): False if only shadow files were, None if no file was."""
     leases = schema.leases.c
     query = (
-        sa.select(_submissions.digest)
+        sa.select(_submissions.shadow)
         .join(schema.leases, leases.digest == _submissions.lease_digest)
         .where(
             leases.status.in_(("submitted", "accepted", "rejected", "void")),  # uses the index
             leases.deadline == deadline,
             _submissions.sha256 == sha256,
         )
-        .limit(1)
     )
-    return connection.execute(query).first() is not None
+    shadow = connection.execute(query).scalars().all()
+    return not all(shadow) if shadow else None
 
 
 def judge(
@@ -325,35 +330,53 @@ def accepted_of(connection: Connection, node: Address) -> int:
 
 def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
     """Returns the number of submissions by status, either of regular or of shadow ones."""
-    query = (
+    judged = (
+        sa.select(_tallies.status, sa.func.sum(_tallies.files))
+        .where(_tallies.shadow.is_(shadow))
+        .group_by(_tallies.status)
+    )
+    waiting = (
         sa.select(_submissions.status, sa.func.count())
-        .where(_submissions.shadow.is_(shadow))
+        .where(_submissions.shadow.is_(shadow), _submissions.status == "submitted")
         .group_by(_submissions.status)
     )
-    return {status: int(n) for status, n in connection.execute(query)}
+    found = [*connection.execute(judged), *connection.execute(waiting)]
+    return {status: int(n) for status, n in found if n}
+
+
+def expired_unjudged(connection: Connection) -> int:
+    """Returns the number of regular submissions that are void through the pool's fault."""
+    query = sa.select(sa.func.count()).where(
+        _submissions.status == "void", _submissions.shadow.is_(False), _POOLS_FAULT
+    )
+    return int(connection.execute(query).scalar_one())
 
 
 def counts_by_node(
     connection: Connection, among: Sequence[Address], *, shadow: bool = False
 ) -> dict[Address, dict[str, int]]:
-    """Returns, for each node in `among`, the number of submissions by status and the accepted units
-    under "units". Counts either regular or shadow submissions."""
-    query = (
-        sa.select(
-            _submissions.node,
-            _submissions.status,
-            sa.func.count(),
-            sa.func.coalesce(sa.func.sum(_submissions.units), 0),
-        )
-        .where(_submissions.shadow.is_(shadow), _submissions.node.in_(among))
-        .group_by(_submissions.node, _submissions.status)
-    )
+    """Returns, for each node in `among`, the number of judged submissions by status, the accepted
+    units under "units", and the void ones of the pool's fault under "expired_unjudged". Counts
+    either regular or shadow submissions."""
+    query = sa.select(schema.tallies).where(_tallies.shadow.is_(shadow), _tallies.node.in_(among))
     found: dict[Address, dict[str, int]] = {}
-    for node, status, n, units in connection.execute(query):
-        entry = found.setdefault(Address(node), {"units": 0})
-        entry[status] = int(n)
-        if status == "accepted":
-            entry["units"] += int(units)
+    for row in connection.execute(query):
+        entry = found.setdefault(Address(row.node), {"units": 0})
+        entry[row.status] = int(row.files)
+        if row.status == "accepted":
+            entry["units"] += int(row.units)
+    unjudged = (
+        sa.select(_submissions.node, sa.func.count())
+        .where(
+            _submissions.status == "void",
+            _submissions.shadow.is_(shadow),
+            _submissions.node.in_(among),
+            _POOLS_FAULT,
+        )
+        .group_by(_submissions.node)
+    )
+    for node, number in connection.execute(unjudged):
+        found[Address(node)]["expired_unjudged"] = int(number)
     return found
 
 
@@ -368,6 +391,13 @@ def repeating(connection: Connection) -> dict[str, int]:
 
 
 def mean_compute_share(connection: Connection) -> float | None:
-    """Returns the mean `compute_share` of the judged files; None before the first."""
-    found = connection.execute(sa.select(sa.func.avg(_submissions.compute_share))).scalar()
+    """Returns the mean `compute_share` of the judged ones among the newest COMPUTE_FILES files;
+    None if there are none."""
+    newest = (
+        sa.select(_submissions.compute_share)
+        .order_by(_submissions.received_at.desc(), _submissions.digest.desc())
+        .limit(COMPUTE_FILES)
+        .subquery()
+    )
+    found = connection.execute(sa.select(sa.func.avg(newest.c.compute_share))).scalar()
     return None if found is None else float(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -95,7 +95,17 @@ def signed_by(
     limit: int = SMALL_BODY,
     expects: Callable[[Address, Mapping[str, str]], int] | None = None,
 ) -> Any:
-    """Dependency: the authenticated caller with the raw body.
+    """Dependency: the authenticated caller with the raw body, see `signed_reader`."""
+    return Depends(signed_reader(backend, scope, limit, expects))
+
+
+def signed_reader(
+    backend: Backend,
+    scope: str,
+    limit: int = SMALL_BODY,
+    expects: Callable[[Address, Mapping[str, str]], int] | None = None,
+) -> Callable[[Request], Awaitable[Signed]]:
+    """Returns a function that authenticates a request's caller and reads its body.
 
     Who asks is known before a byte of the body is read. For large bodies, `expects(account, path
     parameters)` gives how many bytes the very one that is awaited has, or raises; and few of them
@@ -104,11 +114,14 @@ def signed_by(
 
     callers = Gathered[Head, Caller](partial(authenticate, backend, scope))
 
-    async def dependency(request: Request) -> Signed:
+    async def read(request: Request) -> Signed:
         query = request.scope["query_string"].decode("latin-1")
         target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
-        host = request.headers.get("host", "")
-        caller = await callers.ask(Head(request.method, host, target, request.headers))
+        headers: dict[str, str] = {}
+        for name, value in request.scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        host = headers.get("host", "")
+        caller = await callers.ask(Head(request.method, host, target, headers))
         if expects is None:
             body = await read_body(request, limit)
         else:
@@ -119,7 +132,7 @@ def signed_by(
         check_body(caller.proven, body)
         return Signed(caller, body, arrived_at)
 
-    return Depends(dependency)
+    return read
 
 
 def parse(model: type[Model], body: bytes) -> Model:
@@ -175,6 +188,13 @@ def problem(error: PrimeError, code: int | None = None) -> Response:
     return _document(document["status"], document, headers)
 
 
+def refusal(error: PrimeError) -> Response:
+    """The document of an expected error that a route raised; logs that of an outage."""
+    if isinstance(error, UnavailableError):
+        log.warning("unavailable: %s", error)
+    return problem(error)
+
+
 def _document(code: int, document: dict[str, Any], headers: dict[str, str]) -> Response:
     versioned = {version.HEADER: str(version.SPOKEN[-1]), **headers}
     return Response(
@@ -187,9 +207,7 @@ def install_problems(app: FastAPI) -> None:
 
     async def expected(_: Request, error: Exception) -> Response:
         assert isinstance(error, PrimeError)
-        if isinstance(error, UnavailableError):
-            log.warning("unavailable: %s", error)
-        return problem(error)
+        return refusal(error)
 
     async def http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

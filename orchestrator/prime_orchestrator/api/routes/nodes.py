@@ -27,7 +27,7 @@ from prime_core.messages import (
 )
 from prime_core.rollout import SignedSubmission
 from prime_core.task import SignedLease
-from prime_orchestrator.api import admission, auth, intake, leasing, presence
+from prime_orchestrator.api import admission, auth, intake, leasing, liveness
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
 from prime_orchestrator.api.routes.http import (
@@ -38,6 +38,7 @@ from prime_orchestrator.api.routes.http import (
     nothing,
     parse,
     signed_by,
+    signed_reader,
     takes,
     takes_bytes,
 )
@@ -47,8 +48,9 @@ def router(backend: Backend) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
     node = signed_by(backend, "node")
+    signed_node = signed_reader(backend, "node")
     beats = Gathered[tuple[Address, Heartbeat], HeartbeatAnswer](
-        partial(presence.heartbeats, backend)
+        partial(liveness.heartbeats, backend)
     )
 
     def awaited(account: Address, path: Mapping[str, str]) -> int:
@@ -105,10 +107,11 @@ def router(backend: Backend) -> APIRouter:
     @routes.post(
         "/v1/heartbeat", responses={200: {"model": HeartbeatAnswer}}, openapi_extra=takes(Heartbeat)
     )
-    async def heartbeat(request: Signed = node) -> Response:
+    async def heartbeat(request: Request) -> Response:
         """Say that the node lives; hear what to do next."""
-        beat = parse(Heartbeat, request.body)
-        return answer(await beats.ask((request.caller.account, beat)))
+        signed = await signed_node(request)
+        beat = parse(Heartbeat, signed.body)
+        return answer(await beats.ask((signed.caller.account, beat)))
 
     @routes.post(
         "/v1/leases", responses={200: {"model": LeaseAnswer}}, openapi_extra=takes(LeaseRequest)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
+from sqlalchemy import Connection
 
 from prime_core import ids
 from prime_core.batch import SignedBatch
@@ -30,7 +32,7 @@ from prime_core.run import MAX_RUN_BYTES
 from prime_core.storage.base import digest_key
 from prime_orchestrator.api import publishing, relays, status
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.presence import RELAY_SECONDS
+from prime_orchestrator.api.liveness import RELAY_SECONDS
 from prime_orchestrator.api.routes.http import (
     MAX_DIGITS,
     Signed,
@@ -125,8 +127,9 @@ def router(backend: Backend) -> APIRouter:
 
     @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})
     def batch(step: str, request: Signed = trainer) -> Response:
-        """A sealed batch with a signed URL for each of its objects."""
-        signed = _sealed(backend, step).signed()
+        """The first sealed batch from number `step` on, with a signed URL for each of its
+        objects."""
+        signed = _sealed(backend, step, batches.first_from).signed()
         expires = int(backend.now()) + BATCH_URL_SECONDS
         names = {name for file in signed.manifest.files for name in (file.sha256, file.table)}
         urls: dict[str, str] = {
@@ -137,7 +140,7 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/batches/{step}/manifest", responses={200: {"model": SignedBatch}})
     def manifest(step: str) -> Response:
         """A sealed batch's signed manifest."""
-        return answer(_sealed(backend, step).signed())
+        return answer(_sealed(backend, step, batches.get).signed())
 
     @routes.get("/v1/draws", responses={200: {"model": list[DrawInfo]}})
     def draw_list() -> Response:
@@ -180,12 +183,14 @@ def router(backend: Backend) -> APIRouter:
     return routes
 
 
-def _sealed(backend: Backend, step: str) -> BatchRow:
+def _sealed(
+    backend: Backend, step: str, find: Callable[[Connection, int], BatchRow | None]
+) -> BatchRow:
     number = step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS
     if not number or int(step) > MAX_STEP:
         raise MalformedError("a step is a whole number")
     with backend.store.read() as connection:
-        row = batches.get(connection, int(step))
+        row = find(connection, int(step))
     if row is None:
         raise NotFoundError(f"batch {int(step)} is not sealed yet")
     return row

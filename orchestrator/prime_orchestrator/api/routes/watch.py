@@ -11,19 +11,20 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import generate_latest
 
+from prime_core import ids
 from prime_core.errors import NotFoundError
-from prime_core.messages import Status
+from prime_core.messages import Status, TransactionInfo, ValidatorInfo
 from prime_orchestrator.api import metrics, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Places
 from prime_orchestrator.api.metrics import RequestCounts
-from prime_orchestrator.api.routes.http import host_of
+from prime_orchestrator.api.routes.http import answer, host_of
 from prime_orchestrator.store import meta
 
 WEB = Path(__file__).parents[2] / "web"
 EVERY_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
-MAX_WATCHERS = 64
+MAX_WATCHERS = 1024
 WATCHERS_EACH = 16
 """Of one foreign address, behind which several people may sit."""
 
@@ -36,7 +37,7 @@ class StatusFeed:
         self._backend = backend
         self._lock = asyncio.Lock()
         self._good_until = float("-inf")
-        self._latest = ""
+        self._latest: tuple[Status, str] | None = None
         self.watchers = Places(MAX_WATCHERS, WATCHERS_EACH, "too many are watching")
         self._ended = asyncio.Event()
 
@@ -44,26 +45,27 @@ class StatusFeed:
         """Ends every stream."""
         self._ended.set()
 
-    async def latest(self) -> str:
-        """The newest status as JSON."""
+    async def latest(self) -> tuple[Status, str]:
+        """The newest status, and the same as JSON."""
         async with self._lock:
             clock = asyncio.get_running_loop().time
             begun = clock()
-            if begun >= self._good_until:
+            if self._latest is None or begun >= self._good_until:
                 made = await run_in_threadpool(status.status, self._backend)
-                self._latest, done = made.model_dump_json(), clock()
+                self._latest, done = (made, made.model_dump_json()), clock()
                 self._good_until = done + EVERY_SECONDS * max(1.0, done - begun)
             return self._latest
 
     async def events(self, host: str) -> AsyncIterator[str]:
-        """Server-sent events (WHATWG HTML 9.2) for `host`: a status whenever it changed.
+        """Server-sent events (WHATWG HTML 9.2) for `host`: a status whenever it changed, and "end"
+        with the time (Unix seconds) when this process stops.
 
         Raises UnavailableError if too many watch already.
         """
         with self.watchers.one(host):
             sent, quiet = "", 0.0
             while not self._ended.is_set():
-                latest = await self.latest()
+                _, latest = await self.latest()
                 if latest != sent:
                     sent, quiet = latest, 0.0
                     yield f"data: {latest}\n\n"
@@ -75,6 +77,7 @@ class StatusFeed:
                     await asyncio.wait_for(self._ended.wait(), EVERY_SECONDS)
                 except TimeoutError:
                     continue
+            yield f"event: end\ndata: {int(self._backend.now())}\n\n"
 
 
 def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRouter:
@@ -97,7 +100,21 @@ def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRo
     @routes.get("/v1/status", responses={200: {"model": Status}})
     async def now() -> Response:
         """One picture of the pool, made at most once a second."""
-        return Response(await feed.latest(), media_type="application/json")
+        return Response((await feed.latest())[1], media_type="application/json")
+
+    @routes.get("/v1/validators/{validator}", responses={200: {"model": ValidatorInfo}})
+    async def validator(validator: str) -> Response:
+        """A validator's record."""
+        return answer(status.validator_info(ids.address(validator), (await feed.latest())[0]))
+
+    @routes.get("/v1/transactions/{tx_hash}", responses={200: {"model": TransactionInfo}})
+    async def transaction(tx_hash: str) -> Response:
+        """The pool's events that a transaction caused, and its state if the pool sent it."""
+        latest, _ = await feed.latest()
+        found = await run_in_threadpool(
+            status.transaction_info, backend, ids.digest(tx_hash), latest
+        )
+        return answer(found)
 
     @routes.get("/v1/events", response_class=StreamingResponse)
     async def events(request: Request) -> Response:

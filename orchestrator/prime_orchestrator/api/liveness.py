@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address
@@ -19,13 +18,12 @@ from prime_orchestrator.manager import revisions, speed, standing
 from prime_orchestrator.store import (
     chain,
     challenges,
+    intents,
     leases,
     nodes,
     policies,
     row_marks,
-    schema,
     sessions,
-    shadows,
     submissions,
 )
 from prime_orchestrator.store.nodes import NodeRow
@@ -57,7 +55,7 @@ def heartbeats(
         with backend.store.begin() as connection:
             rows = nodes.lock_free(connection, {account for account, _ in said})
             served = [at for at, (account, _) in enumerate(said) if account in rows]
-            found = _heard(connection, backend, [said[at] for at in served], rows)
+            found = _answer_beats(connection, backend, [said[at] for at in served], rows)
         for at, one in zip(served, found, strict=True):
             answers[at] = one
     for at, (account, beat) in enumerate(said):
@@ -65,11 +63,11 @@ def heartbeats(
             with backend.store.begin() as connection:
                 row = nodes.lock_row(connection, account)
                 known = {account: row} if row is not None else {}
-                (answers[at],) = _heard(connection, backend, [(account, beat)], known)
+                (answers[at],) = _answer_beats(connection, backend, [(account, beat)], known)
     return [answer for answer in answers if answer is not None]
 
 
-def _heard(
+def _answer_beats(
     connection: Connection,
     backend: Backend,
     said: Sequence[tuple[Address, Heartbeat]],
@@ -108,7 +106,7 @@ def _heard(
             runtime=beat.runtime,
             instance=beat.instance or row.instance,
         )
-    nodes.heard(connection, list(rows.values()))
+    nodes.store_heartbeats(connection, list(rows.values()))
     latest = policies.latest_version(connection)
     reach.note(
         connection,
@@ -120,7 +118,7 @@ def _heard(
         latest,
         now=now,
     )
-    ended = chain.pool_ended(connection, context.pool)
+    ended = chain.pool_ended(connection, context.pool) is not None
     relays = tuple(row.url for row in policies.relays(connection, since=now - RELAY_SECONDS))
     measured = speed.want_challenges(connection, rows.values(), now)
     run_digest = revisions.next_run(connection, context).digest()
@@ -203,13 +201,7 @@ def _directive(
 def joining(connection: Connection, account: Address) -> tuple[Directive, str]:
     """Returns the directive for an admitted node: wait for its membership, or join again if that
     failed."""
-    table = schema.intents.c
-    newest = connection.execute(
-        sa.select(table.status, table.error)
-        .where(table.kind == "join", table.id.startswith(f"join:{account}:", autoescape=True))
-        .order_by(table.created_at.desc())
-        .limit(1)
-    ).first()
+    newest = intents.newest_join(connection, account)
     if newest is None or newest.status == "failed":
         why = newest.error if newest is not None else None
         return "join", f"joining on chain failed: {why}" if why else "the node is not admitted"
@@ -253,11 +245,7 @@ class LifeTicks:
                 )
             sessions.forget(connection, now)
             challenges.forget(connection, now)
-            shadows.forget(
-                connection,
-                silent_since=now - shadow.FORGOTTEN_AFTER,
-                given_before=now - 2 * shadow.HOUR,  # the hourly budget counts younger ones
-            )
             row_marks.forget(connection, now)
             policies.forget_relays(connection, now - 10 * RELAY_SECONDS)
+        shadow.forget(backend.store, backend.objects, now)
         self._ticked_at = now

@@ -1,0 +1,383 @@
+"""The gateway's answers: who may call, the first call of a place is final, the signature.
+
+request ─► lease of the pool's manager, still open; signature of its node
+  ─► place within the run's bounds; the first call takes it, another one voids the row
+    ─► text: that of the same request in this step, or the tool's answer now
+      ─► signed for lease, group, sample, turn, prefix, request, and recorded
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prime_broadcast.http1 import Bucket
+from prime_chain.keystore import load_keystore, read_password
+from prime_chain.networks import LOCAL
+from prime_core.errors import PolicyError, PrimeError, UnavailableError, UntrustedError, UserError
+from prime_core.folders import held_alone, make_folder
+from prime_core.gateway import MAX_TEXT, GatewayAnswer, GatewayRequest
+from prime_core.ids import Address, Digest
+from prime_core.run import Conversation, RunDefinition
+from prime_core.settings import BaseSettings, Urls, UserPath, needed
+from prime_core.signing import Domain, Signer
+from prime_core.task import shadow_pool
+from prime_core.transport.client import OrchestratorClient, run_bytes
+from prime_core.version import HEADER, SPOKEN, agree
+from prime_core.waiting import FIRST_ANSWER_SECONDS, StoppedError, until_answered
+from prime_envs.tools import TOOL_ERROR
+from prime_orchestrator.api.connections import Proxies
+from prime_orchestrator.api.routes.http import answer, parse, problem, read_body, refusal
+from prime_orchestrator.gateway.records import Records
+from prime_orchestrator.gateway.upstreams import ToolSettings, Upstream, Web, answer_of, make
+from prime_orchestrator.store.engine import open_store, sqlite_url
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST = 64 << 10
+MAX_RUNS = 64
+MAX_LEASES = 4096
+"""Leases whose rate is remembered."""
+MOST_AT_ONCE_OF_LEASE, MOST_AT_ONCE_OF_TOOL = 2, 8
+"""Calls answered at a time, so that no lease and no site takes all threads of the server."""
+OUTAGE_SECONDS = 10.0
+"""A request without an answer is not made again for so long in its step."""
+MAX_OUTAGES = 4096
+LOCKS = 256
+PRUNE_SECONDS = 3600.0
+
+
+class Settings(BaseSettings):
+    """Settings of `orchestrator gateway`; the tools are tables of the TOML file."""
+
+    model_config = SettingsConfigDict(env_prefix="PRIME_GATEWAY_")
+
+    orchestrator: str = ""
+    """URL of the pool's orchestrator, from which manager and run definitions are read."""
+    wallet: UserPath | None = None
+    """Keystore with the key that the run pins as `conversation.gateway.key`."""
+    password_file: UserPath | None = None
+    password_fd: int | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(default=8490, ge=0, le=65_535)
+    data: UserPath = Path("var/gateway").absolute()
+    tools: dict[str, ToolSettings] = Field(default_factory=dict)
+    calls_per_lease: int = Field(default=1024, ge=1)
+    """Answers of one lease; every further call is answered with an error."""
+    calls_per_second: int = Field(default=20, ge=1)
+    """Requests of one lease on average; a node waits and repeats what is refused."""
+    keep_days: int = Field(default=30, ge=1)
+    """Records older than this are deleted. Nothing depends on them: a file carries its answers."""
+    trusted_proxies: Urls = ()
+
+    @property
+    def database(self) -> Path:
+        """Where the records are."""
+        return self.data / "gateway.sqlite"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a call is checked against. `run` finds a run definition of the pool by digest; it
+    raises NotFoundError or UnavailableError."""
+
+    number: int
+    manager: Address
+    work: Domain
+    run: Callable[[Digest], RunDefinition]
+
+
+class CallService:
+    """Answers calls. Thread-safe."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        signer: Signer,
+        records: Records,
+        tools: Mapping[str, Upstream],
+        settings: Settings,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool, self._signer, self._records = pool, signer, records
+        self._tools, self._settings, self._now, self._clock = tools, settings, now, clock
+        self._locks = [threading.Lock() for _ in range(LOCKS)]
+        self._limits_lock = threading.Lock()  # of the three below
+        self._rates: OrderedDict[Digest, Bucket] = OrderedDict()
+        self._at_once: Counter[str] = Counter()
+        """Calls being answered, by lease and by tool."""
+        self._outages: OrderedDict[tuple[int, Digest], tuple[float, str]] = OrderedDict()
+        """By step and request: until when there is no answer, and why."""
+
+    def answer(self, asked: GatewayRequest) -> GatewayAnswer:
+        """The signed answer to a call.
+
+        Raises UntrustedError and PolicyError for a call that is not this pool's, ConflictError for
+        a row that made two calls in one place, TooManyError if its lease or its tool is busy,
+        UnavailableError if there is no answer now.
+        """
+        lease = asked.lease.lease
+        lease_digest = lease.digest(self._pool.work)
+        conversation = self._check(asked, lease_digest)
+        self._limit_rate(lease_digest)
+        call = asked.call
+        with self._slot(lease_digest, call.tool), self._lock(call.request()):
+            found = self._records.claim(lease_digest, lease.step, call, self._now())
+            if found is not None:
+                return found
+            if self._records.answered(lease_digest) >= self._settings.calls_per_lease:
+                text = f"{TOOL_ERROR}there are no more calls"
+            else:
+                text = self._text(asked, min(MAX_TEXT, conversation.observation_bytes))
+            signed = call.answered(lease_digest, text, self._signer)
+            self._records.keep_answer(lease_digest, call, signed)
+        return signed
+
+    def _text(self, asked: GatewayRequest, most: int) -> str:
+        call, step = asked.call, asked.lease.lease.step
+        known = self._records.text(step, call.request())
+        if known is not None:
+            return known
+        upstream = self._tools.get(call.tool)
+        if upstream is None:
+            raise UnavailableError(f"the gateway's settings have no tool {call.tool}")
+        key = step, call.request()
+        with self._limits_lock:
+            until, why = self._outages.get(key, (0.0, ""))
+        if self._clock() < until:
+            raise UnavailableError(why)
+        try:
+            text = answer_of(upstream, call.arguments, most)
+        except UnavailableError as error:
+            with self._limits_lock:
+                self._outages.pop(key, None)
+                self._outages[key] = self._clock() + OUTAGE_SECONDS, str(error)
+                if len(self._outages) > MAX_OUTAGES:
+                    self._outages.popitem(last=False)
+            raise
+        self._records.keep_text(step, call, text, self._now())
+        return text
+
+    def _check(self, asked: GatewayRequest, lease_digest: Digest) -> Conversation:
+        """Returns the `[conversation]` of the call's run."""
+        lease, call, pool = asked.lease.lease, asked.call, self._pool
+        if lease.pool not in (pool.number, shadow_pool(pool.number)):
+            raise PolicyError("the lease is of another pool")
+        if lease.recover(pool.work, asked.lease.signature) != pool.manager:
+            raise UntrustedError("the pool's manager did not sign the lease")
+        empty = call.statement(lease_digest, "")
+        if empty.recover(pool.work, asked.signature) != lease.node:
+            raise UntrustedError("the lease's node did not sign the call")
+        if lease.deadline < self._now():
+            raise PolicyError("the lease has run out")
+        run = pool.run(lease.run_digest)
+        conversation = run.conversation
+        if conversation is None or conversation.gateway is None:
+            raise PolicyError("the lease's run has no gateway")
+        if conversation.gateway.key != self._signer.address:
+            raise PolicyError(
+                f"the lease's run pins the gateway key {conversation.gateway.key}, not "
+                f"{self._signer.address}"
+            )
+        if (
+            call.tool not in conversation.gateway.tools
+            or call.group >= run.groups_per_lease
+            or call.sample >= run.samples_per_group
+            or call.turn >= conversation.turns - 1
+        ):
+            raise PolicyError("the lease's run has no such tool, row or turn")
+        return conversation
+
+    def _limit_rate(self, lease: Digest) -> None:
+        with self._limits_lock:
+            bucket = self._rates.pop(lease, None)
+            if bucket is None:
+                bucket = Bucket(self._settings.calls_per_second, self._clock, burst=2.0)
+            self._rates[lease] = bucket
+            if len(self._rates) > MAX_LEASES:
+                self._rates.popitem(last=False)
+            if bucket.take(0) > 0:
+                raise TooManyError("too many calls of this lease: slow down")
+            bucket.take(1)
+
+    @contextmanager
+    def _slot(self, lease: Digest, tool: str) -> Iterator[None]:
+        """Counts a call while it is answered. Raises TooManyError if there are too many."""
+        bounds = {f"lease {lease}": MOST_AT_ONCE_OF_LEASE, f"tool {tool}": MOST_AT_ONCE_OF_TOOL}
+        with self._limits_lock:
+            for name, most in bounds.items():
+                if self._at_once[name] >= most:
+                    raise TooManyError(f"too many calls of {name} at once: ask again")
+            self._at_once.update(bounds.keys())
+        try:
+            yield
+        finally:
+            with self._limits_lock:
+                self._at_once.subtract(bounds.keys())
+                self._at_once = +self._at_once  # without zeros
+
+    def _lock(self, request: Digest) -> threading.Lock:
+        """One lock for equal requests, so that only the first goes to the server."""
+        return self._locks[int(request, 16) % LOCKS]
+
+
+class TooManyError(UnavailableError):
+    """Refused by the rate limit or while busy; the caller may repeat it after a pause."""
+
+
+def create_app(service: CallService) -> Starlette:
+    """The ASGI application: POST /v1/call and GET /healthz."""
+
+    async def call(request: Request) -> Response:
+        try:
+            agree(request.headers.get(HEADER))
+            asked = parse(GatewayRequest, await read_body(request, MAX_REQUEST))
+            found = answer(await run_in_threadpool(service.answer, asked))
+        except TooManyError as error:
+            return problem(error, code=429)
+        except PrimeError as error:
+            return refusal(error)
+        found.headers[HEADER] = str(SPOKEN[-1])
+        return found
+
+    async def healthz(_: Request) -> Response:
+        return Response("ok\n", media_type="text/plain")
+
+    return Starlette(
+        routes=[
+            Route("/v1/call", call, methods=["POST"]),
+            Route("/healthz", healthz, methods=["GET"]),
+        ]
+    )
+
+
+class Runs:
+    """The pool's run definitions by digest, from the orchestrator."""
+
+    def __init__(self, client: OrchestratorClient) -> None:
+        self._client, self._lock = client, threading.Lock()
+        self._known: OrderedDict[Digest, RunDefinition] = OrderedDict()
+
+    def get(self, digest: Digest) -> RunDefinition:
+        """See Pool.run."""
+        with self._lock:
+            if digest not in self._known:
+                self._known[digest] = RunDefinition.parse(run_bytes(self._client, digest))
+                if len(self._known) > MAX_RUNS:
+                    self._known.popitem(last=False)
+            return self._known[digest]
+
+
+def serve(settings: Settings) -> None:
+    """Serves until SIGTERM or SIGINT. Raises UserError for settings that do not fit the run."""
+    from prime_orchestrator import serve as serving
+
+    serving.set_up_logging("info")
+    signer = load_keystore(
+        needed(settings, "wallet"), read_password(settings.password_file, settings.password_fd)
+    )
+    make_folder(settings.data)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with (
+        held_alone(settings.data, "orchestrator gateway"),
+        OrchestratorClient(needed(settings, "orchestrator")) as client,
+    ):
+        try:
+            pool, run = until_answered(
+                lambda: _read_pool(client),
+                stop,
+                lambda error, wait: log.warning("%s; trying again in %.0f s", error, wait),
+                give_up=None if settings.database.exists() else FIRST_ANSWER_SECONDS,
+            )
+        except StoppedError:
+            return
+        _check_run(run, signer.address, settings)
+        store = open_store(sqlite_url(settings.database))
+        records = Records(store)
+        web = Web(loopback=pool.work.chain_id == LOCAL.chain_id)
+        tools = {name: make(one, web) for name, one in settings.tools.items()}
+        service = CallService(pool, signer, records, tools, settings)
+        listener = serving.bind(settings.host, settings.port)
+        server = serving.make_server(create_app(service), Proxies(settings.trusted_proxies))
+        pruner = threading.Thread(target=_prune, args=(records, settings, stop), daemon=True)
+        pruner.start()
+        try:
+            asyncio.run(_until(stop, server, listener, settings.data / "gateway.json"))
+        finally:
+            stop.set()
+            pruner.join(10)
+            store.close()
+            listener.close()
+
+
+def _read_pool(client: OrchestratorClient) -> tuple[Pool, RunDefinition]:
+    facts, runs = client.pool(), Runs(client)
+    pool = Pool(facts.pool, facts.manager, client.domain("work"), runs.get)
+    return pool, runs.get(facts.run_digest)
+
+
+def _check_run(run: RunDefinition, key: Address, settings: Settings) -> None:
+    """A later revision may pin another key or more tools; its calls are then refused one by one."""
+    gateway = None if run.conversation is None else run.conversation.gateway
+    if gateway is None:
+        log.warning("the pool's first run has no [conversation.gateway]; a revision may have one")
+        return
+    if gateway.key != key:
+        log.warning("the pool's first run pins the gateway key %s, not %s", gateway.key, key)
+    missing = [name for name in gateway.tools if name not in settings.tools]
+    if missing:
+        raise UserError(
+            f"the run's gateway answers {missing[0]!r}, for which there are no settings",
+            hint=f"add [tools.{missing[0]}] to the file that --config names",
+        )
+
+
+def _prune(records: Records, settings: Settings, stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            gone = records.prune(time.time() - settings.keep_days * 86_400)
+            if gone:
+                log.info("deleted %d records older than %d days", gone, settings.keep_days)
+        except UnavailableError as error:
+            log.warning("old records stay for now: %s", error)
+        stop.wait(PRUNE_SECONDS)
+
+
+async def _until(
+    stop: threading.Event, server: object, listener: socket.socket, file: Path
+) -> None:
+    from prime_orchestrator import serve as serving
+
+    assert isinstance(server, serving.Server)
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (server.started or running.done()):
+        await asyncio.sleep(0.01)
+    if server.started:
+        url = serving.address_of(listener)
+        serving.announce(file, url, listener.getsockname()[1])
+        log.info("answering calls at %s", url)
+    while not (stop.is_set() or running.done()):
+        await asyncio.sleep(0.1)
+    server.should_exit = True
+    await running
+    file.unlink(missing_ok=True)
