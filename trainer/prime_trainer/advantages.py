@@ -53,6 +53,9 @@ def judge(groups: Sequence[Sequence[Rollout]], objective: Objective) -> Judged:
     - keep: like any other
     - mask: its reward stays in its group's baseline, its tokens have weight zero (DAPO)
     - penalise: its reward is lowered before the group is compared
+
+    A sample that ended because a call reached a limit (`tool_limit`) has advantage 0 and does not
+    count, and its group is compared without it.
     """
     advantages: list[float] = []
     counted: list[bool] = []
@@ -65,6 +68,16 @@ def judge(groups: Sequence[Sequence[Rollout]], objective: Objective) -> Judged:
             row.reward - (penalty if is_cut else 0.0)
             for row, is_cut in zip(group, cut, strict=True)
         ]
-        advantages += group_advantages(rewards, objective.advantage)
-        counted += [not (is_cut and objective.overlong == "mask") for is_cut in cut]
+        answered = [row.finish_reason != "tool_limit" for row in group]
+        compared = [reward for reward, kept in zip(rewards, answered, strict=True) if kept]
+        found = iter(
+            group_advantages(compared, objective.advantage)
+            if len(compared) > 1
+            else [0.0] * len(compared)
+        )
+        advantages += [next(found) if kept else 0.0 for kept in answered]
+        counted += [
+            kept and not (is_cut and objective.overlong == "mask")
+            for is_cut, kept in zip(cut, answered, strict=True)
+        ]
     return Judged(advantages, counted, overlong)

@@ -3,11 +3,15 @@
     <data>/checkpoints/<step>/         DCP shards, one file per *global* rank, and state.json
     <data>/checkpoints/.staging-<step> the same, incomplete
 
-`begin` copies the state to CPU memory and returns; a thread writes it (DCP) while training
-continues, and `finish` makes it valid. A folder gets its final name by one rename, after every rank
-has written its part and rank 0 has synced it to disk. `<step>` is the number of batches trained, so
-it holds policy version <step>. A version is published only from a checkpoint on disk, so that the
-same bytes are published again after a crash.
+`begin` returns while a thread writes the state (DCP), and `finish` makes it valid. From a GPU the
+state is first copied to CPU memory, and training continues. State that is in CPU memory already is
+written from there without a second copy, and the optimizer's next step waits for the write; passes
+forward and backward do not change it. A folder gets its final name by one rename, after every rank
+has written its part and rank 0 has synced it to disk. `<step>` is the number of the next batch.
+
+All ranks write into the same folder and any number of ranks can read it, so ranks on several
+machines need a shared disk. Without one, rank 0 does not find the other machines' shards, and
+`finish` refuses the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -42,18 +48,21 @@ from prime_trainer.parallel import World
 log = logging.getLogger(__name__)
 
 STATE_NAME = "state.json"
-KEEP = 2
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """`step` batches were trained so far. `trained` maps steps to their batches' groups, going back
-    as far as staleness allows a group to be repeated. `metrics` is the last step's line. `ranks`
-    wrote the checkpoint; another number of ranks can read it, but does not reproduce the same bits.
-    `training` is the configuration of the last step, published with its policy."""
+    """The state after the batches numbered below `step`; its weights are policy `version`.
+
+    `trained` maps steps to their batches' groups, going back as far as staleness allows a group to
+    be repeated. `metrics` is the last step's line. `ranks` wrote the checkpoint; another number of
+    ranks can read it, but does not reproduce the same bits. `training` is the configuration of the
+    last step, published with its policy.
+    """
 
     run_digest: Digest
     step: int = 0
+    version: int = 0
     trained: Mapping[int, tuple[GroupKey, ...]] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     ranks: int = 1
@@ -70,11 +79,15 @@ class TrainerState:
         max_staleness: int,
         training: str = "",
     ) -> TrainerState:
-        """The state after training the groups of batch `step` under the configuration
-        `training`."""
-        kept = {s: keys for s, keys in self.trained.items() if s >= self.step - max_staleness}
-        kept[self.step] = groups
-        return replace(self, step=self.step + 1, trained=kept, metrics=metrics, training=training)
+        """The state after training the groups of the batch and into the version that its line
+        `metrics` names, under the configuration `training`."""
+        step = int(metrics["step"])
+        kept = {s: keys for s, keys in self.trained.items() if s >= step - max_staleness}
+        kept[step] = groups
+        return replace(
+            self, step=step + 1, version=int(metrics["version"]), trained=kept, metrics=metrics,
+            training=training,
+        )  # fmt: skip
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -91,6 +104,7 @@ class TrainerState:
             return TrainerState(
                 Digest(raw["run_digest"]),
                 int(raw["step"]),
+                int(raw.get("version", raw["step"])),  # older states have none
                 trained,
                 raw["metrics"],
                 int(raw["ranks"]),
@@ -106,9 +120,13 @@ def _folder(data: Path) -> Path:
 
 def latest(data: Path) -> Path | None:
     """The newest complete checkpoint under `data`."""
-    folder = _folder(data)
+    return next(reversed(_numbered(_folder(data))), None)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first."""
     whole = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    return max(whole, key=lambda path: int(path.name), default=None)
+    return sorted(whole, key=lambda path: int(path.name))
 
 
 @dataclass(frozen=True)
@@ -120,23 +138,28 @@ class Saving:
     state: TrainerState
     written: Future[Any] | None
 
-    def finish(self, leads: bool) -> None:
+    def finish(self, leads: bool, kept: int = 2) -> None:
         """Waits until every rank has written. Rank 0 then durably renames the folder and deletes
-        all but the last two checkpoints. Raises UnavailableError on a disk error, leaving earlier
-        checkpoints intact."""
+        all but the newest `kept` checkpoints. Raises UnavailableError on a disk error, and
+        FatalError if the ranks do not share a disk, leaving earlier checkpoints intact."""
         data = self.final.parent.parent
         with writing(f"checkpoint {self.state.step}", data):
             if self.written is not None:
                 self.written.result()
             if not leads:
                 return
+            shards = sum(path.suffix == ".distcp" for path in self.staging.iterdir())
+            if shards < self.state.ranks:
+                raise FatalError(
+                    f"checkpoint {self.state.step} has shards of {shards} of {self.state.ranks} "
+                    f"ranks in {data}: give all machines one shared disk for --data"
+                )
             (self.staging / STATE_NAME).write_text(self.state.to_json())
             _make_durable(self.staging)
             self.staging.rename(self.final)
             _fsync(self.final.parent)
-            for old in sorted(self.final.parent.iterdir(), key=lambda path: path.name):
-                if old.name.isdigit() and int(old.name) <= self.state.step - KEEP:
-                    shutil.rmtree(old)
+            for old in _numbered(self.final.parent)[:-kept]:
+                shutil.rmtree(old)
 
 
 def begin(
@@ -146,10 +169,11 @@ def begin(
     optimizer: torch.optim.Optimizer,
     world: World,
 ) -> Saving:
-    """Copies the state to CPU memory and writes it in a thread (DCP); a collective operation.
+    """Writes the state in a thread (DCP); a collective operation.
 
-    Training may continue when it returns. Only one checkpoint may be in progress: call `finish` on
-    the previous one first, on every rank. Raises UnavailableError on a disk error.
+    Training may continue when it returns; on the CPU `optimizer` waits for the write before it
+    steps. Only one checkpoint may be in progress: call `finish` on the previous one first, on every
+    rank. Raises UnavailableError on a disk error.
     """
     final = _folder(data) / str(state.step)
     staging = _folder(data) / f".staging-{state.step}"
@@ -159,11 +183,47 @@ def begin(
             shutil.rmtree(final, ignore_errors=True)
             staging.mkdir(parents=True)
         world.barrier()
+        in_place = next(policy.parameters()).device.type == "cpu"
         written = state_dict_saver.async_save(
-            _tensors(policy, optimizer, world), checkpoint_id=staging, process_group=world.storage
+            _tensors(policy, optimizer, world),
+            checkpoint_id=staging,
+            process_group=world.storage,
+            async_stager=_InPlace() if in_place else None,
         )
     assert isinstance(written, Future)
+    if in_place:
+        _wait_before_next_step(optimizer, written)
     return Saving(staging, final, replace(state, ranks=world.size), written)
+
+
+class _InPlace(AsyncStager):
+    """Gives DCP the live tensors instead of a copy."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+_written_from: WeakKeyDictionary[torch.optim.Optimizer, Future[Any]] = WeakKeyDictionary()
+"""The newest write of each optimizer's live state."""
+
+
+def _wait_before_next_step(optimizer: torch.optim.Optimizer, written: Future[Any]) -> None:
+    """Makes the next step wait until `written` is done; its errors are for `Saving.finish`."""
+    if optimizer not in _written_from:
+        optimizer.register_step_pre_hook(_wait_for_write)
+    _written_from[optimizer] = written
+
+
+def _wait_for_write(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    wait([_written_from[optimizer]])
 
 
 def save(

@@ -24,6 +24,7 @@ from prime_core.stopping import until_stopped
 from prime_core.waiting import FIRST_ANSWER_HELP
 
 if TYPE_CHECKING:
+    from prime_core.run import RunDefinition
     from prime_trainer.config import Settings
 
 app = program("trainer", "Trains a pool's policy on sealed batches and publishes it.")
@@ -42,6 +43,19 @@ Pool = Annotated[int | None, typer.Option(help="Refuse to work for another pool.
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the pool's trainer.")]
 PasswordFile = Annotated[Path | None, typer.Option(help="File with its password.")]
 PasswordFd = Annotated[int | None, typer.Option(help="Open descriptor with it.")]
+
+Policy = Annotated[
+    Path,
+    typer.Argument(help="Model folder, folder of a `trainer local`, or of fetched policies."),
+]
+RunOfPolicy = Annotated[
+    Path | None,
+    typer.Option("--run", help="Run definition: system prompt, budget, tools (default: run.json)."),
+]
+Budget = Annotated[
+    int | None, typer.Option(min=0, help="Tokens of thinking to ask for (default: not asked).")
+]
+System = Annotated[str | None, typer.Option(help="System prompt (default: the run's).")]
 
 
 @app.command()
@@ -66,8 +80,11 @@ def run(
         int | None, typer.Option(help="Of one address at once; 0: unlimited.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many batches.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Batches between checkpoints.")
+    ] = None,
     linger: Annotated[
-        bool | None, typer.Option(help="After the last batch, go on serving policies.")
+        bool | None, typer.Option(help="After the last batch, keep serving policies.")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="AdamW's peak rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
@@ -77,6 +94,9 @@ def run(
     gradient_clip: Annotated[float | None, typer.Option(help="Gradient norm limit.")] = None,
     optimizer_steps: Annotated[int | None, typer.Option(help="Optimizer steps a batch.")] = None,
     recompute: Annotated[bool | None, typer.Option(help="Checkpoint activations.")] = None,
+    cpu_offload: Annotated[
+        bool | None, typer.Option(help="Weights and optimizer in host memory.")
+    ] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")] = None,
     lora_alpha: Annotated[int | None, typer.Option(help="Their scale times the rank.")] = None,
     bad_batch: Annotated[str | None, typer.Option(help="stop or skip.")] = None,
@@ -85,7 +105,9 @@ def run(
     alarm_entropy: Annotated[float | None, typer.Option(help="Least quiet entropy.")] = None,
     alarm_action: Annotated[str | None, typer.Option(help="warn or stop.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus' text.")] = None,
+    metrics_host: Annotated[str | None, typer.Option(help="On this address (loopback).")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for event files.")] = None,
+    tracker: Annotated[str | None, typer.Option(help="Log to wandb or trackio.")] = None,
     peak_tflops: Annotated[float | None, typer.Option(help="A device's peak, for MFU.")] = None,
     progress: Annotated[bool | None, typer.Option(help="A bar on a terminal.")] = None,
     bf16: Annotated[bool | None, typer.Option(help="Compute in bf16 (GPUs).")] = None,
@@ -166,6 +188,7 @@ def local(
     learning_rate: Annotated[float | None, typer.Option(help="AdamW's peak rate.")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for event files.")] = None,
+    tracker: Annotated[str | None, typer.Option(help="Log to wandb or trackio.")] = None,
     engine: Annotated[str, typer.Option(help="plain or vllm.")] = "plain",
     dtype: Annotated[str, typer.Option(help="The engine's: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="The engine's: cpu or cuda.")] = "cpu",
@@ -173,7 +196,7 @@ def local(
         int | None, typer.Option(min=1, help="Threads on a CPU (default: torch's own choice).")
     ] = None,
     evaluate_every: Annotated[
-        int, typer.Option(min=0, help="Steps between evaluations; 0: none at all.")
+        int, typer.Option(min=0, help="Steps between evaluations; 0: none.")
     ] = 10,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems of each.")] = 64,
     samples: Annotated[int, typer.Option(min=0, help="Answers of a step to write down.")] = 8,
@@ -184,6 +207,10 @@ def local(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out that was stopped.")
     ] = False,
+    cassette: Annotated[
+        Path | None,
+        typer.Option(help="Recorded answers of the run's gateway (orchestrator gateway export)."),
+    ] = None,
 ) -> None:
     """Train from a run's TOML in this process: no chain, no keys, no pool.
 
@@ -197,11 +224,12 @@ def local(
     flags = {
         "model": model, "data": out, "steps": steps, "learning_rate": learning_rate,
         "lora_rank": lora_rank, "tensorboard": tensorboard,
+        "tracker": tracker,
     }  # fmt: skip
     settings = load(flags, config or (beside if beside.is_file() else None))
     options = Options(
         engine, dtype, device, threads, evaluate_every, problems, seed, samples,
-        checkpoint_every, resume,
+        checkpoint_every, resume, cassette,
     )  # fmt: skip
     try:
         run_local(source, settings, options, until_stopped(second_ends=True))
@@ -231,14 +259,11 @@ def samples(
 
 @app.command()
 def chat(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder of a policy.")],
-    run: Annotated[
-        Path | None, typer.Option(help="Run definition: its system prompt, budget and tools.")
-    ] = None,
-    budget: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of thinking to ask for (default: not asked).")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt (default: the run's).")] = None,
+    model: Policy,
+    once: Annotated[str | None, typer.Option(help="Ask this question and end.")] = None,
+    run: RunOfPolicy = None,
+    budget: Budget = None,
+    system: System = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Fixes the sampling (default: random).")] = None,
@@ -249,17 +274,16 @@ def chat(
 ) -> None:
     """Talk to a policy: one question a line from the terminal or standard input."""
     from prime_core.printing import printable
-    from prime_core.run_file import read_run
     from prime_envs.samples import styled
     from prime_trainer.talk import answers, start
 
-    definition = None if run is None else read_run(run)
+    folder, definition = _policy(model, run)
     talk = start(
-        model, definition, {"engine": engine, "dtype": dtype, "device": device},
+        folder, definition, {"engine": engine, "dtype": dtype, "device": device},
         system=system, budget=budget, max_tokens=max_tokens, temperature=temperature, seed=seed,
     )  # fmt: skip
     try:
-        for turns in answers(talk, _questions()):
+        for turns in answers(talk, _questions() if once is None else [once]):
             if as_json:
                 said = [{"by": kind, "text": text} for kind, text in turns]
                 print(json.dumps(said, ensure_ascii=False), flush=True)
@@ -268,6 +292,55 @@ def chat(
                 typer.echo(f"{text}\n")
     finally:
         talk.engine.close()
+
+
+@app.command()
+def serve(
+    model: Policy,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="Model name in the API (default: the folder's).")
+    ] = None,
+    run: RunOfPolicy = None,
+    budget: Budget = None,
+    system: System = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of an answer if the client names no limit.")
+    ] = 512,
+    engine: Annotated[str, typer.Option(help="plain or vllm.")] = "plain",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Its address as JSON.")] = False,
+) -> None:
+    """Serve a policy with an OpenAI-compatible API, until SIGTERM or Ctrl-C.
+
+    It asks for no key: bind an address other than the loopback one only behind a proxy that does.
+    """
+    from prime_trainer.serving import Served
+    from prime_trainer.serving import serve as serve_policy
+
+    def say(url: str, served: Served) -> None:
+        facts = {"url": url, "model": served.name, "engine": served.engine.name}
+        shown = f"{served.name} ({served.engine.name}, {dtype}, {device}): {url}"
+        print(json.dumps(facts) if as_json else shown, flush=True)
+
+    folder, definition = _policy(model, run)
+    serve_policy(
+        folder, definition, {"engine": engine, "dtype": dtype, "device": device},
+        until_stopped(second_ends=True), say, name=name or model.resolve().name, host=host,
+        port=port, system=system, budget=budget, max_tokens=max_tokens,
+    )  # fmt: skip
+
+
+def _policy(place: Path, run: Path | None) -> tuple[Path, RunDefinition | None]:
+    """The model folder of a policy and the run that it is asked for."""
+    from prime_core.run_file import read_run
+    from prime_trainer.talk import policy_in
+
+    folder, found = policy_in(place)
+    run = run or found
+    return folder, None if run is None else read_run(run)
 
 
 def _questions() -> Iterator[str]:

@@ -104,6 +104,11 @@ class Settings(ChainSettings):
     relay uses two. 0: unlimited, for an origin whose readers all come through one proxy."""
     steps: int | None = Field(default=None, ge=0)
     """Stop after this many batches in total; by default never."""
+    checkpoint_every: int = Field(default=1, ge=1)
+    """Batches between checkpoints. After a crash, the batches since the last one are trained again,
+    and their policies get new version numbers."""
+    checkpoints_kept: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept on disk."""
     linger: bool = False
     """After the last step, keep serving policies, which validators and auditors still need."""
 
@@ -126,6 +131,9 @@ class Settings(ChainSettings):
     recompute: bool = False
     """Recompute activations in the backward pass instead of storing them (activation
     checkpointing)."""
+    cpu_offload: bool = False
+    """Keep weights, gradients, optimizer state and the reference in host memory; a device holds
+    only the layers in use. The optimizer then runs on the CPU."""
     lora_rank: int = Field(default=0, ge=0, le=4096)
     """Train adapters of this rank on frozen weights; 0 trains the weights themselves."""
     lora_alpha: int = Field(default=0, ge=0)
@@ -149,9 +157,18 @@ class Settings(ChainSettings):
     """Effect of an alarm: a warning and a note in the step's line, or the end of the run (the batch
     is kept, but training stops)."""
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
-    """Serve Prometheus metrics at http://127.0.0.1:<port>/metrics; 0 selects a free port."""
+    """Serve Prometheus metrics at http://<metrics_host>:<port>/metrics; 0 selects a free port."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which metrics are served."""
     tensorboard: UserPath | None = None
     """Also write TensorBoard event files into this folder."""
+    tracker: Literal["wandb", "trackio"] | None = None
+    """Also log to this experiment tracker."""
+    tracker_project: str = "prime-open"
+    """Project of the tracker."""
+    texts_every: int = Field(default=10, ge=0)
+    """Steps between tables of rollout texts in TensorBoard and the tracker (`trainer local`); 0:
+    none."""
     peak_tflops: float = Field(default=0.0, ge=0)
     """Peak of one device in 10^12 operations per second, for MFU; 0 uses the value of a known
     device."""
@@ -161,10 +178,10 @@ class Settings(ChainSettings):
     """How long the very first start waits for the orchestrator and the RPC to answer."""
     log_level: str = "info"
 
-    def training(self) -> str:
+    def training(self, origin: Mapping[str, int | str] | None = None) -> str:
         """The JSON text of TRAINING_FILE: every setting that determines how a batch changes the
-        weights, including defaults."""
-        values = self.model_dump(mode="json", include=set(TRAINING))
+        weights, including defaults, and the policy's `origin` (its batch and the policy before)."""
+        values = self.model_dump(mode="json", include=set(TRAINING)) | dict(origin or {})
         return json.dumps({"schema_version": 1, **values}, indent=2, sort_keys=True) + "\n"
 
     def need(self, name: str) -> Any:

@@ -43,6 +43,16 @@ class BatchRules:
     domain: Domain
     """EIP-712 domain of the Work contract, under which the manager signs batches."""
     vocabulary: int
+    newest: Callable[[], int] = lambda: 0
+    """The newest policy's version, up to which numbers of batches may be left out."""
+
+
+@dataclass(frozen=True)
+class BadBatch:
+    """A batch to skip, and why."""
+
+    step: Step
+    why: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class TrainingBatch:
 
 def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:
     """Returns the manifest if it is well formed and signed by the manager for this pool, run and
-    step.
+    step, or a later step that does not exceed the newest policy's version (docs/adr/0014).
 
     Raises UntrustedError (signature, wrong pool, run or step) or MalformedError (unsorted or
     repeated files or groups, more groups than the run's batch).
@@ -86,7 +96,7 @@ def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> Batch
     signer = signed.statement().recover(rules.domain, signed.signature)
     if signer != rules.manager:
         raise UntrustedError(f"batch {step} is signed by {signer}, not the manager {rules.manager}")
-    if (manifest.pool, manifest.step) != (rules.pool, step):
+    if manifest.pool != rules.pool or not step <= manifest.step <= max(step, rules.newest()):
         raise UntrustedError(
             f"asked for batch {step} of pool {rules.pool}, "
             f"got batch {manifest.step} of pool {manifest.pool}"
@@ -114,12 +124,14 @@ def assemble(
     fetch: Fetch,
     trained: Collection[GroupKey] = (),
 ) -> TrainingBatch:
-    """Fetches and checks everything in batch `step`; see the module's docstring.
+    """Fetches and checks everything in a batch; see the module's docstring. `step`: the number from
+    which the batch was asked for.
 
     `trained`: groups of earlier batches, which must not be repeated. Raises UntrustedError,
     MalformedError or PolicyError (stale rows), UnavailableError if an object cannot be fetched.
     """
     manifest = verify_statement(signed, step, rules)
+    step = manifest.step
     groups: list[tuple[Rollout, ...]] = []
     keys: list[GroupKey] = []
     seen = alike = 0

@@ -134,7 +134,7 @@ def estimate(
         tokens_per_batch=length * rows,
         flops_per_batch=flops,
         step=step,
-        host=2 * parameters + step.kept,
+        host=2 * parameters + step.kept + step.host,
         batches=2 * rows * 4 * (length + output),  # tokens, and log-probabilities of outputs
         seconds_per_batch=None if peak is None else flops / (peak * ASSUMED_MFU * ranks),
         assumes=f"{'a guess of' if prompt is None else 'as the first prompts have,'} "

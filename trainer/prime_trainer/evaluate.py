@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prime_core import seeds
 from prime_core.errors import UserError
+from prime_core.gateway import Answers
 from prime_core.run import RunDefinition
 from prime_engine.base import Engine
 from prime_envs.registry import environment_for
@@ -153,9 +154,10 @@ def ask(
     samples: int,
     device: str,
     engine: Engine | None = None,
+    gateway: Answers | None = None,
 ) -> list[Answered]:
-    """Returns the graded answers of an evaluation; `engine` as in sampling.answer. Raises the same
-    errors as `evaluate`."""
+    """Returns the graded answers of an evaluation; `engine`, `gateway`: see sampling.answer. Raises
+    the same errors as `evaluate`."""
     ref = run.environment
     if not 1 <= problems <= ref.heldout_size:
         raise UserError(
@@ -171,7 +173,7 @@ def ask(
     try:
         return answer(
             model, run, environment, indices, samples=samples, source=source, device=device,
-            engine=engine,
+            engine=engine, gateway=gateway,
         )  # fmt: skip
     finally:
         environment.close()

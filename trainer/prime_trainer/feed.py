@@ -98,8 +98,8 @@ def check_on_chain(facts: PoolFacts, settings: ChainSettings, deployment: Deploy
         pool = Pools(client, deployment).pool_of(info.pool)
     finally:
         client.close()
-    told = (info.manager, info.trainer, info.run_digest)
-    if (pool.manager, pool.trainer, pool.run_digest) != told:
+    stated = (info.manager, info.trainer, info.run_digest)
+    if (pool.manager, pool.trainer, pool.run_digest) != stated:
         raise UntrustedError(
             f"the orchestrator's facts about pool {info.pool} are not those on chain"
         )
@@ -116,7 +116,8 @@ def require_trainer(facts: PoolFacts, account: Address) -> None:
 
 
 def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event) -> BatchAnswer:
-    """Returns batch `step` once it is sealed. Raises StoppedError on an earlier stop request."""
+    """Returns the first batch numbered `step` or higher once it is sealed. Raises StoppedError on
+    an earlier stop request."""
 
     def ask() -> BatchAnswer:
         while True:

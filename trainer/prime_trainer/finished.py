@@ -82,7 +82,7 @@ def card(
 ) -> str:
     """The model card, with metadata for model hubs."""
     ref, o = run.environment, training.get("objective")
-    objective = "none: the base model as it is"
+    objective = "none: the unchanged base model"
     if o is not None:
         objective = (
             f"{o['name']}, advantage {o['advantage']}, ε {o['clip']:g}, δ {o['delta']:g}, "

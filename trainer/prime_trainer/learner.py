@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from prime_core import memory
 from prime_core.errors import FatalError
 from prime_core.rollout import Rollout
 from prime_core.run import RunDefinition
@@ -91,13 +92,14 @@ def empty_policies(
     policy.head_fp32 = settings.head_fp32
     if settings.lora_rank:
         add_adapters(policy, settings.lora_rank, settings.lora_alpha or 2 * settings.lora_rank)
-    shard(policy, world, bf16=settings.bf16, recompute=settings.recompute)
+    offload = settings.cpu_offload
+    shard(policy, world, bf16=settings.bf16, recompute=settings.recompute, cpu_offload=offload)
     reference = None
     if wanted.kl:
         width = torch.bfloat16 if settings.bf16 else torch.float32  # never updated
         reference = empty_policy(base, run.temperature, width).requires_grad_(False)
         reference.head_fp32 = settings.head_fp32
-        shard(reference, world, bf16=settings.bf16)
+        shard(reference, world, bf16=settings.bf16, cpu_offload=offload)
     return policy, reference
 
 
@@ -174,6 +176,8 @@ def backward(
             terms = policy_loss(logprobs, entropy, tokens, learner.objective)
             # FSDP averages over ranks; the loss is a sum.
             torch.autograd.backward(terms.loss * world.size)
+            if world.device.type == "cpu":
+                memory.release()
         for name, value in {**terms.sums, "loss": terms.loss.detach().double()}.items():
             sums[name] = sums.get(name, torch.zeros_like(value)) + value
         ratio_max = torch.maximum(ratio_max, terms.ratio_max)
@@ -252,6 +256,8 @@ def optimizer_step(learner: Learner, loss: float, step: int) -> dict[str, Any]:
     else:
         log.error("step %d is skipped: loss %s, gradient norm %s", step, loss, norm)
     learner.optimizer.zero_grad(set_to_none=True)
+    if learner.world.device.type == "cpu":
+        memory.release()
     return {"gradient_norm": norm, "learning_rate": rate, "applied": applied}
 
 
@@ -272,14 +278,21 @@ def shares_of(groups: int, steps: int) -> list[list[int]]:
     return [list(range(number, groups, steps)) for number in range(steps)]
 
 
-def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict[str, Any]:
+def train_step(
+    learner: Learner,
+    batch: TrainingBatch,
+    watch: Stopwatch,
+    versions: tuple[int, int] | None = None,
+) -> dict[str, Any]:
     """Runs `optimizer_steps` steps on one batch; returns the batch's line of metrics without its
-    waits.
+    waits. `versions`: the policy that the batch trains and the one that it makes (default: the
+    batch's number and the next one).
 
     Statistics are those of the first step, whose ratios reflect the batch's own staleness, except
     the largest gradient norm and ratio, and `applied`, which is true if any step was taken.
     """
     rollouts = batch.rollouts
+    before, after = versions or (batch.step, batch.step + 1)
     size = learner.run.samples_per_group
     shares = shares_of(len(batch.groups), learner.settings.optimizer_steps)
     proximal = None
@@ -292,7 +305,7 @@ def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict
         statistics = backward(
             learner,
             [rollouts[i] for i in chosen],
-            batch.step if number == 0 else None,
+            before if number == 0 else None,
             None if proximal is None else [proximal[i] for i in chosen],
             watch,
         )
@@ -302,7 +315,7 @@ def train_step(learner: Learner, batch: TrainingBatch, watch: Stopwatch) -> dict
     outputs = [row.generated for row in rollouts]
     line = {
         "step": batch.step,
-        "version": batch.step + 1,
+        "version": after,
         "batch": batch.digest,
         "groups": len(batch.groups),
         "groups_alike": batch.alike / batch.seen if batch.seen else 0.0,

@@ -98,7 +98,8 @@ def place_weights(
     policy: Policy, device: torch.device, values: Callable[[list[str], nn.Parameter], Tensor]
 ) -> Policy:
     """Replaces every parameter on the meta device by `values(its names, parameter)`, this rank's
-    rows of it, on `device`; returns `policy`. Tied names share one parameter."""
+    rows of it, on `device`, or in host memory if the policy is offloaded; returns `policy`. Tied
+    names share one parameter."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
@@ -114,6 +115,8 @@ def place_weights(
                 local, sharded.device_mesh, sharded.placements, run_check=False,
                 shape=sharded.shape, stride=sharded.stride(),
             )  # fmt: skip
+        if policy.cpu_offload:
+            local = local.cpu()
         new = nn.Parameter(local, requires_grad=parameter.requires_grad)
         filled |= dict.fromkeys(names[key], new)
     policy.load_state_dict(filled, strict=False, assign=True)

@@ -40,6 +40,7 @@ from prime_core import encoding
 from prime_core.batch import FreeGroup, choose
 from prime_core.errors import FatalError, UserError
 from prime_core.folders import held_alone, make_folder
+from prime_core.gateway import Answers, Cassette
 from prime_core.ids import Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO, RunDefinition
@@ -49,6 +50,7 @@ from prime_engine.base import Engine
 from prime_envs.base import Grade, texts_of
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
+from prime_envs.tools import TOOL_ERROR
 from prime_trainer import checkpoint
 from prime_trainer.alarms import alarms_of
 from prime_trainer.checkpoint import TrainerState
@@ -102,6 +104,9 @@ class Options:
     """Steps between checkpoints, in addition to the one written when a run is stopped; 0: none."""
     resume: bool = False
     """Continue the run in the folder from its last checkpoint."""
+    cassette: Path | None = None
+    """Recorded answers for the calls of the gateway's tools; a request without one ends its row as
+    `tool_limit`."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,19 @@ class Made:
             },
         }
 
+    def tool_figures(self, tokenizer: Any) -> dict[str, float]:
+        """Metrics of the tools' answers in everything generated: answers per row, and the share of
+        them that report no error."""
+        said = [
+            text
+            for _, rollout, _ in self.rows
+            for text in texts_of(tokenizer, rollout.output_tokens, rollout.spans)[1::2]
+        ]
+        found = {"tool_calls": len(said) / max(1, len(self.rows))}
+        if said:
+            found["tool_success"] = sum(TOOL_ERROR not in text for text in said) / len(said)
+        return found
+
 
 def _source(row: PlannedRow) -> str:
     """The source of a task, if its metadata names one."""
@@ -195,6 +213,7 @@ def run_local(
             f"{run.environment.heldout_size}",
             hint="change --problems or heldout_size, or say --evaluate-every 0",
         )
+    answers = _answers(run, options.cassette)
     make_folder(out / CHECKPOINTS)
     threads = options.threads or torch.get_num_threads()
     with ExitStack() as stack:
@@ -205,7 +224,7 @@ def run_local(
             raise UserError("a local run is one process", hint="start it without torchrun")
         torch.set_num_threads(threads)
         observers = stack.enter_context(Observers.of(settings, leads=True))
-        local = Local(run, settings, options, world, observers, say)
+        local = Local(run, settings, options, world, observers, say, answers)
         stack.callback(local.close)
         return local.train(stop)
 
@@ -214,14 +233,27 @@ def _new_run(source: Path, base: Path, out: Path) -> RunDefinition:
     make_folder(out)
     if any(out.iterdir()):
         raise UserError(
-            f"{out} is not empty", hint="name another folder by --out, or go on with --resume"
+            f"{out} is not empty", hint="name another folder with --out, or continue with --resume"
         )
     return local_run(source, base)
 
 
+def _answers(run: RunDefinition, cassette: Path | None) -> Cassette | None:
+    """Raises UserError if the run's gateway and the cassette do not go together."""
+    asks = run.conversation is not None and run.conversation.gateway is not None
+    if asks and cassette is None:
+        raise UserError(
+            "the run's tools ask a gateway, which a local run does not reach",
+            hint="give recorded answers by --cassette FILE (orchestrator gateway export FILE)",
+        )
+    if cassette is not None and not asks:
+        raise UserError("the run has no [conversation.gateway]", hint="leave out --cassette")
+    return None if cassette is None else Cassette.read(cassette)
+
+
 def _run_to_resume(source: Path, base: Path, out: Path) -> RunDefinition:
     if not (out / "run.json").is_file():
-        raise UserError(f"{out} holds no run to go on with", hint="leave out --resume")
+        raise UserError(f"{out} holds no run to continue", hint="leave out --resume")
     if (out / MODEL).exists():
         raise UserError(
             f"the run in {out} is finished: its policy is in {out / MODEL}",
@@ -247,12 +279,14 @@ class Local:
         world: World,
         observers: Observers,
         say: Callable[[str], None],
+        answers: Answers | None = None,
     ) -> None:
         self.run, self.settings, self.options = run, settings, options
         self.observers, self.say = observers, say
         self.out: Path = settings.data
         self.base: Path = settings.need("model")
         self.world = world
+        self.answers = answers
         self.environment = environment_for(run)
         self.learner = make_learner(run, settings, world)
         self.folder, self.version = self.base, 0
@@ -293,7 +327,7 @@ class Local:
             self.save()
             raise StoppedError(
                 f"stopped at policy {self.version} of {steps}, which is kept in {self.out}; "
-                "the same command with --resume goes on"
+                "continue with the same command and --resume"
             ) from error
         return self.finish()
 
@@ -310,6 +344,8 @@ class Local:
             self.leases, self.waiting = before
             raise
         line = train_step(self.learner, batch, watch) | made.figures(self.run.samples_per_group)
+        if self.run.conversation is not None and self.run.conversation.tools:
+            line |= made.tool_figures(self.engine.tokenizer)
         line["alarms"] = alarms_of(line, self.settings)
         for alarm in line["alarms"]:
             log.warning("alarm at step %d: %s", batch.step, alarm)
@@ -385,6 +421,7 @@ class Local:
                 run,
                 self.engine,
                 environment=self.environment,
+                answers=self.answers,
             )
         )
         for digest, plan in plans:
@@ -457,8 +494,9 @@ class Local:
         run, seed = self.run, self.options.seed
         with interruptible():
             answered = ask(
-                self.folder, run, self.options.problems, seed, 1, self.options.device, self.engine
-            )
+                self.folder, run, self.options.problems, seed, 1, self.options.device, self.engine,
+                self.answers,
+            )  # fmt: skip
         found = summary(self.folder, seed, run, answered)
         line: dict[str, Any] = {"version": self.version, **found.as_json()}
         said = f"policy {self.version}, {self.options.problems} held-out problems: "
@@ -509,7 +547,7 @@ class Local:
             write_whole(path, json.dumps(state, default=_plain).encode())
         newest = checkpoint.latest(self.out)
         if newest is None or newest.name != str(self.version):
-            step = TrainerState(self.run.digest(), self.version)
+            step = TrainerState(self.run.digest(), self.version, self.version)
             checkpoint.save(self.out, step, self.learner.policy, self.learner.optimizer, self.world)
         kept = {
             _state_of(self.out, int(one.name)) for one in folder.iterdir() if one.name.isdigit()
@@ -552,7 +590,7 @@ class Local:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             with writing(f"the file {name}", out / name):
                 write_whole(out / name, text.encode())
-        self.say(f"goes on from policy {self.version}")
+        self.say(f"continues from policy {self.version}")
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.leases, self.evaluated = state["leases"], state["evaluated"]
@@ -590,25 +628,24 @@ class Local:
         parts."""
         tokenizer, wanted = self.engine.tokenizer, self.options.samples
         apart = max(1, len(made.rows) // max(1, wanted))
-        self._append(
-            "samples.jsonl",
-            [
-                {
-                    "step": step,
-                    "policy": rollout.policy_version,
-                    "problem": rollout.problem_id,
-                    "target": rollout.target_length,
-                    "prompt": tokenizer.decode(list(rollout.prompt_tokens)),
-                    "turns": texts_of(tokenizer, rollout.output_tokens, rollout.spans),
-                    "tokens": rollout.generated,
-                    "finish": rollout.finish_reason,
-                    "reward": rollout.reward,
-                    "parts": dict(grade.parts),
-                    "reason": grade.reason,
-                }
-                for _, rollout, grade in made.rows[::apart][:wanted]
-            ],
-        )
+        lines = [
+            {
+                "step": step,
+                "policy": rollout.policy_version,
+                "problem": rollout.problem_id,
+                "target": rollout.target_length,
+                "prompt": tokenizer.decode(list(rollout.prompt_tokens)),
+                "turns": texts_of(tokenizer, rollout.output_tokens, rollout.spans),
+                "tokens": rollout.generated,
+                "finish": rollout.finish_reason,
+                "reward": rollout.reward,
+                "parts": dict(grade.parts),
+                "reason": grade.reason,
+            }
+            for _, rollout, grade in made.rows[::apart][:wanted]
+        ]
+        self._append("samples.jsonl", lines)
+        self.observers.texts(step, lines)
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         path = self.out / name

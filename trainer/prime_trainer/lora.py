@@ -54,13 +54,20 @@ def base_name(name: str) -> str:
     return name.removeprefix(PREFIX).replace(BASE, ".")
 
 
+def merge_scale(lm: Any) -> float:
+    """α/rank of an adapted model; 1 of a model without adapters."""
+    if not hasattr(lm, "peft_config"):
+        return 1.0
+    config = lm.peft_config["default"]
+    return float(config.lora_alpha / config.r)
+
+
 def merged(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
     """`state` of an adapted model under the base model's names, with factors merged (in fp32 or
     wider). A state without adapters is returned unchanged."""
     if not hasattr(lm, "peft_config"):
         return state
-    config = lm.peft_config["default"]
-    scale = config.lora_alpha / config.r
+    scale = merge_scale(lm)
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((DOWN, UP)):

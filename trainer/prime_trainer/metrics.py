@@ -1,7 +1,8 @@
-"""One JSON line per step, written exactly once even if the trainer is killed.
+"""One JSON line per policy version, written exactly once even if the trainer is killed.
 
-The line is part of the checkpoint that it belongs to. A restart rewrites the newest line if the
-file lacks it, and truncates an incomplete one.
+The line is part of the checkpoint that it belongs to. A restart rewrites the checkpoint's line if
+the file lacks it, and truncates an incomplete one. A batch that is trained again has a line for
+each of its policies.
 """
 
 from __future__ import annotations
@@ -47,38 +48,38 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def repair(self, last: Mapping[str, Any] | None) -> None:
-        """Drops an incomplete line and lines newer than `last`; adds `last` if it is missing.
+    def repair(self, last: Mapping[str, Any] | None, newest: int) -> None:
+        """Drops an incomplete line and lines of versions above `newest`; adds `last`, the
+        checkpoint's line, if it is missing.
 
         Raises UnavailableError on a disk error, leaving the file unchanged.
         """
         with writing("the metrics file", self.path):
-            self._repair(last)
+            self._repair(last, newest)
 
-    def _repair(self, last: Mapping[str, Any] | None) -> None:
+    def _repair(self, last: Mapping[str, Any] | None, newest: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = []
         if self.path.is_file():
             text = self.path.read_text()
             whole = text[: text.rfind("\n") + 1].splitlines()
-        newest = -1 if last is None else int(last["step"])
-        known = [(self._step_of(number, line), line) for number, line in enumerate(whole, start=1)]
-        kept = [line for step, line in known if step <= newest]
-        if last is not None and all(step != newest for step, _ in known):
+        known = [(self._version(number, line), line) for number, line in enumerate(whole, start=1)]
+        kept = [line for version, line in known if version <= newest]
+        if last is not None and all(version != last["version"] for version, _ in known):
             kept.append(json.dumps(last))
         staging = self.path.with_name(f".{self.path.name}.tmp")
         staging.write_text("".join(line + "\n" for line in kept))
         staging.replace(self.path)
 
-    def _step_of(self, number: int, line: str) -> int:
-        """The step of a line. Raises UserError naming a damaged line: measurements are never
-        silently discarded."""
+    def _version(self, number: int, line: str) -> int:
+        """The policy version of a line. Raises UserError naming a damaged line: measurements are
+        never silently discarded."""
         try:
-            return int(json.loads(line)["step"])
+            return int(json.loads(line)["version"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"line {number} of {self.path} is no step's line: {error}",
-                hint="mend or move the file away; training goes on from the checkpoint",
+                hint="correct or move the file; training continues from the checkpoint",
             ) from error
 
     def append(self, line: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ class Policy(nn.Module):
     `entropy_gradient`: whether the objective has an entropy term; otherwise the entropy is only
     measured, which is cheaper. `head_fp32`: with narrower weights, compute and keep logits in fp32,
     from the same weights that are published; by default logits have the head's own width, and only
-    the softmax is wide.
+    the softmax is wide. `cpu_offload`: parameters are kept in host memory.
     """
 
     def __init__(self, lm: Any, temperature: float) -> None:
@@ -72,6 +72,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.entropy_gradient = True
         self.head_fp32 = False
+        self.cpu_offload = False
 
     @property
     def decoder(self) -> Any:

@@ -1,4 +1,4 @@
-"""Observers of a run: a progress bar, Prometheus metrics, TensorBoard event files.
+"""Observers of a run: a progress bar, Prometheus metrics, sinks such as TensorBoard.
 
 Each shows the step's line of metrics, which does not depend on the observers.
 """
@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prime_core.errors import UserError
-from prime_trainer.config import Settings
+from prime_trainer.config import TRAINING, Settings
 from prime_trainer.progress import Bar
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+from prime_trainer.sinks import Sink, TensorBoard, Tracker, table_rows
 
 COMPUTE = ("proximal", "forward_backward", "statistics", "optimizer")
 """Names in the step's line for compute on the device."""
@@ -29,6 +27,18 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 """Dense bf16 (T4: fp16) tensor peaks from vendor data sheets, by a substring of the device's name;
 the longest match counts."""
+
+UNITS = {
+    "background": "seconds", "seconds": "seconds", "time": "seconds since 1970",
+    "tokens": "tokens", "output_tokens": "tokens", "output_tokens_mean": "tokens",
+    "length_error": "tokens", "tokens_s": "tokens per second", "tokens_s_wall": "tokens per second",
+    "flops": "operations", "entropy": "nats", "kl_mismatch": "nats", "kl_old": "nats",
+    "kl_reference": "nats", "reward": "reward", "reward_by_target": "reward", "turns_mean": "turns",
+    "groups": "groups", "optimizer_steps": "steps", "rows": "rows", "staleness": "rows",
+    "staleness_mean": "policy versions", "step": "steps", "version": "policy versions",
+    "applied": "0 or 1",
+}  # fmt: skip
+"""Units of a step's numbers by the first part of their name. The others have none."""
 
 
 def peak_flops(settings: Settings, device_name: str) -> float | None:
@@ -46,7 +56,8 @@ class Observers:
 
     def __init__(self, peak: float | None = None, now: Callable[[], float] = time.time) -> None:
         self.bar: Bar | None = None
-        self.events: SummaryWriter | None = None
+        self.sinks: list[Sink] = []
+        self._texts_every = 0
         self.server: MetricsServer | None = None
         self._peak, self._now = peak, now
         self._background: dict[str, float] = {}
@@ -60,7 +71,7 @@ class Observers:
     def of(cls, settings: Settings, leads: bool) -> Observers:
         """The observers selected in the settings; only rank 0 has any.
 
-        Raises UserError if the metrics port is in use.
+        Raises UserError if the metrics port is in use or a tracker cannot start.
         """
         import torch
 
@@ -71,11 +82,13 @@ class Observers:
         if settings.progress and sys.stderr.isatty():
             found.bar = Bar(settings.steps)
         if settings.tensorboard is not None:
-            from tensorboardX import SummaryWriter
-
-            found.events = SummaryWriter(str(settings.tensorboard))
+            found.sinks.append(TensorBoard(settings.tensorboard))
+        if settings.tracker is not None:
+            config = settings.model_dump(mode="json", include=set(TRAINING))
+            found.sinks.append(Tracker(settings.tracker, settings.tracker_project, config))
+        found._texts_every = settings.texts_every
         if settings.metrics_port is not None:
-            found.server = MetricsServer(settings.metrics_port)
+            found.server = MetricsServer(settings.metrics_port, settings.metrics_host)
         return found
 
     def __enter__(self) -> Observers:
@@ -91,8 +104,8 @@ class Observers:
     ) -> None:  # fmt: skip
         if self.bar is not None:
             self.bar.stop()
-        if self.events is not None:
-            self.events.close()
+        for sink in self.sinks:
+            sink.close()
         if self.server is not None:
             self.server.stop()
 
@@ -130,12 +143,17 @@ class Observers:
         numbers = dict(flat(line))
         if self.bar is not None:
             self.bar.step(line)
-        if self.events is not None:
-            for tag, value in numbers.items():
-                self.events.add_scalar(tag, value, line["step"], line["time"])
-            self.events.flush()
+        for sink in self.sinks:
+            sink.step(line["step"], line["time"], numbers)
         if self.server is not None:
             self.server.show(numbers)
+
+    def texts(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Shows lines of samples.jsonl as a table, every `texts_every` steps."""
+        if samples and self._texts_every and step % self._texts_every == 0:
+            rows = table_rows(samples)
+            for sink in self.sinks:
+                sink.texts(step, rows)
 
 
 def flat(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -149,25 +167,27 @@ def flat(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float
 
 
 class MetricsServer:
-    """Serves GET /metrics with the newest step's numbers on the loopback address, from a thread."""
+    """Serves GET /metrics with the newest step's numbers, from a thread."""
 
-    def __init__(self, port: int) -> None:
-        """Starts serving on `port` (0: any free one). Raises UserError if it is in use."""
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        """Starts serving on `port` (0: any free one) of the address `host`. Raises UserError if
+        that cannot be bound."""
         self._numbers: Mapping[str, float] = {}
         self._waiting = "start"
+        self._host = host
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
+            self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise UserError(
-                f"the metrics cannot be served on port {port}: {error.strerror}",
+                f"the metrics cannot be served on {host}:{port}: {error.strerror}",
                 hint="name another --metrics-port, or 0 for any free one",
             ) from error
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}/metrics"
+        return f"http://{self._host}:{self._server.server_port}/metrics"
 
     def stop(self) -> None:
         self._server.shutdown()
@@ -189,14 +209,17 @@ class MetricsServer:
             outer, _, part = name.partition("/")
             family = families.get(outer)
             if family is None:
-                about = f"{outer} of the newest step (docs/learning.md)."
+                unit = UNITS.get(outer, "none")
+                about = f"{outer} of the newest step (docs/learning.md). Unit: {unit}."
                 labels = ["part"] if part else []
                 family = GaugeMetricFamily(f"prime_trainer_{outer}", about, labels=labels)
                 families[outer] = family
             family.add_metric([part] if part else [], value)
         yield from families.values()
         waiting = GaugeMetricFamily(
-            "prime_trainer_waiting", "What the trainer works at or waits for.", labels=["for"]
+            "prime_trainer_waiting",
+            "1: the trainer works at this or waits for it. Unit: 0 or 1.",
+            labels=["for"],
         )
         waiting.add_metric([self._waiting], 1)
         yield waiting

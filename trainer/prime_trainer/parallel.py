@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from prime_trainer.lora import is_adapted, merged
@@ -69,6 +74,24 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes on every rank, through CPU memory; for the thread that writes
+        checkpoints and policies."""
+        if self.size == 1:
+            return [data]
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes, group=self.storage)
+        longest = int(sizes.max())
+        box = torch.zeros(longest, dtype=torch.uint8)
+        box[: len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
+            : len(data)
+        ]
+        boxes = [torch.empty_like(box) for _ in range(self.size)]
+        if longest:
+            dist.all_gather(boxes, box, group=self.storage)
+        return [boxes[rank][: int(sizes[rank])].numpy().tobytes() for rank in range(self.size)]
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -78,8 +101,8 @@ class World:
 def joined_world() -> Iterator[World]:
     """Joins torchrun's process group (RANK, WORLD_SIZE, LOCAL_RANK set), or creates a group of one.
 
-    Uses NCCL on CUDA, and gloo on CPU with one thread per process (with two threads, two ranks
-    under contention were 20 times slower).
+    Uses NCCL on CUDA (gloo for tensors in host memory), and gloo on CPU with one thread per
+    process (with two threads, two ranks under contention were 20 times slower).
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
@@ -89,7 +112,7 @@ def joined_world() -> Iterator[World]:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    backend = "nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if launched:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
@@ -103,24 +126,37 @@ def joined_world() -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def shard(policy: Policy, world: World, *, bf16: bool = False, recompute: bool = False) -> Policy:
+def shard(
+    policy: Policy,
+    world: World,
+    *,
+    bf16: bool = False,
+    recompute: bool = False,
+    cpu_offload: bool = False,
+) -> Policy:
     """Shards parameters, gradients and optimizer state over all ranks; each decoder layer is one
     unit, the rest another. Gradients are reduced after every micro-batch, because a rank cannot
     hold those of a whole large model. `bf16`: compute in bf16, reduce in fp32; masters stay as
     loaded. `recompute`: recompute a layer's activations in the backward pass instead of storing
-    them."""
+    them. `cpu_offload`: keep the shards in host memory."""
     if recompute:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         policy.lm.train()  # only enables recomputation; load_policy rejects dropout
     precision = MixedPrecisionPolicy()
     if bf16:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload, policy.cpu_offload = OffloadPolicy(), cpu_offload
+    if cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     layers: nn.ModuleList = policy.decoder.layers
     for layer in layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
+        fully_shard(layer, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
     # A reference has no backward pass that would need embedding and head again.
     frozen = not any(parameter.requires_grad for parameter in policy.parameters())
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frozen)
+    fully_shard(
+        policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frozen,
+        offload_policy=offload,
+    )  # fmt: skip
     return policy
 
 
@@ -161,5 +197,5 @@ def all_finite(policy: nn.Module, world: World) -> bool:
     for parameter in policy.parameters():
         data = parameter.detach()
         local = data.to_local() if isinstance(data, DTensor) else data
-        bad += (~torch.isfinite(local)).any()
+        bad += (~torch.isfinite(local)).any().to(bad.device)
     return int(world.sum(bad)) == 0

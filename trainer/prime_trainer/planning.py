@@ -9,7 +9,7 @@ model folder is needed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +48,11 @@ class StepPlan:
     trained: int
     """Trained parameters, on all ranks together."""
     kept: int
-    """Weights, reference and optimizer state, held between steps."""
+    """Weights, reference and optimizer state, held on the device between steps."""
     peak: int
-    """Maximum held at once during the step."""
+    """Maximum held on the device at once during the step."""
+    host: int
+    """Weights, reference, optimizer state and gradients in host memory (`cpu_offload`)."""
     gathered: int
     """Received from all-gathers in one micro-batch."""
     reduced: int
@@ -155,16 +157,39 @@ def counted_step(
         kept = counted.live
         counted.peak = kept
         counted.traffic.clear()
+        before_optimizer: list[int] = []
+        learner.optimizer.register_step_pre_hook(lambda *_: before_optimizer.append(counted.peak))
         run_step(learner, MICRO_BATCHES, sample_tokens, prompt_tokens)
+    peak, host = counted.peak, 0
+    if settings.cpu_offload:  # the optimizer runs on the host
+        gradients = _local_bytes(p for p in learner.policy.parameters() if p.requires_grad)
+        host = _kept_bytes(learner)
+        kept -= host
+        host += gradients
+        peak = before_optimizer[-1] - host
     return StepPlan(
         ranks=world.size,
         sample_tokens=sample_tokens,
         trained=sum(p.numel() for p in learner.policy.parameters() if p.requires_grad),
         kept=kept,
-        peak=counted.peak,
+        peak=peak,
+        host=host,
         gathered=counted.traffic.get("c10d::_allgather_base_", 0) // MICRO_BATCHES,
         reduced=counted.traffic.get("c10d::_reduce_scatter_base_", 0) // MICRO_BATCHES,
     )
+
+
+def _kept_bytes(learner: Learner) -> int:
+    """Bytes of this rank's weights, reference and optimizer state."""
+    weights = [learner.policy, *([learner.reference] if learner.reference else [])]
+    states = [value for state in learner.optimizer.state.values() for value in state.values()]
+    return _local_bytes(p for one in weights for p in one.parameters()) + _local_bytes(states)
+
+
+def _local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the parts that this rank holds."""
+    parts = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 @contextmanager

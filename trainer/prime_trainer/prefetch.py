@@ -14,18 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from prime_trainer.data import TrainingBatch
+from prime_trainer.data import BadBatch, TrainingBatch
 from prime_trainer.metrics import Stopwatch
 
-Produce = Callable[[int, Stopwatch], TrainingBatch]
-"""(step, watch) → the verified batch; raises why it is unusable, or StoppedError when stopped."""
+Produce = Callable[[int, Stopwatch], TrainingBatch | BadBatch]
+"""(step, watch) → the verified batch, or which one to skip; raises why it is unusable, or
+StoppedError when stopped."""
 
 
 @dataclass(frozen=True)
 class Fetched:
     """A batch, and the time its thread spent on it by name."""
 
-    batch: TrainingBatch
+    batch: TrainingBatch | BadBatch
     watch: Stopwatch
 
 
@@ -41,15 +42,16 @@ class Prefetcher:
         self._slots: dict[int, Future[Fetched]] = {}
 
     def take(self, step: int) -> Fetched:
-        """Returns batch `step`; the thread then starts on the next. Raises what `produce` raised;
-        taking the same step again retries."""
+        """Returns the first batch from number `step` on; the thread then starts on the next. Raises
+        what `produce` raised; taking the same step again retries."""
         future = self._slots.pop(step, None) or self._begin(step)
         fetched = future.result()
-        self.ahead(step + 1)
+        self.ahead(fetched.batch.step + 1)
         return fetched
 
     def ahead(self, step: int) -> None:
-        """Starts fetching batch `step`, unless it is in progress or beyond the limit."""
+        """Starts fetching the first batch from number `step` on, unless it is in progress or beyond
+        the limit."""
         if step not in self._slots and (self._limit is None or step < self._limit):
             self._slots[step] = self._begin(step)
 

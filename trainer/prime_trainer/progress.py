@@ -60,4 +60,4 @@ class Bar:
         """Shows a saved step. Uses the absolute step number, so that a resumed run continues from
         its step."""
         reward = f"reward {line['reward']:.3f} · " if "reward" in line else ""
-        self._progress.update(self._task, completed=line["version"], reward=reward)
+        self._progress.update(self._task, completed=line["step"] + 1, reward=reward)

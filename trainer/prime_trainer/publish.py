@@ -1,13 +1,17 @@
 """Publishes a trained policy: export, check, sign, serve, announce.
 
-    weights (bf16, finite, shaped as the base) → folder → manifest and deltas → trainer's signature
+    weights (bf16, finite, shaped as the base) → parts → manifest and deltas → trainer's signature
       → the origin's layout, by one rename → POST /v1/policies (the orchestrator puts it on chain)
+
+Ranks write, hash and delta-encode their own parts of the weights (prime_trainer/snapshot.py,
+prime_broadcast/sharded.py); rank 0 signs. All ranks need the same data folder: one machine, or a
+shared disk.
 
 Every step is idempotent: the same checkpoint gives the same bytes, and existing files are left
 alone. Relays fetch from the origin, a thread of this process (`prime_broadcast/server.py`), newest
 first, while the next step trains; a publication ends when the first relay has started. The origin
-keeps every policy: the newest ones and periodic anchors in full, those between as deltas. `export`
-rejects weights that are not finite.
+keeps every policy: the newest ones and periodic anchors in full, those between as deltas. Weights
+that are not finite are rejected.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from prime_broadcast.content import DirectoryContent, Resource
 from prime_broadcast.files import write_whole
 from prime_broadcast.publish import finalize, publish
 from prime_broadcast.server import Limits, Server
+from prime_broadcast.sharded import Part, publish_part
 from prime_core.checkpoint import Manifest, SignedManifest
 from prime_core.errors import (
     ConflictError,
@@ -39,13 +44,19 @@ from prime_core.ids import Digest
 from prime_core.messages import PolicyList, RelayAnnouncement
 from prime_core.signing import Domain, Signer
 from prime_core.transport.client import Empty, OrchestratorClient
-from prime_trainer.config import TRAINING_FILE
+from prime_trainer import snapshot
+from prime_trainer.config import TRAINING_FILE, Settings
 from prime_trainer.disk import writing
-from prime_trainer.model import require_finite
+from prime_trainer.feed import PoolFacts
+from prime_trainer.lora import merge_scale
+from prime_trainer.model import Policy, require_finite
+from prime_trainer.parallel import World
+from prime_trainer.snapshot import WEIGHTS, tensor_shapes
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = "model.safetensors"
+ORIGIN = "origin"
+"""Folder of the published policies in the data folder."""
 ANNOUNCE_SECONDS = 30.0
 FIRST_RELAY_SECONDS = 3.0
 
@@ -68,7 +79,7 @@ def export(state: dict[str, Tensor], base: Path, folder: Path, training: str = "
     UnavailableError, and leaves no folder, on a disk error.
     """
     rounded: dict[str, Tensor] = {}
-    for name, shape in _tensor_shapes(base).items():
+    for name, shape in tensor_shapes(base).items():
         tensor = state.get(name)
         if tensor is None:
             raise FatalError(f"the trained model lacks the base's weight {name}")
@@ -88,20 +99,6 @@ def export(state: dict[str, Tensor], base: Path, folder: Path, training: str = "
     except UnavailableError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _tensor_shapes(base: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of a model folder, from its files' headers. Raises UserError."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(base.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    if not shapes:
-        raise UserError(f"{base} holds no safetensors weights")
-    return shapes
 
 
 class Publisher:
@@ -147,6 +144,12 @@ class Publisher:
             )
         except ConflictError as error:
             raise FatalError(str(error)) from error
+        return self.serve(manifest, folder)
+
+    def serve(self, manifest: Manifest, folder: Path | None = None) -> SignedManifest:
+        """Signs a prepared policy (made of `folder`), serves it, and submits it to the
+        orchestrator. Raises as `publish` does."""
+        version = manifest.version
         if version == 0 and manifest.result_digest != self._base_model:
             raise UserError(
                 f"the model in {folder} has digest {manifest.result_digest}, but the run's base "
@@ -263,40 +266,79 @@ class Origin:
 
     def _announce(self) -> None:
         with self._new_client() as client:
-            told = False
+            reported = False
             while not self._stopped.is_set():
                 versions = tuple(layout.versions(self._root))[-64:]
                 try:
                     said = RelayAnnouncement(url=self.url, versions=versions)
                     client.post("/v1/relays", said, Empty)
-                    if not told:
+                    if not reported:
                         log.info("the orchestrator lists this origin at %s", self.url)
-                    told = True
+                    reported = True
                 except PrimeError as error:
                     log.warning("could not announce the origin: %s", error)
-                    told = False
+                    reported = False
                 self._wake.wait(ANNOUNCE_SECONDS)
                 self._wake.clear()
 
 
+def other_files(base: Path, training: str) -> dict[str, Path | bytes]:
+    """The files of a policy beside its weights: the base's, and the configuration `training` that
+    made it (prime_trainer/config.py)."""
+    found: dict[str, Path | bytes] = {path.name: path for path in sidecars(base)}
+    if training:
+        found[TRAINING_FILE] = training.encode()
+    return found
+
+
+def take_part(policy: Policy, world: World, base: Path, training: str) -> Part:
+    """This rank's part of the weights that a node loads, in bf16 on CPU, adapters merged; a
+    collective operation. Raises FatalError, on every rank, if a weight is missing, has another
+    shape than in `base`, or is not finite in bf16."""
+    files = other_files(base, training).values()
+    others = sum(len(f) if isinstance(f, bytes) else f.stat().st_size for f in files)
+    return snapshot.take(
+        policy.lm.state_dict(),
+        tensor_shapes(base),
+        world,
+        other_bytes=others,
+        lora_scale=merge_scale(policy.lm),
+    )
+
+
 def publish_state(
-    publisher: Publisher,
-    weights: dict[str, Tensor],
+    publisher: Publisher | None,
+    part: Part | None,
+    facts: PoolFacts,
+    settings: Settings,
+    world: World,
     version: int,
-    base: Path,
-    data: Path,
     training: str,
     insist: Callable[[Callable[[], SignedManifest]], object],
 ) -> None:
-    """Publishes `weights` (rank 0's complete state, on CPU), trained under the configuration
-    `training`, as `version`; version 0 is the unmodified base model. `insist` retries temporary
-    failures."""
-    folder = base
-    if version:
-        folder = data / "export"
-        export(weights, base, folder, training)
-    insist(lambda: publisher.publish(folder, version))
-    shutil.rmtree(data / "export", ignore_errors=True)
+    """Publishes `version` from every rank's `part` (see `take_part`); version 0 is the unmodified
+    base model. A collective operation; only rank 0 has a `publisher`. `insist` repeats the
+    submission after temporary failures. Raises UnavailableError on a disk error of any rank."""
+    base: Path = settings.need("model")
+    if part is None:
+        if publisher is not None:
+            insist(lambda: publisher.publish(base, 0))
+        return
+    try:
+        manifest = publish_part(
+            part,
+            other_files(base, training),
+            settings.data / ORIGIN,
+            world.exchange,
+            pool=facts.info.pool,
+            version=version,
+            step=version,
+            delta_from=settings.delta_from,
+        )
+    except ConflictError as error:
+        raise FatalError(str(error)) from error
+    if publisher is not None:
+        insist(lambda: publisher.serve(manifest))
 
 
 def write_address(data: Path, url: str) -> None:

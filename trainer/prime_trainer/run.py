@@ -80,10 +80,10 @@ def new_publisher(
     settings: Settings, facts: PoolFacts, signer: LocalSigner, client: OrchestratorClient
 ) -> Publisher:
     """The publisher over `<data>/origin`."""
-    from prime_trainer.publish import Publisher
+    from prime_trainer.publish import ORIGIN, Publisher
 
     return Publisher(
-        settings.data / "origin",
+        settings.data / ORIGIN,
         pool=facts.info.pool,
         base_model=facts.run.base_model,
         signer=signer,
@@ -153,7 +153,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
         observers = stack.enter_context(Observers.of(settings, world.leads))
         Trainer(learner, facts, client, publisher, origin, stop, observers).run()
         if settings.linger and origin is not None and not stop.is_set():
-            log.info("every wished batch is trained; serving policies until told to stop")
+            log.info("every wished batch is trained; serving policies until stopped")
             stop.wait()
 
 
@@ -230,7 +230,7 @@ def publish_by_hand(
             origin.stop(FINISH_SECONDS)
             return
     _say(
-        f"nobody is known to have all of policy {version} yet; `trainer run` with this --data "
+        f"no source is known to have all of policy {version} yet; `trainer run` with this --data "
         "serves it, and so does this command again"
     )
 

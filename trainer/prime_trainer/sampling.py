@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prime_core import encoding, seeds
 from prime_core.errors import UserError
+from prime_core.gateway import Answers
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
 from prime_engine.base import Engine
@@ -53,11 +54,13 @@ def answer(
     source: Digest,
     device: str = "cpu",
     engine: Engine | None = None,
+    gateway: Answers | None = None,
 ) -> list[Answered]:
     """Generates and grades `samples` answers to each problem of `indices`, at the run's
     temperature.
 
-    `engine` has `model` loaded; None loads a plain engine on `device`. Raises UnavailableError if
+    `engine` has `model` loaded; None loads a plain engine on `device`. `gateway` answers calls of
+    the gateway's tools (see build.generate_rows). Raises UnavailableError if
     `model` cannot be loaded, MalformedError for an invalid problem index.
     """
     from prime_engine.plain import PlainEngine
@@ -78,7 +81,7 @@ def answer(
         for number, (problem, target) in enumerate(zip(asked, targets, strict=True))
         for sample in range(samples)
     ]
-    answers = iter(generate_rows(plan, run, engine, environment=environment))
+    answers = iter(generate_rows(plan, run, engine, environment=environment, answers=gateway))
     found = []
     for problem, target in zip(asked, targets, strict=True):
         grades = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from prime_envs import tools
 from prime_envs.base import decode_output
 from prime_envs.chat import messages_of, render
 from prime_envs.samples import SpanKind
+from prime_envs.search import SearchIndex
 
 
 def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Chat:
@@ -31,12 +32,54 @@ def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Ch
     return chat if system is None else chat.model_copy(update={"system": system})
 
 
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """The tokens of a conversation in the model's own template, up to where its answer begins.
+    Raises UserError if the template cannot render it."""
+    special = {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if not isinstance(token, list)
+    }
+    text = render(tokenizer.chat_template, messages, special)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def policy_in(place: Path) -> tuple[Path, Path | None]:
+    """The policy that a user names by `place`: (its model folder, its run definition if there is
+    one next to it).
+
+    `place` is a model folder, the folder of a `trainer local` (finished, or its newest policy so
+    far), or a folder of policies fetched from the broadcast, by version (the newest). Raises
+    UserError if there is no policy.
+    """
+    named = [place, place / "model"]
+    for parent in (place / "policies", place):
+        children = parent.iterdir() if parent.is_dir() else ()
+        versions = sorted((p for p in children if p.name.isdigit()), key=lambda p: int(p.name))
+        named += reversed(versions)
+    found = next((folder for folder in named if (folder / "config.json").is_file()), None)
+    if found is None:
+        if (place / "origin").is_dir():
+            raise UserError(
+                f"{place} is a trainer's folder, whose policies are stored in chunks",
+                hint=f"write one as a model folder: trainer export --data {place} --out FOLDER",
+            )
+        raise UserError(
+            f"{place} holds no policy",
+            hint="name a Hugging Face folder, what `trainer local --out` wrote, or a folder of "
+            "fetched policies",
+        )
+    run = place / "run.json"
+    return found, run if run.is_file() else None
+
+
 @dataclass
 class Talk:
     """One conversation with a policy.
 
     `budget`: the target length in tokens that the prompt asks for; None leaves the sentence out.
-    `max_tokens` bounds one answer. `conversation`: whose tools answer the model's calls.
+    `max_tokens` bounds one answer. `conversation`: whose tools answer the model's calls;
+    `index`: what tools.load_tools returned for it.
     """
 
     engine: Engine
@@ -46,6 +89,7 @@ class Talk:
     temperature: float = 1.0
     seed: int | None = None
     conversation: Conversation | None = None
+    index: SearchIndex | None = None
     _messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> Iterator[tuple[SpanKind, str]]:
@@ -66,7 +110,7 @@ class Talk:
             yield "answer", turns[-1]
             if self.conversation is None or len(turns) >= most:
                 return
-            said = tools.answer(turns, self.conversation)
+            said = tools.answer(turns, self.conversation, self.index)
             if said is None:
                 return
             self._messages.append({"role": self.conversation.role, "content": said.text})
@@ -74,15 +118,9 @@ class Talk:
 
     def _generate(self) -> str:
         tokenizer = self.engine.tokenizer
-        special = {
-            name: str(token)
-            for name, token in tokenizer.special_tokens_map.items()
-            if not isinstance(token, list)
-        }
-        text = render(tokenizer.chat_template, self._messages, special)
         seed = secrets.randbits(62) if self.seed is None else self.seed
         request = GenerationRequest(
-            prompt_tokens=tuple(tokenizer.encode(text, add_special_tokens=False)),
+            prompt_tokens=rendered(tokenizer, self._messages),
             max_output_tokens=self.max_tokens,
             noise_seed=seed,
         )
@@ -105,8 +143,7 @@ def start(folder: Path, run: RunDefinition | None, loading: dict[str, Any], **ho
 
     require_model_folder(folder)
     conversation = None if run is None else run.conversation
-    if conversation is not None:
-        tools.require_tools(conversation)
+    index = None if conversation is None else tools.load_tools(conversation)
     engine = load_engine(folder, **loading)
     chat = chat_of(run, engine, how.pop("system", None))
-    return Talk(engine, chat, conversation=conversation, **how)
+    return Talk(engine, chat, conversation=conversation, index=index, **how)

@@ -1,7 +1,7 @@
 """The training loop of `trainer run`.
 
-    rank 0, a thread                 every rank                            rank 0, a thread
-    ────────────────                 ──────────                            ────────────────
+    rank 0, a thread                 every rank                            every rank, a thread
+    ────────────────                 ──────────                            ────────────────────
     wait for batch s + 1             take batch s            (prefetch)
     fetch by signed URLs               └ shared with every rank
     check every row  (data)          advantages in each group (advantages)
@@ -13,15 +13,19 @@
                                      alarms                  (alarms)
                                      wait until s − 1 is saved and published
                                      copy weights and optimizer to CPU ──► write checkpoint s + 1
-                                     batch s + 1 …                         metrics line s
-                                                                           export, load it once,
-                                                                           sign, serve, submit
+                                     batch s + 1 …                         metrics line s (rank 0)
+                                                                           write, hash and encode
+                                                                           its part; rank 0 signs,
+                                                                           serves, submits
 
-A version is published only from a checkpoint on disk, so that a killed trainer publishes the same
-bytes again. At most one checkpoint and one publication are in progress. Batch s always trains
-policy s into s + 1: if the gradient is not finite or the batch is skipped, the weights are
-published unchanged under the new number. Every wait has a name in the step's line: `seconds` is
-the loop's own time, `background` the time of the two threads.
+Every `checkpoint_every` batches, the version is published only after its checkpoint is on disk. A
+killed trainer goes on from the newest checkpoint. If that one's version is not published yet, it is
+published now. If later versions are published, their batches are trained again, and each gets the
+next free version: a published version is never made or replaced again (docs/adr/0014). Without a
+crash, batch s trains policy s into s + 1. If the gradient is not finite or the batch is skipped,
+the weights are published unchanged under the new number. At most one checkpoint and one publication
+are in progress. Every wait has a name in the step's line: `seconds` is the loop's own time,
+`background` the time of the two threads.
 """
 
 from __future__ import annotations
@@ -32,23 +36,35 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from torch import Tensor
-
-from prime_core.errors import FatalError, MalformedError, PolicyError, UntrustedError
+from prime_broadcast.sharded import Part
+from prime_core.errors import (
+    FatalError,
+    MalformedError,
+    PolicyError,
+    PrimeError,
+    UntrustedError,
+)
+from prime_core.ids import Step
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
 from prime_trainer import checkpoint
 from prime_trainer.alarms import alarms_of
 from prime_trainer.checkpoint import Saving, TrainerState
-from prime_trainer.data import BatchRules, GroupKey, TrainingBatch, assemble
+from prime_trainer.data import (
+    BadBatch,
+    BatchRules,
+    GroupKey,
+    TrainingBatch,
+    assemble,
+    verify_statement,
+)
 from prime_trainer.feed import PoolFacts, fetcher, insist, wait_for_batch
 from prime_trainer.learner import Learner, train_step
 from prime_trainer.metrics import MetricsFile, Stopwatch
 from prime_trainer.observe import Observers
-from prime_trainer.parallel import published_state
 from prime_trainer.prefetch import Prefetcher
-from prime_trainer.publish import Origin, Publisher, publish_state
-from prime_trainer.wire import BadBatch, decode, encode
+from prime_trainer.publish import Origin, Publisher, publish_state, take_part
+from prime_trainer.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +95,12 @@ class Trainer:
             manager=facts.info.manager,
             domain=facts.domain("work"),
             vocabulary=int(learner.policy.lm.config.vocab_size),
+            newest=lambda: self.newest,
         )
+        self.newest = 0
+        """The newest version that was trained or published."""
+        self.unsaved = 0
+        """Batches since the last checkpoint."""
         self.recent: set[GroupKey] = set()
         self.keeper = ThreadPoolExecutor(1, thread_name_prefix="keeper")
         self.kept: Future[Stopwatch] | None = None
@@ -98,17 +119,24 @@ class Trainer:
             self.publish_first(state, watch)
             while limit is None or state.step < limit:
                 found = self.next_batch(state, watch)
+                if found is None:
+                    log.info("stopped before batch %d", state.step)
+                    break
                 line = self.train(found, state, watch)
                 state = self.keep(state, found, line, watch)
                 watch = self.new_watch()  # waits from here on belong to the next step
                 skipped = 0 if line["applied"] else skipped + 1
                 if skipped >= MAX_SKIPPED_IN_A_ROW:
                     raise FatalError(f"{skipped} steps in a row changed no weight")
-            self.wait_kept(watch)
+            self.end_kept(watch)
+            if self.unsaved:
+                self.begin_checkpoint(state).finish(
+                    self.world.leads, self.learner.settings.checkpoints_kept
+                )
             ended = True
         except StoppedError:
-            log.info("stopped after batch %d", state.step - 1)
-            self.end_kept()
+            log.info("stopped; what is not in a checkpoint is trained again at the next start")
+            self.end_kept(watch)
         finally:
             if not ended:
                 self.stop.set()  # ends the threads' waits
@@ -127,25 +155,54 @@ class Trainer:
         learner = self.learner
         found = checkpoint.load(self.data, digest, learner.policy, learner.optimizer, self.world)
         state = found or TrainerState(run_digest=digest)
+        self.newest = max(state.version, self.newest_published())
         if self.world.leads:
-            self.metrics.repair(state.metrics)
+            self.metrics.repair(state.metrics, self.newest)
         self.recent = state.recent_groups()
         if found:
-            log.info("resumed after batch %d", state.step - 1)
+            log.info("resumed before batch %d", state.step)
+        if state.version < self.newest:
+            log.warning(
+                "policies %d to %d were published after the last checkpoint: their batches are "
+                "trained again and make policies from %d on",
+                state.version + 1,
+                self.newest,
+                self.newest + 1,
+            )
         return state
 
-    def verified_batch(self, step: int, watch: Stopwatch) -> TrainingBatch:
-        """Fetches and verifies a batch, in the prefetcher's thread. Repeated groups are checked
-        later, when the batch is taken."""
-        with watch.timed("sealed"):
-            answer = wait_for_batch(self.client, step, self.stop)
-        with watch.timed("fetch"):
-            fetch = fetcher(self.client, answer.urls, self.stop)
-            return assemble(answer.batch, step, self.rules, fetch)
+    def newest_published(self) -> int:
+        """The newest version that this trainer signed or the orchestrator knows, the same on every
+        rank; 0 if there is none."""
+        newest = self.facts.info.latest_version or 0
+        if self.publisher is not None:
+            newest = max(newest, self.publisher.published() or 0)
+        return int(self.world.broadcast(str(newest).encode() if self.world.leads else None))
 
-    def next_batch(self, state: TrainerState, watch: Stopwatch) -> TrainingBatch | BadBatch:
-        """Returns batch `state.step`, the same on every rank, or the reason for skipping it. Raises
-        StoppedError on every rank."""
+    def verified_batch(self, step: int, watch: Stopwatch) -> TrainingBatch | BadBatch:
+        """Fetches and verifies the first batch from number `step` on, in the prefetcher's thread.
+        Repeated groups are checked later, when the batch is taken. A batch to skip has its own
+        number if its statement is valid, else `step`."""
+        number = Step(step)
+        try:
+            with watch.timed("sealed"):
+                answer = wait_for_batch(self.client, step, self.stop)
+            with watch.timed("fetch"):
+                number = Step(verify_statement(answer.batch, step, self.rules).step)
+                fetch = fetcher(self.client, answer.urls, self.stop)
+                return assemble(answer.batch, step, self.rules, fetch)
+        except (MalformedError, UntrustedError, PolicyError) as error:
+            return self.bad(number, error)
+
+    def bad(self, step: Step, error: PrimeError) -> BadBatch:
+        """Returns the batch as one to skip; raises `error` if it ends the run."""
+        if self.learner.settings.bad_batch == "stop":
+            raise error
+        return BadBatch(step, str(error))
+
+    def next_batch(self, state: TrainerState, watch: Stopwatch) -> TrainingBatch | BadBatch | None:
+        """Returns the next batch, the same on every rank, or the reason for skipping it; None on
+        every rank on a stop request."""
         found: TrainingBatch | BadBatch | None = None
         with watch.timed("wait_batch"):
             if self.prefetcher is not None:
@@ -153,21 +210,19 @@ class Trainer:
                     if self.stop.is_set():  # even if batches are ready
                         raise StoppedError
                     fetched = self.prefetcher.take(state.step)
-                    fetched.batch.require_new(self.recent)
                     self.observers.background(fetched.watch.seconds)
                     found = fetched.batch
                 except StoppedError:
                     found = None
-                except (MalformedError, UntrustedError, PolicyError) as error:
-                    if self.learner.settings.bad_batch == "stop":
-                        raise
-                    found = error
+                if isinstance(found, TrainingBatch):
+                    try:
+                        found.require_new(self.recent)
+                    except UntrustedError as error:
+                        found = self.bad(found.step, error)
         with watch.timed("share"):
             if self.world.size > 1:
-                told = self.world.broadcast(encode(found) if self.world.leads else None)
-                found = found if self.world.leads else decode(told)
-        if found is None:
-            raise StoppedError
+                message = self.world.broadcast(encode(found) if self.world.leads else None)
+                found = found if self.world.leads else decode(message)
         return found
 
     def train(
@@ -177,12 +232,13 @@ class Trainer:
         line says why."""
         line: dict[str, Any]
         if isinstance(found, TrainingBatch):
-            line = train_step(self.learner, found, watch)
+            versions = state.version, self.newest + 1
+            line = train_step(self.learner, found, watch, versions)
             line["alarms"] = alarms_of(line, self.learner.settings)
         else:
-            log.error("batch %d is skipped: %s", state.step, found)
-            line = {"step": state.step, "version": state.step + 1, "applied": False}
-            line |= {"skipped": str(found), "alarms": []}
+            log.error("batch %d is skipped: %s", found.step, found.why)
+            line = {"step": found.step, "version": self.newest + 1, "applied": False}
+            line |= {"skipped": found.why, "alarms": []}
         for alarm in line["alarms"]:
             log.warning("alarm at step %d: %s", state.step, alarm)
         return line
@@ -194,41 +250,57 @@ class Trainer:
         line: dict[str, Any],
         watch: Stopwatch,
     ) -> TrainerState:
-        """Passes weights, optimizer and line to the keeper thread; the batch counts as trained
-        once its checkpoint is written. Then raises FatalError if an alarm is configured to end
-        the run."""
+        """Passes weights, line and, if a checkpoint is due, the optimizer to the keeper thread.
+        Then raises FatalError if an alarm is configured to end the run."""
         learner = self.learner
         self.wait_kept(watch)
         line |= {"time": time.time(), "background": self.observers.taken_background()}
+        ends = bool(line["alarms"]) and learner.settings.alarm_action == "stop"
+        training = learner.settings.training(
+            {"batch": line["step"], "batch_digest": line.get("batch", ""), "before": state.version}
+        )
         with watch.timed("snapshot"):
-            weights = published_state(learner.policy, self.world)
+            part = self.take_part(training)
         line["seconds"] = dict(watch.seconds)
         self.observers.complete(line, self.world.size)
         groups = found.keys if isinstance(found, TrainingBatch) else ()
-        training = learner.settings.training()
         after = state.after(groups, line, learner.run.max_staleness, training)
-        with watch.timed("snapshot"):
-            saving = checkpoint.begin(
-                self.data, after, learner.policy, learner.optimizer, self.world
-            )
+        self.newest = after.version
+        self.unsaved += 1
+        saving = None
+        if ends or self.unsaved >= learner.settings.checkpoint_every:
+            with watch.timed("snapshot"):
+                saving = self.begin_checkpoint(after)
         self.recent = after.recent_groups()
-        self.kept = self.keeper.submit(self.keep_here, saving, weights, line)
-        if line["alarms"] and learner.settings.alarm_action == "stop":
+        self.kept = self.keeper.submit(self.keep_here, after, saving, part, line)
+        if ends:
             self.wait_kept(watch)
             raise FatalError(f"alarm at step {state.step}: {'; '.join(line['alarms'])}")
         return after
 
+    def take_part(self, training: str) -> Part:
+        """This rank's part of the present weights; a collective operation."""
+        learner = self.learner
+        return take_part(learner.policy, self.world, learner.settings.need("model"), training)
+
+    def begin_checkpoint(self, state: TrainerState) -> Saving:
+        """Begins to write `state`; a collective operation."""
+        self.unsaved = 0
+        learner = self.learner
+        return checkpoint.begin(self.data, state, learner.policy, learner.optimizer, self.world)
+
     def keep_here(
-        self, saving: Saving, weights: dict[str, Tensor], line: dict[str, Any]
+        self, state: TrainerState, saving: Saving | None, part: Part, line: dict[str, Any]
     ) -> Stopwatch:
         """The keeper's work on this rank, in order: checkpoint, metrics line, publication."""
         watch = Stopwatch()
-        with watch.timed("checkpoint"):
-            saving.finish(self.world.leads)
+        if saving is not None:
+            with watch.timed("checkpoint"):
+                saving.finish(self.world.leads, self.learner.settings.checkpoints_kept)
         if self.world.leads:
             self.metrics.append(line)
             self.observers.step(line)
-        self.publish(weights, saving.state, watch)
+        self.publish(part, state, watch)
         return watch
 
     def wait_kept(self, watch: Stopwatch) -> None:
@@ -247,40 +319,49 @@ class Trainer:
         if not done:
             raise StoppedError
 
-    def end_kept(self) -> None:
-        """On a stop request: finishes the work in progress, or leaves it for the restart."""
+    def end_kept(self, watch: Stopwatch) -> None:
+        """Finishes the work in progress, or leaves it for the restart on a stop request."""
         try:
-            self.wait_kept(Stopwatch())
+            self.wait_kept(watch)
         except StoppedError:
             log.info("the last policy is published at the next start")
 
     def publish_first(self, state: TrainerState, watch: Stopwatch) -> None:
-        """Publishes the newest trained policy (again) at a restart, and the base model at the first
-        start."""
-        with watch.timed("snapshot"):
-            weights = published_state(self.learner.policy, self.world)
+        """Publishes the checkpoint's policy at a restart, and the base model at the first start. If
+        later versions were signed, only makes sure that the orchestrator has the newest."""
+        part = None
+        if 0 < state.version == self.newest:
+            with watch.timed("snapshot"):
+                part = self.take_part(state.training)
 
         def publish_now() -> Stopwatch:
             mine = Stopwatch()
-            self.publish(weights, state, mine)
+            publisher = self.publisher
+            if state.version == self.newest:
+                self.publish(part, state, mine)
+            elif publisher is not None and publisher.published() == self.newest:
+                self.retry(lambda: publisher.hand_in(self.newest))
             return mine
 
         self.kept = self.keeper.submit(publish_now)
         self.wait_kept(watch)
 
-    def publish(self, weights: dict[str, Tensor], state: TrainerState, watch: Stopwatch) -> None:
-        """On rank 0, publishes `weights` as version `state.step`, with the configuration that made
-        it; version 0 is the unmodified base model."""
-        if self.publisher is None:
+    def publish(self, part: Part | None, state: TrainerState, watch: Stopwatch) -> None:
+        """Publishes the ranks' parts as version `state.version`, with the configuration that made
+        them; version 0 is the unmodified base model, which has no parts."""
+        if self.world.leads and self.publisher is None:
             return
-        version = state.step
-        publisher, base = self.publisher, self.learner.settings.need("model")
+        version = state.version
         with watch.timed("publish"):
-            publish_state(publisher, weights, version, base, self.data, state.training, self.retry)
+            publish_state(
+                self.publisher, part, self.facts, self.learner.settings, self.world, version,
+                state.training, self.retry,
+            )  # fmt: skip
             if self.origin is not None:
                 self.origin.announce()
                 self.origin.wait_taken(version)
-        log.info("policy %d is published", version)
+        if self.world.leads:
+            log.info("policy %d is published", version)
 
     def retry(self, action: Any) -> Any:
         """Repeats `action` until the orchestrator accepts it; raises StoppedError on a stop

@@ -13,37 +13,31 @@ import json
 from array import array
 from typing import Any, cast
 
-from prime_core.errors import FatalError, MalformedError, PolicyError, UntrustedError
+from prime_core.errors import FatalError
 from prime_core.ids import Digest, Step
 from prime_core.proof_form import FinishReason
 from prime_core.rollout import Rollout
-from prime_trainer.data import TrainingBatch
+from prime_trainer.data import BadBatch, TrainingBatch
 
-BadBatch = MalformedError | UntrustedError | PolicyError
-Told = TrainingBatch | BadBatch | None
+Message = TrainingBatch | BadBatch | None
 """A message; None means that the run stops."""
 
-_BAD: dict[str, type[BadBatch]] = {
-    "malformed": MalformedError, "untrusted": UntrustedError, "policy": PolicyError,
-}  # fmt: skip
 
-
-def encode(told: Told) -> bytes:
+def encode(message: Message) -> bytes:
     """Encodes a message; `decode` restores it exactly."""
-    if told is None:
+    if message is None:
         return _framed({"kind": "stop"}, b"")
-    if not isinstance(told, TrainingBatch):
-        kind = next(name for name, bad in _BAD.items() if isinstance(told, bad))
-        return _framed({"kind": kind, "why": str(told)}, b"")
-    rows = told.rollouts
+    if isinstance(message, BadBatch):
+        return _framed({"kind": "bad", "step": message.step, "why": message.why}, b"")
+    rows = message.rollouts
     header = {
         "kind": "batch",
-        "step": told.step,
-        "digest": told.digest,
-        "groups": [len(group) for group in told.groups],
-        "keys": told.keys,
-        "seen": told.seen,
-        "alike": told.alike,
+        "step": message.step,
+        "digest": message.digest,
+        "groups": [len(group) for group in message.groups],
+        "keys": message.keys,
+        "seen": message.seen,
+        "alike": message.alike,
         "rows": [
             [row.problem_id, row.group, row.sample, row.target_length, row.finish_reason,
              row.policy_version, row.reward, len(row.prompt_tokens), len(row.output_tokens),
@@ -60,7 +54,7 @@ def encode(told: Told) -> bytes:
     return _framed(header, b"".join(body))
 
 
-def decode(data: bytes) -> Told:
+def decode(data: bytes) -> Message:
     """Decodes a message of rank 0. Raises FatalError if it is malformed."""
     try:
         size = int.from_bytes(data[:8], "little")
@@ -68,8 +62,8 @@ def decode(data: bytes) -> Told:
         kind = header["kind"]
         if kind == "stop":
             return None
-        if kind in _BAD:
-            return _BAD[kind](str(header["why"]))
+        if kind == "bad":
+            return BadBatch(Step(int(header["step"])), str(header["why"]))
         if kind != "batch":
             raise ValueError(f"{kind!r} is no kind of message")
         return _batch(header, data[8 + size :])

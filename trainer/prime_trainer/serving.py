@@ -1,0 +1,539 @@
+"""`trainer serve`: a policy behind an OpenAI-compatible HTTP API, asked as its run asks it.
+
+    POST /v1/chat/completions   messages, rendered with the run's template, system prompt and budget
+    POST /v1/completions        raw text or tokens
+    GET  /v1/models             the one policy that is served
+
+The engine works in the main thread and the HTTP server in another one. All requests that wait when
+the engine becomes free form one batch. Sampling is by temperature only, as in a run; a temperature
+below LEAST_TEMPERATURE selects the most probable token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from prime_core.errors import MalformedError, NotFoundError, PrimeError, UserError
+from prime_core.run import Chat, RunDefinition
+from prime_core.waiting import StoppedError
+from prime_engine.base import Engine, Generation, GenerationRequest
+from prime_envs.base import decode_output
+from prime_envs.chat import messages_of
+from prime_trainer.loading import require_model_folder
+from prime_trainer.talk import chat_of, rendered
+
+LEAST_TEMPERATURE = 0.01
+SEEDS = 1 << 62
+GRACE_SECONDS = 5
+_NEUTRAL: dict[str, Any] = {
+    "top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0,
+    "repetition_penalty": 1, "logit_bias": {}, "logprobs": False, "echo": False, "best_of": 1,
+    "suffix": "", "tools": [], "functions": [], "response_format": {"type": "text"},
+}  # fmt: skip
+"""Parameters of the API that are not supported, and the value that asks for nothing."""
+
+
+class _Sampling(BaseModel):
+    """Parameters that both kinds of completion have. Unknown parameters are ignored, but a known
+    one that would change the answer is refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    seed: int | None = Field(default=None, ge=0, lt=SEEDS)
+    n: int = Field(default=1, ge=1, le=128)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, bool] | None = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> _Sampling:
+        for name, value in (self.model_extra or {}).items():
+            if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
+                raise ValueError(f"{name} is not supported: sampling is by temperature only")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings that are not empty."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in given if text]
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[Part]
+
+    def plain(self) -> dict[str, str]:
+        """As the chat template expects it."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(_Sampling):
+    """Body of /v1/chat/completions. `budget` is an extension: tokens of thinking to ask for."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    budget: int | None = Field(default=None, ge=0)
+
+
+class CompletionRequest(_Sampling):
+    """Body of /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, each as text or tokens. Raises MalformedError if there are none."""
+        given = self.prompt
+        if not given:
+            raise MalformedError("the prompt is empty")
+        if isinstance(given, str):
+            return [given]
+        return [given] if isinstance(given[0], int) else given
+
+
+@dataclass
+class Job:
+    """One row that the engine has to generate. `news` receives its tokens one by one, then its
+    Generation, or the error that ended it; it is called in the engine's thread."""
+
+    request: GenerationRequest
+    temperature: float
+    news: Callable[[int | Generation | Exception], object]
+
+
+@dataclass
+class Batcher:
+    """Generates the jobs of many requests in batches, in the thread that calls `run`."""
+
+    engine: Engine
+    _waiting: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def submit(self, job: Job) -> None:
+        """Adds a job. Raises StoppedError after `stop`."""
+        if self._stopped.is_set():
+            raise StoppedError("the server ends")
+        self._waiting.put(job)
+
+    def stop(self) -> None:
+        """Ends `run` at the engine's next token; unfinished jobs get a StoppedError."""
+        self._stopped.set()
+        self._waiting.put(None)
+
+    def run(self) -> None:
+        """Generates until `stop` is called."""
+        while jobs := self._next():
+            by_temperature: dict[float, list[Job]] = defaultdict(list)
+            for job in jobs:
+                by_temperature[job.temperature].append(job)
+            for temperature, some in by_temperature.items():
+                self._generate(some, temperature)
+
+    def _next(self) -> list[Job]:
+        """Waits for a job and returns all that wait; none once stopped."""
+        found = [self._waiting.get()]
+        while not self._waiting.empty():
+            found.append(self._waiting.get())
+        jobs = [job for job in found if job is not None]
+        if not self._stopped.is_set():
+            return jobs
+        for job in jobs:
+            job.news(StoppedError("the server ends"))
+        return []
+
+    def _generate(self, jobs: Sequence[Job], temperature: float) -> None:
+        try:
+            made = self.engine.generate(
+                [job.request for job in jobs], temperature, _Tokens(jobs, self._stopped)
+            )
+        except MalformedError as error:  # found before the first token: only that request fails
+            if len(jobs) == 1:
+                jobs[0].news(error)
+                return
+            for job in jobs:
+                self._generate([job], temperature)
+        except Exception as error:
+            for job in jobs:
+                job.news(error)
+        else:
+            for job, generation in zip(jobs, made, strict=True):
+                job.news(generation)
+
+
+class _Tokens:
+    """A StateSink that passes on tokens as they are sampled."""
+
+    def __init__(self, jobs: Sequence[Job], stopped: threading.Event) -> None:
+        self._jobs, self._stopped = jobs, stopped
+        self._passed = [0] * len(jobs)
+
+    def step(self, rows: Sequence[int], places: Sequence[int], tokens: Any, states: Any) -> None:
+        """See StateSink.step. Raises StoppedError when the server ends."""
+        if self._stopped.is_set():
+            raise StoppedError("the server ends")
+        for row, place, token in zip(rows, places, tokens.tolist(), strict=True):
+            if place == self._passed[row]:
+                self._passed[row] += 1
+                self._jobs[row].news(token)
+
+    def end(self, rows: Sequence[int]) -> None:
+        """See StateSink.end."""
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A piece of an answer's text. The last piece has the finish reason. `tokens`: so far."""
+
+    text: str
+    tokens: int
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """The policy that is served and how it is asked. `chat` is None for a model without a chat
+    template; `budget` None leaves the sentence about the budget out."""
+
+    name: str
+    engine: Engine
+    batcher: Batcher
+    chat: Chat | None = None
+    budget: int | None = None
+    max_tokens: int = 512
+
+    def require(self, model: str | None) -> None:
+        """Raises NotFoundError if a request names another model."""
+        if model not in (None, "", self.name):
+            raise NotFoundError(f"the model {model!r} is not served here; {self.name!r} is")
+
+    def chat_prompt(self, asked: ChatRequest) -> tuple[int, ...]:
+        """The tokens that ask a conversation. A system message replaces the run's system prompt;
+        the budget's sentence is added to either. Raises UserError, MalformedError."""
+        chat, messages = self.chat, [message.plain() for message in asked.messages]
+        if chat is None:
+            raise UserError("the model has no chat template", hint="ask /v1/completions")
+        if messages[0]["role"] == "system":
+            chat = chat.model_copy(update={"system": messages.pop(0)["content"]})
+        if not messages or messages[0]["role"] != "user":
+            raise MalformedError("a conversation begins with a system or a user message")
+        budget = self.budget if asked.budget is None else asked.budget
+        if budget is None:
+            chat = chat.model_copy(update={"budget": ""})
+        first = messages_of(chat, messages[0]["content"], budget or 0)
+        return rendered(self.engine.tokenizer, first + messages[1:])
+
+    def raw_prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
+        """The tokens of raw prompts, without special tokens, as runs encode them."""
+        encode = self.engine.tokenizer.encode
+        return [
+            tuple(encode(one, add_special_tokens=False) if isinstance(one, str) else one)
+            for one in asked.prompts()
+        ]
+
+    def jobs(self, prompts: Sequence[tuple[int, ...]], asked: _Sampling) -> list[_Listener]:
+        """Passes `n` rows per prompt to the engine; returns their listeners in order."""
+        limit = asked.max_tokens or self.max_tokens
+        greedy = asked.temperature < LEAST_TEMPERATURE
+        first = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
+        found = []
+        for number, prompt in enumerate(p for p in prompts for _ in range(asked.n)):
+            seed = None if greedy else (first + number) % SEEDS
+            listener = _Listener(self.engine.tokenizer, asked.stops)
+            request = GenerationRequest(prompt, limit, seed)
+            temperature = 1.0 if greedy else asked.temperature
+            self.batcher.submit(Job(request, temperature, listener.receive))
+            found.append(listener)
+        return found
+
+
+class _Listener:
+    """Turns the tokens of one row into text, in the server's event loop."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[int | Generation | Exception] = asyncio.Queue()
+
+    def receive(self, news: int | Generation | Exception) -> None:
+        """See Job.news."""
+        self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+
+    async def pieces(self) -> AsyncIterator[Spoken]:
+        """Yields the answer's text in pieces, up to the first stop string. Text that may become
+        part of a stop string or of a character waits for the next token."""
+        tokens: list[int] = []
+        end: Generation | None = None
+        said = 0
+        while True:
+            waiting = [await self._news.get()]
+            while not self._news.empty():
+                waiting.append(self._news.get_nowait())
+            for one in waiting:
+                if isinstance(one, Exception):
+                    raise one
+                if isinstance(one, Generation):
+                    end, tokens = one, list(one.output_tokens)
+                else:
+                    tokens.append(one)
+            text = decode_output(self._tokenizer, tokens)
+            cuts = [text.index(stop) for stop in self._stops if stop in text]
+            if cuts:
+                yield Spoken(text[said : min(cuts)], len(tokens), "stop")
+                return
+            if end is not None:
+                finish = "stop" if end.finish_reason == "end" else "length"
+                yield Spoken(text[said:], len(tokens), finish)
+                return
+            sure = len(text) - max((len(stop) - 1 for stop in self._stops), default=0)
+            sure = len(text[: max(sure, 0)].rstrip("\ufffd"))
+            if sure > said:
+                yield Spoken(text[said:sure], len(tokens))
+                said = sure
+
+    async def whole(self) -> Spoken:
+        """The whole answer. Raises the error that ended it."""
+        pieces = [piece async for piece in self.pieces()]
+        return Spoken("".join(piece.text for piece in pieces), pieces[-1].tokens, pieces[-1].finish)
+
+
+def application(served: Served) -> FastAPI:
+    """The HTTP API of a policy."""
+    app = FastAPI(title="trainer serve", docs_url=None, redoc_url=None)
+    created = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        one = {"id": served.name, "object": "model", "created": created, "owned_by": "prime-open"}
+        return {"object": "list", "data": [one]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest) -> Response:
+        served.require(asked.model)
+        asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
+        return await _answer(served, [served.chat_prompt(asked)], asked, "chat.completion")
+
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionRequest) -> Response:
+        served.require(asked.model)
+        return await _answer(served, served.raw_prompts(asked), asked, "text_completion")
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return _refusal(400, f"{where}: {first['msg']}" if where else first["msg"])
+
+    @app.exception_handler(PrimeError)
+    async def _expected(request: Request, error: PrimeError) -> JSONResponse:
+        return _refusal(_status(error), _sentence(error))
+
+    @app.exception_handler(StoppedError)
+    async def _ended(request: Request, error: StoppedError) -> JSONResponse:
+        return _refusal(503, str(error))
+
+    @app.exception_handler(Exception)
+    async def _defect(request: Request, error: Exception) -> JSONResponse:
+        return _refusal(500, f"the server failed: {error}")
+
+    return app
+
+
+def _status(error: PrimeError) -> int:
+    if isinstance(error, NotFoundError):
+        return 404
+    return 400 if isinstance(error, MalformedError | UserError) else 503
+
+
+def _sentence(error: Exception) -> str:
+    hint = error.hint if isinstance(error, UserError) else ""
+    return f"{error}; {hint}" if hint else str(error)
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": _error(status, message)}, status)
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"message": message, "type": kind, "param": None, "code": status}
+
+
+async def _answer(
+    served: Served, prompts: Sequence[tuple[int, ...]], asked: _Sampling, kind: str
+) -> Response:
+    """The response to one request; `kind` is its `object`."""
+    if asked.stream and len(prompts) * asked.n > 1:
+        raise MalformedError("a stream has one answer: ask with n = 1 and one prompt")
+    listeners = served.jobs(prompts, asked)
+    read = sum(map(len, prompts))
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": served.name,
+    }
+    if asked.stream:
+        pieces = listeners[0].pieces()
+        first = await anext(pieces)  # a refused request is an error status, not a stream
+        usage = bool((asked.stream_options or {}).get("include_usage"))
+        events = _events(first, pieces, head, read if usage else None)
+        return StreamingResponse(events, media_type="text/event-stream")
+    spoken = await asyncio.gather(*(listener.whole() for listener in listeners))
+    choices = [
+        {"index": number, **_text(kind, one.text), "finish_reason": one.finish, "logprobs": None}
+        for number, one in enumerate(spoken)
+    ]
+    usage_of = _usage(read, sum(one.tokens for one in spoken))
+    return JSONResponse({**head, "choices": choices, "usage": usage_of})
+
+
+def _text(kind: str, text: str) -> dict[str, Any]:
+    if kind == "text_completion":
+        return {"text": text}
+    return {"message": {"role": "assistant", "content": text}}
+
+
+def _usage(read: int, written: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+    }
+
+
+async def _events(
+    first: Spoken, rest: AsyncIterator[Spoken], head: dict[str, Any], read: int | None
+) -> AsyncIterator[str]:
+    """The server-sent events of a streamed answer; `read`: prompt tokens, if usage is wanted."""
+    chat = head["object"] == "chat.completion"
+    head = {**head, "object": "chat.completion.chunk" if chat else head["object"]}
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
+
+    def choice(piece: Spoken, role: dict[str, str]) -> list[dict[str, Any]]:
+        text = {"delta": {**role, "content": piece.text}} if chat else {"text": piece.text}
+        return [{"index": 0, **text, "finish_reason": piece.finish}]
+
+    last = first
+    yield event(choice(first, {"role": "assistant"}))
+    try:
+        async for last in rest:
+            yield event(choice(last, {}))
+    except Exception as error:  # the status is sent already
+        yield f"data: {json.dumps({'error': _error(500, _sentence(error))})}\n\n"
+        return
+    if read is not None:
+        yield event([], usage=_usage(read, last.tokens))
+    yield "data: [DONE]\n\n"
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket bound to `host` and `port` (0: any free one), not yet listening. Raises UserError
+    if the address cannot be used."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise UserError(
+            f"{host}:{port} cannot be served on: {error.strerror}",
+            hint="name another --port, or 0 for any free one",
+        ) from error
+    return found
+
+
+@contextmanager
+def listening(served: Served, address: socket.socket) -> Iterator[None]:
+    """Serves the API at a bound socket, in a thread. Leave it after the batcher has stopped."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            application(served), log_config=None, access_log=False, server_header=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )  # fmt: skip
+    thread = threading.Thread(target=server.run, args=([address],), name="http", daemon=True)
+    address.listen(2048)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+        address.close()
+
+
+def serve(
+    folder: Path,
+    run: RunDefinition | None,
+    loading: dict[str, Any],
+    stop: threading.Event,
+    say: Callable[[str, Served], None],
+    *,
+    name: str,
+    host: str,
+    port: int,
+    system: str | None,
+    budget: int | None,
+    max_tokens: int,
+) -> None:
+    """Serves the policy in `folder` until `stop` is set. Calls `say` with the base URL as soon as
+    it answers. Raises UserError, UnavailableError."""
+    from prime_verify.engines import load_engine
+
+    require_model_folder(folder)
+    with bound(host, port) as address:
+        engine = load_engine(folder, **loading)
+        try:
+            template = engine.tokenizer.chat_template is not None
+            chat = chat_of(run, engine, system) if template else None
+            served = Served(name, engine, Batcher(engine), chat, budget, max_tokens)
+            with listening(served, address):
+                shown = f"[{host}]" if ":" in host else host
+                say(f"http://{shown}:{address.getsockname()[1]}/v1", served)
+
+                def end() -> None:
+                    stop.wait()
+                    served.batcher.stop()
+
+                threading.Thread(target=end, name="end", daemon=True).start()
+                served.batcher.run()
+        finally:
+            engine.close()
