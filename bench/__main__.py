@@ -3,7 +3,8 @@
 `detection` also takes `--minutes M` (goes on where it stopped), `--model DIR` and `--costs` (these
 rows alone, measured anew); `proofs` takes `--minutes M` for its honest windows. Both take
 `--device cpu|cuda:N`: where models generate and replay. What a GPU gives is a bench of another name
-(`detection-cuda`), to be kept apart. `demo` takes `--only rest|busy|one-core`.
+(`detection-cuda`), to be kept apart. `demo` takes `--only rest|busy|one-core`, `orchestrator` takes
+`--only ROW`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from prime_core.errors import PrimeError
 
 BENCHES = {
     "learning": "Samples to a reward: synchronous, stale, with liars; and ablations (CPU hours)",
-    "trainer": "Packing, overhead, tokens a second beside TRL, one gradient on any ranks",
+    "trainer": "Packing, overhead, tokens a second next to TRL, one gradient on any ranks",
     "plan": "Memory of a training step as planned, over what a real one takes",
-    "gpu": "Tokens a second and MFU of the trainer on one GPU, beside prime-rl's published figure",
+    "gpu": "Tokens a second and MFU of the trainer on one GPU, next to prime-rl's published figure",
     "environments": "Programs a second in the sandbox, graders, file times by speed class",
     "file_times": "Files' times on a live devnet, one of its nodes slowed fourfold",
+    "smol_network": "The whole network with SmolLM2-135M-Instruct: memory of each process",
     "demo": "Nine whole demos from a clean checkout: at rest, on busy cores, on one core (an hour)",
-    "gas": "Gas of each act in a pool of 400 nodes, beside the ancestor's",
+    "gas": "Gas of each act in a pool of 400 nodes, next to the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
     "proofs": "Cost and soundness of activation proofs",
     "attacks": "What attacks on the chain layer cost an honest party, before and now",
-    "orchestrator": "Connections and signed heartbeats that two API processes serve",
+    "orchestrator": "What two API processes carry: heartbeats, files, verdicts, watchers, history",
+    "population": "10,000 nodes for a simulated day: trainer, staleness, cheats, validators, pay",
     "cli": "CPU seconds of the commands that people and shells call often",
-    "broadcast": "Weights to many machines, beside SHARDCAST: whole, by delta, through relays",
+    "broadcast": "Weights to many machines, next to SHARDCAST: whole, by delta, through relays",
 }
 
 MODULES = {"attacks": "holes"}  # bench/attacks.py holds the lies of `detection`
@@ -47,7 +50,7 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         kinds |= {"--minutes": float, "--device": str}
     if "detection" in words:
         kinds["--model"] = Path
-    if "demo" in words:
+    if {"demo", "orchestrator"} & {*words}:
         kinds["--only"] = str
     rest, options = list(words), {}
     for option, kind in kinds.items():

@@ -137,7 +137,7 @@ def _whole(made: Stage, python: Path | None, sizes: Sizes) -> list[Row]:
         Row("whole_cpu", found.processor["ours"] * GIB, "processor s a GiB, all processes", None,
             "lower", found.processor.get("peer", 0.0) * GIB or None, name),
         Row("floor_cpu", found.processor["floor"] * GIB,
-            "processor s a GiB: recv, BLAKE3, write in a bare loop"),
+            "processor s a GiB: recv, BLAKE3, write in a plain loop"),
         Row("curl_vs_peer", curl / peer, "×, two hops, nothing verified", None, "higher", 1, name),
     ]  # fmt: skip
 

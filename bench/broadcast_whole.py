@@ -76,8 +76,8 @@ def floor_seconds(file: Path, fresh: Callable[[str], Path], repeats: int) -> flo
                 cwd=ROOT, capture_output=True, text=True, check=True,
             )  # fmt: skip
         target.unlink()
-        told = json.loads(done.stdout)
-        found.append(told["processor"] / told["bytes"])
+        reported = json.loads(done.stdout)
+        found.append(reported["processor"] / reported["bytes"])
     return statistics.median(found)
 
 

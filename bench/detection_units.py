@@ -57,7 +57,7 @@ class FileRows:
         try:
             self._replayed = replay.Replayed(
                 engine, bench.run, file.lease_digest, range(len(self._rows)), self._plan,
-                self._rows, engine.twin(self._dtype),
+                self._rows, engine.in_dtype(self._dtype),
             )  # fmt: skip
             self._measured = self._replayed.measure()
             self._reference = self._replayed.reference()

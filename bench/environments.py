@@ -1,7 +1,7 @@
 """Graders and budgets: programs a second in the sandbox, grades a second, and how evenly files of
 two speed classes take their time.
 
-`file_time_ratio` is measured on the real worker (prime_node.worker.workshop) with the demo's
+`file_time_ratio` is measured on the real worker (prime_node.worker.rollout_builder) with the demo's
 model, one node slowed fourfold as the demo slows one, budgets chosen by lengths.balanced_targets:
 the slower class's median file time over the faster one's, the larger way round.
 The model keeps to its budget by force: each row is generated exactly as long as it was asked to be,
@@ -108,7 +108,7 @@ class _Obedient:
 
 
 def _file_times(quick: bool) -> Iterator[Row]:
-    from prime_node.worker.workshop import Job, Options, Workshop
+    from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
     from prime_verify.calibrate import synthetic_lease
     from prime_verify.engines import load_engine
 
@@ -121,14 +121,14 @@ def _file_times(quick: bool) -> Iterator[Row]:
     engine: Any = _Obedient(inner, inner.tokenizer)
     times: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(prefix="prime-bench-") as folder:
-        shops = {}
+        builders = {}
         for speed_class, throttle in ((1, SLOWED), (2, 1.0)):
             options = Options(Path(folder), Path(folder), Path(folder), throttle=throttle)
             # the file of a slowed node takes as much longer as the worker says: no need to sleep
-            shops[speed_class] = Workshop(run, options, sleep=lambda _seconds: None)
-            shops[speed_class].engines = _Only(engine)  # type: ignore[assignment]
+            builders[speed_class] = RolloutBuilder(run, options, sleep=lambda _seconds: None)
+            builders[speed_class].engines = _Only(engine)  # type: ignore[assignment]
         for number in range(2 if quick else 9):
-            for speed_class, shop in shops.items():
+            for speed_class, builder in builders.items():
                 made = synthetic_lease(run, number, policy_version=0)
                 asked = run.budgets.preferred(speed_class)
                 target = asked[number % len(asked)]
@@ -137,7 +137,7 @@ def _file_times(quick: bool) -> Iterator[Row]:
                     made.signed.model_copy(update={"lease": lease}),
                     encoding.sha256(f"{number} {speed_class}".encode()),
                 )
-                times[speed_class].append(shop.build(job).seconds)
+                times[speed_class].append(builder.build(job).seconds)
     slow, fast = (statistics.median(times[known]) for known in (1, 2))
     yield Row("file_seconds_slow", slow, f"s, targets {by_class['1']}")
     yield Row("file_seconds_fast", fast, f"s, targets {by_class['2']}")

@@ -61,7 +61,7 @@ class EvenFiles(Network):
             targets=tuple(sorted({t for some in self._by_class.values() for t in some})),
             by_class=self._by_class, min_share_micro=0, penalty_micro=20_000, form="clip",
         )  # fmt: skip
-        sizes = {"train_size": run.environment.train_size, "heldout_size": 256}
+        sizes: dict[str, Any] = {"train_size": run.environment.train_size, "heldout_size": 256}
         return run.model_copy(
             update={
                 "budgets": budgets,

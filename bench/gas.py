@@ -51,6 +51,10 @@ def run(quick: bool) -> list[Row]:
         Row("claim_empty_account", gas["later claim to an empty account"], "gas", 100_000),
         Row("claim_in_batch", gas["batch claim, each of 63"], "gas", 75_000),
         Row("post_table", gas["table of two validators"], "gas", 220_000),
+        Row("court_open", gas["court: open"], "gas", 250_000),
+        Row("court_draw", gas["court: draw"], "gas", 300_000),
+        Row("court_vote", gas["court: commit"] + gas["court: reveal"], "gas", 160_000),
+        Row("court_settle", gas["court: settle"], "gas", 180_000),
         Row("reject_leaf", gas["reject of a leaf"], "gas", 100_000, peer=216_000,
             peer_name=ANCESTOR),
     ]  # fmt: skip

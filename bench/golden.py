@@ -198,8 +198,10 @@ def values() -> Values:
     proofs = activations.build(windows)
     sketches = sketch.build(windows, [bytes([w]) * 32 for w in range(len(windows))])
     plan, rows = _file()
-    own, twin = (cast(Engine, Recorded(name, n)) for name, n in (("own", 7), ("twin", 11)))
-    replayed = replay.Replayed(own, synthetic_run(256), LEASE, range(len(rows)), plan, rows, twin)
+    own, same_dtype = (cast(Engine, Recorded(name, n)) for name, n in (("own", 7), ("twin", 11)))
+    replayed = replay.Replayed(
+        own, synthetic_run(256), LEASE, range(len(rows)), plan, rows, same_dtype
+    )
     measured, reference = replayed.measure(), replayed.reference()
     by_window = [replayed.by_window(i) for i in range(len(rows))]
     accusations = {}

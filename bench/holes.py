@@ -23,7 +23,7 @@ from prime_core.deployment import DEMO_PERIODS, Deployment
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
 from prime_core.messages import ContractAddresses, Heartbeat
-from prime_orchestrator.api import presence
+from prime_orchestrator.api import liveness
 from prime_orchestrator.store import Store, chain, open_store, sqlite_url
 
 BEFORE = "before"
@@ -156,7 +156,7 @@ def _heartbeat_seconds(pool: seats.Pool) -> float:
     for _ in range(HEARTBEATS_EACH):
         for node in pool.honest:
             began = time.process_time()
-            presence.heartbeats(pool.backend, [(node, beat)])
+            liveness.heartbeats(pool.backend, [(node, beat)])
             times.append(time.process_time() - began)
     return sorted(times)[len(times) * 95 // 100]
 

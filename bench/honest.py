@@ -84,8 +84,8 @@ class Remembering:
     def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
         return self._once("replay", requests, temperature)
 
-    def twin(self, dtype: str) -> Engine:
-        found = self._engine.twin(dtype)
+    def in_dtype(self, dtype: str) -> Engine:
+        found = self._engine.in_dtype(dtype)
         return self if found is self._engine else _remembering(found)
 
     def __getattr__(self, name: str) -> Any:

@@ -85,9 +85,9 @@ def work(minutes: float | None, modes: Collection[str]) -> int:
             staging.write_text(record.to_json())
             staging.rename(path)
             made += 1
-            told = f"{record.steps} steps, {record.samples} samples"
-            told += f", goal after {record.samples_to_goal}"
-            print(f"{name} seed {seed}: {told}", file=sys.stderr, flush=True)
+            reported = f"{record.steps} steps, {record.samples} samples"
+            reported += f", goal after {record.samples_to_goal}"
+            print(f"{name} seed {seed}: {reported}", file=sys.stderr, flush=True)
     return made
 
 

@@ -256,12 +256,12 @@ def table(records: Sequence[Record]) -> str:
             continue
         if len(reached) == len(mine) > 1:
             mean, half, _ = mean_interval(reached)
-            told = f"{mean:,.0f} ± {half:,.0f}"
+            reported = f"{mean:,.0f} ± {half:,.0f}"
         else:
-            told = f"reached by {len(reached)} of {len(mine)}"
+            reported = f"reached by {len(reached)} of {len(mine)}"
         norm = max(norm for r in mine for norm in r.gradient_norms)
         lost = sum(r.rejected for r in mine) / sum(r.samples for r in mine)
-        rows.append(f"| {NAMES[mode]} | {len(mine)} | {told} | {norm:.3g} | {lost:.1%} |")
+        rows.append(f"| {NAMES[mode]} | {len(mine)} | {reported} | {norm:.3g} | {lost:.1%} |")
     return "\n".join(rows)
 
 

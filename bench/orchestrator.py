@@ -1,47 +1,61 @@
-"""What the API's processes carry on one machine.
+"""What the API's processes, their loops and PostgreSQL carry on one machine.
 
 `connections`: held open at once by two API processes. Each one answers a request when it is opened
 and another one after all are open. Clients are two processes with 200 loopback addresses. Each API
-process has a SQLite store of its own: what is measured is the server.
+process has a SQLite store of its own: what is measured is the server. All other rows: see
+heartbeats.py, work.py, growth.py and watching.py. A rate is 2 ÷ CPU seconds per operation of the
+API processes and PostgreSQL; the generator, validators' replay and the S3 server are not counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
-from bench import heartbeats, seats
+from bench import growth, heartbeats, seats, watching, work
 from bench.form import Row
+from bench.servers import Database, Place, end, line, postgres, start, start_api
+from prime_core.errors import UserError
 
 PROCESSES = 2
 SOURCES = 200
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: bench\r\n\r\n"
-PACKAGES = ("uvicorn", "fastapi", "h11", "sqlalchemy", "psycopg")
+PACKAGES = ("uvicorn", "httptools", "uvloop", "fastapi", "sqlalchemy", "psycopg", "boto3")
+ROWS: dict[str, Callable[[bool, Database], list[Row]]] = {
+    "heartbeats_s": heartbeats.rows,
+    "rollout_path_s_dir": lambda quick, database: work.path_rows(quick, database, "dir"),
+    "rollout_path_s_s3": lambda quick, database: work.path_rows(quick, database, "s3"),
+    "verdicts_s_1": lambda quick, database: work.verdict_rows(quick, database, 1),
+    "verdicts_s_4": lambda quick, database: work.verdict_rows(quick, database, 4),
+    "verdicts_s_16": lambda quick, database: work.verdict_rows(quick, database, 16),
+    "upload_to_verdict_s": work.delay_rows,
+    "watchers": watching.watcher_rows,
+    "node_death_s": watching.death_rows,
+    "growth": growth.rows,
+}
+"""Rows that need PostgreSQL, by the first one's name; `growth` gives all of its kind."""
 
 
-def run(quick: bool) -> list[Row]:
-    """All rows."""
-    return [*_connections(quick), *_heartbeats(quick)]
-
-
-def _heartbeats(quick: bool) -> list[Row]:
-    servers: list[subprocess.Popen[str]] = []
-
-    def start(url: str, folder: str) -> tuple[int, int]:
-        port = _server(servers, folder, url, "" if servers else "lives")
-        return port, servers[-1].pid
-
-    with heartbeats.postgres() as database:
-        try:
-            return heartbeats.rows(quick, database, start)
-        finally:
-            _end(servers)
+def run(quick: bool, only: str = "") -> list[Row]:
+    """All rows, or the part named `only`. Raises UserError if there is none of that name."""
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "connections": lambda: _connections(quick),
+        "rpc_calls_min_idle": lambda: watching.rpc_rows(quick),
+    }
+    if only and only not in {*parts, *ROWS}:
+        raise UserError(
+            f"there is no part {only!r}", hint=f"name one of {', '.join((*parts, *ROWS))}"
+        )
+    rows = [row for name, part in parts.items() if only in ("", name) for row in part()]
+    wanted = [part for name, part in ROWS.items() if only in ("", name)]
+    if wanted:
+        with postgres() as database:
+            rows += [row for part in wanted for row in part(quick, database)]
+    return rows
 
 
 def _connections(quick: bool) -> list[Row]:
@@ -51,17 +65,19 @@ def _connections(quick: bool) -> list[Row]:
         clients: list[subprocess.Popen[str]] = []
         try:
             for number in range(PROCESSES):
-                port = _server(servers, f"{folder}/{number}")
-                clients.append(_start("hold", str(port), str(each), str(number)))
-            opened = [int(_line(client)) for client in clients]
+                place = Place(f"{folder}/{number}", "", seats.definition().raw().decode())
+                port = start_api(servers, place)
+                words = (str(port), str(each), str(number))
+                clients.append(start("bench.orchestrator", *words))
+            opened = [int(line(client)) for client in clients]
             memory = sum(_resident(server) for server in servers)
             for client in clients:
                 assert client.stdin is not None
                 client.stdin.write("again\n")
                 client.stdin.flush()
-            answered = [int(_line(client)) for client in clients]
+            answered = [int(line(client)) for client in clients]
         finally:
-            _end([*clients, *servers])
+            end([*clients, *servers])
     held = min(sum(opened), sum(answered))
     return [
         Row("connections", held, "connections", bar=None if quick else 20_000, better="higher"),
@@ -69,69 +85,10 @@ def _connections(quick: bool) -> list[Row]:
     ]
 
 
-def _server(servers: list[subprocess.Popen[str]], folder: str, *words: str) -> int:
-    """Starts an API process and adds it to `servers`; its port."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    descriptor = listener.fileno()
-    servers.append(_start("serve", folder, str(descriptor), *words, keep=descriptor))
-    port: int = listener.getsockname()[1]
-    listener.close()
-    assert _line(servers[-1]) == "ready"
-    return port
-
-
-def _end(children: list[subprocess.Popen[str]]) -> None:
-    for child in children:
-        child.kill()
-        child.communicate()
-
-
-def _start(*words: str, keep: int | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "bench.orchestrator", *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=() if keep is None else (keep,),
-    )
-
-
-def _line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
-
-
 def _resident(child: subprocess.Popen[str]) -> int:
     """Resident memory in bytes."""
     fields = Path(f"/proc/{child.pid}/statm").read_text().split()
     return int(fields[1]) * 4096
-
-
-def _serve(folder: str, descriptor: str, url: str = "", lives: str = "") -> None:
-    """An API process on the socket that it inherits, with the store at `url` if given, and with
-    the loop that finds silent nodes if `lives` is."""
-    from prime_orchestrator.api.app import create_app
-    from prime_orchestrator.api.connections import Proxies
-    from prime_orchestrator.api.presence import LifeTicks
-    from prime_orchestrator.serve import LIFE_SECONDS, Loops, make_server
-    from prime_orchestrator.store import open_store
-
-    Path(folder).mkdir()
-    backend = seats.Pool.make(Path(folder)).backend
-    if url:
-        backend = replace(backend, store=open_store(url), now=time.time)
-    server = make_server(create_app(backend), Proxies())
-
-    async def serve() -> None:
-        task = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=int(descriptor))]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        if lives:
-            Loops(on_crash=task.cancel).start("lives", LifeTicks(backend).tick, LIFE_SECONDS)
-        print("ready", flush=True)
-        await task
-
-    asyncio.run(serve())
 
 
 async def _hold(port: int, count: int, number: int) -> None:
@@ -170,7 +127,4 @@ async def _hold(port: int, count: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        _serve(*sys.argv[2:])
-    else:
-        asyncio.run(_hold(*map(int, sys.argv[2:])))
+    asyncio.run(_hold(*map(int, sys.argv[1:])))

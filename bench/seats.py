@@ -4,6 +4,7 @@ simulation moves: accepted files before they come, in their first lease time, an
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from prime_core.task import Task
 from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.api import leasing
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import draws, standing
 from prime_orchestrator.store import (
@@ -47,6 +48,7 @@ WORK = 6
 TRAINING = 4
 """Seconds that the trainer needs for a batch."""
 START = 1_800_000_000.0
+_VALIDATOR = LocalSigner(b"\x02" * 32)
 _HARDWARE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
 
 
@@ -87,9 +89,17 @@ class Pool:
     trained_at: float = START
 
     @classmethod
-    def make(cls, folder: Path, url: str = "") -> Pool:
+    def make(
+        cls,
+        folder: Path,
+        url: str = "",
+        run: RunDefinition | None = None,
+        *,
+        validators: Sequence[LocalSigner] = (),
+        start: float = START,
+    ) -> Pool:
         """A pool with its first policy, in a store of its own: the empty database at `url`, or
-        SQLite in `folder`."""
+        SQLite in `folder`. `run` None: `definition`; no `validators`: one; `start`: its clock."""
         names = ContractAddresses.model_fields
         contracts = {name: ids.address(f"0x{at + 1:040x}") for at, name in enumerate(names)}
         deployment = Deployment(
@@ -98,12 +108,12 @@ class Pool:
             block=0,
             periods=DEMO_PERIODS,
         )
-        manager, validator = LocalSigner(b"\x01" * 32), LocalSigner(b"\x02" * 32)
+        manager = LocalSigner(b"\x01" * 32)
         store = open_store(url or sqlite_url(folder / "seats.sqlite"))
         store.migrate()
-        clock = [START]
+        clock = [start]
         backend = Backend(
-            context=PoolContext(deployment, 1, manager.address, definition()),
+            context=PoolContext(deployment, 1, manager.address, run or definition()),
             store=store,
             objects=DirectoryStore(folder / "objects", "http://127.0.0.1", b"s" * 32),
             manager=manager,
@@ -113,12 +123,20 @@ class Pool:
             random=random.Random(7).randbytes,
         )
         pool = cls(backend, clock)
-        pool._appoint(validator)
-        pool._publish(0)
+        name = encoding.sha256(b"appointed")
+        for at, validator in enumerate(validators or (_VALIDATOR,)):
+            with store.begin() as connection:
+                chain.add_event(
+                    connection, block_hash=name, log_index=at, block=1, block_time=1, tx_hash=name,
+                    name="ValidatorSet",
+                    args={"pool": 1, "validator": validator.address, "on": True},
+                )  # fmt: skip
+            pool.commit(validator)
+        pool.publish(0)
         return pool
 
-    def _appoint(self, validator: LocalSigner) -> None:
-        """One validator that has committed to its draws: no lease is given before."""
+    def commit(self, validator: LocalSigner = _VALIDATOR) -> None:
+        """A validator commits to its draws of the next epochs: no lease is given without."""
         context, now = self.backend.context, self.clock[0]
         first = draws.epoch_at(context.run, now)
         signed = []
@@ -132,23 +150,19 @@ class Pool:
                     commitment=statement, validator=validator.address, signature=signature
                 )
             )
-        name = encoding.sha256(b"appointed")
         with self.backend.store.begin() as connection:
-            chain.add_event(
-                connection, block_hash=name, log_index=0, block=1, block_time=1, tx_hash=name,
-                name="ValidatorSet", args={"pool": 1, "validator": validator.address, "on": True},
-            )  # fmt: skip
             draws.commit(connection, context, validator.address, signed, now)
 
-    def seat(self, count: int, *, honest: bool) -> None:
-        """`count` active nodes, each of a provider of its own."""
+    def seat(self, count: int, *, honest: bool, names: Sequence[Address] = ()) -> None:
+        """`count` active nodes, each of a provider of its own; `names`: their addresses."""
         group = self.honest if honest else self.droppers
         with self.backend.store.begin() as connection:
-            for _ in range(count):
+            for at in range(count):
                 number = len(self.honest) + len(self.droppers) + 1
                 node, owner = (
                     ids.address(f"0x{kind + number:040x}") for kind in (1 << 80, 1 << 81)
                 )
+                node = names[at] if names else node
                 nodes.admit(
                     connection, node, hardware=_HARDWARE, runtime="process", now=self.clock[0]
                 )
@@ -217,7 +231,7 @@ class Pool:
         with self.backend.store.read() as connection:
             step, latest = batches.next_step(connection), policies.latest_version(connection)
         if step > (latest or 0):
-            self._publish(step)
+            self.publish(step)
         with self.backend.store.begin() as connection:
             fresh = sa.select(schema.groups.c.submission_digest, schema.groups.c.group_no).where(
                 schema.groups.c.batch_step.is_(None),
@@ -231,7 +245,8 @@ class Pool:
             batches.add(connection, batches.BatchRow(step, ZERO_DIGEST, "", 8, 0, 0, now))
         self.trained_at = now + TRAINING
 
-    def _publish(self, version: int) -> None:
+    def publish(self, version: int) -> None:
+        """Policy `version` is there."""
         with self.backend.store.begin() as connection:
             connection.execute(
                 sa.insert(schema.policies).values(

@@ -1,7 +1,7 @@
 """`python -m bench.standardised`: would the sketch see more if states were standardised first?
 
 Files of the text model in bfloat16, honest ones and lies; each one's sketch distance to the replay
-in float32 and to that in bfloat16 (the twin), over what the dtype alone makes on the same rows:
+in float32 and to that in bfloat16 (same_dtype), over what the dtype alone makes on the same rows:
 with states as they are, and with each dimension's mean and deviation taken out. A lie's figure is
 the least of its files over the largest honest one. docs/verification.md gives the result.
 """
@@ -51,7 +51,7 @@ class File:
 
     claimed: States
     own: States
-    twin: States
+    same_dtype: States
     keys: Sequence[Sequence[bytes]]
 
 
@@ -70,10 +70,10 @@ def distance(a: States, b: States, keys: Sequence[Sequence[bytes]], scale: Scale
 
 def shares(file: File, scale: Scale | None) -> tuple[float, float]:
     """Distance to either replay over floor and dtype drift: (sketch, twin_sketch)."""
-    explained = np.hypot(FLOORS["sketch"], distance(file.twin, file.own, file.keys, scale))
+    explained = np.hypot(FLOORS["sketch"], distance(file.same_dtype, file.own, file.keys, scale))
     own = distance(file.claimed, file.own, file.keys, scale)
-    twin = distance(file.claimed, file.twin, file.keys, scale)
-    return own / float(explained), twin / float(explained)
+    same_dtype = distance(file.claimed, file.same_dtype, file.keys, scale)
+    return own / float(explained), same_dtype / float(explained)
 
 
 def _states(engine: Engine, plan: Sequence[Any], made: Sequence[Any]) -> States:
@@ -88,8 +88,8 @@ def files(folder: Path, count: int) -> dict[str, list[File]]:
     """`count` honest files (8 rows each), and as many of each lie."""
     run = synthetic_run(TOKENS, groups=2, samples=4)
     own = load_engine(folder, threads=1)
-    twin = load_engine(folder, dtype="bfloat16", threads=1)
-    makers = {"honest": twin}
+    same_dtype = load_engine(folder, dtype="bfloat16", threads=1)
+    makers = {"honest": same_dtype}
     for name in LIES:
         makers[name] = load_engine(folder, dtype="bfloat16", threads=1, prepare=VARIANTS[name])
     made: dict[str, list[File]] = {name: [] for name in makers}
@@ -105,7 +105,7 @@ def files(folder: Path, count: int) -> dict[str, list[File]]:
             ]
             claimed = [sketch.bf16_to_float(one.states) for one in rows]
             made[name].append(
-                File(claimed, _states(own, plan, rows), _states(twin, plan, rows), keys)
+                File(claimed, _states(own, plan, rows), _states(same_dtype, plan, rows), keys)
             )
     return made
 

@@ -6,6 +6,8 @@ overhead  the whole loop (checkpoint, export, loading it once): what is left of 
 tokens/s  loss, backward and optimizer on identical completions, ours and TRL's in turn, one
           thread each, medians
 ranks     the gradient of one batch on 1, 2 and 4 ranks (FSDP2, gloo)
+publish   1 GB of bf16 weights on 2 ranks, from the sharded fp32 weights to the policy's files and
+          its delta, against one memcpy of the same bytes
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ def run(quick: bool) -> list[Row]:
             rows += overhead(model, root, world, 3 if quick else 6)
             rows += against_trl(model, root, world, 3 if quick else 5)
         rows += ranks(root, (2,) if quick else (2, 4))
+        rows += publication(root / "publication", 1 << 26 if quick else 10**9)
     return rows
 
 
@@ -225,6 +228,26 @@ def ranks(root: Path, sizes: tuple[int, ...]) -> list[Row]:
             worst = max(worst, _difference(there, alone))
         found.append(Row(f"fsdp2_rel_diff_{width}", worst, "of norm", bar))
     return found
+
+
+def publication(root: Path, size: int) -> list[Row]:
+    """Seconds to publish about `size` bytes from two ranks, and the ratio to a memcpy of them."""
+    root.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "bench.trainer_publish", str(root), str(size)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise UnavailableError(f"torchrun on 2 ranks failed: {done.stderr[-800:]}")
+    found = json.loads((root / "seconds.json").read_text())
+    whole = found["take"] + found["publish"]
+    return [
+        Row("publish_snapshot_s", found["take"], "s"),
+        Row("publish_s", whole, "s"),
+        Row("publish_over_memcpy", whole / found["memcpy"], "times"),
+        Row("publish_delta_share", found["delta_bytes"] / size, "of the weights"),
+    ]
 
 
 def _gradient(size: int, model: Path, root: Path, width: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from prime_broadcast.sharded import Part, publish_part
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Step
 from prime_core.rollout import Rollout
 from prime_core.run import LengthBudgets, RunDefinition
@@ -28,7 +29,7 @@ from prime_trainer.loading import load_policy
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.model import Policy
 from prime_trainer.parallel import World, shard
-from prime_trainer.publish import export
+from prime_trainer.publish import ORIGIN, other_files
 from prime_trainer.train import Trainer
 
 TARGETS = (2000, 4000, 6000, 8000, 10000)
@@ -143,10 +144,14 @@ class LocalTrainer(Trainer):
     def verified_batch(self, step: int, watch: Stopwatch) -> TrainingBatch:
         return batch_of(self.rows, self.learner.run.samples_per_group, step)
 
-    def publish(self, weights: dict[str, Tensor], state: TrainerState, watch: Stopwatch) -> None:
+    def publish(self, part: Part | None, state: TrainerState, watch: Stopwatch) -> None:
         with watch.timed("publish"):
-            folder = self.data / "export"
-            export(weights, self.learner.settings.need("model"), folder)
+            base = self.learner.settings.need("model")
+            if part is not None:
+                publish_part(
+                    part, other_files(base, state.training), self.data / ORIGIN,
+                    self.world.exchange, pool=0, version=state.step, step=state.step, delta_from=0,
+                )  # fmt: skip
 
     def train(self, found: Any, state: Any, watch: Stopwatch) -> dict[str, Any]:
         line = super().train(found, state, watch)

@@ -86,7 +86,7 @@ def up(
         typer.Option(metavar="KIND", help="How one of them lies; repeat for more. See `kinds`."),
     ] = None,
     shadows: Annotated[
-        int, typer.Option(min=0, help="Nodes without a seat, beside the others.")
+        int, typer.Option(min=0, help="Nodes without a seat, in addition to the others.")
     ] = 0,
     planted: Annotated[
         int, typer.Option(min=0, help="Nodes of the manager's own, honest and lying by turns.")
@@ -110,7 +110,7 @@ def up(
     lying = liars if liars is not None else len(kinds) or 2
     if lying >= nodes:
         raise UserError(
-            f"{lying} liars among {nodes} nodes leave nobody honest",
+            f"{lying} liars among {nodes} nodes leave no honest node",
             hint="lower --liars, or raise --nodes",
         )
     if runtime not in ("process", "docker"):
@@ -178,7 +178,10 @@ def kinds(
 def lies(
     kind: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND", help="Play it, also anew; repeat for more. See `kinds`."),
+        typer.Option(
+            metavar="KIND",
+            help="Play it, even if it was played before; repeat for more. See `kinds`.",
+        ),
     ] = None,
     together: Annotated[int, typer.Option(min=1, help="Liars in one network, at most.")] = 8,
     out: Annotated[

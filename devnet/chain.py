@@ -101,6 +101,7 @@ class Anvil:
 
     `block_time` in seconds; None mines a block at once for each transaction. `port` 0 takes a free
     one. `state` names a file from which the chain is loaded and to which it is dumped at the end.
+    Blocks become safe after `epoch_slots` blocks and final after twice as many.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class Anvil:
         state: Path | None = None,
         log: Path | None = None,
         accounts: int = 10,
+        chain_id: int = CHAIN_ID,
+        epoch_slots: int = 1,
         extra: tuple[str, ...] = (),
     ) -> None:
         self._block_time = block_time
@@ -118,6 +121,7 @@ class Anvil:
         self._state = state
         self._log = log
         self._accounts = accounts
+        self._chain_id, self._epoch_slots = chain_id, epoch_slots
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
         self._ids = itertools.count(1)
@@ -161,7 +165,7 @@ class Anvil:
                 self._process = None
                 raise FatalError(f"anvil ended at once with code {code} (port {self._port})")
             try:
-                if int(self.rpc("eth_chainId"), 16) == CHAIN_ID:
+                if int(self.rpc("eth_chainId"), 16) == self._chain_id:
                     return self
             except (UnavailableError, httpx.HTTPError):
                 pass
@@ -172,8 +176,8 @@ class Anvil:
 
     def _arguments(self) -> list[str]:
         arguments = [
-            "--chain-id", str(CHAIN_ID), "--host", "127.0.0.1", "--port", str(self._port),
-            "--slots-in-an-epoch", "1", "--accounts", str(self._accounts),
+            "--chain-id", str(self._chain_id), "--host", "127.0.0.1", "--port", str(self._port),
+            "--slots-in-an-epoch", str(self._epoch_slots), "--accounts", str(self._accounts),
             "--mnemonic", DEV_MNEMONIC, "--quiet", *self._extra,
         ]  # fmt: skip
         if self._block_time is not None:

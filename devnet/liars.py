@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from prime_core.errors import UserError
-from prime_node.planting import LyingWorkshop
+from prime_node.planting import LyingBuilder
 from prime_node.worker.__main__ import main as worker_main
 from prime_verify.canaries.lies import LIES
 
@@ -24,7 +24,7 @@ def known(kind: str) -> str:
 def main() -> int:
     kind, *arguments = sys.argv[1:] or [""]
     lie = LIES[known(kind)].make
-    return worker_main(arguments, partial(LyingWorkshop, lambda job: lie))
+    return worker_main(arguments, partial(LyingBuilder, lambda job: lie))
 
 
 if __name__ == "__main__":

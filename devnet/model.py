@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 64 if the folder is taken."""
     parser = argparse.ArgumentParser(prog="python -m devnet.model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--from-scratch", action="store_true", help="train anew (about 90 s)")
+    parser.add_argument("--from-scratch", action="store_true", help="train again (about 90 s)")
     options = parser.parse_args(argv)
     if options.out.exists() and any(options.out.iterdir()):
         print(f"{options.out} is not empty; name another folder.", file=sys.stderr)

@@ -43,11 +43,14 @@ PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST")
 class Network:
     """A network under `plan.root`. `start` brings it up, `stop` ends every process.
 
-    `model`: folder of the base model; `node_flags`: words that every node's command gets as well.
+    `model`: folder of the base model; `node_flags`, `validator_flags` and `trainer_flags`: words
+    that the commands of these programs get as well.
     """
 
     model: Path = MODEL
     node_flags: tuple[str, ...] = ()
+    validator_flags: tuple[str, ...] = ()
+    trainer_flags: tuple[str, ...] = ()
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -179,6 +182,7 @@ class Network:
                 *self._rpc(),
                 *("--data", str(self.root / name), "--threads", "1"),
                 *self.accounts[name].flags(),
+                *self.validator_flags,
             ],
         )
 
@@ -209,6 +213,7 @@ class Network:
                 *("--learning-rate", "3e-4", "--warmup-steps", "10", "--weight-decay", "0"),
                 *("--beta1", "0.9", "--beta2", "0.95", "--gradient-clip", "1.0", *limit),
                 *self.accounts["trainer"].flags(),
+                *self.trainer_flags,
             ],
         )
 
@@ -291,8 +296,8 @@ class Network:
         names = [node.name for node in self.plan.nodes if node.planted]
         if not names:
             return []
-        told = ["--planted-secret", str(self._planting_secret()), "--planted-one-in", "8"]
-        return [*self._named("--planted", names), *told]
+        reported = ["--planted-secret", str(self._planting_secret()), "--planted-one-in", "8"]
+        return [*self._named("--planted", names), *reported]
 
     def _planting_secret(self) -> Path:
         path = self.root / "planting.secret"

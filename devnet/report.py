@@ -24,7 +24,8 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
          vertical-align: top; white-space: nowrap; }
 td:last-child { white-space: normal; overflow-wrap: anywhere; }
-svg { max-width: 100%; height: auto; background: #fff; border-radius: 8px; }
+.scroll, figure { overflow-x: auto; }
+svg { width: 100%; min-width: 480px; max-width: 760px; height: auto; fill: currentColor; }
 .yes { color: var(--good); } .no { color: var(--bad); font-weight: 600; }
 figure { margin: 1rem 0; } figcaption { font-size: 13px; opacity: 0.75; }
 code { font-size: 13px; }
@@ -150,7 +151,7 @@ def page(data: dict[str, Any]) -> str:
         ),
         "<h2>Target lengths</h2>",
         _table(
-            ("target", "leases asked", "accepted", "groups trained of late"),
+            ("target", "leases asked", "accepted", "groups trained recently"),
             ((t["target"], t["asked"], t["accepted"], t["trained"]) for t in data["targets"]),
         ),
         "<h2>Slashes</h2>",
@@ -177,7 +178,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(cell(v) for v in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class=scroll>{table}</div>"
 
 
 def _figure(svg: str, caption: str) -> str:
@@ -205,7 +207,7 @@ def _staleness_picture(steps: Sequence[dict[str, Any]]) -> str:
         axes.bar([s["step"] for s in steps], rows, bottom=bottom, label=f"{age} old", width=1.0)
         bottom = [b + r for b, r in zip(bottom, rows, strict=True)]
     if ages:
-        axes.legend()
+        axes.legend(framealpha=0)
     return _svg(figure)
 
 
@@ -218,14 +220,14 @@ def _timing_picture(steps: Sequence[dict[str, Any]]) -> str:
             [[float(s["seconds"].get(name, 0.0)) for s in steps] for name in names],
             labels=names,
         )
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, framealpha=0)
     return _svg(figure)
 
 
 def _axes(x: str, y: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3), layout="constrained")
+    figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -234,7 +236,8 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any) -> str:
+    """The figure without a ground, its black lines and letters in the page's color of text."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    text = buffer.getvalue()
+    figure.savefig(buffer, format="svg", transparent=True)
+    text = buffer.getvalue().replace("#000000", "currentColor")
     return text[text.index("<svg") :]

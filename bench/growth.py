@@ -1,0 +1,249 @@
+"""What history costs: the same work on stores with 1,000, 100,000 and 1,000,000 judged files.
+
+A store holds one file that went through the API from lease to verdict; its rows are copied in bulk
+under other names, one file a second up to now, a batch for each hundred. `growth_…`: CPU time of
+this process and PostgreSQL for one lease, batch tick, status, page of nodes, or page of metrics, on
+the largest store over the smallest. `restart_s`: from starting an API process on the largest store
+to its first status. `bytes_per_file`: of the tables that are kept for ever, with indexes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import sqlalchemy as sa
+from prometheus_client import generate_latest
+from sqlalchemy import Connection
+
+from bench import seats, work
+from bench.form import Row
+from bench.servers import (
+    Database,
+    Place,
+    connect,
+    end,
+    request_bytes,
+    serving,
+    start_api,
+)
+from prime_core.errors import FatalError
+from prime_core.ids import Address
+from prime_core.messages import LeaseRequest
+from prime_core.run import RunDefinition
+from prime_orchestrator.api import leasing, status
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
+from prime_orchestrator.manager.batches import seal_ready_batches
+from prime_orchestrator.store import schema
+
+SIZES = (1_000, 100_000, 1_000_000)
+QUICK_SIZES = (100, 1_000)
+A_BATCH = 100
+"""Files in a batch."""
+SECONDS = 2.0
+"""How long each kind of work is repeated."""
+KEPT = ("leases", "submissions", "opinions", "credits")
+"""Tables that keep rows of a file for ever (docs/retention.md)."""
+
+
+def definition() -> RunDefinition:
+    """A hundred files of two groups a batch."""
+    return work.definition().model_copy(update={"groups_per_batch": 2 * A_BATCH})
+
+
+def rows(quick: bool, database: Database) -> list[Row]:
+    """All rows; empties the database."""
+    sizes = QUICK_SIZES if quick else SIZES
+    spent: dict[str, list[float]] = {}
+    found: list[Row] = []
+    for size in sizes:
+        with serving(database, definition(), validators=work.signers(1, 2)) as servers:
+            nodes = work.Nodes.seat(servers)
+            judges = work.Judges.seat(servers, work.signers(1, 2))
+            asyncio.run(work.hand_in(servers, nodes, 1))
+            asyncio.run(judges.judge(servers, 1))
+            end(servers.processes)
+            servers.processes.clear()
+            backend = servers.pool.backend
+            with backend.store.begin() as connection:
+                fill(connection, size, time.time())
+            with backend.store.engine.connect() as plain:
+                vacuum = plain.execution_options(isolation_level="AUTOCOMMIT")
+                vacuum.execute(sa.text("VACUUM ANALYZE"))
+            for name, work_of in _works(backend, nodes).items():
+                spent.setdefault(name, []).append(_cost(work_of, database))
+            if size == sizes[-1]:
+                found += [_restart(quick, servers.pool, database), _bytes(quick, backend, size)]
+    for name, costs in spent.items():
+        found.append(
+            Row(f"growth_{name}", costs[-1] / costs[0],
+                f"× the CPU time on {sizes[0]:,} files ({1000 * costs[0]:.3g} ms), on "
+                f"{sizes[-1]:,} files", bar=None if quick else 1.5)
+        )  # fmt: skip
+        found += [
+            Row(f"growth_{name}_{size}_ms", 1000 * cost, f"ms of CPU on {size:,} files")
+            for size, cost in zip(sizes[1:], costs[1:], strict=True)
+        ]
+    return found
+
+
+def _works(backend: Backend, nodes: work.Nodes) -> Mapping[str, Callable[[], object]]:
+    metrics = PoolMetrics(backend, RequestCounts())
+    asking: Iterator[Address] = iter(())
+
+    def lease() -> None:
+        nonlocal asking
+        node = next(asking, None)
+        if node is None:
+            with backend.store.begin() as connection:
+                connection.execute(sa.delete(schema.leases).where(schema.leases.c.status == "open"))
+            asking = iter([one.address for one in nodes.accounts[:50]])
+            node = next(asking)
+        answer = leasing.lease(backend, node, LeaseRequest(policy_version=1 << 40))
+        if answer.lease is None:
+            raise FatalError(f"no lease was given: {answer.reason}")
+
+    def tick() -> None:
+        if seal_ready_batches(
+            backend.store, backend.objects, backend.manager, backend.context, backend.now
+        ):
+            raise FatalError("a batch was sealed, so the next tick would find another store")
+
+    return {
+        "lease": lease,
+        "tick": tick,
+        "status": lambda: status.status(backend),
+        "nodes": lambda: status.node_list(backend, "", None),
+        "metrics": lambda: generate_latest(metrics),
+    }
+
+
+def _cost(work_of: Callable[[], object], database: Database) -> float:
+    """CPU seconds of one call, in this process and PostgreSQL."""
+    work_of()
+    process, server, count = time.process_time(), database.cpu_seconds(), 0
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until or count < 3:
+        work_of()
+        count += 1
+    return (time.process_time() - process + database.cpu_seconds() - server) / count
+
+
+def _restart(quick: bool, pool: seats.Pool, database: Database) -> Row:
+    """Seconds from starting an API process to its first answers."""
+    servers: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory(prefix="bench-restart-") as folder:
+        place = Place(
+            folder=f"{folder}/api",
+            database=database.url,
+            run=pool.backend.context.run.raw().decode(),
+            objects=str(Path(folder) / "objects"),
+            loops=True,
+        )
+        since = time.monotonic()
+        try:
+            port = start_api(servers, place)
+
+            async def ask() -> None:
+                (client,) = await connect([port], 1)
+                await client.ask(request_bytes("GET", "/v1/status", b"", {}))
+                client.close()
+
+            asyncio.run(ask())
+            seconds = time.monotonic() - since
+        finally:
+            end(servers)
+    return Row("restart_s", seconds, "s from a process's start to its first status",
+               bar=None if quick else 5)  # fmt: skip
+
+
+def _bytes(quick: bool, backend: Backend, size: int) -> Row:
+    with backend.store.read() as connection:
+        total = sum(
+            int(
+                connection.execute(sa.text(f"SELECT pg_total_relation_size('{name}')")).scalar_one()
+            )
+            for name in KEPT
+        )
+    return Row("bytes_per_file", total / size, f"bytes in {', '.join(KEPT)}, with indexes",
+               bar=None if quick else 600)  # fmt: skip
+
+
+# ── filling ──
+
+
+def fill(connection: Connection, files: int, now: float) -> None:
+    """Copies the rows of the store's only file `files` times, and adds their batches, policies,
+    roots and the intents of these."""
+    connection.execute(
+        sa.text(
+            "CREATE TEMP TABLE bench_nodes AS "
+            "SELECT row_number() OVER (ORDER BY address) - 1 AS n, address FROM nodes"
+        )
+    )
+    count = int(connection.execute(sa.text("SELECT count(*) FROM bench_nodes")).scalar_one())
+    at = f"({now - files} + i)"
+    file = {
+        "digest": "'0x' || md5('s' || i) || md5('t' || i)",
+        "lease": "'0x' || md5('l' || i) || md5('m' || i)",
+    }
+    step, root = f"(i / {A_BATCH})", f"(i / {A_BATCH} + 1)"
+    same = {"node": "b.address", "step": step, "policy_version": step}
+    given = {"submission_digest": file["digest"]}
+    copies: dict[str, dict[str, str]] = {
+        "leases": same | {"digest": file["lease"], "created_at": at,
+                          "lease_index": f"i % {A_BATCH} + 1",
+                          "deadline": f"CAST({at} AS bigint) + 600"},
+        "submissions": same | {"digest": file["digest"], "lease_digest": file["lease"],
+                               "sha256": "'0x' || md5('f' || i) || md5('g' || i)",
+                               "verdict": "'0x' || md5('v' || i) || md5('w' || i)",
+                               "received_at": at, "judged_at": at, "root_id": root,
+                               "leaf_index": f"i % {A_BATCH}"},
+        "jobs": given | {"created_at": at},
+        "assignments": given | {"at": at, "until": at},
+        "opinions": given | {"at": at},
+        "credits": given | {"node": "b.address", "earned_at": f"CAST({at} AS bigint)"},
+        "groups": given | {"policy_version": step, "accepted_at": at,
+                           "informative": "group_no = 0 OR i % 3 > 0",
+                           "batch_step": f"CASE WHEN i >= {files - A_BATCH // 2} THEN NULL "
+                                         f"WHEN group_no = 0 OR i % 3 > 0 THEN {step} END"},
+    }  # fmt: skip
+    many = sa.text(f"generate_series(0, {files - 1}) i JOIN bench_nodes b ON b.n = i % {count}")
+    for name, values in copies.items():
+        table = schema.metadata.tables[name]
+        key = table.c.digest if "digest" in table.c else table.c.submission_digest
+        first = connection.execute(sa.select(key)).scalars().all()
+        chosen = (
+            sa.literal_column(values[column.name]) if column.name in values else column
+            for column in table.c
+        )
+        copied = sa.select(*chosen).select_from(table, many)
+        connection.execute(sa.insert(table).from_select(list(table.c), copied))
+        connection.execute(sa.delete(table).where(key.in_(first)))
+    _steps(connection, files, now)
+
+
+def _steps(connection: Connection, files: int, now: float) -> None:
+    last = files // A_BATCH
+    connection.execute(sa.delete(schema.policies))
+    for statement in (
+        "INSERT INTO policies (version, digest, step, body, published_at) SELECT i, "
+        "'0x' || md5('p' || i) || md5('q' || i), i, repeat('x', 4096), :now - (:last - i) * :each "
+        "FROM generate_series(0, :last) i",
+        "INSERT INTO batches (step, digest, body, rows, mean_reward_micro, staleness_max, "
+        "sealed_at) SELECT i, '0x' || md5('b' || i) || md5('c' || i), repeat('x', 4096), 1600, "
+        "500000, 1, :now - (:last - i) * :each FROM generate_series(0, :last - 1) i",
+        "INSERT INTO roots (id, root, leaves_object, count, created_at, chain_seq, epoch, "
+        "posted_at, block) SELECT i + 1, '0x' || md5('r' || i) || md5('o' || i), '0x', :each, "
+        ":now - (:last - i) * :each, i, i / 100, 0, i FROM generate_series(0, :last) i",
+        "INSERT INTO intents (id, kind, payload, value, description, note, status, tx_hash, block, "
+        "created_at, updated_at) SELECT 'root:' || i, 'root', '{}', '0', '', '', 'confirmed', "
+        "'0x' || md5('x' || i) || md5('y' || i), i, :now - (:last - i) * :each, "
+        ":now - (:last - i) * :each FROM generate_series(0, :last) i",
+    ):
+        connection.execute(sa.text(statement), {"now": now, "last": last, "each": A_BATCH})

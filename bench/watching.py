@@ -1,0 +1,155 @@
+"""What watchers and idle parties see and cost.
+
+`watchers`: connections to /v1/events of two API processes that got the newest status within two
+seconds of a change, the fewest of several changes. `node_death_s`: from a node's last heartbeat to
+its ejection from scheduling, next to nodes that go on beating. `rpc_calls_min_idle`: requests of an
+idle `orchestrator serve` to its RPC endpoint, on a chain with a block every two seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from bench import seats
+from bench.form import Row
+from bench.servers import Database, connect, open_sessions, request_bytes, serving, signed_post
+from devnet.network import Network
+from devnet.plan import Plan
+from prime_chain.faulty import FaultyRpc
+from prime_core.messages import Heartbeat
+from prime_orchestrator.store import schema
+
+WATCHERS = 500
+WITHIN_SECONDS = 2.0
+BEAT_SECONDS = 10.0
+BLOCK_SECONDS = 2
+IDLE_SECONDS = 60.0
+
+
+class _Watcher(asyncio.Protocol):
+    """One event stream; the newest policy version that it has announced."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self.version = -1
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(request_bytes("GET", "/v1/events", b"", {}))
+
+    def data_received(self, data: bytes) -> None:
+        found = (self._tail + data).rpartition(b'"latest_version":')[2]
+        digits, comma, _ = found.partition(b",")
+        if comma and digits.isdigit():
+            self.version = int(digits)
+        self._tail = data[-64:]
+
+
+def watcher_rows(quick: bool, database: Database) -> list[Row]:
+    """The row `watchers`; empties the database."""
+    count = 50 if quick else WATCHERS
+    with serving(database) as servers:
+        pool = servers.pool
+        pool.seat(500, honest=True)
+
+        async def watch() -> int:
+            loop = asyncio.get_running_loop()
+            watchers = []
+            for at in range(count):
+                port = servers.ports[at % len(servers.ports)]
+                _, watcher = await loop.create_connection(_Watcher, "127.0.0.1", port)
+                watchers.append(watcher)
+            await asyncio.sleep(5.0)
+            served = []
+            for version in range(1, 6):
+                pool.publish(version)
+                await asyncio.sleep(WITHIN_SECONDS)
+                served.append(sum(one.version == version for one in watchers))
+                await asyncio.sleep(1.0)
+            return min(served)
+
+        served = asyncio.run(watch())
+    return [
+        Row("watchers", served, f"of {count} watchers saw a change within {WITHIN_SECONDS:g} s",
+            bar=None if quick else WATCHERS, better="higher")
+    ]  # fmt: skip
+
+
+def death_rows(quick: bool, database: Database) -> list[Row]:
+    """The row `node_death_s` by the default run, or one that kills sooner if `quick`."""
+    run = seats.definition()
+    if quick:
+        run = run.model_copy(update={"heartbeat_seconds": 2, "death_seconds": 5})
+    beat = min(BEAT_SECONDS, run.heartbeat_seconds)
+    with serving(database, run) as servers:
+        pool, now = servers.pool, int(time.time())
+        pool.clock[0] = now
+        pool.seat(20, honest=True)
+        keys = open_sessions(pool.backend.store, pool.honest, "node", now)
+        table = schema.nodes.c
+        silent = sa.select(table.address).where(table.status == "silent")
+        body = Heartbeat(policy_version=0, heard_at=now).model_dump_json().encode()
+
+        async def live() -> tuple[float, int]:
+            clients = await connect(servers.ports, len(keys))
+
+            async def say(first: int) -> None:
+                for client, key in zip(clients[first:], keys[first:], strict=True):
+                    await client.ask(signed_post(key, "/v1/heartbeat", body))
+
+            await say(0)
+            since = said = time.monotonic()
+            while True:
+                await asyncio.sleep(0.1)
+                with pool.backend.store.read() as connection:
+                    found = set(connection.execute(silent).scalars())
+                if pool.honest[0] in found:
+                    return time.monotonic() - since, len(found) - 1
+                if time.monotonic() - said > beat:
+                    said = time.monotonic()
+                    await say(1)
+
+        seconds, false = asyncio.run(live())
+    return [
+        Row("node_death_s", seconds, "s from the last heartbeat", bar=None if quick else 45),
+        Row("node_false_deaths", false, "of 19 nodes that went on beating", bar=0),
+    ]
+
+
+class _Counted(Network):
+    """A network whose programs reach the chain through a proxy that counts."""
+
+    proxy: FaultyRpc
+
+    def _rpc(self) -> tuple[str, ...]:
+        return ("--rpc", self.proxy.url)
+
+
+def rpc_rows(quick: bool) -> list[Row]:
+    """The row `rpc_calls_min_idle`."""
+    seconds = 10.0 if quick else IDLE_SECONDS
+    with tempfile.TemporaryDirectory(prefix="bench-idle-") as folder:
+        network = _Counted(Plan(root=Path(folder), validators=1))
+        try:
+            network.start_chain()
+            network.create_pool()
+            network.anvil.mine_every(BLOCK_SECONDS)
+            network.proxy = FaultyRpc(network.anvil.url)
+            network.start_orchestrator()
+            time.sleep(10.0)
+            before = network.proxy.asked.copy()
+            time.sleep(seconds)
+            asked = network.proxy.asked - before
+        finally:
+            network.stop()
+            network.proxy.close()
+    calls = asked.total() * 60 / seconds
+    return [
+        Row("rpc_calls_min_idle", calls, "RPC requests a minute of an idle serve",
+            bar=None if quick else 60)
+    ]  # fmt: skip

